@@ -1,0 +1,16 @@
+"""Kernel attention in linear time that always says how wrong it is."""
+
+from linattn import feature_maps as feature_maps
+from linattn.attention import Attended as Attended
+from linattn.attention import Partial as Partial
+from linattn.attention import State as State
+from linattn.attention import attention_rows as attention_rows
+from linattn.attention import combine as combine
+from linattn.attention import linear_attention as linear_attention
+from linattn.attention import linear_attention_with_state as linear_attention_with_state
+from linattn.attention import linear_partial as linear_partial
+from linattn.attention import softmax_attention as softmax_attention
+from linattn.attention import softmax_partial as softmax_partial
+from linattn.feature_maps import FEATURE_MAPS as FEATURE_MAPS
+
+__version__ = "0.1.0"

@@ -1,0 +1,80 @@
+"""The fold by blocks in plain torch, forward and backward, on any device; the CPU's fast path.
+
+Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, E = Dv + 1,
+R features, M exponents kept per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from linattn.attention._blocked import fold, opaque
+from linattn.attention._blocked.blocks import Moments as Moments
+from linattn.attention._blocked.blocks import accumulation_dtype as accumulation_dtype
+from linattn.attention._blocked.blocks import no_moments as no_moments
+from linattn.feature_maps import FeatureMap
+
+
+def _run(
+    name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Run one fold, opaquely where a compiler is watching."""
+    chosen = opaque.run if torch.compiler.is_compiling() else fold.run
+    return chosen(name, feature_map, own, mask, *inputs)
+
+
+def attend(
+    feature_map: FeatureMap,
+    own: Mapping[str, Tensor],
+    query: Tensor,  # (B, H, G, Lq, D)
+    key: Tensor,  # (B, H, Lk, D)
+    value: Tensor,  # (B, H, Lk, Dv)
+    mask: Tensor | None,  # (B, Lk)
+    before: Moments,
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Moments]:
+    """Output, denominator, its exponent, and the moments after all keys; causal is aligned bottom-right."""
+    if not is_causal:
+        after = absorb(feature_map, own, key, value, mask, before)
+        return *read(feature_map, own, query, after), after
+    extra = key.shape[2] - query.shape[3]
+    if extra > 0:
+        head = None if mask is None else mask[:, :extra]
+        before = absorb(feature_map, own, key[:, :, :extra], value[:, :, :extra], head, before)
+        key, value, mask = key[:, :, extra:], value[:, :, extra:], None if mask is None else mask[:, extra:]
+    early = query[..., : max(-extra, 0), :]
+    late = query[..., max(-extra, 0) :, :]
+    *rows, moments, m = _run("causal", feature_map, own, mask, late, key, value, *before)
+    if extra < 0:
+        first = read(feature_map, own, early, before)
+        rows = [torch.cat(pair, dim=3) for pair in zip(first, rows, strict=True)]
+    return rows[0], rows[1], rows[2], Moments(moments, m)
+
+
+def absorb(
+    feature_map: FeatureMap, own: Mapping[str, Tensor], key: Tensor, value: Tensor, mask: Tensor | None, before: Moments
+) -> Moments:
+    """The moments after these keys."""
+    return Moments(*_run("absorb", feature_map, own, mask, key, value, *before))
+
+
+def read(
+    feature_map: FeatureMap, own: Mapping[str, Tensor], query: Tensor, moments: Moments
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, denominator and its exponent of queries (B, H, G, L, D) reading the moments."""
+    out, den, reference = _run("read", feature_map, own, None, query, *moments)
+    return out, den, reference
+
+
+def query_log_weight(feature_map: FeatureMap, own: Mapping[str, Tensor], query: Tensor) -> Tensor | None:
+    """The map's logarithmic weights (B, H, G, L) of queries (B, H, G, L, D), in plain differentiable torch."""
+    if feature_map.exponential:
+        return None
+    weight: Tensor | None = fold.hosted(
+        lambda hosted_map, x: hosted_map.query_log_weight(x), feature_map, own, query.device, query.flatten(2, 3)
+    )
+    return None if weight is None else weight.unflatten(-1, query.shape[2:4])

@@ -1,0 +1,94 @@
+"""Fold keys and values into a state, block by block: S += φ(k)vᵀ, z += φ(k); letters as in blocks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from linattn.attention._blocked.blocks import (
+    Keys,
+    as_keys,
+    block_size,
+    blocks,
+    key_block,
+    key_outputs,
+    masked_rows,
+    new_totals,
+    pulled_back,
+    traced,
+    with_ones,
+)
+from linattn.feature_maps import FeatureMap
+
+
+def rescale(moments: Tensor, m: Tensor, c: Tensor) -> None:
+    """moments <- moments·exp(m - c), in place: the same state relative to another exponent."""
+    moments.mul_((m - c).exp_().unsqueeze(-1))
+
+
+def fold_in(moments: Tensor, phi_k: Tensor, extended: Tensor) -> None:
+    """moments <- moments + φ(k)ᵀ[v, 1], in place; all relative to the same exponent."""
+    moments.flatten(0, 1).baddbmm_(phi_k.flatten(0, 1).mT, extended.flatten(0, 1))
+
+
+def forward(
+    feature_map: FeatureMap,
+    mask: Tensor | None,  # (B, L)
+    key: Tensor,  # (B, H, L, D)
+    value: Tensor,  # (B, H, L, Dv)
+    moments: Tensor,  # (B, H, R, E)
+    m: Tensor,  # (B, H, M)
+) -> tuple[Tensor, Tensor]:
+    """The moments and running maximum after these keys; the given ones are not written."""
+    moments, m = moments.clone(memory_format=torch.contiguous_format), m.clone()
+    size = block_size(key.shape[0] * key.shape[1], feature_map.num_features, key.device, is_causal=False)
+    for start, stop in blocks(key.shape[2], size):
+        part = None if mask is None else mask[:, start:stop]
+        keys = key_block(feature_map, masked_rows(key[:, :, start:stop], part, moments.dtype), part)
+        c = keys.peak(m)
+        extended = with_ones(masked_rows(value[:, :, start:stop], part, moments.dtype))
+        rescale(moments, m, c)
+        fold_in(moments, keys.relative_to(c), extended)
+        m = c
+    return moments, m
+
+
+def backward(
+    feature_map: FeatureMap,
+    tensors: Sequence[Tensor],
+    mask: Tensor | None,
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of (key, value, moments) and of the map's tensors; features are recomputed relative to the final m."""
+    (grad_moments, _), (key, value, _, m_before), (_, m) = grads, inputs, outputs
+    grad_key, grad_value, totals = key.new_empty(key.shape), value.new_empty(value.shape), new_totals(tensors)
+    size = block_size(key.shape[0] * key.shape[1], feature_map.num_features, key.device, is_causal=False)
+    for start, stop in blocks(key.shape[2], size):
+        part = None if mask is None else mask[:, start:stop]
+        x = masked_rows(key[:, :, start:stop], part, m.dtype)
+        leaf, results = traced(lambda x: key_outputs(feature_map, x), x)
+        keys = as_keys([result.detach() for result in results], feature_map, part)
+        phi_k = keys.relative_to(m)
+        extended = with_ones(masked_rows(value[:, :, start:stop], part, m.dtype))
+        grad_outputs = key_gradients(keys, m, phi_k, extended @ grad_moments.mT)[: len(results)]
+        store_masked(grad_key[:, :, start:stop], pulled_back(leaf, results, grad_outputs, tensors, totals), part)
+        store_masked(grad_value[:, :, start:stop], phi_k @ grad_moments[..., :-1], part)
+    return [grad_key, grad_value, grad_moments * (m_before - m).exp().unsqueeze(-1)], totals
+
+
+def key_gradients(keys: Keys, c: Tensor, phi_k: Tensor, grad_phi: Tensor) -> tuple[Tensor, ...]:
+    """From the gradient of φ(k)·exp(-c) to those of the map's outputs (weights last); c cancels and is a constant."""
+    if keys.linear is None:
+        return (grad_phi * phi_k,)
+    if keys.log is None:
+        return (grad_phi,)
+    return grad_phi * (keys.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1)
+
+
+def store_masked(target: Tensor, grad: Tensor, mask: Tensor | None) -> None:
+    """Write a block of gradients; masked keys get exactly 0."""
+    target.copy_(grad if mask is None else torch.where(mask[:, None, :, None], grad, 0))

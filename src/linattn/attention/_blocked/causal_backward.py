@@ -1,0 +1,208 @@
+"""The causal fold pulled back: block by block from the last to the first, features recomputed, no state unwound.
+
+The states before the blocks are recomputed by the forward pass's own absorption, in √N segments of √N blocks, so that
+only 2√N states are ever held. Letters as in blocks.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention._blocked.absorption import fold_in, key_gradients, rescale, store_masked
+from linattn.attention._blocked.blocks import (
+    Keys,
+    as_keys,
+    block_size,
+    blocks,
+    key_block,
+    key_outputs,
+    masked_rows,
+    new_totals,
+    normalised_query_features,
+    pulled_back,
+    traced,
+    with_ones,
+)
+from linattn.attention._blocked.causal import safe_heads, scores
+from linattn.attention._blocked.jumps import split, split_gradients
+from linattn.attention._blocked.reading import live_reference, query_gradient, row_gradients
+from linattn.feature_maps import FeatureMap
+
+
+class Saved(NamedTuple):
+    """The forward pass's inputs."""
+
+    mask: Tensor | None
+    query: Tensor  # (B, H, G, L, D)
+    key: Tensor
+    value: Tensor
+    moments: Tensor
+    m: Tensor
+
+    def part(self, start: int, stop: int) -> Tensor | None:
+        """The block's key mask."""
+        return None if self.mask is None else self.mask[:, start:stop]
+
+    def key_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The block's keys and [v, 1]."""
+        mask, dtype = self.part(start, stop), self.moments.dtype
+        extended = with_ones(masked_rows(self.value[:, :, start:stop], mask, dtype))
+        return masked_rows(self.key[:, :, start:stop], mask, dtype), extended
+
+
+class Before(NamedTuple):
+    """The state before a block."""
+
+    moments: Tensor  # (B, H, R, E)
+    m: Tensor  # (B, H, M)
+
+
+class Block(NamedTuple):
+    """A block's features, values and the gradients of its row sums."""
+
+    t: Tensor  # (B, H, G·n, R)
+    keys: Keys
+    mask: Tensor | None
+    extended: Tensor  # (B, H, n, E)
+    rows: Tensor  # (B, H, G·n, E)
+    reference: Tensor  # (B, H, G·n)
+    groups: int
+    exponential: bool
+
+
+class Pulled(NamedTuple):
+    """Gradients of a block's query and key outputs, of [v, 1] and of the state before it."""
+
+    t: Tensor
+    key_outputs: tuple[Tensor, ...]
+    extended: Tensor
+    moments: Tensor
+
+
+def backward(
+    feature_map: FeatureMap,
+    tensors: Sequence[Tensor],
+    mask: Tensor | None,
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of (query, key, value, moments) and of the map's tensors."""
+    saved, grad_moments = Saved(mask, *inputs), grads[3]
+    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in inputs[:3])
+    totals, (batch, heads, groups, length, _) = new_totals(tensors), saved.query.shape
+    size = block_size(batch * heads * groups, feature_map.num_features, saved.key.device, is_causal=True)
+    for before, start, stop in _states_from_the_last(feature_map, saved, list(blocks(length, size))):
+        part, (x_k, extended) = saved.part(start, stop), saved.key_rows(start, stop)
+        x_q, out, den, reference, grad_out, grad_den = (
+            y[:, :, :, start:stop].flatten(2, 3) for y in (saved.query, *outputs[:3], *grads[:2])
+        )
+        leaf_q, (t,) = traced(lambda x: (feature_map.query(x),), x_q.to(den.dtype))
+        leaf_k, results = traced(lambda x: key_outputs(feature_map, x), x_k)
+        keys = as_keys([result.detach() for result in results], feature_map, part)
+        rows, reference = row_gradients(grad_out, grad_den, out, den), live_reference(den, reference)
+        block = Block(t.detach(), keys, part, extended, rows, reference, groups, feature_map.exponential)
+        pulled = _pull_block(block, before, grad_moments)
+        grad_moments = pulled.moments
+        grad_x = pulled_back(leaf_q, (t,), (pulled.t,), tensors, totals)
+        grad_query[..., start:stop, :] = grad_x.unflatten(2, (groups, stop - start))
+        grad_x = pulled_back(leaf_k, results, pulled.key_outputs[: len(results)], tensors, totals)
+        store_masked(grad_key[:, :, start:stop], grad_x, part)
+        store_masked(grad_value[:, :, start:stop], pulled.extended[..., :-1], part)
+    return [grad_query, grad_key, grad_value, grad_moments], totals
+
+
+def _states_from_the_last(
+    feature_map: FeatureMap, saved: Saved, bounds: list[tuple[int, int]]
+) -> Iterator[tuple[Before, int, int]]:
+    """Each block with the state before it, the last block first."""
+    stride = max(math.isqrt(len(bounds)), 1)
+    segments = [bounds[index : index + stride] for index in range(0, len(bounds), stride)]
+    entries = [Before(saved.moments, saved.m)]
+    for segment in segments[:-1]:
+        *_, last = _states(feature_map, saved, entries[-1], segment)
+        entries.append(_after(feature_map, saved, last, *segment[-1]))
+    for entry, segment in zip(reversed(entries), reversed(segments), strict=False):
+        states = list(_states(feature_map, saved, entry, segment))
+        for before, (start, stop) in zip(reversed(states), reversed(segment), strict=True):
+            yield before, start, stop
+
+
+def _states(
+    feature_map: FeatureMap, saved: Saved, before: Before, segment: list[tuple[int, int]]
+) -> Iterator[Before]:
+    """The states before these consecutive blocks."""
+    for index, bound in enumerate(segment):
+        yield before
+        if index + 1 < len(segment):
+            before = _after(feature_map, saved, before, *bound)
+
+
+def _after(feature_map: FeatureMap, saved: Saved, before: Before, start: int, stop: int) -> Before:
+    """The state after a block."""
+    x, extended = saved.key_rows(start, stop)
+    keys = key_block(feature_map, x, saved.part(start, stop))
+    c = keys.peak(before.m)
+    moments = before.moments.clone(memory_format=torch.contiguous_format)
+    rescale(moments, before.m, c)
+    fold_in(moments, keys.relative_to(c), extended)
+    return Before(moments, c)
+
+
+def _pull_block(block: Block, before: Before, grad_after: Tensor) -> Pulled:
+    """The gradients of one block, from those of its row sums and of the state after it."""
+    c = block.keys.peak(before.m)
+    safe = safe_heads(block.keys, block.mask, before.m, c)
+    joint = _pull_joint(block, before, c, grad_after)
+    if safe is None:
+        return joint
+    apart, where = _pull_split(block, before, c, grad_after), safe[..., None, None]
+    chosen = [
+        torch.where(where if x.ndim == 4 else where.squeeze(-1), x, y)
+        for x, y in zip(joint.key_outputs, apart.key_outputs, strict=True)
+    ]
+    return Pulled(
+        torch.where(where, joint.t, apart.t),
+        tuple(chosen),
+        torch.where(where, joint.extended, apart.extended),
+        torch.where(where, joint.moments, apart.moments),
+    )
+
+
+def _pull_joint(block: Block, before: Before, c: Tensor, grad_after: Tensor) -> Pulled:
+    """A safe block reads the state and its own keys relative to the same exponent."""
+    decay = (before.m - c).exp().unsqueeze(-1)
+    phi_q = normalised_query_features(block.t, c, block.reference, block.exponential)
+    phi_k = block.keys.relative_to(c)
+    grad_scores = scores(block.rows, block.extended, block.groups)
+    weights = scores(phi_q, phi_k, block.groups)
+    grad_phi_q = block.rows @ (before.moments * decay).mT + grad_scores @ phi_k
+    grad_phi_k = block.extended @ grad_after.mT + grad_scores.mT @ phi_q
+    return Pulled(
+        query_gradient(grad_phi_q, phi_q, c, block.reference, block.exponential),
+        key_gradients(block.keys, c, phi_k, grad_phi_k),
+        phi_k @ grad_after + weights.mT @ block.rows,
+        (grad_after + phi_q.mT @ block.rows) * decay,
+    )
+
+
+def _pull_split(block: Block, before: Before, c: Tensor, grad_after: Tensor) -> Pulled:
+    """A block whose maximum jumps: the state at its own exponent, and the block's own past cut into rectangles."""
+    phi_q = normalised_query_features(block.t, before.m, block.reference, block.exponential)
+    phi_k = block.keys.relative_to(c)
+    cut = split(block.t, block.keys, block.extended, block.groups, block.exponential)
+    inner = split_gradients(cut, block.extended.shape[2], block.rows, block.reference)
+    grad_phi_q = block.rows @ before.moments.mT
+    grad_t = query_gradient(grad_phi_q, phi_q, before.m, block.reference, block.exponential)
+    grad_keys = key_gradients(block.keys, c, phi_k, block.extended @ grad_after.mT)
+    return Pulled(
+        grad_t + inner[0],
+        tuple(a + b for a, b in zip(grad_keys, inner[1], strict=True)),
+        phi_k @ grad_after + inner[2],
+        grad_after * (before.m - c).exp().unsqueeze(-1) + phi_q.mT @ block.rows,
+    )

@@ -1,0 +1,189 @@
+"""The three folds (absorb, read, causal) as differentiable operations.
+
+Eager calls go through one `torch.autograd.Function`, whose backward pass is a Function too, so that torch.func.grad and
+vmap compose; a vmapped dimension is folded into the batch. Compiled calls go through one custom operator, opaque to the
+compiler: no loop is unrolled and the choice between joint and split blocks stays possible. Second derivatives and
+forward-mode derivatives raise. Letters as in blocks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from linattn.attention._blocked import absorption, causal, causal_backward, reading
+from linattn.feature_maps import FeatureMap
+
+
+class Fold(NamedTuple):
+    """forward(map, mask, *inputs) -> outputs; backward(map, own, mask, grads, inputs, outputs) -> grads, own grads.
+
+    The last input is the running maximum m, a constant; so are the outputs named here. `own` are tensors of the map.
+    """
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[list[Tensor], list[Tensor]]]
+    num_inputs: int
+    constants: tuple[int, ...]
+
+
+FOLDS = {
+    "absorb": Fold(absorption.forward, absorption.backward, 4, (1,)),
+    "read": Fold(reading.forward, reading.backward, 3, (2,)),
+    "causal": Fold(causal.forward, causal_backward.backward, 5, (2, 4)),
+}
+NUM_OUTPUTS = {"absorb": 2, "read": 3, "causal": 5}
+
+
+def run(
+    name: str,
+    feature_map: FeatureMap,
+    own: Mapping[str, Tensor],
+    mask: Tensor | None,
+    *inputs: Tensor,
+) -> tuple[Tensor, ...]:
+    """Run the fold `name` on (mask, *inputs), with the map's tensors named in `own` replaced and differentiated."""
+    found: tuple[Tensor, ...] = _Forward.apply(name, feature_map, tuple(own), mask, *inputs, *own.values())
+    return found
+
+
+class _Host(nn.Module):
+    """A map and a fold as one module, which is what `torch.func.functional_call` can swap tensors in."""
+
+    def __init__(self, feature_map: FeatureMap, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.map, self.function = feature_map, function
+
+    def forward(self, *arguments: Any) -> Any:
+        """The function's result."""
+        return self.function(self.map, *arguments)
+
+
+def hosted(
+    function: Callable[..., Any], feature_map: FeatureMap, own: Mapping[str, Tensor], device: torch.device, *args: Any
+) -> Any:
+    """function(feature_map, *args), outside autocast, with the map's tensors replaced by `own`."""
+    with torch.autocast(device.type, enabled=False):
+        if not own:
+            return function(feature_map, *args)
+        swapped = {f"map.{name}": tensor for name, tensor in own.items()}
+        return torch.func.functional_call(_Host(feature_map, function), swapped, args)
+
+
+def forward(
+    name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The fold's outputs, no gradient recorded."""
+    outputs: tuple[Tensor, ...] = hosted(FOLDS[name].forward, feature_map, own, inputs[0].device, mask, *inputs)
+    return outputs
+
+
+def backward(
+    name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, rest: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gradients of the inputs but m, then of the map's tensors; `rest` is (*grads, *inputs, *outputs)."""
+    count, fold = NUM_OUTPUTS[name], FOLDS[name]
+    own = {key: tensor.detach().requires_grad_() for key, tensor in own.items()}
+    grads, inputs, outputs = rest[:count], rest[count : count + fold.num_inputs], rest[count + fold.num_inputs :]
+
+    def pull(hosted_map: FeatureMap) -> tuple[list[Tensor], list[Tensor]]:
+        return fold.backward(hosted_map, tuple(own.values()), mask, grads, inputs, outputs)
+
+    found, totals = hosted(pull, feature_map, own, inputs[0].device)
+    return *found, *(total.to(tensor.dtype) for total, tensor in zip(totals, own.values(), strict=True))
+
+
+class _Forward(torch.autograd.Function):
+    """(name, map, names of own, mask, *inputs, *own) -> outputs."""
+
+    @staticmethod
+    def forward(name: str, feature_map: FeatureMap, names: tuple[str, ...], mask: Any, *rest: Any) -> Any:
+        """Run the fold."""
+        count = FOLDS[name].num_inputs
+        return forward(name, feature_map, dict(zip(names, rest[count:], strict=True)), mask, rest[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep inputs and outputs."""
+        ctx.arguments, rest = inputs[:3], inputs[4:]
+        fold = FOLDS[inputs[0]]
+        ctx.mark_non_differentiable(*(output[i] for i in fold.constants))
+        ctx.save_for_backward(inputs[3], *rest[: fold.num_inputs], *output, *rest[fold.num_inputs :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Gradients in the order of the arguments."""
+        mask, *saved = ctx.saved_tensors
+        count = FOLDS[ctx.arguments[0]].num_inputs
+        found = _Backward.apply(*ctx.arguments, mask, *grads, *saved)
+        return None, None, None, None, *found[: count - 1], None, *found[count - 1 :]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        """Fold the mapped dimension into the batch."""
+        return _mapped(_Forward, info.batch_size, in_dims, arguments)
+
+
+class _Backward(torch.autograd.Function):
+    """(name, map, names of own, mask, *grads, *inputs, *outputs, *own) -> gradients; differentiable no further."""
+
+    @staticmethod
+    def forward(name: str, feature_map: FeatureMap, names: tuple[str, ...], mask: Any, *rest: Any) -> Any:
+        """Pull the fold back."""
+        count = len(rest) - len(names)
+        return backward(name, feature_map, dict(zip(names, rest[count:], strict=True)), mask, rest[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Refuse second derivatives."""
+        raise NotImplementedError(
+            "backend='blocked' has first derivatives only; use backend='reference' for second derivatives"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        """Fold the mapped dimension into the batch, unless that would sum the samples' gradients of shared tensors."""
+        num_own = len(arguments[2])
+        own, dims = arguments[len(arguments) - num_own :], in_dims[len(in_dims) - num_own :]
+        if any(x.ndim - (dim is not None) != 4 for x, dim in zip(own, dims, strict=True)):
+            raise NotImplementedError(
+                "per-sample gradients (vmap over grad) of a feature map's own parameters are not supported by "
+                "backend='blocked'; freeze them with requires_grad_(False), or use backend='reference'"
+            )
+        return _mapped(_Backward, info.batch_size, in_dims, arguments)
+
+
+def _mapped(function: Any, size: int, in_dims: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    """Apply a function of (name, map, names, *tensors, *own) with the mapped dimension folded into the batch."""
+    count = len(arguments) - len(arguments[2])
+    folded = [_folded(x, dim, size) for x, dim in zip(arguments[3:count], in_dims[3:count], strict=True)]
+    folded += [_folded_own(x, dim, size) for x, dim in zip(arguments[count:], in_dims[count:], strict=True)]
+    results = function.apply(*arguments[:3], *folded)
+    return tuple(r.unflatten(0, (size, -1)) for r in results), (0,) * len(results)
+
+
+def _folded(x: Any, dim: int | None, size: int) -> Any:
+    """Move the mapped dimension of a (B, …) tensor into its batch."""
+    if x is None:
+        return None
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _folded_own(x: Tensor, dim: int | None, size: int) -> Any:
+    """The same for a tensor of the map: statistics of the call are (B, H, 1, D), all others are shared by the batch."""
+    if x.ndim - (dim is not None) == 4:
+        return _folded(x, dim, size)
+    if dim is not None:
+        raise NotImplementedError(
+            "vmap over a feature map's own parameters is not supported by backend='blocked', got a mapped tensor of "
+            f"shape {tuple(x.shape)}; give the map num_heads=… for one set per head, or use backend='reference'"
+        )
+    return x

@@ -1,0 +1,136 @@
+"""Blocks whose running maximum jumps: every row relative to keys it sees, so that no later key can underflow it.
+
+A block of P = 2ᵏ tokens is cut into rectangles: for h = P/2, …, 2, 1, rows of each second half of 2h tokens against the
+keys of the first half, which all of them see; and each row against its own key. Rectangles of one size are one batch.
+Letters as in blocks.py; p rectangles per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention._blocked.absorption import key_gradients
+from linattn.attention._blocked.blocks import Keys, normalised_query_features, query_features
+from linattn.attention._blocked.reading import query_gradient
+
+
+class Level(NamedTuple):
+    """Rectangles of one size: h rows against h keys, or (h = 0) each row against its own key."""
+
+    half: int
+
+    def rows(self, x: Tensor) -> Tensor:
+        """A view (B, H, G, p, h, …) of the rectangles' rows of x (B, H, G, P, …)."""
+        return x.unflatten(3, (-1, 2, self.half))[:, :, :, :, 1] if self.half else x.unsqueeze(4)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """A view (B, H, p, h, …) of the rectangles' keys of x (B, H, P, …)."""
+        return x.unflatten(2, (-1, 2, self.half))[:, :, :, 0] if self.half else x.unsqueeze(3)
+
+
+def levels(length: int) -> Iterator[Level]:
+    """The levels of a block of `length` = 2ᵏ tokens."""
+    yield Level(0)
+    half = 1
+    while half < length:
+        yield Level(half)
+        half *= 2
+
+
+def _as_rectangles(x: Tensor) -> Tensor:
+    """(B, H, G, p, h, …) -> (B, H, p, G·h, …): all query heads of a key head in one product."""
+    return x.transpose(2, 3).flatten(3, 4)
+
+
+def _as_rows(x: Tensor, groups: int) -> Tensor:
+    """(B, H, p, G·h, …) -> (B, H, G, p, h, …)."""
+    return x.unflatten(3, (groups, -1)).transpose(2, 3)
+
+
+def _padded(x: Tensor, dim: int, filling: float = 0.0) -> Tensor:
+    """x with its tokens padded to a power of two."""
+    length = x.shape[dim]
+    shape = list(x.shape)
+    shape[dim] = (1 << (length - 1).bit_length()) - length
+    return torch.cat((x, x.new_full(shape, filling)), dim)
+
+
+class Split(NamedTuple):
+    """A padded block, ready to be cut."""
+
+    t: Tensor  # (B, H, G, P, R)
+    log: Tensor  # (B, H, P, M)
+    linear: Tensor | None  # (B, H, P, R)
+    extended: Tensor  # (B, H, P, E)
+    exponential: bool
+
+    def keys(self, level: Level) -> Keys:
+        """The rectangles' keys, (B, H, p, h, ·)."""
+        return Keys(level.keys(self.log), None if self.linear is None else level.keys(self.linear))
+
+
+def split(t: Tensor, keys: Keys, extended: Tensor, groups: int, exponential: bool) -> Split:
+    """Pad a block: t (B, H, G·n, R), keys and [v, 1] of n tokens."""
+    assert keys.log is not None
+    log = keys.log.expand(*extended.shape[:-1], -1)
+    linear = None if keys.linear is None else _padded(keys.linear, 2)
+    return Split(
+        _padded(t.unflatten(2, (groups, -1)), 3),
+        _padded(log, 2, -torch.inf),
+        linear,
+        _padded(extended, 2),
+        exponential,
+    )
+
+
+def split_rows(block: Split, length: int, moments: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """Row sums (B, H, G·n, E) over the state and the block's past, and the exponents (B, H, G·n) they are relative to."""
+    groups, shape = block.t.shape[2], block.t.shape[2:4]
+    phi_q, reference = query_features(block.t.flatten(2, 3), m, block.exponential)
+    rows, reference = (phi_q @ moments).unflatten(2, shape), reference.unflatten(2, shape).clone()
+    for level in levels(shape[1]):
+        keys = block.keys(level)
+        c = keys.own_peak()
+        phi_q, ref = query_features(_as_rectangles(level.rows(block.t)), c, block.exponential)
+        found = _as_rows(phi_q @ keys.relative_to(c).mT @ level.keys(block.extended), groups)
+        ref, old = _as_rows(ref, groups), level.rows(reference)
+        new = torch.maximum(old, ref)
+        sums = level.rows(rows)
+        sums.mul_((old - new).exp_().unsqueeze(-1)).add_(found * (ref - new).exp_().unsqueeze(-1))
+        old.copy_(new)
+    return rows[:, :, :, :length].flatten(2, 3), reference[:, :, :, :length].flatten(2, 3)
+
+
+def split_gradients(
+    block: Split, length: int, grad_rows: Tensor, reference: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """Gradients of t (B, H, G·n, R), of the key outputs and of [v, 1], through the block's own past alone."""
+    groups = block.t.shape[2]
+    grad_rows = _padded(grad_rows.unflatten(2, (groups, -1)), 3)
+    # Padded rows read nothing: an infinite reference makes their features 0.
+    reference = _padded(reference.unflatten(2, (groups, -1)), 3, torch.inf)
+    grad_t, grad_extended = torch.zeros_like(block.t), torch.zeros_like(block.extended)
+    grad_linear = None if block.linear is None else torch.zeros_like(block.linear)
+    grad_log = torch.zeros_like(block.log)
+    for level in levels(block.t.shape[3]):
+        keys, rows = block.keys(level), _as_rectangles(level.rows(grad_rows))
+        c, ref = keys.own_peak(), _as_rectangles(level.rows(reference))
+        phi_q = normalised_query_features(_as_rectangles(level.rows(block.t)), c, ref, block.exponential)
+        phi_k, extended = keys.relative_to(c), level.keys(block.extended)
+        grad_scores = rows @ extended.mT
+        grad_phi_q = query_gradient(grad_scores @ phi_k, phi_q, c, ref, block.exponential)
+        level.rows(grad_t).add_(_as_rows(grad_phi_q, groups))
+        found = key_gradients(keys, c, phi_k, grad_scores.mT @ phi_q)
+        if grad_linear is None:
+            level.keys(grad_log).add_(found[0])
+        else:
+            level.keys(grad_linear).add_(found[0])
+            level.keys(grad_log).add_(found[1].unsqueeze(-1))
+        level.keys(grad_extended).add_((phi_q @ phi_k.mT).mT @ rows)
+    log = grad_log[:, :, :length]
+    outputs = (log,) if grad_linear is None else (grad_linear[:, :, :length], log.squeeze(-1))
+    return grad_t[:, :, :, :length].flatten(2, 3), outputs, grad_extended[:, :, :length]

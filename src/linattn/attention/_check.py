@@ -1,0 +1,116 @@
+"""What the public functions refuse, and in which words; limits of one backend live with that backend.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps import FeatureMap
+
+
+def check_map(feature_map: object) -> None:
+    """Refuse what is not a feature map."""
+    if isinstance(feature_map, type) and issubclass(feature_map, FeatureMap):
+        raise TypeError(
+            f"feature_map must be an instance, got the class {feature_map.__name__}; build it first, for example "
+            f"{feature_map.__name__}(head_dim, …)"
+        )
+    if not isinstance(feature_map, FeatureMap):
+        raise TypeError(
+            f"feature_map must be a linattn.feature_maps.FeatureMap, got {type(feature_map).__name__}; "
+            "linattn.feature_maps.FEATURE_MAPS lists the maps there are"
+        )
+
+
+def check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap | None, *, enable_gqa: bool
+) -> None:
+    """Refuse tensors that do not belong together."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must be (B, H, L, width) like scaled_dot_product_attention's, got {x.ndim} dimensions "
+                f"{tuple(x.shape)}; add batch and head dimensions with unsqueeze, or transpose(1, 2) from (B, L, H, width)"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {x.dtype}; convert it with {name}.float()")
+    if len({x.dtype for x in named.values()}) > 1:
+        raise TypeError(
+            f"query, key and value must share one dtype, got {query.dtype}, {key.dtype}, {value.dtype}; convert with .to()"
+        )
+    if len({x.device for x in named.values()}) > 1:
+        raise ValueError(
+            f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}; move with .to()"
+        )
+    _check_shapes(query, key, value, enable_gqa=enable_gqa)
+    if feature_map is not None:
+        _check_fits_map(query, key, feature_map)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> None:
+    """Refuse shapes that do not belong together."""
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"query and key must share the batch size, got {query.shape[0]} and {key.shape[0]}; "
+            "expand the smaller one along its first dimension"
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must share the head width, got {query.shape[-1]} and {key.shape[-1]}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"key and value must share (batch, heads, length), got {tuple(key.shape[:3])} and {tuple(value.shape[:3])}"
+        )
+    if query.shape[1] == key.shape[1]:
+        return
+    if not enable_gqa:
+        raise ValueError(
+            f"query has {query.shape[1]} heads, key and value have {key.shape[1]}; pass enable_gqa=True if groups of "
+            "query heads share a key/value head"
+        )
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"with enable_gqa the query heads must be a multiple of the key/value heads, got {query.shape[1]} and "
+            f"{key.shape[1]}"
+        )
+
+
+def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None:
+    """Refuse tensors the map was not built for."""
+    if query.shape[-1] != feature_map.head_dim:
+        raise ValueError(
+            f"the feature map was built for head_dim={feature_map.head_dim}, got queries and keys of width "
+            f"{query.shape[-1]}; build it with head_dim={query.shape[-1]}"
+        )
+    heads = getattr(feature_map, "num_heads", None)
+    if heads is not None and heads != key.shape[1]:
+        raise ValueError(
+            f"the feature map holds one set of parameters for each of {heads} key/value heads, got {key.shape[1]} heads; "
+            f"build it with num_heads={key.shape[1]}, or num_heads=None to share one set"
+        )
+    own = next(iter(feature_map.parameters()), next(iter(feature_map.buffers()), None))
+    if own is not None and own.device != query.device:
+        raise ValueError(
+            f"the feature map is on {own.device}, the tensors on {query.device}; move it with feature_map.to(…)"
+        )
+
+
+def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
+    """Refuse anything but a (B, Lk) bool mask."""
+    if key_mask is None:
+        return
+    wanted = (key.shape[0], key.shape[2])
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        got = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
+        raise TypeError(f"key_mask must be a bool tensor, True = attend, got {got}; convert 1/0 masks with mask.bool()")
+    if tuple(key_mask.shape) != wanted:
+        raise ValueError(
+            f"key_mask must be (B, Lk) = {wanted}, got {tuple(key_mask.shape)}; a kernel cannot mask single pairs, only keys"
+        )
+    if key_mask.device != key.device:
+        raise ValueError(f"key_mask is on {key_mask.device}, the keys on {key.device}; move it with .to()")

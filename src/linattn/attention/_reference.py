@@ -1,0 +1,136 @@
+"""The quadratic truth: every weight φ(q_i)·φ(k_j) is formed, in any dtype; slow and clear, differentiable by autograd alone.
+
+Shares nothing with the blocked backend. Memory O(Lq·Lk·R) for exponential maps, whose weights are formed as
+log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows. Letters as in _blocked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from linattn.feature_maps import FeatureMap
+
+
+class _Host(nn.Module):
+    """A map as a module whose forward pass is any function of it."""
+
+    def __init__(self, feature_map: FeatureMap) -> None:
+        super().__init__()
+        self.map = feature_map
+
+    def forward(self, function: Callable[[FeatureMap], Any]) -> Any:
+        """The function's result."""
+        return function(self.map)
+
+
+def attend(
+    feature_map: FeatureMap,
+    own: Mapping[str, Tensor],
+    query: Tensor,  # (B, H, G, Lq, D)
+    key: Tensor,  # (B, H, Lk, D)
+    value: Tensor,  # (B, H, Lk, Dv)
+    mask: Tensor | None,  # (B, Lk)
+    before: tuple[Tensor, Tensor],
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Output, denominator, its exponent, and the moments after all keys; causal is aligned bottom-right."""
+
+    def compute(hosted_map: FeatureMap) -> Any:
+        return _attend(hosted_map, query, key, value, mask, before, is_causal=is_causal)
+
+    with torch.autocast(query.device.type, enabled=False):
+        swapped = {f"map.{name}": tensor for name, tensor in own.items()}
+        found: tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] = torch.func.functional_call(
+            _Host(feature_map), swapped, (compute,)
+        )
+    return found
+
+
+class _Logs(NamedTuple):
+    """log|φ| and its sign, or linear features with a logarithmic weight."""
+
+    exponent: Tensor  # (..., L, R) or (..., L, 1)
+    linear: Tensor | None
+
+
+def _attend(
+    feature_map: FeatureMap,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    before: tuple[Tensor, Tensor],
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The same with the map's tensors in place."""
+    sums, m = before
+    if mask is not None:
+        key, value = (torch.where(mask[:, None, :, None], x, 0) for x in (key, value))
+    q, k = query.to(sums.dtype), key.to(sums.dtype)
+    extended = torch.cat((value, torch.ones_like(value[..., :1])), -1).to(sums.dtype)
+    visible = _visible(query.shape[3], key.shape[2], mask, query.device, is_causal=is_causal)
+    if feature_map.exponential:
+        lq, lk = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
+        weights = torch.logsumexp(lq.unsqueeze(4) + lk[:, :, None, None], -1)  # (B, H, G, Lq, Lk)
+        exponents = torch.where(visible, weights, -torch.inf)
+        from_state = lq + m[:, :, None, None]
+        reference = torch.maximum(_peak(exponents, from_state), from_state.amax(-1))
+        rows = torch.exp(exponents - reference.unsqueeze(-1)) @ extended.unsqueeze(2)
+        rows = rows + torch.exp(from_state - reference.unsqueeze(-1)) @ sums.unsqueeze(2)
+        log_k, phi_k = lk, None
+    else:
+        phi_q, phi_k = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
+        weight = feature_map.key_log_weight(k)
+        log_k = phi_k.new_zeros(phi_k.shape[:-1]).unsqueeze(-1) if weight is None else weight.unsqueeze(-1)
+        exponents = torch.where(visible, log_k[:, :, None, None, :, 0], -torch.inf)
+        state_exponent = m[:, :, None, None, 0]
+        reference = torch.maximum(_peak(exponents, phi_q), state_exponent)
+        weights = (phi_q @ phi_k.mT.unsqueeze(2)) * torch.exp(exponents - reference.unsqueeze(-1))
+        rows = weights @ extended.unsqueeze(2)
+        rows = rows + (phi_q @ sums.unsqueeze(2)) * torch.exp(state_exponent - reference).unsqueeze(-1)
+    out, den = _divide(rows)
+    after = _moments(sums, m, log_k if mask is None else torch.where(mask[:, None, :, None], log_k, -torch.inf), phi_k, extended)
+    return out.to(query.dtype), den, reference, after
+
+
+def _visible(num_queries: int, num_keys: int, mask: Tensor | None, device: torch.device, *, is_causal: bool) -> Tensor:
+    """Which keys a query sees, broadcasting to (B, H, G, Lq, Lk)."""
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    if is_causal:
+        seen = seen.tril(num_keys - num_queries)
+    return seen if mask is None else seen & mask[:, None, None, None, :]
+
+
+def _peak(exponents: Tensor, like: Tensor) -> Tensor:
+    """The largest visible exponent of each row, finite also where nothing is visible; a constant for gradients."""
+    floor = torch.finfo(like.dtype).min / 4
+    if exponents.shape[-1] == 0:
+        return torch.full(like.shape[:-1], floor, dtype=like.dtype, device=like.device)
+    return exponents.detach().amax(-1).clamp(min=floor).expand(like.shape[:-1])
+
+
+def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """num/den and den; 0 where no key was seen."""
+    den = rows[..., -1]
+    dead = den == 0
+    out = torch.where(dead.unsqueeze(-1), 0, rows[..., :-1] / torch.where(dead, 1, den).unsqueeze(-1))
+    return out, den
+
+
+def _moments(
+    sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Σ φ(k)[v, 1]ᵀ·exp(-m) over the state and the keys, and m."""
+    if log_k.shape[-2] == 0:
+        return sums, m
+    peak = torch.maximum(m, log_k.detach().amax(-2))
+    features = torch.exp(log_k - peak.unsqueeze(-2))
+    if phi_k is not None:
+        features = features * phi_k
+    return sums * torch.exp(m - peak).unsqueeze(-1) + features.mT @ extended, peak

@@ -1,0 +1,228 @@
+"""The op: check, choose a backend, call.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width, R features.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from linattn.attention import _blocked, _reference
+from linattn.attention._check import check_key_mask, check_map, check_tensors
+from linattn.attention.partial import Partial
+from linattn.attention.state import State, as_partial, check_built_with
+from linattn.feature_maps import FeatureMap
+
+Backend = Literal["auto", "blocked", "reference"]
+_BACKENDS = {"auto": _blocked.attend, "blocked": _blocked.attend, "reference": _reference.attend}
+
+
+class Attended(NamedTuple):
+    """What `linear_attention_with_state` returns.
+
+    Attributes:
+        out: (B, H, Lq, Dv), in the query's dtype.
+        state: the state after the last key.
+    """
+
+    out: Tensor
+    state: State
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention with the kernel of a feature map, in linear time.
+
+        out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j) = φ(q_i)ᵀS / φ(q_i)ᵀz
+
+    Time O((Lq + Lk)·R·(D + Dv)) per head; memory beyond inputs and output O(R·Dv) per head and one block of features,
+    forward and backward: features are recomputed, never stored for the whole sequence. Exponents, sums and the division run
+    in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0.
+
+    Args:
+        query: (B, H, Lq, D), any floating dtype, any strides.
+        key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
+        value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
+        feature_map: the kernel; the temperature is the map's `scale`, there is none here.
+        key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, NaN and inf included,
+            forward and backward. A query whose every key is masked gets 0.
+        is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns top-left,
+            which differs when Lq ≠ Lk.
+        enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one state per key/value head.
+        backend: "blocked" (plain torch, linear), "reference" (quadratic, for checking) or "auto", which takes "blocked".
+            A named backend runs or raises.
+
+    Returns:
+        (B, H, Lq, Dv) in the query's dtype.
+
+    Raises:
+        TypeError: `feature_map` is no FeatureMap instance; tensors are not floating point or differ in dtype; `key_mask` is
+            not bool.
+        ValueError: shapes, devices, the map's width or heads do not fit; unknown `backend`; a map that takes statistics from
+            the call is used causally.
+
+    Example:
+        >>> import torch, linattn
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> q, k, v = (torch.tensor(x).view(1, 1, -1, 1) for x in ([1.0, 1.0], [1.0, 3.0], [8.0, 4.0]))
+        >>> linear_attention(q, k, v, relu).flatten().tolist()
+        [5.0, 5.0]
+        >>> linear_attention(q, k, v, relu, is_causal=True).flatten().tolist()
+        [8.0, 5.0]
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794), section 2.
+    """
+    _check(query, key, value, feature_map, key_mask, enable_gqa=enable_gqa, backend=backend)
+    return _attend(query, key, value, feature_map, None, key_mask, is_causal=is_causal, backend=backend)[0].flatten(1, 2)
+
+
+def linear_partial(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    backend: Backend = "auto",
+) -> Partial:
+    """`linear_attention` with its log-normaliser, to be combined with attention over other keys.
+
+        log_normalizer_i = log Σ_j φ(q_i)·φ(k_j)
+
+    Cost, arguments and errors are those of `linear_attention`.
+
+    Returns:
+        Partial(out, log_normalizer): (B, H, Lq, Dv) in the query's dtype and (B, H, Lq) in at least float32.
+
+    Example:
+        >>> import torch, linattn
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> q, k, v = (torch.tensor(x).view(1, 1, -1, 1) for x in ([1.0], [1.0, 3.0], [8.0, 4.0]))
+        >>> round(linear_partial(q, k, v, relu).log_normalizer.exp().item(), 4)
+        4.0
+    """
+    _check(query, key, value, feature_map, key_mask, enable_gqa=enable_gqa, backend=backend)
+    out, den, reference, _ = _attend(
+        query, key, value, feature_map, None, key_mask, is_causal=is_causal, backend=backend
+    )
+    own = own_tensors(query, key, feature_map, key_mask, is_causal=is_causal)
+    return as_partial(feature_map, own, query.unflatten(1, (key.shape[1], -1)), out, den, reference)
+
+
+def linear_attention_with_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    state: State | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+    backend: Backend = "auto",
+) -> Attended:
+    """Causal attention over the state's keys and these, and the state after them.
+
+        S_t = S_{t-1} + φ(k_t)v_tᵀ,   z_t = z_{t-1} + φ(k_t),   out_t = φ(q_t)ᵀS_t / φ(q_t)ᵀz_t
+
+    Prefill, chunks and single tokens are the same call, cut anywhere. Cost as `linear_attention`, whatever the state has
+    seen. Later tokens never reach earlier outputs.
+
+    Args:
+        query: (B, H, Lq, D); with Lq < Lk the queries are the last ones, with Lq > Lk the first Lq - Lk of them see the
+            state alone.
+        key: (B, Hkv, Lk, D).
+        value: (B, Hkv, Lk, Dv).
+        feature_map: the kernel; maps that take statistics from the call must be fitted first.
+        state: what was seen before, from an earlier call or `State`; None is the empty one. It is not changed.
+        key_mask: (B, Lk) bool, True = attend; masked keys do not enter the state.
+        enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
+        backend: as in `linear_attention`.
+
+    Returns:
+        Attended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new State.
+
+    Raises:
+        TypeError: as `linear_attention`; `state` is not a State.
+        ValueError: as `linear_attention`; the state was built with another map or draw, or for other shapes.
+
+    Example:
+        >>> import torch, linattn
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> q, k, v = (torch.tensor(x).view(1, 1, -1, 1) for x in ([1.0], [1.0], [8.0]))
+        >>> first = linear_attention_with_state(q, k, v, relu)
+        >>> linear_attention_with_state(q, 3 * k, v / 2, relu, first.state).out.item()
+        5.0
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
+    """
+    _check(query, key, value, feature_map, key_mask, enable_gqa=enable_gqa, backend=backend)
+    if state is not None:
+        if not isinstance(state, State):
+            raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
+        check_built_with(state, feature_map)
+        state.check_fits(key, value)
+    out, _, _, moments = _attend(query, key, value, feature_map, state, key_mask, is_causal=True, backend=backend)
+    return Attended(out.flatten(1, 2), State(*moments, repr(feature_map)))
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    key_mask: Tensor | None,
+    *,
+    enable_gqa: bool,
+    backend: str,
+) -> None:
+    """Refuse wrong input."""
+    check_map(feature_map)
+    check_tensors(query, key, value, feature_map, enable_gqa=enable_gqa)
+    check_key_mask(key_mask, key)
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    state: State | None,
+    key_mask: Tensor | None,
+    *,
+    is_causal: bool,
+    backend: Backend,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Call the backend with queries grouped by key/value head."""
+    if state is None:
+        kept = _blocked.accumulation_dtype(query.dtype)
+        before = _blocked.no_moments(feature_map, *key.shape[:2], value.shape[-1], kept, key.device)
+    else:
+        before = state.moments
+    own = own_tensors(query, key, feature_map, key_mask, is_causal=is_causal)
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    return _BACKENDS[backend](feature_map, own, grouped, key, value, key_mask, before, is_causal=is_causal)
+
+
+def own_tensors(
+    query: Tensor, key: Tensor, feature_map: FeatureMap, key_mask: Tensor | None, *, is_causal: bool
+) -> dict[str, Tensor]:
+    """The map's tensors that want a gradient, and those that belong to this call."""
+    rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+    call = feature_map.call_tensors(rows, key, key_mask=key_mask, is_causal=is_causal)
+    return {**feature_map.gradient_tensors(), **call}

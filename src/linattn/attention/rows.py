@@ -1,0 +1,118 @@
+"""Rows of the attention matrix that linear attention never forms.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features, n chosen rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linattn.attention._blocked import accumulation_dtype
+from linattn.attention._blocked.fold import hosted
+from linattn.attention._check import check_key_mask, check_map, check_tensors
+from linattn.attention.functional import own_tensors
+from linattn.feature_maps import FeatureMap
+
+# Exponents held at once when rows are formed one weight at a time.
+_BUDGET = 2**24
+
+
+def attention_rows(
+    query: Tensor,
+    key: Tensor,
+    feature_map: FeatureMap,
+    query_index: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Rows of the implied attention matrix: what each chosen query attends to.
+
+        a_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l),   so that out_i = Σ_j a_ij v_j
+
+    O(n·Lk·R + Lk·R·D) time and O(n·Lk) memory per head for n rows; causal rows are formed with their own maximum and cost
+    n·Lk·R exponentials.
+
+    Args:
+        query: (B, H, Lq, D).
+        key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
+        feature_map: the kernel.
+        query_index: (n,) integers in [-Lq, Lq): which rows.
+        key_mask: (B, Lk) bool, True = attend.
+        is_causal: bottom-right aligned, as in `linear_attention`.
+        enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
+
+    Returns:
+        (B, H, n, Lk), at least float32; rows sum to 1 (0 where no key is seen). Signed maps have negative entries.
+
+    Raises:
+        TypeError, ValueError: as `linear_attention`; `query_index` is not a 1-D integer tensor or out of range.
+
+    Example:
+        >>> import torch, linattn
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> q, k = (torch.tensor(x).view(1, 1, -1, 1) for x in ([1.0], [1.0, 3.0]))
+        >>> attention_rows(q, k, relu, torch.tensor([0])).flatten().tolist()
+        [0.25, 0.75]
+    """
+    check_map(feature_map)
+    check_tensors(query, key, key, feature_map, enable_gqa=enable_gqa)
+    check_key_mask(key_mask, key)
+    rows = _check_index(query_index, query.shape[2])
+    heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
+    own = own_tensors(query, key, feature_map, key_mask, is_causal=is_causal)
+    if key_mask is not None:
+        key = torch.where(key_mask[:, None, :, None], key, 0)
+    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    if is_causal:
+        visible = visible.tril(key.shape[2] - query.shape[2])
+    visible = visible[rows] if key_mask is None else visible[rows] & key_mask[:, None, None, None, :]
+    chosen = query[:, :, rows].unflatten(1, heads).to(dtype)
+    weigh = _log_weights if is_causal and feature_map.exponential else _weights
+    weights: Tensor = hosted(weigh, feature_map, own, query.device, chosen, key.to(dtype), visible)
+    total = weights.sum(-1, keepdim=True)
+    return (weights / torch.where(total == 0, 1, total)).flatten(1, 2)
+
+
+def _check_index(query_index: Tensor, length: int) -> Tensor:
+    """The rows as non-negative indices."""
+    if query_index.ndim != 1 or query_index.dtype.is_floating_point or query_index.dtype == torch.bool:
+        raise ValueError(
+            f"query_index must be a 1-D integer tensor, got {query_index.dtype} of shape {tuple(query_index.shape)}"
+        )
+    if query_index.numel() and not -length <= int(query_index.min()) <= int(query_index.max()) < length:
+        raise ValueError(
+            f"query_index must lie in [{-length}, {length}), got {int(query_index.min())} to {int(query_index.max())}"
+        )
+    return query_index % max(length, 1)
+
+
+def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
+    """Weights (B, H, G, n, Lk) by one product, each row on a scale of its own."""
+    phi_q, phi_k = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
+    if feature_map.exponential:
+        seen = visible.any(-2).squeeze(2).unsqueeze(-1) if visible.ndim == 5 else visible.any(-2).unsqueeze(-1)
+        lowest = torch.finfo(phi_k.dtype).min / 4
+        c = torch.where(seen, phi_k.detach(), lowest).amax(-2, keepdim=True) if key.shape[-2] else phi_k.new_zeros(1)
+        phi_q = phi_q + c
+        phi_q = torch.exp(phi_q - phi_q.detach().amax(-1, keepdim=True))
+        phi_k = torch.exp(torch.where(seen, phi_k - c, -torch.inf))
+    else:
+        weight = feature_map.key_log_weight(key)
+        if weight is not None and key.shape[-2]:
+            phi_k = phi_k * torch.exp(weight - weight.detach().amax(-1, keepdim=True)).unsqueeze(-1)
+    weights = (phi_q @ phi_k.mT).unflatten(2, query.shape[2:4])
+    return torch.where(visible, weights, 0)
+
+
+def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
+    """The same from log Σ_f φ_f(q)φ_f(k), which no later key can underflow."""
+    lq, lk = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
+    step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
+    parts = [torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, dim=-2)]
+    logs = torch.cat(parts, -1) if parts else lq.new_zeros(*lq.shape[:-1], 0)
+    logs = torch.where(visible, logs.unflatten(2, query.shape[2:4]), -torch.inf)
+    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
+    return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))

@@ -1,0 +1,130 @@
+"""Exact softmax attention: what the maps are measured against and combined with.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from linattn.attention._check import check_key_mask, check_tensors
+from linattn.attention.partial import Partial
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Exact softmax attention, by torch's scaled_dot_product_attention, under this library's conventions.
+
+        out_i = Σ_j exp(scale · q_i·k_j) v_j / Σ_j exp(scale · q_i·k_j)
+
+    O(Lq·Lk·(D + Dv)) time; memory as torch's chosen kernel, O(Lq·Lk) where a mask is needed.
+
+    Args:
+        query: (B, H, Lq, D), floating.
+        key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
+        value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
+        key_mask: (B, Lk) bool, True = attend; masked keys are inert whatever they hold; all masked gives 0.
+        is_causal: query i sees keys j ≤ i + Lk - Lq (bottom-right; SDPA's own flag is top-left).
+        scale: the temperature, default D**-0.5.
+        enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
+
+    Returns:
+        (B, H, Lq, Dv) in the query's dtype.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes, as in `linear_attention`.
+
+    Example:
+        >>> import math, torch
+        >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0], [math.log(3.0)]]]])
+        >>> round(softmax_attention(q, k, torch.tensor([[[[8.0], [4.0]]]]), scale=1.0).item(), 4)
+        5.0
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
+    """
+    check_tensors(query, key, value, None, enable_gqa=enable_gqa)
+    check_key_mask(key_mask, key)
+    lq, lk = query.shape[2], key.shape[2]
+    if key_mask is None and is_causal and lq == lk:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
+    if key_mask is None and is_causal and 0 < lq < lk:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa
+        )
+    mask = _visible(query, key, key_mask, is_causal=is_causal)
+    if key_mask is not None:
+        key, value = _inert(key, key_mask), _inert(value, key_mask)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def softmax_partial(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Partial:
+    """Exact softmax attention with its log-normaliser, to be combined with attention over other keys.
+
+        log_normalizer_i = log Σ_j exp(scale · q_i·k_j)
+
+    O(Lq·Lk·(D + Dv)) time and O(Lq·Lk) memory: meant for the few keys that are treated exactly. Sums run in at least
+    float32. Arguments and errors are those of `softmax_attention`.
+
+    Returns:
+        Partial(out, log_normalizer): (B, H, Lq, Dv) in the query's dtype and (B, H, Lq) in at least float32.
+
+    Example:
+        >>> import math, torch
+        >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0], [math.log(3.0)]]]])
+        >>> part = softmax_partial(q, k, torch.tensor([[[[8.0], [4.0]]]]), scale=1.0)
+        >>> round(part.log_normalizer.exp().item(), 4)
+        4.0
+    """
+    check_tensors(query, key, value, None, enable_gqa=enable_gqa)
+    check_key_mask(key_mask, key)
+    if key_mask is not None:
+        key, value = _inert(key, key_mask), _inert(value, key_mask)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    groups = query.shape[1] // max(key.shape[1], 1)
+    k, v = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (key, value))
+    logits = (query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    visible = _visible(query, key, key_mask, is_causal=is_causal)
+    if visible is not None:
+        logits = torch.where(visible, logits, -torch.inf)
+    log_normalizer = torch.logsumexp(logits, -1)
+    # A row that sees no key has log-normaliser -inf; any finite reference gives it weights 0.
+    reference = torch.where(log_normalizer == -torch.inf, 0, log_normalizer)
+    return Partial((torch.exp(logits - reference.unsqueeze(-1)) @ v).to(query.dtype), log_normalizer)
+
+
+def _visible(query: Tensor, key: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
+    """Which keys a query sees, broadcasting to (B, H, Lq, Lk); None for all."""
+    lq, lk = query.shape[2], key.shape[2]
+    mask = None if key_mask is None else key_mask[:, None, None, :].expand(-1, 1, lq, -1)
+    if is_causal:
+        seen = torch.ones(lq, lk, dtype=torch.bool, device=query.device).tril(lk - lq)
+        mask = seen if mask is None else mask & seen
+    return mask
+
+
+def _inert(x: Tensor, key_mask: Tensor) -> Tensor:
+    """Masked tokens replaced by 0, so that what they hold cannot reach a product."""
+    return torch.where(key_mask[:, None, :, None], x, 0)

@@ -1,0 +1,227 @@
+"""The state keys and values collapse into, and its verbs.
+
+Letters: B batch, H key/value heads, L tokens, D head width, Dv value width, R features, M = R for exponential maps, else 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from linattn.attention import _blocked
+from linattn.attention._check import check_key_mask, check_map, check_tensors
+from linattn.attention.partial import Partial
+from linattn.feature_maps import FeatureMap
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """All keys and values seen so far, in constant size.
+
+        S = Σ_j φ(k_j) v_jᵀ · exp(-m),   z = Σ_j φ(k_j) · exp(-m)
+
+    A monoid: `merge` is associative with `empty` as unit, and absorbing a ++ b is merging absorb(a) with absorb(b). So one
+    pass, chunks, single steps and several machines are the same fold bracketed differently. Immutable: every verb returns
+    a new state, and holding an old one is a fork or a roll-back. Memory R·(Dv + 1) numbers per head, float32 (float64 for
+    float64 inputs), whatever the dtype of the tokens.
+
+    Attributes:
+        sums: (B, H, R, Dv + 1): S with z as its last column.
+        m: (B, H, M): the exponent the sums are relative to, per feature for exponential maps; a constant for gradients.
+        built_with: the feature map's fingerprint, its `repr`; a map with another one is refused.
+
+    Example:
+        >>> import torch, linattn
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> state = State.empty(relu, batch_size=1, num_heads=1, value_dim=1)
+        >>> state = state.absorb(relu, torch.tensor([[[[2.0], [1.0]]]]), torch.tensor([[[[3.0], [6.0]]]]))
+        >>> state.S.item(), state.z.item()
+        (12.0, 3.0)
+        >>> state.read(relu, torch.tensor([[[[5.0]]]])).out.item()
+        4.0
+    """
+
+    sums: Tensor
+    m: Tensor
+    built_with: str
+
+    @property
+    def S(self) -> Tensor:
+        """Σ φ(k)vᵀ·exp(-m): (B, H, R, Dv)."""
+        return self.sums[..., :-1]
+
+    @property
+    def z(self) -> Tensor:
+        """Σ φ(k)·exp(-m): (B, H, R)."""
+        return self.sums[..., -1]
+
+    @classmethod
+    def empty(
+        cls,
+        feature_map: FeatureMap,
+        *,
+        batch_size: int,
+        num_heads: int,
+        value_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> State:
+        """The state of no keys: the unit of `merge`.
+
+        Args:
+            feature_map: the map it will be used with.
+            batch_size: B.
+            num_heads: H, the number of key/value heads.
+            value_dim: Dv.
+            dtype: of the tokens to come; the state itself is kept in at least float32.
+            device: where the sums live.
+
+        Raises:
+            TypeError: `feature_map` is not a FeatureMap.
+        """
+        check_map(feature_map)
+        kept = _blocked.accumulation_dtype(dtype)
+        moments = _blocked.no_moments(feature_map, batch_size, num_heads, value_dim, kept, torch.device(device))
+        return cls(*moments, repr(feature_map))
+
+    def absorb(self, feature_map: FeatureMap, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
+        """The state after these keys and values too; O(L·R·(D + Dv)) time, one block of features in memory.
+
+        Args:
+            feature_map: the map the state was built with.
+            key: (B, H, L, D).
+            value: (B, H, L, Dv), in the key's dtype.
+            key_mask: (B, L) bool, True = absorb.
+
+        Raises:
+            ValueError: another map or draw, or shapes that do not fit the state.
+        """
+        self._check(feature_map, key)
+        check_tensors(key, key, value, feature_map, enable_gqa=False)
+        check_key_mask(key_mask, key)
+        self.check_fits(key, value)
+        own = {
+            **feature_map.gradient_tensors(),
+            **feature_map.call_tensors(key, key, key_mask=key_mask, is_causal=True),
+        }
+        return State(*_blocked.absorb(feature_map, own, key, value, key_mask, self.moments), self.built_with)
+
+    def merge(self, other: State) -> State:
+        """The state of both sets of keys; O(R·Dv).
+
+        Raises:
+            ValueError: the states were built with different maps or draws, or differ in shape.
+        """
+        if self.built_with != other.built_with:
+            raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
+        if self.sums.shape != other.sums.shape:
+            raise ValueError(f"cannot merge states of shapes {tuple(self.sums.shape)} and {tuple(other.sums.shape)}")
+        m = torch.maximum(self.m, other.m)
+        mine, theirs = ((x.m - m).exp().unsqueeze(-1) for x in (self, other))
+        return State(self.sums * mine + other.sums * theirs, m, self.built_with)
+
+    def read(self, feature_map: FeatureMap, query: Tensor) -> Partial:
+        """Attention of queries over all keys in the state; O(L·R·(D + Dv)).
+
+            out = φ(q)ᵀS / φ(q)ᵀz
+
+        Args:
+            feature_map: the map the state was built with.
+            query: (B, Hq, L, D), Hq a multiple of H: query heads share key/value heads in consecutive groups.
+
+        Returns:
+            The partial result over the state's keys, ready for `combine`.
+
+        Raises:
+            ValueError: another map or draw, or shapes that do not fit the state.
+        """
+        self._check(feature_map, query)
+        batch, heads = self.sums.shape[:2]
+        if query.ndim != 4 or query.shape[0] != batch or query.shape[1] % heads or query.shape[-1] != feature_map.head_dim:
+            raise ValueError(
+                f"query must be (B={batch}, a multiple of {heads} heads, L, D={feature_map.head_dim}), "
+                f"got {tuple(query.shape)}"
+            )
+        own = {
+            **feature_map.gradient_tensors(),
+            **feature_map.call_tensors(query, query, key_mask=None, is_causal=True),
+        }
+        grouped = query.unflatten(1, (heads, -1))
+        return as_partial(feature_map, own, grouped, *_blocked.read(feature_map, own, grouped, self.moments))
+
+    def select(self, indices: Tensor) -> State:
+        """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
+        if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
+            raise ValueError(
+                f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
+                "turn a mask into indices with mask.nonzero().squeeze(1)"
+            )
+        return State(self.sums.index_select(0, indices), self.m.index_select(0, indices), self.built_with)
+
+    def detach(self) -> State:
+        """The same state, cut from the graph that built it."""
+        return State(self.sums.detach(), self.m.detach(), self.built_with)
+
+    def to(self, device: torch.device | str) -> State:
+        """The same state on another device."""
+        return State(self.sums.to(device), self.m.to(device), self.built_with)
+
+    @property
+    def moments(self) -> _blocked.Moments:
+        """The sums and their exponent, as the backends take them."""
+        return _blocked.Moments(self.sums, self.m)
+
+    def check_fits(self, key: Tensor, value: Tensor) -> None:
+        """Refuse tokens whose batch, heads, value width, precision or device are not the state's."""
+        wanted = (*self.sums.shape[:2], self.sums.shape[-1] - 1)
+        got = (*key.shape[:2], value.shape[-1])
+        if wanted != got:
+            raise ValueError(f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}")
+        if self.sums.dtype != _blocked.accumulation_dtype(key.dtype):
+            raise ValueError(
+                f"the state is kept in {self.sums.dtype}, tokens of {key.dtype} need "
+                f"{_blocked.accumulation_dtype(key.dtype)}; build it with State.empty(…, dtype={key.dtype})"
+            )
+        if self.sums.device != key.device:
+            raise ValueError(f"the state is on {self.sums.device}, the keys on {key.device}; move it with state.to(…)")
+
+    def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
+        """Refuse another map."""
+        check_map(feature_map)
+        check_built_with(self, feature_map)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected a tensor, got {type(x).__name__}")
+
+
+def check_built_with(state: State, feature_map: FeatureMap) -> None:
+    """Refuse a state built under another map or another draw."""
+    if state.built_with != repr(feature_map):
+        raise ValueError(
+            f"the state was built with {state.built_with}, got {feature_map!r}; features of different maps or draws do "
+            "not mix: use the map it was built with, or rebuild the state"
+        )
+
+
+def as_partial(
+    feature_map: FeatureMap, own: Mapping[str, Tensor], query: Tensor, out: Tensor, den: Tensor, reference: Tensor
+) -> Partial:
+    """Rows (B, H, G, L, …) of queries (B, H, G, L, D) as a partial result on the kernel's true scale."""
+    # The guarded logarithm keeps the gradient of rows that saw no key at 0 instead of NaN.
+    dead = den == 0
+    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, den).log() + reference)
+    weight = _blocked.query_log_weight(feature_map, own, query.to(den.dtype))
+    if weight is not None:
+        log_normalizer = log_normalizer + weight
+    return Partial(out.flatten(1, 2), log_normalizer.flatten(1, 2))
+
+
+pytree.register_pytree_node(
+    State,
+    lambda state: ([state.sums, state.m], state.built_with),
+    lambda children, built_with: State(*children, built_with),
+    serialized_type_name="linattn.State",
+)

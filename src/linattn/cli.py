@@ -1,0 +1,31 @@
+"""The `linattn` command: thin, it only calls rooms."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+_NEEDED = ("transformers", "typer", "rich", "jinja2", "plotly", "numpy")
+
+
+def main() -> None:
+    """Run the `linattn` command on the words of the command line.
+
+    Cost: that of the subcommand.
+
+    Raises:
+        SystemExit: always: 0 when all went well; 1 with a message when packages of the extras hf and lab are missing or
+            the subcommand failed; 2 for words it does not know; 130 when interrupted.
+
+    Example:
+        See `linattn --help`.
+
+    Source: none.
+    """
+    missing = [package for package in _NEEDED if find_spec(package) is None]
+    if missing:
+        sys.exit(f"linattn: the command needs {', '.join(missing)}, not installed here: pip install 'linattn[hf,lab]'")
+    # Only here, so that a missing package ends in the sentence above and not in a traceback.
+    from linattn.lab.command import app
+
+    app()

@@ -1,0 +1,46 @@
+"""x -> φ(x): the maps that decide which kernel attention uses.
+
+Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`, `Dpfp`) have kernels of
+their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`
+and `Oprf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Centred` wraps any map
+for the softmax kernel.
+"""
+
+from linattn.feature_maps._base import FeatureMap as FeatureMap
+from linattn.feature_maps._base import features as features
+from linattn.feature_maps._base import live_map as live_map
+from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
+from linattn.feature_maps.centred import Centred as Centred
+from linattn.feature_maps.elementwise import Dpfp as Dpfp
+from linattn.feature_maps.elementwise import ElementwisePolynomial as ElementwisePolynomial
+from linattn.feature_maps.elementwise import EluPlusOne as EluPlusOne
+from linattn.feature_maps.elementwise import Exponential as Exponential
+from linattn.feature_maps.elementwise import Identity as Identity
+from linattn.feature_maps.elementwise import Relu as Relu
+from linattn.feature_maps.favor_plus import FavorPlus as FavorPlus
+from linattn.feature_maps.hyperbolic import Hyperbolic as Hyperbolic
+from linattn.feature_maps.oprf import Oprf as Oprf
+from linattn.feature_maps.polynomial import Taylor as Taylor
+from linattn.feature_maps.polynomial import TensorPolynomial as TensorPolynomial
+from linattn.feature_maps.random_relu import RandomRelu as RandomRelu
+from linattn.feature_maps.trigonometric import Trigonometric as Trigonometric
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    feature_map.__name__: feature_map
+    for feature_map in (
+        Exponential,
+        EluPlusOne,
+        Relu,
+        ElementwisePolynomial,
+        Identity,
+        Dpfp,
+        TensorPolynomial,
+        Taylor,
+        FavorPlus,
+        Hyperbolic,
+        Trigonometric,
+        Oprf,
+        RandomRelu,
+    )
+}
+"""Every map that is built from a head width, by class name."""

@@ -1,0 +1,147 @@
+"""The protocol every feature map follows: x -> φ(x), the choice of kernel.
+
+Letters: B batch, H heads, L tokens, D head width, R features.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+_HANDLES = itertools.count()
+_LIVE: WeakValueDictionary[int, FeatureMap] = WeakValueDictionary()
+
+
+class FeatureMap(nn.Module, ABC):
+    """A map x -> φ(x) whose inner product φ(q)·φ(k) is the attention kernel.
+
+    Abstract: concrete maps are final. A map knows nothing of attention; it turns queries and keys into features, or
+    into the exponents of features, and says which kernel their inner product equals or estimates.
+
+    Attributes:
+        head_dim: D, the width of a query or key.
+        num_features: R, the width of φ.
+        exponential: True when `query` and `key` return exponents, the features being their exponentials. Attention then
+            keeps a running maximum of the keys' exponents and never overflows.
+        nonnegative: True when every weight φ(q)·φ(k) is ≥ 0, so that attention is a convex combination of the values.
+        softmax_kernel: True when φ(q)·φ(k) stands for exp(scale · q·k) on its true scale, so that it may be combined
+            with exact softmax attention over other keys.
+        scale: the factor on q·k, for maps with `softmax_kernel`.
+    """
+
+    head_dim: int
+    num_features: int
+    exponential: bool = False
+    nonnegative: bool = True
+    softmax_kernel: bool = False
+    scale: float
+
+    def __init__(self, head_dim: int, num_features: int) -> None:
+        super().__init__()
+        for name, size in (("head_dim", head_dim), ("num_features", num_features)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        self.head_dim = head_dim
+        self.num_features = num_features
+        self._register_handle()
+
+    def _register_handle(self) -> None:
+        """Give this object the number by which compiled graphs find it."""
+        self.handle = next(_HANDLES)
+        _LIVE[self.handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or a map read from a file, is another object."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._register_handle()
+
+    @abstractmethod
+    def query(self, x: Tensor) -> Tensor:
+        """Features, or their exponents, of queries: (..., L, D) -> (..., L, R)."""
+
+    def key(self, x: Tensor) -> Tensor:
+        """Features, or their exponents, of keys: (..., L, D) -> (..., L, R); the same as `query` unless overridden."""
+        return self.query(x)
+
+    def query_log_weight(self, x: Tensor) -> Tensor | None:
+        """Logarithm of a positive factor on all features of a query, (..., L), or None; only where not `exponential`.
+
+        Attention's output does not depend on it, its log-normaliser does.
+        """
+        return None
+
+    def key_log_weight(self, x: Tensor) -> Tensor | None:
+        """Logarithm of a positive factor on all features of a key, (..., L), or None; only where not `exponential`.
+
+        A factor such as exp(|k|²/2) overflows on its own; kept as a logarithm it shares the running maximum.
+        """
+        return None
+
+    @abstractmethod
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        """What φ(q)·φ(k) equals, or estimates without bias: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
+
+    def call_tensors(
+        self, query: Tensor, key: Tensor, *, key_mask: Tensor | None, is_causal: bool
+    ) -> Mapping[str, Tensor]:
+        """The map's tensors for one call of attention, by name; none, unless it takes statistics from the call.
+
+        Args:
+            query: (B, Hkv, n, D): the queries of each key/value head.
+            key: (B, Hkv, Lk, D).
+            key_mask: (B, Lk) bool, True = attend, or None.
+            is_causal: whether later tokens must stay unseen.
+
+        Returns:
+            Tensors of shape (B, Hkv, 1, D), by the names of the map's buffers.
+        """
+        return {}
+
+    def gradient_tensors(self) -> Mapping[str, Tensor]:
+        """The map's tensors that want a gradient, by name."""
+        named = (*self.named_parameters(), *self.named_buffers())
+        return {name: tensor for name, tensor in named if tensor.requires_grad}
+
+    def _check_width(self, x: Tensor) -> None:
+        """Refuse inputs of another head width."""
+        if x.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"{type(self).__name__} was built for head_dim={self.head_dim}, got vectors of width {x.shape[-1]}; "
+                f"build it with head_dim={x.shape[-1]}"
+            )
+
+
+def live_map(handle: int) -> FeatureMap:
+    """The map with this handle, while it lives."""
+    return _LIVE[handle]
+
+
+def features(feature_map: FeatureMap, x: Tensor, side: str) -> Tensor:
+    """φ(x) itself, exponentials and weights applied: (..., L, D) -> (..., L, R).
+
+    For looking at a map and for tests; attention never calls it, because the exponentials may overflow here.
+
+    Args:
+        feature_map: any map.
+        x: (..., L, D) queries or keys.
+        side: "query" or "key".
+
+    Example:
+        >>> import torch, linattn
+        >>> relu = linattn.feature_maps.Relu(2, floor=0.0)
+        >>> features(relu, torch.tensor([[3.0, -1.0]]), "key").tolist()
+        [[3.0, 0.0]]
+    """
+    if side not in ("query", "key"):
+        raise ValueError(f'side must be "query" or "key", got {side!r}')
+    phi = feature_map.query(x) if side == "query" else feature_map.key(x)
+    if feature_map.exponential:
+        return torch.exp(phi)
+    weight = feature_map.query_log_weight(x) if side == "query" else feature_map.key_log_weight(x)
+    return phi if weight is None else phi * torch.exp(weight).unsqueeze(-1)

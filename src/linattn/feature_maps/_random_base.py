@@ -1,0 +1,215 @@
+"""What all random feature maps share: the projection W, its seed, its life in checkpoints and on devices.
+
+Letters: B batch, H heads, L tokens, D head width, R features, m rows of W.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Self, get_args
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps._arguments import check_count, temperature
+from linattn.feature_maps._base import FeatureMap
+from linattn.feature_maps._draw import Draw, Lengths, draw_projection, orthogonal_pairs
+from linattn.feature_maps._moments import Rows
+
+
+class RandomFeatureMap(FeatureMap):
+    """A map built on a random projection W, drawn once from its seed.
+
+    Abstract: the concrete maps say what they do with W·x. Rows of W are standard Gaussian vectors, or have their
+    directions or lengths replaced:
+
+    * draw="iid": directions are independent; "orthogonal": in blocks of D rows they form orthogonal matrices, each
+      uniform (Haar) and independent of the others.
+    * lengths="chi": lengths are those of independent Gaussian vectors, so that every row is standard Gaussian; "fixed":
+      all lengths are √D. Fixed lengths change the kernel (`kernel` says to what) and lower the variance.
+
+    W is float64 whatever dtype the module is cast to, drawn by a CPU generator, hence the same in every process and on
+    every device that has float64. `redraw` is the only other source of randomness; evaluation never draws. W and the
+    seed live in `state_dict`, and `repr` names every setting: two maps with the same `repr` are the same map. W is
+    changed by `redraw` and `load_state_dict`; values written into the buffer in place are not noticed.
+
+    Attributes:
+        projection: W, (m, D) or (H, m, D), float64.
+        seed: of the draw, int64.
+        features_per_row: how many features each row of W makes.
+
+    Args:
+        head_dim: D, the width of a query or key.
+        num_features: R.
+        draw: "orthogonal" or "iid".
+        lengths: "chi" or "fixed".
+        scale: factor on q·k, > 0; D**-0.5 if None.
+        seed: of the draw, 0 ≤ seed < 2**63.
+        num_heads: draw one W per key/value head, (H, m, D), for inputs (..., H, L, D); one W for all if None.
+
+    Raises:
+        ValueError: if a size is not a positive integer, or an option is not one of those above.
+    """
+
+    features_per_row: int = 1
+    projection: Tensor
+    seed: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int,
+        *,
+        draw: Draw = "orthogonal",
+        lengths: Lengths = "chi",
+        scale: float | None = None,
+        seed: int = 0,
+        num_heads: int | None = None,
+    ) -> None:
+        super().__init__(head_dim, num_features)
+        if num_features % self.features_per_row:
+            raise ValueError(
+                f"{type(self).__name__} makes {self.features_per_row} features of each row of its projection, so "
+                f"num_features must be a multiple of {self.features_per_row}, got {num_features}"
+            )
+        for name, value, options in (("draw", draw, get_args(Draw)), ("lengths", lengths, get_args(Lengths))):
+            if value not in options:
+                raise ValueError(f"{name} must be one of {options}, got {value!r}")
+        self.draw: Draw = draw
+        self.lengths: Lengths = lengths
+        self.scale = temperature(scale, head_dim)
+        self.num_heads = None if num_heads is None else check_count("num_heads", num_heads)
+        self._seed = _check_seed(seed)
+        self.register_buffer("projection", self._draw())
+        self.register_buffer("seed", torch.tensor(self._seed, dtype=torch.int64, device="cpu"))
+        self._prepare()
+
+    @property
+    def num_rows(self) -> int:
+        """m, the number of rows of W."""
+        return self.num_features // self.features_per_row
+
+    def redraw(self, seed: int) -> Self:
+        """Draw W again, in place, from another seed.
+
+        Cost: O(m·D²) time. States built under the old draw are refused by attention afterwards, because `repr` changes.
+
+        Args:
+            seed: of the new draw, 0 ≤ seed < 2**63.
+
+        Returns:
+            The map itself.
+
+        Raises:
+            ValueError: if `seed` is not an integer in that range.
+
+        Example:
+            >>> from linattn.feature_maps import FavorPlus
+            >>> favor = FavorPlus(4, 8, seed=1)
+            >>> bool((favor.redraw(2).projection == FavorPlus(4, 8, seed=2).projection).all())
+            True
+        """
+        self._seed = _check_seed(seed)
+        with torch.no_grad():
+            self.projection.copy_(self._draw())
+            self.seed.fill_(self._seed)
+        self._prepare()
+        return self
+
+    @abstractmethod
+    def variance(self, q: Tensor, k: Tensor) -> Tensor:
+        """Variance of the estimate φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
+
+    @abstractmethod
+    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
+        """Variance of φ(q)·φ(k) over draws divided by the squared kernel, in float64, of the shape of the arguments.
+
+        Args:
+            sum_square: |x + y|², x = √scale·q and y = √scale·k; any shape.
+            difference_square: |x - y|², of the same shape.
+        """
+
+    def extra_repr(self) -> str:
+        """Every setting, from Python values only: reading it never waits for a device."""
+        return (
+            f"head_dim={self.head_dim}, num_features={self.num_features}, draw={self.draw!r}, "
+            f"lengths={self.lengths!r}, scale={self.scale}, seed={self._seed}, num_heads={self.num_heads}"
+        )
+
+    def _weights(self, projection: Tensor) -> Tensor:
+        """W as it multiplies inputs from the right, (D, ·) or (H, D, ·), in float64."""
+        return (projection * math.sqrt(self.scale)).mT.contiguous()
+
+    def _prepare(self) -> None:
+        """Cast W for the dtypes it is used with, so that a call casts nothing."""
+        with torch.inference_mode(False), torch.no_grad():
+            weights = self._weights(self.projection)
+            self._prepared = {torch.float64: weights, torch.float32: weights.to(torch.float32)}
+        self._prepared_from = self.projection
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The input in float32 or float64, and the weights in its dtype."""
+        self._check_width(x)
+        if self.num_heads is not None and x.dim() > 2 and x.shape[-3] not in (1, self.num_heads):
+            raise ValueError(
+                f"{type(self).__name__} was drawn for num_heads={self.num_heads}, got inputs with {x.shape[-3]} heads; "
+                f"build it with num_heads={x.shape[-3]}, or num_heads=None to share one draw"
+            )
+        if x.dtype not in self._prepared:
+            x = x.to(torch.float32)
+        if self._prepared_from is not self.projection:  # swapped from outside, as torch.func.functional_call does
+            return x, self._weights(self.projection).to(x.dtype)
+        return x, self._prepared[x.dtype]
+
+    def _half_square(self, x: Tensor) -> Tensor:
+        """scale·|x|²/2, (..., L, 1)."""
+        return x.square().sum(-1, keepdim=True) * (self.scale / 2)
+
+    def _rows(self) -> Rows:
+        """What the moments need to know of this draw."""
+        pairs = orthogonal_pairs(self.num_rows, self.head_dim) if self.draw == "orthogonal" else 0
+        return Rows(self.num_rows, pairs, self.head_dim, self.lengths)
+
+    def _draw(self) -> Tensor:
+        """W from the seed, float64 on the CPU."""
+        return draw_projection(
+            self._seed,
+            self.num_rows,
+            self.head_dim,
+            draw=self.draw,
+            lengths=self.lengths,
+            num_heads=self.num_heads,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model, but stay float64 when the model is cast."""
+        masters = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, master in masters.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != master.dtype:
+                self._buffers[name] = master.to(moved.device)
+        self._prepare()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, then refresh what is derived from W and the seed; refuse a W that was saved in a lower precision."""
+        saved = state_dict.get(f"{prefix}projection")
+        if saved is not None and saved.dtype != torch.float64:
+            raise ValueError(
+                f"{prefix}projection was saved as {saved.dtype}, wanted torch.float64: a rounded projection is another "
+                "kernel; load a checkpoint whose buffers were not cast, or leave the key out and call redraw(seed)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if f"{prefix}seed" in state_dict:
+            self._seed = int(state_dict[f"{prefix}seed"])
+        self._prepare()
+
+
+def _check_seed(seed: int) -> int:
+    """Return a seed that an int64 holds, or refuse it."""
+    if check_count("seed", seed, at_least=0) >= 2**63:
+        raise ValueError(f"seed must be below 2**63, got {seed!r}")
+    return seed

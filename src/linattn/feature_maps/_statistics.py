@@ -1,0 +1,42 @@
+"""Means over tokens that fitted maps are built on.
+
+Letters: B batch, H heads, Hkv key/value heads, G = H/Hkv query heads of a group, L tokens (Lq, Lk), D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_fit(query: Tensor, key: Tensor, head_dim: int) -> None:
+    """Refuse anything but query (B, H, Lq, D) and key (B, Hkv, Lk, D) with H a multiple of Hkv, finite, not empty."""
+    fits = query.dim() == key.dim() == 4 and query.shape[-1] == key.shape[-1] == head_dim
+    fits = fits and query.numel() > 0 and key.numel() > 0
+    if not fits or query.shape[0] != key.shape[0] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"fit wants query (B, H, Lq, {head_dim}) and key (B, Hkv, Lk, {head_dim}), not empty, H a multiple of Hkv; "
+            f"got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if not bool(query.isfinite().all() and key.isfinite().all()):
+        raise ValueError("fit got values that are not finite; remove padded positions before fitting")
+
+
+def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
+    """(B, H, Lq, D) -> (B, Hkv, G·Lq, D): the queries that read each key/value head, group by group."""
+    batch, num_heads, length, dim = query.shape
+    return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * length, dim)
+
+
+def token_mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over tokens, (B, H, L, D) -> (B, H, 1, D), in at least float32; what `mask` (B, L) hides is never read.
+
+    A row with everything hidden has mean 0.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if mask is None:
+        return x.mean(dim=-2, keepdim=True)
+    kept = mask[:, None, :, None]
+    # Chosen, not multiplied: 0·inf and 0·nan would spread. Chosen before the sum, so that gradients are 0 there too.
+    total = torch.where(kept, x, 0).sum(dim=-2, keepdim=True)
+    return total / kept.sum(dim=-2, keepdim=True).clamp(min=1).to(x.dtype)

@@ -1,0 +1,250 @@
+"""Centring: queries and keys moved to their means, the softmax kernel kept exactly.
+
+Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features, n = G·Lq queries of a head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps._base import FeatureMap
+from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
+from linattn.feature_maps.oprf import Oprf
+
+
+@final
+class Centred(FeatureMap):
+    """Any map for the softmax kernel, applied to centred queries and keys.
+
+    exp(c·q·k) = exp(c·(q - q̄)·(k - k̄)) · exp(c·q̄·k) · exp(c·(q - q̄)·k̄) with c the inner map's scale: the inner map
+    estimates the first factor, whose arguments are smaller; the others are weights of one key and of one query, and
+    exact. The variance of random features grows with |q + k|², which centring lowers for free.
+
+    The means come from `fit` or the constructor, one per key/value head, shared by the queries of its group; or, where
+    nothing was given, from each call of attention that is not causal (`call_tensors`).
+
+    Cost: the inner map's, and O(L·D) time more.
+
+    Args:
+        inner: a map with `softmax_kernel`, for example `FavorPlus` or `Taylor`.
+        query_mean: q̄, (Hkv, 1, D) or (1, D), floating; any value keeps an exact kernel exact. Given together with
+            `key_mean`, or not at all.
+        key_mean: k̄, of the same shape.
+
+    Raises:
+        TypeError: if `inner` does not stand for the softmax kernel, or is itself centred.
+        ValueError: if only one mean is given, or their shapes are not those above.
+
+    Example:
+        >>> import torch
+        >>> from linattn.feature_maps import Taylor
+        >>> one = torch.ones(1, 1)
+        >>> centred = Centred(Taylor(1, order=1, scale=1.0), query_mean=one, key_mean=one)
+        >>> q, k = torch.tensor([[1.0]]), torch.tensor([[2.0]])
+        >>> centred.kernel(q, k).log().tolist()  # exact where q = q̄: exp(0·1)·exp(1·2)·exp(0·1)
+        [[2.0]]
+
+    Source: shift invariance of softmax, applied to both sides.
+    """
+
+    softmax_kernel = True
+    query_mean: Tensor | None
+    key_mean: Tensor | None
+    inner: FeatureMap
+
+    def __init__(self, inner: FeatureMap, *, query_mean: Tensor | None = None, key_mean: Tensor | None = None) -> None:
+        if not isinstance(inner, FeatureMap) or not inner.softmax_kernel:
+            raise TypeError(
+                f"Centred wants a map for the softmax kernel, got {inner!r}: for other kernels moving q and k changes "
+                "the kernel; use FavorPlus, Hyperbolic, Oprf, Trigonometric or Taylor"
+            )
+        if isinstance(inner, Centred):
+            raise TypeError("Centred got a map that is centred already; give it the inner map")
+        super().__init__(inner.head_dim, inner.num_features)
+        self.exponential = inner.exponential
+        self.nonnegative = inner.nonnegative
+        self.scale = inner.scale
+        self.inner = inner
+        self.register_buffer("query_mean", None)
+        self.register_buffer("key_mean", None)
+        self._fingerprint: str | None = None
+        if query_mean is not None or key_mean is not None:
+            self._set_means(query_mean, key_mean)
+
+    def fit(self, query: Tensor, key: Tensor) -> Self:
+        """Take the means of sample queries and keys, one per key/value head, and fit an `Oprf` inside on what is left.
+
+        Cost: O(B·(H·Lq + Hkv·Lk)·D) time.
+
+        Args:
+            query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's mean.
+            key: (B, Hkv, Lk, D), H a multiple of Hkv.
+
+        Returns:
+            The map itself, to be used with Hkv key/value heads from now on.
+
+        Raises:
+            ValueError: if the shapes are not these, or a value is not finite.
+
+        Example:
+            >>> import torch
+            >>> from linattn.feature_maps import Taylor
+            >>> keys = torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
+            >>> Centred(Taylor(1)).fit(keys, 2 * keys).key_mean.tolist()
+            [[[4.0]]]
+        """
+        check_fit(query, key, self.head_dim)
+        with torch.no_grad():
+            grouped = group_queries(query, key.shape[1])
+            query_mean, key_mean = token_mean(grouped, None).mean(0), token_mean(key, None).mean(0)
+            self._set_means(query_mean, key_mean)
+            if isinstance(self.inner, Oprf):
+                self.inner.fit(grouped - query_mean, key - key_mean)
+        return self
+
+    def call_tensors(
+        self, query: Tensor, key: Tensor, *, key_mask: Tensor | None, is_causal: bool
+    ) -> Mapping[str, Tensor]:
+        """The call's own means, (B, Hkv, 1, D), where none were fitted; gradients flow through them.
+
+        Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
+        too: they are left out where n is a multiple of Lk.
+
+        Args:
+            query: (B, Hkv, n, D): the queries of each key/value head, group by group.
+            key: (B, Hkv, Lk, D).
+            key_mask: (B, Lk) bool, True = attend, or None.
+            is_causal: whether later tokens must stay unseen.
+
+        Returns:
+            "query_mean" and "key_mean", in at least float32; nothing for a fitted map.
+
+        Raises:
+            ValueError: if nothing was fitted and `is_causal`: the mean of all tokens would tell the past of the future.
+        """
+        if self.query_mean is not None:
+            return {}
+        if is_causal:
+            raise ValueError(
+                "Centred would take the mean of all tokens, later ones included, and leak the future into causal "
+                "attention; call fit(query, key) on sample inputs first, or give query_mean and key_mean"
+            )
+        num_queries, num_keys = query.shape[-2], key.shape[-2]
+        query_mask = None
+        if key_mask is not None and num_keys and num_queries % num_keys == 0:
+            query_mask = key_mask.repeat(1, num_queries // num_keys)
+        return {"query_mean": token_mean(query, query_mask), "key_mean": token_mean(key, key_mask)}
+
+    def query(self, x: Tensor) -> Tensor:
+        """Features, or their exponents, of queries: (..., L, D) -> (..., L, R)."""
+        centred, log_weight = self._centre_query(x)
+        phi = self.inner.query(centred)
+        return phi + log_weight if self.exponential else phi
+
+    def key(self, x: Tensor) -> Tensor:
+        """Features, or their exponents, of keys: (..., L, D) -> (..., L, R)."""
+        centred, log_weight = self._centre_key(x)
+        phi = self.inner.key(centred)
+        return phi + log_weight if self.exponential else phi
+
+    def query_log_weight(self, x: Tensor) -> Tensor | None:
+        """scale·(q - q̄)·k̄ and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
+        if self.exponential:
+            return None
+        centred, log_weight = self._centre_query(x)
+        own = self.inner.query_log_weight(centred)
+        return log_weight.squeeze(-1) if own is None else log_weight.squeeze(-1) + own
+
+    def key_log_weight(self, x: Tensor) -> Tensor | None:
+        """scale·q̄·k and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
+        if self.exponential:
+            return None
+        centred, log_weight = self._centre_key(x)
+        own = self.inner.key_log_weight(centred)
+        return log_weight.squeeze(-1) if own is None else log_weight.squeeze(-1) + own
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        """The inner kernel of centred inputs times both weights, in float64: -> (..., Lq, Lk)."""
+        centred_q, query_weight = self._centre_query(q.double())
+        centred_k, key_weight = self._centre_key(k.double())
+        return self.inner.kernel(centred_q, centred_k) * torch.exp(query_weight + key_weight.mT)
+
+    def extra_repr(self) -> str:
+        """A digest of the means, which waits for the device once after each change of them."""
+        if self._fingerprint is None:
+            means = [mean for mean in (self.query_mean, self.key_mean) if mean is not None]
+            self._fingerprint = f"means={_digest(*means) if means else None}"
+        return self._fingerprint
+
+    def _centre_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q - q̄ and scale·(q - q̄)·k̄, (..., L, 1)."""
+        x, query_mean, key_mean = self._operands(x)
+        centred = x - query_mean
+        return centred, torch.matmul(centred, key_mean.mT) * self.scale
+
+    def _centre_key(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """k - k̄ and scale·q̄·k, (..., L, 1)."""
+        x, query_mean, key_mean = self._operands(x)
+        return x - key_mean, torch.matmul(x, query_mean.mT) * self.scale
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The input in at least float32, and both means in its dtype."""
+        self._check_width(x)
+        if self.query_mean is None or self.key_mean is None:
+            raise ValueError(
+                "Centred has no means: call fit(query, key) on sample inputs, give query_mean and key_mean, or use the "
+                "map through attention that is not causal, which takes them from the call"
+            )
+        num_heads = self.query_mean.shape[-3] if self.query_mean.dim() > 2 else 1
+        if num_heads > 1 and (x.dim() < 3 or x.shape[-3] != num_heads):
+            raise ValueError(
+                f"Centred has means for {num_heads} key/value heads, got inputs of shape {tuple(x.shape)}, wanted "
+                f"(..., {num_heads}, L, {self.head_dim}); fit it on inputs with as many key/value heads"
+            )
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.to(torch.float32)
+        return x, self.query_mean.to(x.dtype), self.key_mean.to(x.dtype)
+
+    def _set_means(self, query_mean: Tensor | None, key_mean: Tensor | None) -> None:
+        """Take copies of both means, in at least float32."""
+        if query_mean is None or key_mean is None:
+            raise ValueError("Centred wants both query_mean and key_mean, or neither; got one of them")
+        shape = tuple(query_mean.shape)
+        if shape != tuple(key_mean.shape) or len(shape) not in (2, 3) or shape[-2:] != (1, self.head_dim):
+            raise ValueError(
+                f"query_mean and key_mean must have the same shape, (Hkv, 1, {self.head_dim}) or (1, {self.head_dim}); "
+                f"got {shape} and {tuple(key_mean.shape)}"
+            )
+        self.query_mean = query_mean.detach().to(torch.promote_types(query_mean.dtype, torch.float32), copy=True)
+        self.key_mean = key_mean.detach().to(torch.promote_types(key_mean.dtype, torch.float32), copy=True)
+        self._fingerprint = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast with the model; a cast changes the means, hence the digest."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._fingerprint = None
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load means even where none, or means for another number of heads, were held before."""
+        for name in ("query_mean", "key_mean"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                self._buffers[name] = torch.empty_like(saved, device=next(self.inner.buffers()).device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._fingerprint = None
+
+
+def _digest(*means: Tensor) -> str:
+    """A digest of the shapes and values of tensors, the same on every device."""
+    digest = hashlib.sha256()
+    for mean in means:
+        values = mean.detach().to(device="cpu", dtype=torch.float64).contiguous()
+        digest.update(repr(tuple(values.shape)).encode())
+        digest.update(bytes(values.flatten().view(torch.uint8).tolist()))
+    return digest.hexdigest()[:16]

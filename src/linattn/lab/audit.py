@@ -1,0 +1,217 @@
+"""The audit: record a model's attention on a text, and measure every map on every head and on the whole model.
+
+Causal models: maps that need statistics of queries and keys (means, norms) take them from the first half of the text,
+as the exact model computes it, and every figure, the baselines' included, is measured on the second half alone. No
+measured token is therefore known to any map in advance. Bidirectional models: the statistics are those of the very
+call, which linear attention can take on its way.
+
+Letters: B batch, H query heads, L tokens, D head width.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from linattn.attention import linear_attention, softmax_attention
+from linattn.feature_maps import FeatureMap
+from linattn.hf import AttentionCall, LoadedModel, capture, intercept
+from linattn.lab.measures import uniform_average
+from linattn.lab.plan import Configuration, Plan
+from linattn.lab.records import EXACT, UNIFORM, Header, HeadRow, ModelRow, Row
+from linattn.lab.text import Text
+from linattn.lab.truth import LayerTruth, Measurement, fit
+
+_NUM_ROWS = 128
+_FEWEST_TOKENS = 8
+_VERSIONED = ("linattn", "torch", "transformers")
+
+
+class Audit:
+    """A model's attention on a text, recorded and ready to be measured.
+
+    Attributes:
+        header: the circumstances, complete before anything is measured.
+        plan: what `rows` will measure.
+    """
+
+    header: Header
+    plan: Plan
+
+    def __init__(self, loaded: LoadedModel, text: Text, plan: Plan, *, num_tokens: int = 512) -> None:
+        """Record the model's attention and compute what is exact about it.
+
+        Cost: two forward passes, and exact attention in float64 once per layer; memory for all layers' q, k, v and
+        outputs.
+
+        Args:
+            loaded: model and tokenizer.
+            text: the text; a shorter one than asked for is used whole, and the header says how many tokens it gave.
+            plan: what to measure; every map is built once here, so that a bad option fails before the work begins.
+            num_tokens: tokens to read, special tokens included.
+
+        Raises:
+            ValueError: if the text gives fewer than 8 tokens, a map refuses its arguments, or the model cannot be
+                intercepted.
+        """
+        self.plan = plan
+        self._model = loaded.model
+        self._inputs = loaded.encode(text.content, num_tokens)
+        length = self._inputs["input_ids"].shape[1]
+        if length < _FEWEST_TOKENS:
+            raise ValueError(f"{text.source} gives {length} tokens; an audit needs at least {_FEWEST_TOKENS}")
+        self._output, calls = self._record()
+        first = length // 2 if calls[0].is_causal else 0
+        for configuration in (one for one in plan.configurations() if one.draw == 0):
+            configuration.build(calls[0].query.shape[-1], scale=calls[0].scale, layer=0)
+        self._layers = [LayerTruth(call, first=first, num_rows=_NUM_ROWS) for call in calls]
+        self.header = Header(
+            versions={"python": platform.python_version(), **{name: _version(name) for name in _VERSIONED}},
+            model=loaded.name,
+            architecture=type(loaded.model).__name__,
+            is_causal=calls[0].is_causal,
+            num_layers=len(calls),
+            num_heads=calls[0].query.shape[1],
+            head_dim=calls[0].query.shape[-1],
+            text=text.source,
+            text_sha256=text.sha256,
+            num_tokens=length,
+            first_measured=first,
+            num_rows=len(self._layers[0].query_index),
+            maps=[spec.label for spec in plan.maps],
+            features=list(plan.features),
+            draws=plan.draws,
+            seed=plan.seed,
+        )
+
+    def rows(self) -> Iterator[Row]:
+        """Measure: the baselines first, then for every configuration its heads and the whole model.
+
+        Cost: per configuration, for each layer what `LayerTruth.measure` costs, and one forward pass.
+
+        Returns:
+            An iterator that measures as it goes; a configuration's `ModelRow` is its last row.
+
+        Example:
+            See `tests/lab/test_audit.py`.
+
+        Source: none, an order.
+        """
+        yield self._end_to_end(EXACT, None, 0, _exact)
+        yield self._end_to_end(UNIFORM, None, 0, _uniform)
+        for configuration in self.plan.configurations():
+            maps = [self._build(configuration, number) for number in range(len(self._layers))]
+            for number, (layer, feature_map) in enumerate(zip(self._layers, maps, strict=True)):
+                yield from _head_rows(configuration, number, feature_map, layer, layer.measure(feature_map))
+            answer = _linear(maps)
+            yield self._end_to_end(configuration.spec.label, maps[0].num_features, configuration.draw, answer)
+
+    def _record(self) -> tuple[Tensor, tuple[AttentionCall, ...]]:
+        """The model's output and its attention calls, which must be plain self-attention on one unpadded text."""
+        recorded = capture(self._model, self._inputs)
+        for call in recorded.calls:
+            if call.key_mask is not None or call.query.shape[2] != call.key.shape[2]:
+                raise ValueError(
+                    f"{call.module_name} is not self-attention over one unpadded text; audit another model"
+                )
+        return recorded.output, recorded.calls
+
+    def _build(self, configuration: Configuration, number: int) -> FeatureMap:
+        """The map of one layer, fitted on the tokens it may know."""
+        layer = self._layers[number]
+        feature_map = configuration.build(layer.call.query.shape[-1], scale=layer.call.scale, layer=number)
+        span = layer.fitting_span
+        fit(feature_map, layer.call.query[:, :, span], layer.call.key[:, :, span])
+        return feature_map
+
+    def _end_to_end(
+        self, label: str, features: int | None, draw: int, answer: Callable[[AttentionCall], Tensor]
+    ) -> ModelRow:
+        """The whole model under another attention, against its own output."""
+        with torch.no_grad(), intercept(self._model, answer):
+            output: Tensor = self._model(**self._inputs)[0]
+        first = self.header.first_measured
+        ours, exact = output[0, first:].double(), self._output[0, first:].double()
+        embedding = _cosine(ours.mean(0), exact.mean(0))
+        return ModelRow(label, features, draw, float(embedding), float(_cosine(ours, exact).mean()))
+
+
+def _head_rows(
+    configuration: Configuration, layer: int, feature_map: FeatureMap, truth: LayerTruth, measured: Measurement
+) -> Iterator[HeadRow]:
+    """One row per head of a layer."""
+    seed = configuration.first_seed + layer if configuration.spec.is_random else None
+    for head in range(len(measured.error)):
+        yield HeadRow(
+            layer=layer,
+            head=head,
+            map=configuration.spec.label,
+            features=feature_map.num_features,
+            draw=configuration.draw,
+            seed=seed,
+            error=float(measured.error[head]),
+            uniform_error=float(truth.uniform_error[head]),
+            total_variation=float(measured.total_variation[head]),
+            uniform_total_variation=float(truth.uniform_total_variation[head]),
+            kl=_existing(measured.kl[head]),
+            uniform_kl=_existing(truth.uniform_kl[head]),
+            query_norm=float(measured.query_norm[head]),
+            key_norm=float(measured.key_norm[head]),
+            sum_square=float(measured.sum_square[head]),
+            logit_std=float(truth.logit_std[head]),
+            predicted_ratio=_existing(measured.predicted_ratio[head]),
+        )
+
+
+def _version(name: str) -> str:
+    """A package's version; a source tree that was never installed has none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _existing(value: Tensor) -> float | None:
+    """A number, or None for nan: what does not exist."""
+    return None if bool(value.isnan()) else float(value)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of the angle between vectors of the last dimension; no epsilon."""
+    sizes: Tensor = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
+    return (a * b).sum(-1) / sizes
+
+
+def _exact(call: AttentionCall) -> Tensor:
+    """Softmax attention itself."""
+    return softmax_attention(
+        call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, enable_gqa=True
+    )
+
+
+def _uniform(call: AttentionCall) -> Tensor:
+    """The plain mean of the visible values."""
+    _, num_heads, num_queries, _ = call.query.shape
+    return uniform_average(call.value, num_heads=num_heads, num_queries=num_queries, is_causal=call.is_causal)
+
+
+def _linear(maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
+    """Linear attention with one map per layer."""
+
+    def answer(call: AttentionCall) -> Tensor:
+        """One layer's answer; bidirectional maps take their statistics from the queries and keys that arrive."""
+        feature_map = maps[call.layer]
+        if not bool(call.query.isfinite().all() & call.key.isfinite().all()):
+            # An earlier layer's signed map divided by 0: there is nothing left to fit or to attend to.
+            return call.query.new_full((*call.query.shape[:-1], call.value.shape[-1]), torch.nan)
+        if not call.is_causal:
+            fit(feature_map, call.query, call.key)
+        return linear_attention(
+            call.query, call.key, call.value, feature_map, is_causal=call.is_causal, enable_gqa=True
+        )
+
+    return answer

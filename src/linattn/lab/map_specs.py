@@ -1,0 +1,166 @@
+"""Feature maps by their written form: "FavorPlus", "Hyperbolic(lengths='fixed')", "Centred(Taylor(order=2))".
+
+Letters: D head width, R features.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from linattn.feature_maps import FEATURE_MAPS, Centred, FeatureMap
+
+# What an audit sets itself, so that widths and draws are comparable between maps.
+_SET_BY_AUDIT = ("head_dim", "num_features", "seed", "num_heads")
+
+
+@dataclass(frozen=True)
+class MapSpec:
+    """A feature map still to be built for a head width, a number of features and a seed.
+
+    Attributes:
+        name: a key of `linattn.feature_maps.FEATURE_MAPS`.
+        options: keyword options as written, in the order written.
+        centred: whether the map is wrapped in `Centred`.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    centred: bool = False
+
+    @property
+    def label(self) -> str:
+        """The written form, with exact names."""
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options)
+        inner = f"{self.name}({options})" if options else self.name
+        return f"Centred({inner})" if self.centred else inner
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether the number of features is free; else the head width fixes it."""
+        return "num_features" in self._parameters
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the map is drawn from a seed."""
+        return "seed" in self._parameters
+
+    @property
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        """The constructor's parameters by name."""
+        return dict(inspect.signature(FEATURE_MAPS[self.name]).parameters)
+
+    def build(self, head_dim: int, *, num_features: int | None, scale: float, seed: int) -> FeatureMap:
+        """The map itself.
+
+        Cost: the map's constructor; O(R D²) for orthogonal draws.
+
+        Args:
+            head_dim: D.
+            num_features: R; must be None for a map whose width is fixed.
+            scale: factor of q·k in the exponent; handed to maps that take one, unless the options say otherwise.
+            seed: seed of the draw; handed to random maps.
+
+        Returns:
+            A feature map, not yet fitted.
+
+        Raises:
+            ValueError: if `num_features` is given to a map of fixed width or missing for the others, or the map's own
+                constructor refuses its arguments.
+            TypeError: if the map cannot be centred.
+
+        Example:
+            >>> parse_map("taylor(order=1)").build(4, num_features=None, scale=0.5, seed=0).num_features
+            5
+
+        Source: the constructors in `linattn.feature_maps`.
+        """
+        if self.takes_features != (num_features is not None):
+            wanted = "needs a number of features" if self.takes_features else "has a width of its own"
+            raise ValueError(f"{self.label} {wanted}, got num_features={num_features}")
+        arguments = dict(self.options)
+        if num_features is not None:
+            arguments["num_features"] = num_features
+        if self.is_random:
+            arguments["seed"] = seed
+        if "scale" in self._parameters:
+            arguments.setdefault("scale", scale)
+        feature_map = FEATURE_MAPS[self.name](head_dim, **arguments)
+        return Centred(feature_map) if self.centred else feature_map
+
+
+def parse_map(text: str) -> MapSpec:
+    """A map's written form, read: a name, a name with literal keyword options, or either inside Centred(…).
+
+    Names may be written in any case. Nothing is evaluated.
+
+    Cost: linear in the text.
+
+    Args:
+        text: such as "favorplus" or "Centred(Hyperbolic(lengths='fixed'))".
+
+    Returns:
+        The specification; its `label` is the canonical written form.
+
+    Raises:
+        ValueError: if the text is no such form, the name is unknown, or an option is unknown or set by the audit.
+
+    Example:
+        >>> parse_map("centred(hyperbolic(lengths='fixed'))").label
+        "Centred(Hyperbolic(lengths='fixed'))"
+
+    Source: Python's expression grammar, read by `ast`.
+    """
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"{text!r} is not a feature map's written form; {_forms()}") from None
+    if isinstance(node, ast.Call) and _is_name(node.func, "centred"):
+        if len(node.args) != 1 or node.keywords:
+            raise ValueError(f"{text!r}: Centred takes one feature map and no options, as in Centred(FavorPlus)")
+        name, options = _read(node.args[0], text)
+        return MapSpec(name, options, centred=True)
+    name, options = _read(node, text)
+    return MapSpec(name, options)
+
+
+def _is_name(node: ast.expr, lowered: str) -> bool:
+    """Whether an expression is that name, in any case."""
+    return isinstance(node, ast.Name) and node.id.lower() == lowered
+
+
+def _read(node: ast.expr, text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The exact name and the options of "Name" or "Name(option=literal)"."""
+    head = node.func if isinstance(node, ast.Call) else node
+    if not isinstance(head, ast.Name):
+        raise ValueError(f"{text!r} is not a feature map's written form; {_forms()}")
+    exact = {name.lower(): name for name in FEATURE_MAPS}.get(head.id.lower())
+    if exact is None:
+        raise ValueError(f"{text!r}: there is no feature map {head.id!r}; {_forms()}")
+    if not isinstance(node, ast.Call):
+        return exact, ()
+    if node.args:
+        raise ValueError(f"{text!r}: write every option of {exact} by name, as in {exact}(option=value)")
+    return exact, tuple(_read_option(keyword, exact, text) for keyword in node.keywords)
+
+
+def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:
+    """One option, checked against the constructor."""
+    known = [option for option in inspect.signature(FEATURE_MAPS[name]).parameters if option not in _SET_BY_AUDIT]
+    if keyword.arg not in known:
+        raise ValueError(
+            f"{text!r}: {keyword.arg!r} is no option of {name} here; its options are: {', '.join(known) or 'none'}"
+        )
+    try:
+        return keyword.arg, ast.literal_eval(keyword.value)
+    except ValueError:
+        raise ValueError(
+            f"{text!r}: the value of {keyword.arg} must be a plain number, text, True, False or None"
+        ) from None
+
+
+def _forms() -> str:
+    """What may be written."""
+    return f"write one of {', '.join(FEATURE_MAPS)}, with options as in Taylor(order=2), or Centred(…) around one"

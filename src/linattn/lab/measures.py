@@ -1,0 +1,208 @@
+"""How far an approximate attention is from the exact one: pure functions, float64 inside, one figure per head.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), n chosen queries, D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def relative_error(approximation: Tensor, exact: Tensor) -> Tensor:
+    """Relative Frobenius error of each head's output.
+
+    ‖Ŷ − Y‖_F / ‖Y‖_F, over batch, tokens and channels.
+
+    Cost: O(B H L Dv) time and memory.
+
+    Args:
+        approximation: (B, H, L, Dv), any floating dtype.
+        exact: (B, H, L, Dv).
+
+    Returns:
+        (H,) float64; inf for a head whose approximation is not finite everywhere.
+
+    Raises:
+        ValueError: if the shapes differ, or a head's exact output is zero everywhere.
+
+    Example:
+        >>> exact = torch.tensor([[[[3.0, 4.0]]]])
+        >>> relative_error(torch.tensor([[[[3.0, 3.0]]]]), exact).tolist()
+        [0.2]
+
+    Source: the definition.
+    """
+    if approximation.shape != exact.shape:
+        raise ValueError(f"shapes differ: {tuple(approximation.shape)} against {tuple(exact.shape)}; give equal shapes")
+    approximation, exact = approximation.double(), exact.double()
+    size = _frobenius(exact)
+    if bool((size == 0).any()):
+        raise ValueError("a head's exact output is zero everywhere, so that no relative error exists; leave it out")
+    error = _frobenius(approximation - exact) / size
+    return torch.where(approximation.isfinite().all(dim=-1).all(dim=-1).all(dim=0), error, torch.inf)
+
+
+def uniform_average(
+    value: Tensor, *, num_heads: int, num_queries: int, key_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """What attention degenerates to: the plain mean of the values a query may see.
+
+    out_i = Σ_{j visible to i} v_j / #{j visible to i}; causal queries see a running mean, bottom-right aligned.
+
+    Cost: O(B H L Dv) time and memory.
+
+    Args:
+        value: (B, Hkv, Lk, Dv).
+        num_heads: H, a multiple of Hkv.
+        num_queries: Lq.
+        key_mask: (B, Lk) bool, True = attend, or None.
+        is_causal: whether query i sees only keys j ≤ i + Lk − Lq.
+
+    Returns:
+        (B, H, Lq, Dv) in the dtype of `value`; 0 where a query sees no key.
+
+    Raises:
+        ValueError: if `num_heads` is not a multiple of Hkv, or causal queries outnumber the keys.
+
+    Example:
+        >>> v = torch.tensor([[[[2.0], [4.0], [9.0]]]])
+        >>> uniform_average(v, num_heads=1, num_queries=3, is_causal=True).flatten().tolist()
+        [2.0, 3.0, 5.0]
+
+    Source: the definition.
+    """
+    num_keys = value.shape[2]
+    if num_heads % value.shape[1]:
+        raise ValueError(f"{num_heads} query heads are no multiple of {value.shape[1]} key/value heads")
+    if is_causal and num_queries > num_keys:
+        raise ValueError(f"{num_queries} causal queries over {num_keys} keys: give at least as many keys as queries")
+    seen = torch.ones(value.shape[0], 1, num_keys, 1, dtype=torch.float64, device=value.device)
+    values = value.double()
+    if key_mask is not None:
+        visible = key_mask[:, None, :, None]
+        seen, values = seen * visible, torch.where(visible, values, 0.0)
+    if is_causal:
+        total, count = (x.cumsum(2)[:, :, num_keys - num_queries :] for x in (values, seen))
+    else:
+        total, count = values.sum(2, keepdim=True), seen.sum(2, keepdim=True)
+    mean = torch.where(count > 0, total / count.clamp(min=1.0), 0.0).to(value.dtype)
+    heads = mean.repeat_interleave(num_heads // value.shape[1], dim=1)
+    return heads.expand(-1, -1, num_queries, -1)
+
+
+def visible_keys(query_index: Tensor, *, num_queries: int, num_keys: int, is_causal: bool) -> Tensor:
+    """Which keys each chosen query may attend to.
+
+    Causal: j ≤ i + Lk − Lq, bottom-right aligned; otherwise every key.
+
+    Cost: O(n Lk) time and memory.
+
+    Args:
+        query_index: (n,) integers in [0, Lq).
+        num_queries: Lq.
+        num_keys: Lk.
+        is_causal: whether later keys are hidden.
+
+    Returns:
+        (n, Lk) bool.
+
+    Example:
+        >>> visible_keys(torch.tensor([0, 1]), num_queries=2, num_keys=3, is_causal=True).int().tolist()
+        [[1, 1, 0], [1, 1, 1]]
+
+    Source: the definition.
+    """
+    keys = torch.arange(num_keys, device=query_index.device)
+    last = query_index + (num_keys - num_queries if is_causal else num_keys)
+    return keys <= last.unsqueeze(-1)
+
+
+def softmax_log_rows(query: Tensor, key: Tensor, visible: Tensor, *, scale: float) -> Tensor:
+    """Logarithms of the exact attention weights of chosen queries.
+
+    ln p_ij = scale · q_i·k_j − ln Σ_j' exp(scale · q_i·k_j').
+
+    Cost: O(B H n Lk (D + 1)) time and memory.
+
+    Args:
+        query: (B, H, n, D), the chosen queries.
+        key: (B, Hkv, Lk, D).
+        visible: (n, Lk) bool, at least one True per row.
+        scale: factor of q·k.
+
+    Returns:
+        (B, H, n, Lk) float64, −inf where not visible.
+
+    Example:
+        >>> zero = torch.zeros(1, 1, 2, 4)
+        >>> softmax_log_rows(zero, zero, torch.ones(2, 2, dtype=torch.bool), scale=1.0).exp().flatten().tolist()
+        [0.5, 0.5, 0.5, 0.5]
+
+    Source: arXiv 1706.03762, equation 1.
+    """
+    keys = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    logits = scale * (query.double() @ keys.mT)
+    return logits.masked_fill(~visible, -torch.inf).log_softmax(dim=-1)
+
+
+def total_variation(log_exact: Tensor, weights: Tensor) -> Tensor:
+    """Total variation between exact and approximate attention rows.
+
+    ½ Σ_j |p_ij − a_ij|, mean over batch and chosen queries; in [0, 1] for nonnegative weights, unbounded for others.
+
+    Cost: O(B H n Lk) time and memory.
+
+    Args:
+        log_exact: (B, H, n, Lk), logarithms of the exact weights.
+        weights: (B, H, n, Lk) or broadcastable, rows that sum to 1.
+
+    Returns:
+        (H,) float64; inf for a head whose weights are not finite.
+
+    Example:
+        >>> round(total_variation(torch.tensor([[[[0.75, 0.25]]]]).log(), torch.tensor([0.5, 0.5])).item(), 6)
+        0.25
+
+    Source: the definition.
+    """
+    distance = (log_exact.double().exp() - weights.double()).abs().sum(-1) / 2
+    mean = distance.mean(dim=(0, 2))
+    return torch.where(mean.isfinite(), mean, torch.inf)
+
+
+def kl_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
+    """Kullback-Leibler divergence of approximate attention rows from the exact ones.
+
+    KL(p‖a) = Σ_j p_ij (ln p_ij − ln a_ij) in nats, mean over batch and chosen queries.
+
+    Cost: O(B H n Lk) time and memory.
+
+    Args:
+        log_exact: (B, H, n, Lk), logarithms of the exact weights.
+        weights: (B, H, n, Lk) or broadcastable, rows that sum to 1.
+
+    Returns:
+        (H,) float64; nan for a head where a weight is not positive though the exact one is, since no divergence exists.
+
+    Example:
+        >>> exact = torch.tensor([[[[0.5, 0.5]]]]).log()
+        >>> round(kl_divergence(exact, torch.tensor([0.25, 0.75])).item(), 4)  # ½ ln 2 + ½ ln ⅔
+        0.1438
+        >>> kl_divergence(exact, torch.tensor([1.25, -0.25])).tolist()
+        [nan]
+
+    Source: the definition.
+    """
+    log_exact, weights = log_exact.double(), weights.double().expand(log_exact.shape)
+    exact = log_exact.exp()
+    attended = exact > 0
+    # The logarithm of a negative weight is nan, of zero −inf: both mean that there is no divergence.
+    terms = torch.where(attended, exact * (log_exact - weights.log()), 0.0)
+    mean = terms.sum(-1).mean(dim=(0, 2))
+    return torch.where(mean.isfinite(), mean, torch.nan)
+
+
+def _frobenius(x: Tensor) -> Tensor:
+    """Norm of each head over batch, tokens and channels: (B, H, L, Dv) -> (H,)."""
+    return x.square().sum(dim=(0, 2, 3)).sqrt()

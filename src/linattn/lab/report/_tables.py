@@ -1,0 +1,164 @@
+"""An audit's tables as text, the same in the terminal and on the page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from linattn.lab.report.summary import Figure, Summary
+
+_BASELINES = ("exact", "uniform averaging")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Attributes:
+        columns: headings; the first column is left-aligned, the others are numbers.
+        rows: one text per column; the first two rows are the baselines.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def overview(summary: Summary, *, spreads: bool = True) -> Table:
+    """One row per map and width, baselines first: the heads' errors beside the whole model's cosine.
+
+    Cost: none.
+
+    Args:
+        summary: of an audit.
+        spreads: whether means carry their standard deviation over draws.
+
+    Returns:
+        A `Table`.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from linattn.lab.records import Header, HeadRow, ModelRow, write_records
+        >>> from linattn.lab.report import summarise
+        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
+        >>> header = Header({}, "m", "M", False, 1, 1, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
+        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None)
+        >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
+        >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
+        >>> overview(summarise(path)).rows[2]
+        ('Relu', '2', '0.20', '0.80', '0.25', '100%', '0.10', '0.900')
+
+    Source: none, a layout.
+    """
+    uniform = summary.baselines[1]
+    show = with_spread if spreads else _mean_alone
+    baselines = [
+        (
+            name,
+            "",
+            number(row.error),
+            number(uniform.error),
+            number(row.error / uniform.error),
+            better,
+            number(row.total_variation),
+            number(row.embedding_cosine, 3),
+        )
+        for row, name, better in zip(summary.baselines, _BASELINES, ("100%", "0%"), strict=True)
+    ]
+    lines = [
+        (
+            line.map,
+            f"{line.features:,}",
+            show(line.error),
+            number(line.uniform_error),
+            number(line.ratio),
+            f"{line.better_heads:.0%}",
+            number(line.total_variation.mean),
+            show(line.embedding_cosine, 3),
+        )
+        for line in summary.lines
+    ]
+    columns = ("map", "R", "error", "uniform", "error / uniform", "heads better", "total variation", "cosine")
+    return Table(columns, (*baselines, *lines))
+
+
+def end_to_end(summary: Summary) -> Table:
+    """The whole model with every layer replaced: cosines to the exact model, baselines first."""
+    baselines = [
+        (name, "", "", number(row.embedding_cosine, 3), number(row.token_cosine, 3))
+        for row, name in zip(summary.baselines, _BASELINES, strict=True)
+    ]
+    lines = [
+        (
+            line.map,
+            f"{line.features:,}",
+            str(line.draws),
+            with_spread(line.embedding_cosine, 3),
+            with_spread(line.token_cosine, 3),
+        )
+        for line in summary.lines
+    ]
+    columns = ("every layer by", "features", "draws", "cosine of the embedding", "cosine per token")
+    return Table(columns, (*baselines, *lines))
+
+
+def heads(summary: Summary) -> Table:
+    """The heads' errors in full: median, divergence and what the norms predict beside the means."""
+    uniform = summary.baselines[1]
+    baselines = [
+        (
+            name,
+            "",
+            number(row.error),
+            "",
+            number(row.error / uniform.error),
+            "",
+            "",
+            number(row.total_variation),
+            _optional(row.kl),
+            "",
+        )
+        for row, name in zip(summary.baselines, _BASELINES, strict=True)
+    ]
+    lines = [
+        (
+            line.map,
+            f"{line.features:,}",
+            with_spread(line.error),
+            number(line.median_error),
+            number(line.ratio),
+            _optional(line.predicted_ratio),
+            f"{line.better_heads:.0%}",
+            with_spread(line.total_variation),
+            _optional(line.kl),
+            line.verdict,
+        )
+        for line in summary.lines
+    ]
+    measures = ("error", "median error", "error / uniform", "predicted", "heads better", "total variation", "KL (nats)")
+    return Table(("map", "features", *measures, "verdict"), (*baselines, *lines))
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A number for reading: fixed digits while it is small, two significant ones when it is huge."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.1e}"
+
+
+def with_spread(figure: Figure, digits: int = 2) -> str:
+    """Mean ± standard deviation over draws, where there were several."""
+    mean = number(figure.mean, digits)
+    return mean if figure.spread is None else f"{mean} ± {number(figure.spread, digits)}"
+
+
+def _mean_alone(figure: Figure, digits: int = 2) -> str:
+    """The mean without its spread."""
+    return number(figure.mean, digits)
+
+
+def _optional(value: float | None) -> str:
+    """A number, or a dash where there is none."""
+    return "–" if value is None else number(value)

@@ -1,0 +1,248 @@
+"""From an audit's rows to one line per map and width."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from linattn.lab.records import EXACT, UNIFORM, Header, HeadRow, ModelRow, read_records
+
+# Less gain over averaging than this is not worth a map.
+SMALL_GAIN = 0.05
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean and its spread over draws.
+
+    Attributes:
+        mean: mean over draws.
+        spread: standard deviation over draws; None with fewer than two, or where the mean is not finite.
+    """
+
+    mean: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One map at one width, over all heads and draws.
+
+    Attributes:
+        map: the map's written form.
+        features: its width R.
+        draws: how many draws were measured.
+        error: relative output error, mean over heads.
+        median_error: median over heads, mean over draws.
+        uniform_error: the same as `error` for averaging the values.
+        better_heads: share of heads with less error than averaging, mean over draws.
+        total_variation: of the attention rows, mean over heads.
+        kl: mean over heads, in nats; None where some head has none.
+        predicted_ratio: median over heads of the predicted error over averaging's; None without a closed form.
+        embedding_cosine: of the whole model, to the exact one.
+        token_cosine: of the whole model, mean over tokens.
+    """
+
+    map: str
+    features: int
+    draws: int
+    error: Figure
+    median_error: float
+    uniform_error: float
+    better_heads: float
+    total_variation: Figure
+    kl: float | None
+    predicted_ratio: float | None
+    embedding_cosine: Figure
+    token_cosine: Figure
+
+    @property
+    def ratio(self) -> float:
+        """Mean error over that of averaging uniformly."""
+        return self.error.mean / self.uniform_error
+
+    @property
+    def verdict(self) -> str:
+        """How the map stands to averaging, its spread over draws counted against it.
+
+        "better", "hardly better" or "no better" than averaging.
+        """
+        worst = self.ratio + (self.error.spread or 0.0) / self.uniform_error
+        if not worst < 1:
+            return "no better"
+        return "better" if self.ratio < 1 - SMALL_GAIN else "hardly better"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Exact attention or uniform averaging in every layer.
+
+    Attributes:
+        name: "exact" or "uniform".
+        error: mean relative output error over heads.
+        total_variation: mean over heads.
+        kl: mean over heads, in nats.
+        embedding_cosine: of the whole model, to the exact one.
+        token_cosine: of the whole model, mean over tokens.
+    """
+
+    name: str
+    error: float
+    total_variation: float
+    kl: float | None
+    embedding_cosine: float
+    token_cosine: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """An audit, summed up.
+
+    Attributes:
+        header: its circumstances.
+        lines: one per map and width, in the order measured.
+        baselines: exact, then uniform.
+        head_ratios: per map and width, error over uniform error of [layer][head], mean over draws.
+        uniform_errors: error of averaging of [layer][head].
+    """
+
+    header: Header
+    lines: tuple[Line, ...]
+    baselines: tuple[Baseline, Baseline]
+    head_ratios: dict[tuple[str, int], list[list[float]]]
+    uniform_errors: list[list[float]]
+
+
+def summarise(path: Path) -> Summary:
+    """Read an audit's file and sum it up.
+
+    Cost: linear in the file.
+
+    Args:
+        path: audit.jsonl.
+
+    Returns:
+        A `Summary`.
+
+    Raises:
+        ValueError: if the file is no whole audit.
+
+    Example:
+        >>> import tempfile
+        >>> from linattn.lab.records import write_records
+        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
+        >>> header = Header({}, "m", "M", False, 1, 1, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
+        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None)
+        >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
+        >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
+        >>> summarise(path).lines[0].ratio
+        0.25
+
+    Source: none, means and standard deviations.
+    """
+    header, rows = read_records(path)
+    heads: dict[tuple[str, int], list[HeadRow]] = {}
+    models: dict[tuple[str, int | None], list[ModelRow]] = {}
+    for row in rows:
+        if isinstance(row, HeadRow):
+            heads.setdefault((row.map, row.features), []).append(row)
+        else:
+            models.setdefault((row.map, row.features), []).append(row)
+    baselines = {name: models.pop((name, None), []) for name in (EXACT, UNIFORM)}
+    if not heads or set(models) != set(heads) or not all(baselines.values()):
+        raise ValueError(f"{path} is no whole audit: rows of some map or baseline are missing; run the audit again")
+    reference = next(iter(heads.values()))
+    return Summary(
+        header=header,
+        lines=tuple(
+            _line(label, features, heads[label, features], models[label, features]) for label, features in heads
+        ),
+        baselines=(_exact(baselines[EXACT][0]), _uniform(baselines[UNIFORM][0], reference)),
+        head_ratios={
+            key: _by_head(header, found, lambda row: row.error / row.uniform_error) for key, found in heads.items()
+        },
+        uniform_errors=_by_head(header, reference, lambda row: row.uniform_error),
+    )
+
+
+def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow]) -> Line:
+    """One map at one width."""
+    draws: dict[int, list[HeadRow]] = {}
+    for row in heads:
+        draws.setdefault(row.draw, []).append(row)
+
+    def over_heads(value: Callable[[HeadRow], float]) -> list[float]:
+        """Mean over heads, one per draw."""
+        return [_mean(value(row) for row in rows) for rows in draws.values()]
+
+    return Line(
+        map=label,
+        features=features,
+        draws=len(draws),
+        error=_figure(over_heads(lambda row: row.error)),
+        median_error=_mean(statistics.median(row.error for row in rows) for rows in draws.values()),
+        uniform_error=_mean(row.uniform_error for row in heads),
+        better_heads=_mean(over_heads(lambda row: float(row.error < row.uniform_error))),
+        total_variation=_figure(over_heads(lambda row: row.total_variation)),
+        kl=_mean_existing(row.kl for row in heads),
+        predicted_ratio=_median_existing(row.predicted_ratio for row in heads),
+        embedding_cosine=_figure([row.embedding_cosine for row in models]),
+        token_cosine=_figure([row.token_cosine for row in models]),
+    )
+
+
+def _exact(row: ModelRow) -> Baseline:
+    """The exact model, whose errors are 0 by definition."""
+    return Baseline(row.map, 0.0, 0.0, 0.0, row.embedding_cosine, row.token_cosine)
+
+
+def _uniform(row: ModelRow, heads: list[HeadRow]) -> Baseline:
+    """Uniform averaging, whose errors every head row repeats."""
+    return Baseline(
+        row.map,
+        _mean(head.uniform_error for head in heads),
+        _mean(head.uniform_total_variation for head in heads),
+        _mean_existing(head.uniform_kl for head in heads),
+        row.embedding_cosine,
+        row.token_cosine,
+    )
+
+
+def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], float]) -> list[list[float]]:
+    """A figure of [layer][head], mean over draws."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for row in heads:
+        found.setdefault((row.layer, row.head), []).append(value(row))
+    widths = [1 + max(head for at, head in found if at == layer) for layer in range(header.num_layers)]
+    return [[_mean(found[layer, head]) for head in range(width)] for layer, width in enumerate(widths)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Arithmetic mean, infinities included."""
+    collected = list(values)
+    return sum(collected) / len(collected)
+
+
+def _figure(values: list[float]) -> Figure:
+    """Mean and standard deviation over draws."""
+    mean = _mean(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return Figure(mean)
+    return Figure(mean, statistics.stdev(values))
+
+
+def _mean_existing(values: Iterable[float | None]) -> float | None:
+    """Mean where every value exists, else None."""
+    collected = list(values)
+    existing = [value for value in collected if value is not None]
+    return _mean(existing) if len(existing) == len(collected) else None
+
+
+def _median_existing(values: Iterable[float | None]) -> float | None:
+    """Median where every value exists, else None."""
+    collected = list(values)
+    existing = [value for value in collected if value is not None]
+    return statistics.median(existing) if len(existing) == len(collected) else None

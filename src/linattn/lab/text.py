@@ -1,0 +1,76 @@
+"""The text an audit reads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+# Topics of the language reference that are prose rather than grammar, most continuous first; all others follow.
+_PROSE_FIRST = ("objects", "typesmethods", "naming", "dynamic-features", "exceptions", "types", "numbers", "import")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and where it comes from.
+
+    Attributes:
+        source: file name, or the name of the built-in text.
+        content: the text.
+    """
+
+    source: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the content in UTF-8: the built-in text changes with the version of Python."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+def read_text(file: str | os.PathLike[str] | None = None) -> Text:
+    """A text file, or the English prose that comes with Python: the language reference as pydoc's topics hold it.
+
+    Cost: linear in the text; the built-in one has about 450,000 characters.
+
+    Args:
+        file: a file in UTF-8, or None for the built-in text.
+
+    Returns:
+        The text and its source.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file holds no text, or none in UTF-8.
+
+    Example:
+        >>> read_text().content.split()[:4]
+        ['Objects,', 'values', 'and', 'types']
+
+    Source: Python's language reference.
+    """
+    if file is None:
+        return Text("pydoc topics", _prose())
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no text file {path}; give a file in UTF-8, or none for the built-in prose")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8 ({error}); save it in UTF-8") from None
+    if not content.strip():
+        raise ValueError(f"{path} holds no text; give a file with at least a few sentences")
+    return Text(str(path), content)
+
+
+def _prose() -> str:
+    """Every topic, prose first, without underlines and line breaks inside paragraphs."""
+    order = [name for name in _PROSE_FIRST if name in topics]
+    order += sorted(set(topics) - set(order))
+    text = "\n\n".join(topics[name] for name in order)
+    without_rules = re.sub(r"^\s*[*=~\"^-]{3,}\s*$", "", text, flags=re.MULTILINE)
+    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", without_rules))
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)

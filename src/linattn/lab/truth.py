@@ -1,0 +1,192 @@
+"""One layer's exact attention and its uniform average: what every map is measured against.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, n chosen queries, D head width, Dv value width,
+R features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from linattn.attention import attention_rows, linear_attention, softmax_attention
+from linattn.feature_maps import Centred, FeatureMap, Oprf, RandomFeatureMap
+from linattn.lab import measures
+from linattn.lab.moments import logit_std, pair_moments, predicted_ratio
+
+
+class Call(Protocol):
+    """A recorded attention call; `linattn.hf.AttentionCall` is one."""
+
+    @property
+    def query(self) -> Tensor:
+        """(B, H, L, D)."""
+
+    @property
+    def key(self) -> Tensor:
+        """(B, Hkv, L, D)."""
+
+    @property
+    def value(self) -> Tensor:
+        """(B, Hkv, L, Dv)."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether later keys are hidden."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of q·k in the exponent."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """One map on one layer; every field (H,) float64, as the fields of `linattn.lab.records.HeadRow`."""
+
+    error: Tensor
+    total_variation: Tensor
+    kl: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    sum_square: Tensor
+    predicted_ratio: Tensor
+
+
+def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
+    """Give a map the statistics it needs, where it needs any.
+
+    Cost: O(B H L D).
+
+    Args:
+        feature_map: any map; changed in place where it is `Centred` or `Oprf`.
+        query: (B, H, L, D), the queries it may learn from.
+        key: (B, Hkv, L, D).
+
+    Example:
+        >>> from linattn.feature_maps import Taylor
+        >>> centred = Centred(Taylor(1))
+        >>> fit(centred, torch.zeros(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1))
+        >>> centred.key_mean.tolist()
+        [[[2.0]]]
+
+    Source: none, a choice by type.
+    """
+    if isinstance(feature_map, Centred | Oprf):
+        feature_map.fit(query, key)
+
+
+class LayerTruth:
+    """A layer's recorded call with what is exact about it.
+
+    Attributes:
+        call: the recorded call, one unpadded text.
+        first: queries from this one on are measured.
+        query_index: (n,) queries whose attention rows are compared.
+        uniform_error: (H,) relative error of averaging uniformly.
+        uniform_total_variation: (H,) of uniform rows.
+        uniform_kl: (H,) of uniform rows.
+        logit_std: (H,) standard deviation of the logits over visible keys.
+    """
+
+    def __init__(self, call: Call, *, first: int, num_rows: int) -> None:
+        """Compute the exact answers once, in float64.
+
+        Args:
+            call: a recorded call with B = 1 and no padding.
+            first: first measured query.
+            num_rows: how many attention rows to compare, spread evenly over the measured queries.
+        """
+        self.call, self.first = call, first
+        length = call.query.shape[2]
+        self.query_index = torch.linspace(first, length - 1, min(num_rows, length - first)).round().long()
+        self._visible = measures.visible_keys(
+            self.query_index, num_queries=length, num_keys=length, is_causal=call.is_causal
+        )
+        query, key, value = call.query.double(), call.key.double(), call.value.double()
+        exact = softmax_attention(query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=True)
+        self._exact = exact[:, :, first:]
+        uniform = measures.uniform_average(
+            value, num_heads=query.shape[1], num_queries=length, is_causal=call.is_causal
+        )
+        self.uniform_error = measures.relative_error(uniform[:, :, first:], self._exact)
+        log_exact = self._log_exact()
+        uniform_rows = self._visible / self._visible.sum(-1, keepdim=True)
+        self.uniform_total_variation = measures.total_variation(log_exact, uniform_rows)
+        self.uniform_kl = measures.kl_divergence(log_exact, uniform_rows)
+        self.logit_std = logit_std(log_exact, self._visible)
+
+    @property
+    def fitting_span(self) -> slice:
+        """The tokens a map may learn from: the whole text, or, if causal, what precedes the measured queries."""
+        return slice(0, self.first if self.call.is_causal else None)
+
+    def measure(self, feature_map: FeatureMap) -> Measurement:
+        """Every measure of one map on this layer.
+
+        Cost: one linear attention, O(H L R (D + Dv)), and n rows of the implied matrix, O(H (L + n) R D + H n L R).
+
+        Args:
+            feature_map: a map for this head width and scale, fitted if it needs to be.
+
+        Returns:
+            A `Measurement`.
+
+        Example:
+            >>> from linattn.feature_maps import Taylor
+            >>> from linattn.hf import AttentionCall
+            >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
+            >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
+            >>> truth.measure(Taylor(4, order=1)).error.tolist()  # every logit is 0: both are the mean
+            [0.0]
+
+        Source: the functions in `linattn.lab.measures`.
+        """
+        call = self.call
+        out = linear_attention(call.query, call.key, call.value, feature_map, is_causal=call.is_causal, enable_gqa=True)
+        # In float64, where a small positive weight does not vanish and spoil the divergence.
+        weights = attention_rows(
+            call.query.double(),
+            call.key.double(),
+            feature_map,
+            self.query_index,
+            is_causal=call.is_causal,
+            enable_gqa=True,
+        )
+        log_exact = self._log_exact()
+        query, key = _as_seen(feature_map, call.query, call.key)
+        moments = pair_moments(query, key, scale=call.scale, first_query=self.first, is_causal=call.is_causal)
+        return Measurement(
+            error=measures.relative_error(out[:, :, self.first :], self._exact),
+            total_variation=measures.total_variation(log_exact, weights),
+            kl=measures.kl_divergence(log_exact, weights),
+            query_norm=moments.query_norm,
+            key_norm=moments.key_norm,
+            sum_square=moments.sum_square,
+            predicted_ratio=self._predict(feature_map, moments.sum_square, moments.difference_square),
+        )
+
+    def _log_exact(self) -> Tensor:
+        """Logarithms of the exact rows; recomputed each time, since for large models they would not fit together."""
+        query = self.call.query[:, :, self.query_index]
+        return measures.softmax_log_rows(query, self.call.key, self._visible, scale=self.call.scale)
+
+    def _predict(self, feature_map: FeatureMap, sum_square: Tensor, difference_square: Tensor) -> Tensor:
+        """Error over uniform error from the norms alone; nan where no closed form is known."""
+        inner = feature_map.inner if isinstance(feature_map, Centred) else feature_map
+        if not (isinstance(inner, RandomFeatureMap) and inner.softmax_kernel):
+            return torch.full_like(sum_square, torch.nan)
+        return predicted_ratio(inner.relative_variance(sum_square, difference_square), self.logit_std)
+
+
+def _as_seen(feature_map: FeatureMap, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys as the random features see them: less their means in a centred map."""
+    if not isinstance(feature_map, Centred):
+        return query, key
+    query_mean, key_mean = feature_map.query_mean, feature_map.key_mean
+    if query_mean is None or key_mean is None:
+        raise ValueError("the centred map has no means yet; fit it on queries and keys before measuring")
+    group = query.shape[1] // query_mean.shape[-3]
+    return query - query_mean.repeat_interleave(group, dim=-3), key - key_mean

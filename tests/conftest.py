@@ -1,0 +1,71 @@
+"""What all tests share: a strict world, small blocks on demand, and the count of the grid's cells that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grid import Case
+
+# The laws' tensors are small: one thread each, so that parallel workers do not fight over cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _strict_world() -> Iterator[None]:
+    """Seeded, and nothing left behind."""
+    torch.manual_seed(0)
+    yield
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.fixture
+def blocks_of(monkeypatch: pytest.MonkeyPatch):
+    """Force the blocked backend's block size."""
+    from linattn.attention._blocked import absorption, causal, causal_backward, reading
+
+    def force(size: int) -> None:
+        for module in (absorption, causal, causal_backward, reading):
+            monkeypatch.setattr(module, "block_size", lambda *_, **__: size)
+
+    return force
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised floating tensors hold NaN: an output that is not written cannot pass."""
+
+    def poison(function):
+        def wrapped(*args, **kwargs):
+            result = function(*args, **kwargs)
+            return result.fill_(float("nan")) if result.is_floating_point() else result
+
+        return wrapped
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much of the grid the laws covered."""
+    covered: dict[str, set[str]] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for key, value in report.user_properties:
+            if key == "case":
+                covered.setdefault(value, set()).add(report.nodeid.split("::")[0])
+    if covered:
+        cells = {cell.rsplit("-", 1)[0] for cell in covered}
+        terminalreporter.write_line(
+            f"laws covered {len(cells)} map × backend combinations, {len(covered)} with direction"
+        )
+
+
+@pytest.fixture(autouse=True)
+def _record_case(request: pytest.FixtureRequest, record_property) -> None:
+    """Note which cell of the grid a law ran on."""
+    callspec = getattr(request.node, "callspec", None)
+    case = callspec.params.get("case") if callspec else None
+    if isinstance(case, Case):
+        record_property("case", str(case))

@@ -1,0 +1,59 @@
+"""The series behind the moments, against scipy and against identities.
+
+Letters: D head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scipy.special
+import torch
+
+from linattn.feature_maps._hypergeometric import damped_1f1, log_0f1, log_1f1, sphere_cosine
+from linattn.feature_maps._moments import chi_moment_ratio
+
+Z = torch.tensor([0.0, 1e-6, 0.3, 2.0, 17.0, 90.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("b", [0.5, 1.0, 4.0, 32.0])
+def test_0f1(b: float) -> None:
+    expected = torch.from_numpy(scipy.special.hyp0f1(b, Z.numpy())).log()
+    torch.testing.assert_close(log_0f1(b, Z), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 8, 64])
+def test_1f1_of_an_orthogonal_pair(dim: int) -> None:
+    expected = torch.from_numpy(scipy.special.hyp1f1(dim, dim / 2, Z.numpy())).log()
+    torch.testing.assert_close(log_1f1(dim, dim / 2, Z), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 8, 64])
+def test_negative_arguments_to_an_absolute_1e_13(dim: int) -> None:
+    damped = torch.from_numpy(scipy.special.hyp1f1(dim, dim / 2, -Z.numpy()))
+    torch.testing.assert_close(damped_1f1(dim, dim / 2, Z), damped, rtol=0, atol=1e-13)
+    # 0F1(;D/2;-x²/4) = Γ(D/2)·(2/x)^(D/2-1)·J_{D/2-1}(x), better conditioned in scipy than its 0F1.
+    x = torch.tensor([0.1, 3.0, 30.0, 400.0], dtype=torch.float64)
+    order = dim / 2 - 1
+    log_factor = math.lgamma(dim / 2) + order * (math.log(2) - x.log())
+    bessel = torch.from_numpy(scipy.special.jv(order, x.numpy())) * log_factor.exp()
+    torch.testing.assert_close(sphere_cosine(dim, x.square()), bessel, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("b", [0.5, 32.0, 64.0])
+def test_large_arguments_stay_finite(b: float) -> None:
+    """0F1(;b;z) = Γ(b)·z^((1-b)/2)·I_{b-1}(2√z), far above the largest float64."""
+    z = torch.tensor([4e5, 1.6e6], dtype=torch.float64)
+    root = 2 * z.sqrt()
+    log_bessel = torch.from_numpy(scipy.special.ive(b - 1, root.numpy())).log() + root
+    expected = math.lgamma(b) + (1 - b) / 2 * z.log() + log_bessel
+    assert (expected > math.log(torch.finfo(torch.float64).max)).all()
+    torch.testing.assert_close(log_0f1(b, z), expected, rtol=1e-13, atol=0)
+
+
+def test_chi_moments() -> None:
+    """E χ_D² = D and E χ_D⁴ = D(D + 2); for D = 1, E|w| = √(2/π)."""
+    assert chi_moment_ratio(5, 2) == pytest.approx(1, rel=1e-14)
+    assert chi_moment_ratio(5, 4) == pytest.approx(5 / 7, rel=1e-14)
+    assert chi_moment_ratio(1, 1) == pytest.approx(math.sqrt(math.pi / 2), rel=1e-14)

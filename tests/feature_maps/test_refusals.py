@@ -1,0 +1,109 @@
+"""Every refusal says what was got, what was wanted and what to do.
+
+Letters: B batch, H heads, L tokens, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from linattn.feature_maps import (
+    FEATURE_MAPS,
+    Centred,
+    Dpfp,
+    ElementwisePolynomial,
+    EluPlusOne,
+    FavorPlus,
+    FeatureMap,
+    Hyperbolic,
+    Oprf,
+    RandomRelu,
+    Relu,
+    Taylor,
+    TensorPolynomial,
+    Trigonometric,
+    features,
+)
+
+X = torch.zeros(1, 1, 3, 4)
+ONE_MEAN = {"query_mean": torch.zeros(1, 4)}
+
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: EluPlusOne(0), ValueError, "head_dim must be a positive integer, got 0"),
+    (lambda: EluPlusOne(True), ValueError, "head_dim must be a positive integer, got True"),
+    (lambda: Relu(4, floor=-1.0), ValueError, "floor must be a finite number >= 0, got -1.0"),
+    (lambda: Relu(4, floor=math.nan), ValueError, "floor must be a finite number"),
+    (lambda: ElementwisePolynomial(4, degree=0), ValueError, "degree must be an integer of at least 1, got 0"),
+    (lambda: Dpfp(1), ValueError, "head_dim must be an integer of at least 2, got 1"),
+    (lambda: Dpfp(4, nu=8), ValueError, "nu must be below 2\\*head_dim=8"),
+    (lambda: TensorPolynomial(4, degree=1.5), ValueError, "degree must be an integer"),
+    (lambda: TensorPolynomial(4, constant=-1.0), ValueError, "constant must be a finite number >= 0"),
+    (lambda: TensorPolynomial(4, scale=0.0), ValueError, "scale must be a finite number > 0, got 0.0"),
+    (lambda: TensorPolynomial(0), ValueError, "head_dim must be an integer of at least 1, got 0"),
+    (lambda: Taylor(4, order=3), ValueError, "order must be 1 or 2, got 3; for higher powers use TensorPolynomial"),
+    (lambda: Taylor(4, scale=math.inf), ValueError, "scale must be a finite number > 0, got inf"),
+    (lambda: FavorPlus(4, 0), ValueError, "num_features must be a positive integer, got 0"),
+    (lambda: FavorPlus(4, 8, draw="qmc"), ValueError, r"draw must be one of \('orthogonal', 'iid'\), got 'qmc'"),
+    (lambda: FavorPlus(4, 8, lengths="unit"), ValueError, r"lengths must be one of \('chi', 'fixed'\), got 'unit'"),
+    (lambda: FavorPlus(4, 8, scale=-1.0), ValueError, "scale must be a finite number > 0, got -1.0"),
+    (lambda: FavorPlus(4, 8, seed=-1), ValueError, "seed must be an integer of at least 0, got -1"),
+    (lambda: FavorPlus(4, 8, seed=2**63), ValueError, "seed must be below 2\\*\\*63"),
+    (lambda: FavorPlus(4, 8, num_heads=0), ValueError, "num_heads must be an integer of at least 1, got 0"),
+    (lambda: FavorPlus(4, 8).redraw(1.0), ValueError, "seed must be an integer"),
+    (lambda: FavorPlus(4, 8, num_heads=2).query(torch.zeros(1, 3, 5, 4)), ValueError, "num_heads=2, got .* 3 heads"),
+    (lambda: Hyperbolic(4, 7), ValueError, "num_features must be a multiple of 2, got 7"),
+    (lambda: Trigonometric(4, 7), ValueError, "num_features must be a multiple of 2, got 7"),
+    (
+        lambda: Trigonometric(4, 8, lengths="fixed").kernel(1e4 * torch.ones(1, 4), torch.zeros(1, 4)),
+        ValueError,
+        "lower the scale of the inputs",
+    ),
+    (lambda: Oprf(4, 8).query(X), ValueError, r"call fit\(query, key\) on sample inputs, or give mean_square"),
+    (lambda: Oprf(4, 8).relative_variance(X, X), ValueError, r"call fit\(query, key\)"),
+    (lambda: Oprf(4, 8, mean_square=-1.0), ValueError, "mean_square must be a finite number >= 0"),
+    (lambda: Oprf(4, 8).fit(X, X[0]), ValueError, r"fit wants query \(B, H, Lq, 4\)"),
+    (lambda: Oprf(4, 8).fit(X.expand(1, 3, 3, 4), X.expand(1, 2, 3, 4)), ValueError, "H a multiple of Hkv"),
+    (lambda: Oprf(4, 8).fit(X[:, :, :0], X), ValueError, "not empty"),
+    (lambda: Oprf(4, 8).fit(X, X / 0), ValueError, "not finite; remove padded positions"),
+    (lambda: RandomRelu(4, 8, floor=-1.0), ValueError, "floor must be a finite number >= 0"),
+    (lambda: RandomRelu(4, 8).variance(X, X), ValueError, 'build it with draw="iid"'),
+    (lambda: RandomRelu(4, 8).relative_variance(X, X), ValueError, r"call variance\(q, k\)"),
+    (lambda: Centred(EluPlusOne(4)), TypeError, "wants a map for the softmax kernel, got EluPlusOne"),
+    (lambda: Centred(FavorPlus), TypeError, "wants a map for the softmax kernel"),
+    (lambda: Centred(Centred(Taylor(4))), TypeError, "centred already"),
+    (lambda: Centred(Taylor(4), **ONE_MEAN), ValueError, "both query_mean and key_mean, or neither"),
+    (lambda: Centred(Taylor(4), **ONE_MEAN, key_mean=torch.zeros(4)), ValueError, "must have the same shape"),
+    (lambda: Centred(Taylor(4)).query(X), ValueError, "Centred has no means: call fit"),
+    (lambda: Centred(Taylor(4)).key_log_weight(X), ValueError, "Centred has no means: call fit"),
+    (lambda: Centred(Taylor(4)).fit(X, X[0]), ValueError, r"fit wants query \(B, H, Lq, 4\)"),
+    (
+        lambda: Centred(Taylor(4)).fit(X.expand(1, 2, 3, 4), X.expand(1, 2, 3, 4)).query(X),
+        ValueError,
+        "2 key/value heads",
+    ),
+    (
+        lambda: Centred(Taylor(4)).call_tensors(X, X, key_mask=None, is_causal=True),
+        ValueError,
+        r"leak the future into causal attention; call fit\(query, key\)",
+    ),
+    (lambda: Centred(Oprf(4, 8), **ONE_MEAN, key_mean=torch.zeros(1, 4)).query(X), ValueError, "Oprf does not know"),
+    (lambda: features(Taylor(4), X, "value"), ValueError, 'side must be "query" or "key", got \'value\''),
+]
+
+
+@pytest.mark.parametrize(("action", "kind", "message"), REFUSED, ids=[message[:50] for *_, message in REFUSED])
+def test_refusal(action: Callable[[], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        action()
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_another_head_width_is_refused(build: Callable[..., FeatureMap], name: str) -> None:
+    feature_map, wrong = build(name), torch.zeros(2, 7)
+    for action in (feature_map.query, feature_map.key, lambda x: feature_map.kernel(x, x)):
+        with pytest.raises(ValueError, match=f"{name} was built for head_dim=6, got vectors of width 7"):
+            action(wrong)

@@ -1,0 +1,156 @@
+"""The grid the laws run over: every feature map × every backend × (bidirectional | causal).
+
+A map listed in FEATURE_MAPS is in the grid by being listed. Letters: B batch, H query heads, Hkv key/value heads,
+L tokens, D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import linattn
+from linattn.feature_maps import FEATURE_MAPS, Centred, FeatureMap, FavorPlus, Hyperbolic, Oprf, Taylor, Trigonometric
+
+BACKENDS = ("reference", "blocked")
+HEAD_DIM = 8
+NUM_FEATURES = 12
+
+
+class Learned(FeatureMap):
+    """A user's own map with parameters: exp(W x + b), one W for queries and another for keys of every head."""
+
+    exponential = True
+
+    def __init__(self, head_dim: int, num_features: int, num_heads: int) -> None:
+        super().__init__(head_dim, num_features)
+        generator = torch.Generator().manual_seed(3)
+        self.num_heads = num_heads
+        self.query_weight = nn.Parameter(0.4 * torch.randn(head_dim, num_features, generator=generator).double())
+        self.key_weight = nn.Parameter(0.4 * torch.randn(num_heads, head_dim, num_features, generator=generator).double())
+        self.bias = nn.Parameter(0.1 * torch.randn(num_features, generator=generator).double())
+
+    def query(self, x: Tensor) -> Tensor:
+        return x @ self.query_weight.to(x.dtype) + self.bias.to(x.dtype)
+
+    def key(self, x: Tensor) -> Tensor:
+        return x @ self.key_weight.to(x.dtype)
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        return torch.exp(self.query(q)) @ torch.exp(self.key(k)).mT
+
+
+def default(name: str, head_dim: int) -> FeatureMap:
+    """A listed map with default options and a few features."""
+    kind = FEATURE_MAPS[name]
+    free = "num_features" in inspect.signature(kind).parameters
+    built = kind(head_dim, NUM_FEATURES) if free else kind(head_dim)  # type: ignore[call-arg]
+    if isinstance(built, Oprf):
+        built.fit(*sample(head_dim))
+    return built
+
+
+def sample(head_dim: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys of two heads to fit maps on."""
+    generator = torch.Generator().manual_seed(11)
+    query, key = (torch.randn(1, 2, 40, head_dim, generator=generator, dtype=torch.float64) for _ in range(2))
+    return query + 0.3, key - 0.2
+
+
+VARIANTS: dict[str, Callable[[int], FeatureMap]] = {
+    "FavorPlus-iid-fixed": lambda d: FavorPlus(d, NUM_FEATURES, draw="iid", lengths="fixed"),
+    "FavorPlus-per-head": lambda d: FavorPlus(d, NUM_FEATURES, num_heads=2),
+    "Hyperbolic-fixed": lambda d: Hyperbolic(d, NUM_FEATURES, lengths="fixed"),
+    "Taylor-1": lambda d: Taylor(d, order=1),
+    "Centred-FavorPlus": lambda d: Centred(FavorPlus(d, NUM_FEATURES)).fit(*sample(d)),
+    "Centred-Taylor": lambda d: Centred(Taylor(d)).fit(*sample(d)),
+    "Centred-Trigonometric": lambda d: Centred(Trigonometric(d, NUM_FEATURES)).fit(*sample(d)),
+    "Centred-call-FavorPlus": lambda d: Centred(FavorPlus(d, NUM_FEATURES)),
+    "Centred-call-Taylor": lambda d: Centred(Taylor(d)),
+    "Learned": lambda d: Learned(d, NUM_FEATURES, 2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the grid; maps are built for two key/value heads."""
+
+    map_name: str
+    backend: str
+    is_causal: bool
+
+    def build(self, head_dim: int = HEAD_DIM) -> FeatureMap:
+        """A fresh map."""
+        return build(self.map_name, head_dim)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, **options: object) -> Tensor:
+        """linear_attention as this case runs it; grouped heads are always allowed."""
+        return linattn.linear_attention(
+            query, key, value, feature_map, is_causal=self.is_causal, enable_gqa=True, backend=self.backend, **options
+        )
+
+    def __str__(self) -> str:
+        return f"{self.map_name}-{self.backend}-{'causal' if self.is_causal else 'bidirectional'}"
+
+
+def build(name: str, head_dim: int = HEAD_DIM) -> FeatureMap:
+    """A map of the grid by name."""
+    return VARIANTS[name](head_dim) if name in VARIANTS else default(name, head_dim)
+
+
+def takes_means_from_the_call(name: str) -> bool:
+    """Whether the map may not be used causally."""
+    return name.startswith("Centred-call")
+
+
+MAPS = (*FEATURE_MAPS, *VARIANTS)
+CAUSAL_MAPS = tuple(name for name in MAPS if not takes_means_from_the_call(name))
+NONNEGATIVE_MAPS = tuple(name for name in MAPS if build(name).nonnegative)
+SOFTMAX_MAPS = tuple(name for name in MAPS if build(name).softmax_kernel)
+CASES = tuple(
+    Case(name, backend, is_causal)
+    for name in MAPS
+    for backend in BACKENDS
+    for is_causal in (False, True)
+    if not (is_causal and takes_means_from_the_call(name))
+)
+NONNEGATIVE_CASES = tuple(case for case in CASES if case.map_name in NONNEGATIVE_MAPS)
+
+
+def tokens(
+    *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Gaussian tokens, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def qkv(
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    num_queries: int = 37,
+    num_keys: int = 37,
+    head_dim: int = HEAD_DIM,
+    value_dim: int = 5,
+    *,
+    seed: int = 0,
+    scale: float = 0.7,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of grouped heads."""
+    return (
+        tokens(batch, heads, num_queries, head_dim, seed=seed, scale=scale, dtype=dtype),
+        tokens(batch, kv_heads, num_keys, head_dim, seed=seed + 1, scale=scale, dtype=dtype),
+        tokens(batch, kv_heads, num_keys, value_dim, seed=seed + 2, dtype=dtype),
+    )
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """Frobenius norm of the difference over that of the truth."""
+    found, truth = found.detach().double(), truth.detach().double()
+    return float((found - truth).norm() / truth.norm().clamp(min=1e-300))

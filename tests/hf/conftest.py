@@ -1,0 +1,85 @@
+"""Tiny models with random weights, built without files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import linattn
+from linattn.hf import AttentionCall
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", SIZES),
+    "distilbert": ("DistilBert", {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}),
+    "modernbert": ("ModernBert", {**SIZES, **TOKENS, "cls_token_id": 1, "sep_token_id": 2}),
+    "esm": ("Esm", {**SIZES, "pad_token_id": 1, "mask_token_id": 2, "position_embedding_type": "rotary"}),
+    "gpt2": ("GPT2", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "llama": ("Llama", {**SIZES, **TOKENS, "num_key_value_heads": 2}),
+    "mistral": ("Mistral", {**SIZES, **TOKENS, "num_key_value_heads": 2}),
+    "gemma2": ("Gemma2", {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8}),
+    "gpt_oss": ("GptOss", {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}),
+    "t5": ("T5", {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+    "bloom": ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "mpnet": ("MPNet", SIZES),
+}
+
+
+@pytest.fixture
+def build() -> Callable[..., PreTrainedModel]:
+    """A function that builds one family's base model, or another head of it, in evaluation mode."""
+
+    def of(family: str, head: str = "Model", **options: Any) -> PreTrainedModel:
+        name, sizes = FAMILIES[family]
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
+        model: PreTrainedModel = getattr(transformers, f"{name}{head}")(config)
+        # Random weights give nearly uniform attention; larger ones make a mistake in scale or mask visible.
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim == 2:
+                    weight.mul_(10.0)
+        return model.eval()
+
+    return of
+
+
+@pytest.fixture
+def padded() -> Callable[[str], dict[str, torch.Tensor]]:
+    """A function giving a batch of three texts of 7, 4 and 1 tokens, padded on one side."""
+
+    def on(side: str) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, 64, (3, 7), generator=torch.Generator().manual_seed(1))
+        mask = torch.zeros(3, 7, dtype=torch.long)
+        for row, length in enumerate((7, 4, 1)):
+            mask[row, :length] = 1
+        if side == "left":
+            mask = mask.flip(-1)
+        return {"input_ids": torch.where(mask.bool(), ids, 0), "attention_mask": mask}
+
+    return on
+
+
+@pytest.fixture
+def exact() -> Callable[[AttentionCall], torch.Tensor]:
+    """The handler that changes nothing."""
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        return linattn.softmax_attention(
+            call.query,
+            call.key,
+            call.value,
+            key_mask=call.key_mask,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            enable_gqa=True,
+        )
+
+    return attend

@@ -1,0 +1,93 @@
+"""Models from folders and from the default package, without the network."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from linattn.hf import load
+
+
+@pytest.fixture
+def attempts(monkeypatch) -> list[object]:
+    """Every attempt to reach the network."""
+    made: list[object] = []
+
+    def refuse(*args, **options):
+        made.append(args)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    return made
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of five words."""
+    words = {word: number for number, word in enumerate(("[UNK]", "a", "b", "c", "d"))}
+    fast = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="[UNK]")
+
+
+def test_default_is_the_packaged_encoder(attempts):
+    loaded = load()
+    assert not attempts
+    assert loaded.name == "all-MiniLM-L6-v2"
+    assert (loaded.model.config.num_hidden_layers, loaded.model.config.num_attention_heads) == (6, 12)
+    assert not loaded.model.training
+    inputs = loaded.encode("This is an example sentence", 512)
+    with torch.no_grad():
+        pooled = loaded.model(**inputs)[0].mean(1)
+    embedding = torch.nn.functional.normalize(pooled)[0, :3]
+    # The first figures of this sentence's embedding on the model's card.
+    torch.testing.assert_close(embedding, torch.tensor([0.0677, 0.0635, 0.0487]), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+def test_folder(build, tokenizer, tmp_path, attempts, family):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for given in (tmp_path, str(tmp_path)):
+        loaded = load(given)
+        assert type(loaded.model) is type(model)
+        assert loaded.name == str(tmp_path)
+        inputs = loaded.encode("a b c d a b", 4)
+        assert inputs["input_ids"].tolist() == [[1, 2, 3, 4]]
+        with torch.no_grad():
+            assert torch.equal(loaded.model(**inputs)[0], model(**inputs)[0])
+    assert not attempts
+
+
+def test_a_short_text_gives_fewer_tokens(build, tokenizer, tmp_path):
+    build("bert").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert load(tmp_path).encode("a b", 4)["input_ids"].shape == (1, 2)
+
+
+def test_refusals(build, tokenizer, tmp_path, attempts):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        load(tmp_path / "missing")
+    build("bert", max_position_embeddings=16).save_pretrained(tmp_path / "bert")
+    build("t5").save_pretrained(tmp_path / "t5")
+    for name in ("bert", "t5"):
+        tokenizer.save_pretrained(tmp_path / name)
+    with pytest.raises(ValueError, match="an encoder and a decoder"):
+        load(tmp_path / "t5")
+    for wrong in (0, 17):
+        with pytest.raises(ValueError, match=f"{wrong} tokens were asked for; .* takes 1 to 16 tokens"):
+            load(tmp_path / "bert").encode("a", wrong)
+    assert not attempts
+
+
+def test_default_without_its_package(monkeypatch):
+    monkeypatch.setattr("linattn.hf.loading.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'linattn\[demo\]'"):
+        load()

@@ -1,0 +1,98 @@
+"""Written forms of feature maps: read, built, refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from linattn.feature_maps import FEATURE_MAPS, Centred
+from linattn.lab.map_specs import parse_map
+from linattn.lab.plan import DEFAULT_MAPS, Plan, default_maps
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_every_map_by_name_in_any_case(name):
+    for written in (name, name.lower(), f" {name.upper()} "):
+        spec = parse_map(written)
+        assert spec.label == name
+        built = spec.build(8, num_features=16 if spec.takes_features else None, scale=0.5, seed=3)
+        assert type(built) is FEATURE_MAPS[name]
+        assert built.head_dim == 8
+    if spec.takes_features:
+        assert built.num_features == 16
+
+
+@pytest.mark.parametrize("label", DEFAULT_MAPS)
+def test_defaults_are_their_own_labels(label):
+    assert parse_map(label).label == label
+
+
+def test_options_reach_the_map():
+    spec = parse_map("centred(hyperbolic(lengths='fixed', draw='iid'))")
+    built = spec.build(8, num_features=16, scale=0.25, seed=7)
+    assert isinstance(built, Centred)
+    inner = built.inner
+    assert (inner.lengths, inner.draw, inner.scale) == ("fixed", "iid", 0.25)
+    other = spec.build(8, num_features=16, scale=0.25, seed=8)
+    assert not (inner.projection == other.inner.projection).all()
+    assert parse_map("Taylor(order=1, scale=2.0)").build(4, num_features=None, scale=0.5, seed=0).scale == 2.0
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("Performer", "no feature map 'Performer'; write one of Exponential, EluPlusOne"),
+        ("FavorPlus(", "not a feature map's written form"),
+        ("FavorPlus(256)", "write every option of FavorPlus by name"),
+        ("FavorPlus(rows=2)", "'rows' is no option of FavorPlus here; its options are: draw, lengths, scale"),
+        ("FavorPlus(seed=2)", "'seed' is no option"),
+        ("Taylor(**{'order': 1})", "None is no option"),
+        ("Taylor(order=__import__('os').getpid())", "must be a plain number"),
+        ("Centred", "no feature map 'Centred'"),
+        ("Centred()", "takes one feature map and no options"),
+        ("Centred(FavorPlus, 2)", "takes one feature map and no options"),
+        ("Centred(Centred(FavorPlus))", "no feature map 'Centred'"),
+        ("1 + 1", "not a feature map's written form"),
+        ("", "not a feature map's written form"),
+    ],
+)
+def test_refusals(written, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_map(written)
+
+
+def test_building_refusals():
+    with pytest.raises(ValueError, match="FavorPlus needs a number of features"):
+        parse_map("FavorPlus").build(8, num_features=None, scale=1.0, seed=0)
+    with pytest.raises(ValueError, match="EluPlusOne has a width of its own"):
+        parse_map("EluPlusOne").build(8, num_features=8, scale=1.0, seed=0)
+    with pytest.raises(TypeError, match="softmax kernel"):
+        parse_map("Centred(Relu)").build(8, num_features=None, scale=1.0, seed=0)
+
+
+def test_plan_measures_fixed_maps_once():
+    plan = Plan(default_maps(), features=(64, 256), draws=3, seed=5)
+    found = [(c.spec.label, c.num_features, c.draw) for c in plan.configurations()]
+    assert len(found) == len(set(found)) == 7 * 2 * 3 + 5
+    assert ("FavorPlus", 256, 2) in found
+    assert ("Centred(Taylor(order=2))", None, 0) in found
+    seeds = {c.first_seed + layer for c in plan.configurations() for layer in range(100)}
+    assert len(seeds) == 3 * 100
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"maps": ()}, "got none"),
+        ({"maps": (parse_map("Relu"), parse_map("relu"))}, "got Relu twice"),
+        ({"features": ()}, "different positive integers"),
+        ({"features": (64, 64)}, "different positive integers"),
+        ({"features": (0,)}, "different positive integers"),
+        ({"draws": 0}, "draws must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ],
+)
+def test_plan_refusals(options, words):
+    with pytest.raises(ValueError, match=words):
+        Plan(**{"maps": (parse_map("Relu"),), **options})

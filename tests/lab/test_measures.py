@@ -1,0 +1,170 @@
+"""Measures against values computed by hand or by the definition, pair by pair."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import linattn
+from linattn.lab import measures
+from linattn.lab.moments import logit_std, pair_moments, predicted_ratio
+
+# float64 throughout; sums of at most a few hundred terms.
+TIGHT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def sample(batch=2, heads=4, kv_heads=2, length=9, dim=3):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, heads, length, dim), (batch, kv_heads, length, dim), (batch, kv_heads, length, 5))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def test_relative_error_of_each_head():
+    exact = torch.zeros(2, 2, 1, 2)
+    exact[:, 0], exact[:, 1] = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 2.0])
+    approximation = exact.clone()
+    approximation[0, 0, 0, 0] += 5.0  # one of the two batch rows: 5 / √(25 + 25)
+    approximation[:, 1] = 0.0
+    expected = torch.tensor([0.5**0.5, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(measures.relative_error(approximation, exact), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_relative_error_of_what_is_not_finite(bad):
+    exact = torch.ones(1, 2, 3, 2)
+    approximation = exact.clone()
+    approximation[0, 1, 2, 0] = bad
+    assert measures.relative_error(approximation, exact).tolist() == [0.0, math.inf]
+
+
+def test_relative_error_refusals():
+    with pytest.raises(ValueError, match="shapes differ"):
+        measures.relative_error(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 3, 2))
+    with pytest.raises(ValueError, match="zero everywhere"):
+        measures.relative_error(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2, 2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_uniform_average_is_attention_with_equal_logits(causal, masked):
+    query, key, value = sample()
+    mask = None
+    if masked:
+        mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) < 0.6
+        mask[:, 0] = True
+    expected = linattn.softmax_attention(
+        0 * query[:, :, 3:], key, value, key_mask=mask, is_causal=causal, scale=1.0, enable_gqa=True
+    )
+    value = value if mask is None else value.masked_fill(~mask[:, None, :, None], math.nan)
+    ours = measures.uniform_average(value, num_heads=4, num_queries=6, key_mask=mask, is_causal=causal)
+    torch.testing.assert_close(ours, expected, **TIGHT)
+
+
+def test_uniform_average_of_no_key_is_zero():
+    mask = torch.tensor([[False, True]])
+    value = torch.tensor([[[[5.0], [7.0]]]])
+    ours = measures.uniform_average(value, num_heads=1, num_queries=2, key_mask=mask, is_causal=True)
+    assert ours.flatten().tolist() == [0.0, 7.0]
+
+
+def test_uniform_average_refusals():
+    with pytest.raises(ValueError, match="3 query heads are no multiple of 2"):
+        measures.uniform_average(torch.ones(1, 2, 3, 1), num_heads=3, num_queries=3)
+    with pytest.raises(ValueError, match="4 causal queries over 3 keys"):
+        measures.uniform_average(torch.ones(1, 2, 3, 1), num_heads=2, num_queries=4, is_causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_times_values_is_attention(causal):
+    query, key, value = sample()
+    index = torch.tensor([0, 4, 8])
+    visible = measures.visible_keys(index, num_queries=9, num_keys=9, is_causal=causal)
+    rows = measures.softmax_log_rows(query[:, :, index], key, visible, scale=0.7).exp()
+    expected = linattn.softmax_attention(query, key, value, is_causal=causal, scale=0.7, enable_gqa=True)
+    ours = rows @ value.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(ours, expected[:, :, index], **TIGHT)
+
+
+def test_total_variation_and_divergence_of_two_heads():
+    log_exact = torch.tensor([[[[0.5, 0.5, 0.0]], [[1.0, 0.0, 0.0]]]], dtype=torch.float64).log()
+    weights = torch.tensor([[[[0.25, 0.75, 0.0]], [[0.5, 0.25, 0.25]]]], dtype=torch.float64)
+    assert measures.total_variation(log_exact, weights).tolist() == [0.25, 0.5]
+    expected = torch.tensor([0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(2)], dtype=torch.float64)
+    torch.testing.assert_close(measures.kl_divergence(log_exact, weights), expected, **TIGHT)
+
+
+def test_divergence_of_weights_that_are_not_positive():
+    log_exact = torch.tensor([0.5, 0.5], dtype=torch.float64).log().expand(1, 3, 2, 2)
+    weights = torch.full((1, 3, 2, 2), 0.5, dtype=torch.float64)
+    weights[0, 0, 1] = torch.tensor([1.5, -0.5])
+    weights[0, 1, 0] = torch.tensor([1.0, 0.0])
+    found = measures.kl_divergence(log_exact, weights)
+    assert found.isnan().tolist() == [True, True, False]
+    assert found[2] == 0
+    assert measures.total_variation(log_exact, weights).tolist() == [0.5, 0.25, 0.0]
+
+
+def test_total_variation_of_what_is_not_finite():
+    log_exact = torch.tensor([0.5, 0.5]).log().expand(1, 1, 1, 2)
+    assert measures.total_variation(log_exact, torch.tensor([math.nan, 1.0])).tolist() == [math.inf]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("first", [0, 4])
+def test_pair_moments_pair_by_pair(causal, first):
+    query, key, _ = sample()
+    scale = 0.3
+    x, y = scale**0.5 * query, scale**0.5 * key.repeat_interleave(2, dim=1)
+    pairs = torch.ones(9, 9, dtype=torch.bool)
+    pairs = (pairs.tril() if causal else pairs) & (torch.arange(9) >= first)[:, None]
+    sums = (x.unsqueeze(3) + y.unsqueeze(2)).square().sum(-1)[:, :, pairs]
+    differences = (x.unsqueeze(3) - y.unsqueeze(2)).square().sum(-1)[:, :, pairs]
+    found = pair_moments(query, key, scale=scale, first_query=first, is_causal=causal)
+    torch.testing.assert_close(found.sum_square, sums.mean(dim=(0, 2)), **TIGHT)
+    torch.testing.assert_close(found.difference_square, differences.mean(dim=(0, 2)), **TIGHT)
+    torch.testing.assert_close(found.query_norm, x[:, :, first:].norm(dim=-1).mean(dim=(0, 2)), **TIGHT)
+    torch.testing.assert_close(found.key_norm, y.norm(dim=-1).mean(dim=(0, 2)), **TIGHT)
+
+
+def test_pair_moments_refusals():
+    query, key, _ = sample()
+    with pytest.raises(ValueError, match="scale must be positive"):
+        pair_moments(query, key, scale=-1.0)
+    with pytest.raises(ValueError, match="9 queries and 8 keys"):
+        pair_moments(query, key[:, :, 1:], scale=1.0)
+
+
+def test_logit_std_is_that_of_the_logits():
+    query, key, _ = sample()
+    index = torch.tensor([2, 7])
+    visible = measures.visible_keys(index, num_queries=9, num_keys=9, is_causal=True)
+    rows = measures.softmax_log_rows(query[:, :, index], key, visible, scale=0.7)
+    logits = 0.7 * query @ key.repeat_interleave(2, dim=1).mT
+    each = torch.stack([logits[:, :, i, : i + 1].var(dim=-1, unbiased=False) for i in (2, 7)], dim=-1)
+    torch.testing.assert_close(logit_std(rows, visible), each.mean(dim=(0, 2)).sqrt(), **TIGHT)
+
+
+def test_predicted_ratio_at_flat_logits_is_infinite():
+    zero = torch.zeros(1, dtype=torch.float64)
+    assert predicted_ratio(zero + 0.5, zero).tolist() == [math.inf]
+    # At sharp logits averaging's relative error is 1 and the ratio is the deviation alone.
+    assert predicted_ratio(zero + 0.25, zero + 10).tolist() == [0.5]
+
+
+def test_prediction_against_measurement():
+    """Gaussian queries and keys of small norm: the prediction holds within its factor of two."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, 64, 128, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    scale = 0.0625
+    exact = linattn.softmax_attention(query, key, value, scale=scale)
+    uniform = measures.uniform_average(value, num_heads=64, num_queries=128)
+    favor = linattn.feature_maps.FavorPlus(16, 64, scale=scale, num_heads=64)
+    ours = linattn.linear_attention(query, key, value, favor)
+    measured = measures.relative_error(ours, exact) / measures.relative_error(uniform, exact)
+    moments = pair_moments(query, key, scale=scale)
+    visible = torch.ones(128, 128, dtype=torch.bool)
+    spread = logit_std(measures.softmax_log_rows(query, key, visible, scale=scale), visible)
+    predicted = predicted_ratio(favor.relative_variance(moments.sum_square, moments.difference_square), spread)
+    assert 0.5 < float((predicted / measured).mean()) < 2.0

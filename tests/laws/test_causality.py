@@ -1,0 +1,106 @@
+"""The future cannot be seen, and the past can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import linattn
+from grid import BACKENDS, CAUSAL_MAPS, NONNEGATIVE_MAPS, Case, build, qkv, relative_error
+
+CAUSAL_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
+LENGTH, CUT = 50, 31
+ATTACKS = {
+    "times-4": lambda x: 4 * x,
+    "times-1000": lambda x: 1e3 * x,
+    "random": lambda x: x.flip(-1).roll(1, 1) - 0.5,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
+def test_later_tokens_do_not_reach_earlier_outputs(case: Case, attack: str, blocks_of) -> None:
+    blocks_of(16)
+    feature_map, tokens = case.build(), qkv(num_queries=LENGTH, num_keys=LENGTH, dtype=torch.float32)
+    changed = [torch.cat((x[:, :, :CUT], ATTACKS[attack](x[:, :, CUT:])), 2) for x in tokens]
+    before, after = (case.attend(*x, feature_map)[:, :, :CUT] for x in (tokens, changed))
+    # A signed map's normaliser may cross 0, which magnifies rounding, not knowledge.
+    band = 1e-6 if case.map_name in NONNEGATIVE_MAPS else 1e-4
+    assert relative_error(after, before) <= band
+
+
+@pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
+def test_later_tokens_get_no_gradient_from_earlier_outputs(case: Case, blocks_of) -> None:
+    blocks_of(16)
+    leaves = [x.requires_grad_() for x in qkv(num_queries=LENGTH, num_keys=LENGTH)]
+    out = case.attend(*leaves, case.build())
+    for grad in torch.autograd.grad(out[:, :, :CUT].square().sum(), leaves):
+        assert (grad[:, :, CUT:] == 0).all()
+
+
+@pytest.mark.parametrize("name", CAUSAL_MAPS)
+def test_steps_are_bitwise_causal(name: str) -> None:
+    feature_map, tokens = build(name), qkv(num_queries=8, num_keys=8, dtype=torch.float32)
+
+    def steps(tokens: list[torch.Tensor]) -> torch.Tensor:
+        state, outs = None, []
+        for t in range(8):
+            step = (x[:, :, t : t + 1] for x in tokens)
+            out, state = linattn.linear_attention_with_state(*step, feature_map, state, enable_gqa=True)
+            outs.append(out)
+        return torch.cat(outs, 2)
+
+    changed = [torch.cat((x[:, :, :5], 1e3 * x[:, :, 5:]), 2) for x in tokens]
+    assert torch.equal(steps(changed)[:, :, :5], steps(tokens)[:, :, :5])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("position", [1, 20, 49])
+def test_a_key_far_above_its_block_drowns_nobody(backend: str, position: int) -> None:
+    """One key 120 nats above all others, within one block: earlier rows keep their digits and gradients, none is NaN."""
+
+    class Shifted(linattn.feature_maps.FeatureMap):
+        """Exponents are the inputs themselves."""
+
+        exponential = True
+
+        def query(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        def kernel(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return torch.exp(q) @ torch.exp(k).mT
+
+    feature_map = Shifted(8, 8)
+    query, key, value = qkv(1, 2, 2, LENGTH, LENGTH)
+    key[:, :, position] += 120
+    results = []
+    for dtype, chosen in ((torch.float64, "reference"), (torch.float32, backend)):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = linattn.linear_attention(*leaves, feature_map, is_causal=True, backend=chosen)
+        results.append((out, *torch.autograd.grad(out[:, :, :position].square().sum(), leaves)))
+    for truth, found in zip(*results, strict=True):
+        assert found.isfinite().all()
+        # Exponents near 120 are rounded to 120 · 2^-24 = 7e-6, relative to weights and gradients of order 1.
+        torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
+def test_tokens_mix(case: Case) -> None:
+    """Changing v_0 changes later outputs, through attention and not through its own position alone."""
+    query, key, value = qkv(num_queries=12, num_keys=12)
+    other = value.clone()
+    other[:, :, 0] += 1
+    difference = case.attend(query, key, other, case.build()) - case.attend(query, key, value, case.build())
+    assert (difference[:, :, 1:].abs().amax((0, 1, 3)) > 1e-6).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unequal_lengths_align_at_the_end(backend: str) -> None:
+    feature_map = build("FavorPlus")
+    query, key, value = qkv(num_queries=20, num_keys=20)
+    options = {"is_causal": True, "enable_gqa": True, "backend": backend}
+    whole = linattn.linear_attention(query, key, value, feature_map, **options)
+    last = linattn.linear_attention(query[:, :, 13:], key, value, feature_map, **options)
+    torch.testing.assert_close(last, whole[:, :, 13:], rtol=1e-12, atol=1e-12)
+    first = linattn.linear_attention(query, key[:, :, :6], value[:, :, :6], feature_map, **options)
+    assert (first[:, :, :14] == 0).all()

@@ -1,0 +1,73 @@
+"""Nonnegative maps average: weights sum to 1 and outputs stay within the hull of the values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import linattn
+from grid import CASES, HEAD_DIM, NONNEGATIVE_CASES, Case, qkv, tokens
+
+
+def has_weight(case: Case, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows with any weight at all, (B, H, L, 1): sparse maps (Dpfp) may give a query no overlap with any key, and then 0."""
+    rows = linattn.attention_rows(
+        query, key, case.build(), torch.arange(query.shape[2]), key_mask=mask, is_causal=case.is_causal, enable_gqa=True
+    )
+    return rows.sum(-1, keepdim=True) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", NONNEGATIVE_CASES, ids=str)
+def test_constant_values_come_back(case: Case, dtype: torch.dtype) -> None:
+    query, key, value = qkv(num_queries=70, num_keys=70, dtype=dtype)
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    mask[0, 6:40] = False
+    found = case.attend(query, key, torch.ones_like(value), case.build(), key_mask=mask)
+    found = torch.where(has_weight(case, query, key, mask), found, 1)
+    # Numerator and denominator are the same sums in another order: R + L additions of nonnegative numbers.
+    bound = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * 200
+    bound = max(bound, torch.finfo(dtype).eps / 2)
+    if "Taylor" in case.map_name or "Tensor" in case.map_name:
+        # Weights are positive, features are not: their products cancel by up to the square of the features' norm.
+        bound *= 20
+    assert (found - 1).abs().max() <= bound
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 5.0, 30.0, 300.0])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_stay_within_the_hull_at_any_scale(case: Case, scale: float) -> None:
+    if case.backend == "reference" and scale not in (1.0, 300.0):
+        pytest.skip("the reference is quadratic and slow: two scales show it")
+    unit = torch.nn.functional.normalize(tokens(2, 2, 150, HEAD_DIM), dim=-1)
+    query, key = scale * unit, scale * unit.flip(2).roll(3, 2)
+    value = tokens(2, 2, 150, 5, seed=4)
+    found = case.attend(*(x.float() for x in (query, key, value)), case.build())
+    assert found.isfinite().all()
+    if case not in NONNEGATIVE_CASES:
+        return
+    value = value.float()
+    low, high = value.amin(2, keepdim=True), value.amax(2, keepdim=True)
+    if case.is_causal:
+        low, high = value.cummin(2).values, value.cummax(2).values
+    # Exponential and elementwise weights are sums of nonnegative terms; tensor maps cancel, relative to |φ(q)||φ(k)|.
+    band = 2e-5 if "Taylor" not in case.map_name and "Tensor" not in case.map_name else 2e-3
+    found = torch.where(has_weight(case, query.float(), key.float()), found, (low + high) / 2)
+    assert (found >= low - band).all()
+    assert (found <= high + band).all()
+
+
+@pytest.mark.parametrize("map_name", ["FavorPlus", "EluPlusOne"])
+def test_a_hundred_thousand_bfloat16_steps_do_not_drift(map_name: str) -> None:
+    """A running sum kept in bfloat16 would stand still at 256."""
+    feature_map = Case(map_name, "blocked", True).build()
+    x = tokens(1, 1, 1, HEAD_DIM, dtype=torch.bfloat16)
+    one, state = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16), None
+    with torch.no_grad():
+        for _ in range(100_000):
+            out, state = linattn.linear_attention_with_state(x, x, one, feature_map, state)
+    assert abs(out.item() - 1) <= 1e-2
+    phi = torch.exp(feature_map.key(x.float())) if feature_map.exponential else feature_map.key(x.float())
+    total = state.z * torch.exp(state.m)
+    # 1e5 float32 additions of one number: relative error at most 1e5 · eps/2 = 6e-3.
+    torch.testing.assert_close(total, 100_000 * phi[:, :, 0], rtol=6e-3, atol=0)

@@ -1,0 +1,151 @@
+"""One fold, bracketed anyhow: prefill, chunks, single steps, merges."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import linattn
+from grid import BACKENDS, CAUSAL_MAPS, Case, build, qkv
+
+FOLD_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
+LENGTH = 70
+
+
+def in_pieces(case: Case, cuts: list[int], **options: object):
+    """The whole sequence attended piece by piece."""
+    feature_map, state, outs = case.build(), None, []
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    bounds = [0, *cuts, LENGTH]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        piece = (x[:, :, start:stop] for x in (query, key, value))
+        out, state = linattn.linear_attention_with_state(
+            *piece, feature_map, state, enable_gqa=True, backend=case.backend, **options
+        )
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def tolerance(case: Case) -> float:
+    """Rounding; signed maps lose digits where their normaliser crosses 0."""
+    return 1e-12 if build(case.map_name).nonnegative else 1e-8
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, LENGTH])
+@pytest.mark.parametrize("case", FOLD_CASES, ids=str)
+def test_any_cut_gives_the_same(case: Case, size: int, blocks_of) -> None:
+    blocks_of(size)
+    whole, last = in_pieces(case, [])
+    cuts = sorted({0, 1, size - 1, size, min(size + 1, LENGTH), LENGTH})
+    pieces, state = in_pieces(case, cuts)
+    torch.testing.assert_close(pieces, whole, rtol=tolerance(case), atol=tolerance(case))
+    ours, theirs = (s.sums * torch.exp(s.m).unsqueeze(-1) for s in (state, last))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", FOLD_CASES, ids=str)
+def test_single_steps_give_the_same(case: Case) -> None:
+    whole, _ = in_pieces(case, [])
+    steps, _ = in_pieces(case, list(range(1, LENGTH)))
+    torch.testing.assert_close(steps, whole, rtol=tolerance(case), atol=tolerance(case))
+
+
+@pytest.mark.parametrize("name", CAUSAL_MAPS)
+def test_merge_is_a_monoid_over_absorb(name: str) -> None:
+    feature_map = build(name)
+    _, key, value = qkv(num_keys=30, scale=2.0)
+    empty = linattn.State.empty(feature_map, batch_size=2, num_heads=2, value_dim=5, dtype=torch.float64)
+    a, b, c = (
+        empty.absorb(feature_map, key[:, :, s], value[:, :, s]) for s in (slice(0, 4), slice(4, 17), slice(17, 30))
+    )
+    whole = empty.absorb(feature_map, key, value)
+
+    def same(x: linattn.State, y: linattn.State) -> None:
+        scale = torch.maximum(x.m, y.m)
+        left, right = (s.sums * torch.exp(s.m - scale).unsqueeze(-1) for s in (x, y))
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+
+    same(a.merge(b).merge(c), a.merge(b.merge(c)))
+    same(a.merge(empty), a)
+    same(empty.merge(a), a)
+    same(empty.merge(empty), empty)
+    same(a.merge(b).merge(c), whole)
+    same(b.merge(a).merge(c), whole)
+
+
+@pytest.mark.parametrize("case", FOLD_CASES, ids=str)
+def test_a_state_is_a_value(case: Case) -> None:
+    """Stepping twice from one state gives the same; neither the state nor the inputs are written."""
+    feature_map = case.build()
+    first = qkv(num_queries=9, num_keys=9)
+    second = qkv(num_queries=6, num_keys=6, seed=7)
+    kept = [x.clone() for x in (*first, *second)]
+    options = {"enable_gqa": True, "backend": case.backend}
+    state = linattn.linear_attention_with_state(*first, feature_map, **options).state.detach()
+    frozen = copy.deepcopy(state)
+    once = linattn.linear_attention_with_state(*second, feature_map, state, **options)
+    twice = linattn.linear_attention_with_state(*second, feature_map, state, **options)
+    assert torch.equal(once.out, twice.out)
+    assert torch.equal(once.state.sums, twice.state.sums)
+    assert torch.equal(state.sums, frozen.sums)
+    assert torch.equal(state.m, frozen.m)
+    for x, before in zip((*first, *second), kept, strict=True):
+        assert torch.equal(x, before)
+    with pytest.raises(AttributeError):
+        state.sums = state.sums
+
+
+@pytest.mark.parametrize("name", CAUSAL_MAPS)
+def test_select_picks_rows(name: str) -> None:
+    feature_map = build(name)
+    q, k, v = qkv(batch=3, num_queries=9, num_keys=9)
+    state = linattn.linear_attention_with_state(q, k, v, feature_map, enable_gqa=True).state
+    rows = torch.tensor([2, 0, 0, 1])
+    read = state.select(rows).read(feature_map, q[rows]).out
+    torch.testing.assert_close(read, state.read(feature_map, q).out[rows], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "RandomRelu"])
+def test_a_state_refuses_another_draw_and_knows_its_own_again(name: str) -> None:
+    feature_map = build(name)
+    q, k, v = qkv(num_queries=5, num_keys=5)
+    state = linattn.linear_attention_with_state(q, k, v, feature_map, enable_gqa=True).state
+    out = state.read(feature_map, q).out
+    again = build(name)
+    again.redraw(12)
+    again.load_state_dict(feature_map.state_dict())
+    assert torch.equal(state.read(again, q).out, out)
+    assert torch.equal(state.read(copy.deepcopy(feature_map), q).out, out)
+    feature_map.redraw(1)
+    for refused in (
+        lambda: state.read(feature_map, q),
+        lambda: state.absorb(feature_map, k, v),
+        lambda: linattn.linear_attention_with_state(q, k, v, feature_map, state, enable_gqa=True),
+    ):
+        with pytest.raises(ValueError, match="built with .*seed=0.*seed=1"):
+            refused()
+
+
+def test_states_of_different_maps_do_not_merge() -> None:
+    _, key, value = qkv(num_keys=4)
+    states = []
+    for name in ("EluPlusOne", "Relu"):
+        empty = linattn.State.empty(build(name), batch_size=2, num_heads=2, value_dim=5, dtype=torch.float64)
+        states.append(empty.absorb(build(name), key, value))
+    with pytest.raises(ValueError, match="different maps"):
+        states[0].merge(states[1])
+
+
+def test_evaluation_never_draws() -> None:
+    """Two calls, training or not, see the same features, and the global generators are left alone."""
+    feature_map = build("FavorPlus")
+    q, k, v = qkv()
+    for mode in (True, False):
+        feature_map.train(mode)
+        before = torch.get_rng_state()
+        first = linattn.linear_attention(q, k, v, feature_map, enable_gqa=True)
+        second = linattn.linear_attention(q, k, v, feature_map, enable_gqa=True)
+        assert torch.equal(first, second)
+        assert torch.equal(torch.get_rng_state(), before)

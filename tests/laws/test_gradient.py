@@ -1,0 +1,103 @@
+"""First derivatives are those of the computed function: finite differences in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import linattn
+from grid import CASES, HEAD_DIM, Case, Learned, qkv, relative_error
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.backend == "blocked"], ids=str)
+def test_gradcheck_of_tokens(case: Case, blocks_of) -> None:
+    blocks_of(2)
+    # Away from the kinks of relu and elu, where finite differences mean nothing.
+    tokens = [(x + 0.05 * x.sign()).requires_grad_() for x in qkv(1, 2, 2, 4, 5, value_dim=2)]
+    feature_map = case.build()
+    assert torch.autograd.gradcheck(lambda q, k, v: case.attend(q, k, v, feature_map), tokens, fast_mode=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradcheck_of_a_maps_own_parameters(is_causal: bool, blocks_of) -> None:
+    blocks_of(2)
+    feature_map, case = Learned(HEAD_DIM, 5, 2), Case("Learned", "blocked", is_causal)
+    q, k, v = qkv(1, 4, 2, 4, 5, value_dim=2)
+    names = [name for name, _ in feature_map.named_parameters()]
+
+    def attend(*parameters: torch.Tensor) -> torch.Tensor:
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.map = feature_map
+
+            def forward(self) -> torch.Tensor:
+                return case.attend(q, k, v, self.map)
+
+        swapped = {f"map.{name}": parameter for name, parameter in zip(names, parameters, strict=True)}
+        return torch.func.functional_call(Model(), swapped, ())
+
+    inputs = tuple(parameter.detach().clone().requires_grad_() for parameter in feature_map.parameters())
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize("map_name", ["FavorPlus", "EluPlusOne", "Trigonometric", "Centred-Taylor"])
+def test_gradcheck_through_the_state(map_name: str, blocks_of) -> None:
+    """Into the incoming state's sums, and out through the outgoing state."""
+    blocks_of(2)
+    feature_map = Case(map_name, "blocked", True).build()
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 3, 3, value_dim=2))
+    before = linattn.linear_attention_with_state(*qkv(1, 2, 2, 3, 3, value_dim=2, seed=9), feature_map).state
+    sums = before.sums.detach().clone().requires_grad_()
+
+    def attend(q, k, v, sums):
+        state = linattn.State(sums, before.m, before.built_with)
+        out, after = linattn.linear_attention_with_state(q, k, v, feature_map, state)
+        # The sums are relative to m, a constant for gradients: only their product is a function of the tokens.
+        return out, after.sums * torch.exp(after.m).unsqueeze(-1), after.read(feature_map, q).out
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, sums))
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradcheck_of_the_log_normaliser(backend: str, is_causal: bool, blocks_of) -> None:
+    blocks_of(2)
+    for map_name in ("FavorPlus", "EluPlusOne", "Centred-Taylor"):
+        feature_map = Case(map_name, backend, is_causal).build()
+        inputs = [(x + 0.05 * x.sign()).requires_grad_() for x in qkv(1, 2, 2, 4, 4, value_dim=2)]
+
+        def attend(q, k, v, feature_map=feature_map):
+            return tuple(linattn.linear_partial(q, k, v, feature_map, is_causal=is_causal, backend=backend))
+
+        assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+
+
+def test_no_state_is_unwound_by_subtraction() -> None:
+    """One key 1e8 times heavier than the rest: gradients of the small ones keep their digits (float32 against float64)."""
+    case = Case("EluPlusOne", "blocked", True)
+    q, k, v = qkv(1, 1, 1, 256, 256)
+    k[:, :, 200] *= 1e8
+    errors = {}
+    for name, backend, dtype in (
+        ("truth", "reference", torch.float64),
+        ("reference", "reference", torch.float32),
+        ("found", "blocked", torch.float32),
+    ):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = Case(case.map_name, backend, True).attend(*leaves, case.build())
+        errors[name] = torch.autograd.grad(out[:, :, :200].square().sum(), leaves)
+    for truth, reference, found in zip(errors["truth"], errors["reference"], errors["found"], strict=True):
+        early = (slice(None), slice(None), slice(0, 200))
+        assert relative_error(found[early], truth[early]) <= 3 * relative_error(reference[early], truth[early]) + 6e-8
+
+
+def test_second_derivatives_are_refused_by_blocked_and_right_in_the_reference() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 3, 3, value_dim=2))
+    feature_map = Case("FavorPlus", "blocked", False).build()
+    first = torch.autograd.grad(linattn.linear_attention(q, k, v, feature_map).sum(), q, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="backend='reference' for second derivatives"):
+        first.sum().backward()
+    assert torch.autograd.gradgradcheck(
+        lambda q: linattn.linear_attention(q, k, v, feature_map, backend="reference"), (q,), fast_mode=True
+    )

@@ -1,0 +1,54 @@
+"""Batch rows and heads do not know of each other; without positions, keys have no order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grid import CASES, NONNEGATIVE_MAPS, Case, qkv
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_other_rows_and_heads_do_not_matter(case: Case) -> None:
+    """Whatever the magnitude of the neighbours, up to the rounding of products of another shape."""
+    feature_map, (query, key, value) = case.build(), qkv(dtype=torch.float32)
+    whole = case.attend(query, key, value, feature_map)
+    loud = [x.clone() for x in (query, key, value)]
+    for x in loud:
+        x[1] *= 50
+    torch.testing.assert_close(case.attend(*loud, feature_map)[0], whole[0], rtol=0, atol=0)
+    loud = [x.clone() for x in (query, key, value)]
+    for x in loud:
+        x[:, x.shape[1] // 2 :] *= 50
+    torch.testing.assert_close(case.attend(*loud, feature_map)[:, :2], whole[:, :2], rtol=0, atol=0)
+    alone = case.attend(*(x[:1] for x in (query, key, value)), feature_map)
+    band = 2e-6 if case.map_name in NONNEGATIVE_MAPS else 1e-3
+    torch.testing.assert_close(alone[0], whole[0], rtol=band, atol=band)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.is_causal], ids=str)
+def test_permuting_keys_with_values_changes_nothing(case: Case, blocks_of) -> None:
+    blocks_of(8)
+    query, key, value = qkv()
+    order = torch.randperm(key.shape[2], generator=torch.Generator().manual_seed(2))
+    feature_map = case.build()
+    whole = case.attend(query, key, value, feature_map)
+    mixed = case.attend(query, key[:, :, order], value[:, :, order], feature_map)
+    tolerance = 1e-12 if feature_map.nonnegative else 1e-8
+    torch.testing.assert_close(mixed, whole, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_heads_are_not_tokens(case: Case) -> None:
+    """Attending head by head gives the same: no sum runs over the wrong axis (there are 2 heads and 37 tokens)."""
+    query, key, value = qkv()
+    if getattr(case.build(), "num_heads", None) is not None or case.map_name.startswith("Centred"):
+        pytest.skip("the map itself differs from head to head")
+    feature_map = case.build()
+    whole = case.attend(query, key, value, feature_map)
+    parts = [
+        case.attend(query[:, h : h + 1], key[:, h // 2 : h // 2 + 1], value[:, h // 2 : h // 2 + 1], feature_map)
+        for h in range(4)
+    ]
+    tolerance = 1e-12 if feature_map.nonnegative else 1e-8
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,108 @@
+"""A masked key contributes nothing, whatever it holds, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import linattn
+from grid import CASES, Case, build, qkv, tokens
+
+FILLINGS = {"large": 1e4, "inf": float("inf"), "nan": float("nan")}
+REAL, PADDED = 11, 25
+PLACES = {
+    "left": slice(PADDED - REAL, PADDED),
+    "right": slice(0, REAL),
+    "interior": slice(7, 7 + REAL),
+}
+
+
+def padded(place: str, filling: float, batch: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Real tokens alone, the same between padding, and the mask."""
+    real = list(qkv(batch=batch, num_queries=REAL, num_keys=REAL))
+    full, where = [], PLACES[place]
+    for index, x in enumerate(real):
+        # Padded queries are ordinary rows nobody reads; padded keys and values hold the filling.
+        room = x.new_full((*x.shape[:2], PADDED, x.shape[3]), 0.5 if index == 0 else filling)
+        room[:, :, where] = x
+        full.append(room)
+    mask = torch.zeros(batch, PADDED, dtype=torch.bool)
+    mask[:, where] = True
+    return real, full, mask
+
+
+@pytest.mark.parametrize("filling", FILLINGS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_padding_is_inert(case: Case, place: str, filling: str, blocks_of) -> None:
+    blocks_of(8)
+    for batch in (1, 2):
+        real, full, mask = padded(place, FILLINGS[filling], batch)
+        results, where = [], PLACES[place]
+        for x, options in ((real, {}), (full, {"key_mask": mask})):
+            leaves = [t.clone().requires_grad_() for t in x]
+            out = case.attend(*leaves, case.build(), **options)
+            out = out if out.shape[2] == REAL else out[:, :, where]
+            results.append((out, torch.autograd.grad(out.square().sum(), leaves)))
+        tolerance = 1e-11 if case.build().nonnegative else 1e-7
+        torch.testing.assert_close(results[1][0], results[0][0], rtol=tolerance, atol=tolerance)
+        for alone, among in zip(results[0][1], results[1][1], strict=True):
+            torch.testing.assert_close(among[:, :, where], alone, rtol=tolerance, atol=tolerance)
+        for grad in results[1][1][1:]:
+            assert (grad.masked_select(~mask[:, None, :, None].expand_as(grad)) == 0).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_that_sees_nothing_is_zero_with_zero_gradient(case: Case, blocks_of) -> None:
+    blocks_of(8)
+    leaves = [x.requires_grad_() for x in qkv(num_queries=20, num_keys=20)]
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[0] = False
+    out = case.attend(*leaves, case.build(), key_mask=mask)
+    assert (out[0] == 0).all()
+    assert out.isfinite().all()
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert (grad[0] == 0).all()
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_dead_rows_are_defined_in_every_dtype(dtype: torch.dtype) -> None:
+    """A floor of 1e-10 is 0 in float16 and would make these rows NaN."""
+    feature_map = linattn.feature_maps.Relu(8, floor=0.0)
+    query, key, value = (x.to(dtype) for x in qkv(num_queries=6, num_keys=6))
+    query = -query.abs()
+    for is_causal in (False, True):
+        q, k, v = (x.clone().requires_grad_() for x in (query, key, value))
+        out = linattn.linear_attention(q, k, v, feature_map, is_causal=is_causal, enable_gqa=True)
+        assert (out == 0).all()
+        for grad in torch.autograd.grad(out.sum(), (q, k, v)):
+            assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("map_name", ["FavorPlus", "EluPlusOne", "Trigonometric"])
+def test_masked_keys_do_not_enter_the_state(map_name: str) -> None:
+    feature_map = build(map_name)
+    real, full, mask = padded("left", float("nan"), 2)
+    alone = linattn.linear_attention_with_state(*real, feature_map, enable_gqa=True).state
+    among = linattn.linear_attention_with_state(*full, feature_map, key_mask=mask, enable_gqa=True).state
+    later = tokens(2, 4, 3, 8, seed=5)
+    torch.testing.assert_close(
+        among.read(feature_map, later).out, alone.read(feature_map, later).out, rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_softmax_attention_keeps_the_same_mask_contract(is_causal: bool) -> None:
+    for place in PLACES:
+        real, full, mask = padded(place, float("nan"), 2)
+        options = {"is_causal": is_causal, "enable_gqa": True}
+        alone = linattn.softmax_attention(*real, **options)
+        for found in (
+            linattn.softmax_attention(*full, key_mask=mask, **options),
+            linattn.softmax_partial(*full, key_mask=mask, **options).out,
+        ):
+            torch.testing.assert_close(found[:, :, PLACES[place]], alone, rtol=1e-12, atol=1e-12)
+    nothing = torch.zeros(2, REAL, dtype=torch.bool)
+    assert (linattn.softmax_attention(*real, key_mask=nothing, **options) == 0).all()
+    assert (linattn.softmax_partial(*real, key_mask=nothing, **options).out == 0).all()

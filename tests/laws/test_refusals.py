@@ -1,0 +1,108 @@
+"""Wrong input is refused in words: what was got, what was wanted, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import linattn
+from grid import build, qkv
+from linattn.feature_maps import Centred, EluPlusOne, FavorPlus
+
+Q, K, V = qkv(heads=2)
+MAP = FavorPlus(8, 12)
+
+
+def attend(query=Q, key=K, value=V, feature_map=MAP, **options):
+    return linattn.linear_attention(query, key, value, feature_map, **options)
+
+
+def step(state, feature_map=MAP, value=V):
+    return linattn.linear_attention_with_state(Q, K, value, feature_map, state)
+
+
+def state_of(feature_map=MAP, **changes):
+    options = {"batch_size": 2, "num_heads": 2, "value_dim": 5, "dtype": torch.float64} | changes
+    return linattn.State.empty(feature_map, **options)
+
+
+TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "map-class": (lambda: attend(feature_map=EluPlusOne), TypeError, "instance, got the class EluPlusOne; build it"),
+    "map-other": (lambda: attend(feature_map=torch.relu), TypeError, "FeatureMap, got builtin_function.*FEATURE_MAPS"),
+    "not-a-tensor": (lambda: attend(query=[1.0]), TypeError, "query must be a torch.Tensor, got list"),
+    "three-dimensions": (lambda: attend(key=K[0]), ValueError, r"key must be \(B, H, L, width\).*got 3 dim.*unsqueeze"),
+    "integers": (lambda: attend(value=V.long()), TypeError, r"value must be floating point, got torch.int64.*float\(\)"),
+    "dtypes": (lambda: attend(query=Q.float()), TypeError, "one dtype, got torch.float32, torch.float64, torch.float64"),
+    "devices": (lambda: attend(query=Q.to("meta")), ValueError, "one device, got meta, cpu, cpu"),
+    "batch": (lambda: attend(query=Q[:1]), ValueError, "share the batch size, got 1 and 2"),
+    "width": (lambda: attend(query=Q[..., :4]), ValueError, "share the head width, got 4 and 8"),
+    "lengths": (lambda: attend(value=V[:, :, :5]), ValueError, "key and value must share"),
+    "heads": (lambda: attend(query=Q.repeat(1, 2, 1, 1)), ValueError, "4 heads, key and value have 2; pass enable_gqa=True"),
+    "groups": (
+        lambda: attend(query=torch.cat((Q, Q[:, :1]), 1), enable_gqa=True),
+        ValueError,
+        "multiple of the key/value heads, got 3 and 2",
+    ),
+    "head-dim": (lambda: attend(feature_map=FavorPlus(4, 12)), ValueError, "head_dim=4, got .* width 8; build it with head_dim=8"),
+    "num-heads": (
+        lambda: attend(feature_map=FavorPlus(8, 12, num_heads=3)),
+        ValueError,
+        "each of 3 key/value heads, got 2 heads; build it with num_heads=2",
+    ),
+    "map-device": (lambda: attend(feature_map=FavorPlus(8, 12).to("meta")), ValueError, "map is on meta, the tensors on cpu"),
+    "mask-dtype": (lambda: attend(key_mask=torch.ones(2, 37)), TypeError, r"bool tensor.*got torch.float32.*mask.bool\(\)"),
+    "mask-kind": (lambda: attend(key_mask=[True]), TypeError, "bool tensor.*got list"),
+    "mask-shape": (
+        lambda: attend(key_mask=torch.ones(2, 1, 37, 37, dtype=torch.bool)),
+        ValueError,
+        r"\(B, Lk\) = \(2, 37\), got \(2, 1, 37, 37\); a kernel cannot mask single pairs",
+    ),
+    "mask-device": (
+        lambda: attend(key_mask=torch.ones(2, 37, dtype=torch.bool, device="meta")),
+        ValueError,
+        "key_mask is on meta",
+    ),
+    "backend": (lambda: attend(backend="cuda"), ValueError, "'auto', 'blocked', 'reference', got 'cuda'"),
+    "call-means-causal": (
+        lambda: attend(feature_map=Centred(FavorPlus(8, 12)), is_causal=True),
+        ValueError,
+        "fit",
+    ),
+    "state-kind": (lambda: step((1, 2)), TypeError, "linattn.State or None, got tuple"),
+    "state-map": (lambda: step(state_of(EluPlusOne(8))), ValueError, "built with EluPlusOne.*got FavorPlus.*do not mix"),
+    "state-shape": (lambda: step(state_of(num_heads=4)), ValueError, r"= \(2, 4, 5\), got keys and values of \(2, 2, 5\)"),
+    "state-value-width": (lambda: step(state_of(value_dim=3)), ValueError, r"= \(2, 2, 3\), got"),
+    "state-dtype": (lambda: step(state_of(dtype=torch.float32)), ValueError, "kept in torch.float32.*torch.float64"),
+    "state-device": (lambda: step(state_of().to("meta")), ValueError, "state is on meta, the keys on cpu"),
+    "merge-shape": (lambda: state_of().merge(state_of(value_dim=2)), ValueError, "cannot merge states of shapes"),
+    "select": (lambda: state_of().select(torch.ones(2, dtype=torch.bool)), ValueError, "1-D integer tensor, got torch.bool"),
+    "read-shape": (lambda: state_of().read(MAP, Q[:1]), ValueError, r"query must be \(B=2, a multiple of 2 heads"),
+    "combine-nothing": (lambda: linattn.combine(), ValueError, "at least one Partial"),
+    "combine-shapes": (
+        lambda: linattn.combine(linattn.softmax_partial(Q, K, V), linattn.softmax_partial(Q[:, :, :2], K, V)),
+        ValueError,
+        "partials of one shape",
+    ),
+    "rows-index": (
+        lambda: linattn.attention_rows(Q, K, MAP, torch.tensor([0.0])),
+        ValueError,
+        "1-D integer tensor, got torch.float32",
+    ),
+    "rows-range": (lambda: linattn.attention_rows(Q, K, MAP, torch.tensor([40])), ValueError, r"\[-37, 37\), got 40"),
+    "softmax-heads": (lambda: linattn.softmax_attention(Q.repeat(1, 2, 1, 1), K, V), ValueError, "enable_gqa=True"),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_refused_with_words(name: str) -> None:
+    call, error, words = TABLE[name]
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_every_option_is_a_keyword() -> None:
+    for call in (linattn.linear_attention, linattn.linear_partial, linattn.softmax_attention):
+        with pytest.raises(TypeError, match="positional"):
+            call(Q, K, V, build("FavorPlus"), None)

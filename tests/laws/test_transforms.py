@@ -1,0 +1,113 @@
+"""What composes equals eager; what does not compose says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import linattn
+from grid import CASES, HEAD_DIM, Case, Learned, build, qkv
+
+TRANSFORM_CASES = tuple(
+    c
+    for c in CASES
+    if c.backend == "blocked"
+    and c.map_name in ("FavorPlus", "EluPlusOne", "Taylor", "Trigonometric", "Centred-FavorPlus", "Centred-call-Taylor", "Learned")
+)
+
+
+@pytest.mark.parametrize("case", TRANSFORM_CASES, ids=str)
+def test_compiled_equals_eager(case: Case) -> None:
+    torch.compiler.reset()
+    feature_map = case.build()
+    mask = torch.ones(2, 37, dtype=torch.bool)
+    mask[1, :9] = False
+    compiled = torch.compile(lambda *x: case.attend(*x, feature_map, key_mask=mask), fullgraph=True)
+    results = []
+    for function in (lambda *x: case.attend(*x, feature_map, key_mask=mask), compiled):
+        leaves = [x.requires_grad_() for x in qkv()]
+        out = function(*leaves)
+        wanted = [*leaves, *feature_map.parameters()]
+        results.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
+    for eager, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_compiled_decoding_equals_eager() -> None:
+    torch.compiler.reset()
+    feature_map = build("FavorPlus")
+    step = torch.compile(
+        lambda q, k, v, state: linattn.linear_attention_with_state(q, k, v, feature_map, state, enable_gqa=True),
+        fullgraph=True,
+    )
+    q, k, v = qkv()
+    state = linattn.linear_attention_with_state(q, k, v, feature_map, enable_gqa=True).state
+    token = qkv(num_queries=1, num_keys=1, seed=8)
+    found = step(*token, state)
+    expected = linattn.linear_attention_with_state(*token, feature_map, state, enable_gqa=True)
+    torch.testing.assert_close(found.out, expected.out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.state.sums, expected.state.sums, rtol=1e-12, atol=1e-12)
+    assert isinstance(found.state, linattn.State)
+    assert found.state.built_with == expected.state.built_with
+
+
+@pytest.mark.parametrize("case", TRANSFORM_CASES, ids=str)
+def test_vmap_equals_a_loop(case: Case) -> None:
+    feature_map, batches = case.build(), [qkv(seed=10 * i) for i in range(3)]
+    stacked = [torch.stack(x) for x in zip(*batches, strict=True)]
+
+    def attend(q, k, v):
+        return case.attend(q, k, v, feature_map)
+
+    looped = torch.stack([attend(*x) for x in batches])
+    torch.testing.assert_close(torch.func.vmap(attend)(*stacked), looped, rtol=1e-12, atol=1e-12)
+    shared = torch.func.vmap(attend, in_dims=(0, None, None))(stacked[0], *batches[0][1:])
+    looped = torch.stack([attend(x[0], *batches[0][1:]) for x in batches])
+    torch.testing.assert_close(shared, looped, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_vmap_of_grad_equals_a_loop(is_causal: bool) -> None:
+    case = Case("FavorPlus", "blocked", is_causal)
+    feature_map, batches = case.build(), [qkv(seed=10 * i) for i in range(3)]
+    grad = torch.func.grad(lambda q, k, v: case.attend(q, k, v, feature_map).square().sum(), argnums=(0, 1, 2))
+    found = torch.func.vmap(grad)(*(torch.stack(x) for x in zip(*batches, strict=True)))
+    for index in range(3):
+        looped = torch.stack([grad(*x)[index] for x in batches])
+        torch.testing.assert_close(found[index], looped, rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_of_a_state() -> None:
+    feature_map = build("FavorPlus")
+    q, k, v = (torch.stack(x) for x in zip(qkv(), qkv(seed=9), strict=True))
+    found = torch.func.vmap(lambda *x: linattn.linear_attention_with_state(*x, feature_map, enable_gqa=True))(q, k, v)
+    alone = linattn.linear_attention_with_state(q[1], k[1], v[1], feature_map, enable_gqa=True)
+    torch.testing.assert_close(found.state.sums[1], alone.state.sums, rtol=1e-12, atol=1e-12)
+
+
+def test_what_does_not_compose_raises() -> None:
+    q, k, v = qkv()
+    feature_map, learned = build("FavorPlus"), Learned(HEAD_DIM, 6, 2)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda q: linattn.linear_attention(q, k, v, feature_map, enable_gqa=True), (q,), (q,))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="jvp|forward"):
+        torch.compile(
+            lambda q: torch.func.jvp(
+                lambda x: linattn.linear_attention(x, k, v, feature_map, enable_gqa=True), (q,), (q,)
+            )
+        )(q)
+
+    def loss(weight, q):
+        swapped = {"map.query_weight": weight}
+        module = torch.nn.Module()
+        module.map = learned
+        module.forward = lambda q: linattn.linear_attention(q, k, v, module.map, enable_gqa=True).sum()
+        return torch.func.functional_call(module, swapped, (q,))
+
+    queries = torch.stack((q, q + 1))
+    with pytest.raises(NotImplementedError, match="per-sample gradients"):
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(learned.query_weight.detach(), queries)
+    weights = torch.stack((learned.query_weight.detach(),) * 2)
+    with pytest.raises(NotImplementedError, match="vmap over a feature map's own parameters"):
+        torch.func.vmap(loss, in_dims=(0, None))(weights, q)

@@ -1,0 +1,115 @@
+"""Every backend computes φ(q_i)·φ(k_j) averages, to its dtype's rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import linattn
+from grid import CASES, Case, qkv, relative_error
+
+SHAPES = {
+    "square": dict(num_queries=37, num_keys=37),
+    "fewer-queries": dict(num_queries=5, num_keys=37),
+    "more-queries": dict(num_queries=37, num_keys=5),
+    "one": dict(num_queries=1, num_keys=1),
+    "no-keys": dict(num_queries=3, num_keys=0),
+    "no-queries": dict(num_queries=0, num_keys=3),
+    "one-head": dict(heads=2, kv_heads=2, batch=1),
+}
+
+
+def by_hand(case: Case, feature_map, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """The quadratic formula in six lines, from the map's own features; float64, moderate inputs only."""
+    groups = query.shape[1] // key.shape[1]
+    own = feature_map.call_tensors(
+        query.unflatten(1, (key.shape[1], groups)).flatten(2, 3), key, key_mask=mask, is_causal=case.is_causal
+    )
+    for name, tensor in own.items():
+        setattr(feature_map, name, tensor)
+    phi_q = torch.stack(
+        [
+            linattn.feature_maps.features(feature_map, query[:, g::groups], "query")
+            for g in range(groups)
+        ],
+        dim=2,
+    )
+    phi_k = linattn.feature_maps.features(feature_map, key, "key")
+    weights = phi_q @ phi_k.mT.unsqueeze(2)
+    if mask is not None:
+        weights = weights * mask[:, None, None, None, :]
+    if case.is_causal:
+        weights = weights.tril(key.shape[2] - query.shape[2])
+    total = weights.sum(-1, keepdim=True)
+    rows = weights / torch.where(total == 0, 1, total)
+    return (rows @ value.unsqueeze(2)).flatten(1, 2)
+
+
+def conditioning(case: Case, query: Tensor, key: Tensor) -> float:
+    """How far signed weights cancel: the largest Σ_j |a_ij|; 1 for nonnegative maps."""
+    if query.shape[2] == 0 or key.shape[2] == 0:
+        return 1.0
+    rows = linattn.attention_rows(
+        query, key, case.build(), torch.arange(query.shape[2]), is_causal=case.is_causal, enable_gqa=True
+    )
+    return max(float(rows.abs().sum(-1).max()), 1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64_equals_the_formula(case: Case, shape: str, blocks_of) -> None:
+    blocks_of(16)
+    query, key, value = qkv(**SHAPES[shape])
+    for mask in (None, torch.rand(key.shape[0], key.shape[2], generator=torch.Generator().manual_seed(5)) < 0.7):
+        found = case.attend(query, key, value, case.build(), key_mask=mask)
+        truth = by_hand(case, case.build(), query, key, value, mask)
+        assert found.shape == truth.shape
+        bound = 1e-12 * conditioning(case, query, key) ** 2
+        torch.testing.assert_close(found, truth, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64_gradients_equal_those_of_the_quadratic_form(case: Case, blocks_of) -> None:
+    blocks_of(16)
+    results = []
+    for backend in ("reference", case.backend):
+        leaves = [x.requires_grad_() for x in qkv()]
+        mask = torch.ones(2, 37, dtype=torch.bool)
+        mask[0, :3], mask[1, 20:25] = False, False
+        out = Case(case.map_name, backend, case.is_causal).attend(*leaves, case.build(), key_mask=mask)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+        results.append(torch.autograd.grad((out * weights).sum(), leaves))
+    bound = 1e-12 * conditioning(case, *qkv()[:2]) ** 3
+    for truth, found in zip(*results, strict=True):
+        assert relative_error(found, truth) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.backend != "reference"], ids=str)
+def test_low_precision_error_is_at_most_twice_the_references(case: Case, dtype: torch.dtype) -> None:
+    """Gradients at most three times; both plus half a unit in the last place of the dtype, the band of rounding a result."""
+    query, key, value = qkv(num_queries=150, num_keys=150, dtype=dtype)
+    results = {}
+    for name, backend, kept in (
+        ("truth", "reference", torch.float64),
+        ("reference", "reference", dtype),
+        ("found", case.backend, dtype),
+    ):
+        leaves = [x.to(kept).requires_grad_() for x in (query, key, value)]
+        out = Case(case.map_name, backend, case.is_causal).attend(*leaves, case.build())
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        results[name] = (out, *torch.autograd.grad((out * weights.to(dtype).to(kept)).sum(), leaves))
+    band = torch.finfo(dtype).eps / 2 * conditioning(case, query.double(), key.double()) ** 2
+    for index, truth in enumerate(results["truth"]):
+        allowed = (2 if index == 0 else 3) * relative_error(results["reference"][index], truth) + band
+        assert relative_error(results["found"][index], truth) <= allowed, f"item {index}"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_strides_do_not_matter(is_causal: bool) -> None:
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv())
+    case = Case("FavorPlus", "blocked", is_causal)
+    expected = case.attend(*(x.contiguous() for x in (query, key, value)), case.build())
+    found = case.attend(query, key, value, case.build())
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
