@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import linattn
-from linattn.feature_maps import FEATURE_MAPS, Centred, FeatureMap, FavorPlus, Hyperbolic, Oprf, Taylor, Trigonometric
+from linattn.feature_maps import FEATURE_MAPS, Centred, FavorPlus, FeatureMap, Hyperbolic, Oprf, Taylor, Trigonometric
 
 BACKENDS = ("reference", "blocked")
 HEAD_DIM = 8
@@ -31,7 +31,9 @@ class Learned(FeatureMap):
         generator = torch.Generator().manual_seed(3)
         self.num_heads = num_heads
         self.query_weight = nn.Parameter(0.4 * torch.randn(head_dim, num_features, generator=generator).double())
-        self.key_weight = nn.Parameter(0.4 * torch.randn(num_heads, head_dim, num_features, generator=generator).double())
+        self.key_weight = nn.Parameter(
+            0.4 * torch.randn(num_heads, head_dim, num_features, generator=generator).double()
+        )
         self.bias = nn.Parameter(0.1 * torch.randn(num_features, generator=generator).double())
 
     def query(self, x: Tensor) -> Tensor:
@@ -121,9 +123,7 @@ CASES = tuple(
 NONNEGATIVE_CASES = tuple(case for case in CASES if case.map_name in NONNEGATIVE_MAPS)
 
 
-def tokens(
-    *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64
-) -> Tensor:
+def tokens(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Gaussian tokens, the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+import scipy.integrate
 import torch
 from torch import Tensor
 
@@ -187,6 +188,13 @@ def test_a_fixed_length_oprf_is_exact_where_the_data_is() -> None:
     assert feature_map.kernel(q, q).item() == pytest.approx(math.e, rel=1e-13)
 
 
+def test_cosines_of_equal_inputs_are_exact_whatever_their_lengths() -> None:
+    """|q - q|² rounds below 0 for some of these vectors, where a square root would give NaN."""
+    q = torch.randn(200, D, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    kernel = Trigonometric(D, 16, lengths="fixed", scale=1.0).kernel(q, q).diagonal()
+    torch.testing.assert_close(kernel, torch.exp(q.square().sum(-1)), rtol=1e-12, atol=0)
+
+
 def test_relu_kernel_at_known_angles() -> None:
     q = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
     k = torch.tensor([[3.0, 0.0], [0.0, 3.0], [-3.0, 0.0]], dtype=torch.float64)
@@ -194,3 +202,29 @@ def test_relu_kernel_at_known_angles() -> None:
     torch.testing.assert_close(
         kernel, torch.tensor([3.0, 3 / math.pi, 0.0], dtype=torch.float64), rtol=1e-14, atol=1e-14
     )
+
+
+@pytest.mark.parametrize("other", [3.0, -3.0])
+def test_relu_of_one_dimension_by_hand(other: float) -> None:
+    """D = 1 with fixed lengths: w is 1 or -1, each half the time, so mean and variance are those of two numbers."""
+    feature_map = RandomRelu(1, 4, draw="iid", lengths="fixed", scale=1.0, floor=0.5)
+    q, k = torch.tensor([[2.0]]), torch.tensor([[other]])
+    plus, minus = ((max(2 * w, 0) + 0.5) * (max(other * w, 0) + 0.5) for w in (1, -1))
+    assert feature_map.kernel(q, k).item() == pytest.approx((plus + minus) / 2, rel=1e-13)
+    assert feature_map.variance(q, k).item() == pytest.approx((plus - minus) ** 2 / 4 / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("other", [3.0, -3.0])
+def test_relu_of_one_dimension_by_integration(other: float) -> None:
+    """D = 1 with Gaussian lengths: moments by quadrature over w."""
+    feature_map = RandomRelu(1, 4, draw="iid", scale=1.0, floor=0.5)
+    q, k = torch.tensor([[2.0]]), torch.tensor([[other]])
+
+    def moment(power: int) -> float:
+        def integrand(w: float) -> float:
+            return ((max(2 * w, 0) + 0.5) * (max(other * w, 0) + 0.5)) ** power * math.exp(-(w**2) / 2)
+
+        return sum(scipy.integrate.quad(integrand, *side)[0] for side in ((-20, 0), (0, 20))) / math.sqrt(2 * math.pi)
+
+    assert feature_map.kernel(q, k).item() == pytest.approx(moment(1), rel=1e-9)
+    assert feature_map.variance(q, k).item() == pytest.approx((moment(2) - moment(1) ** 2) / 4, rel=1e-9)

@@ -75,6 +75,7 @@ def test_state_dict_inside_a_model(assign: bool) -> None:
 
     source, target = model(1), model(2)
     ones = torch.ones(1, 2, 3, D)
+    assert repr(target) != repr(source)
     source[1].fit(ones, 2 * ones)
     target.load_state_dict(source.state_dict(), assign=assign)
     assert repr(target) == repr(source)
@@ -106,8 +107,21 @@ def test_low_precision_inputs_are_computed_in_float32(build: Build, name: str) -
 
 def test_a_rounded_projection_is_refused() -> None:
     state = {name: t.half() if t.is_floating_point() else t for name, t in FavorPlus(D, 8).state_dict().items()}
-    with pytest.raises(ValueError, match="saved as torch\\.float16"):
+    with pytest.raises(ValueError, match=r"saved as torch\.float16 with its seed, wanted torch\.float64"):
         FavorPlus(D, 8).load_state_dict(state)
+
+
+def test_a_projection_without_its_seed_is_refused() -> None:
+    state = {"projection": FavorPlus(D, 8, seed=1).projection}
+    with pytest.raises(ValueError, match="without its seed"):
+        FavorPlus(D, 8).load_state_dict(state, strict=False)
+
+
+def test_a_seed_alone_is_drawn_from() -> None:
+    source, target = FavorPlus(D, 8, seed=1), FavorPlus(D, 8)
+    target.load_state_dict({"seed": source.seed}, strict=False)
+    assert repr(target) == repr(source)
+    assert torch.equal(target.query(points()), source.query(points()))
 
 
 @pytest.mark.parametrize(

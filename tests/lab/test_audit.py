@@ -111,6 +111,11 @@ def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
         error = ((weights @ values)[first:] - exact).norm() / exact.norm()
         # The audit attends in float32, as a user would: 2**-24 a rounding, some hundred of them.
         assert row.error == pytest.approx(float(error), rel=1e-4)
+        if spec.centred:
+            q, k = q - feature_map.query_mean.repeat_interleave(group, 0), k - feature_map.key_mean
+        norms = [call.scale**0.5 * x.norm(dim=-1).mean(-1) for x in (q[:, first:], k)]
+        assert row.query_norm == pytest.approx(float(norms[0][row.head]), rel=1e-6)
+        assert row.key_norm == pytest.approx(float(norms[1][row.head // group]), rel=1e-6)
         variation = (weights - logits.softmax(-1)[row.head])[first:].abs().sum(-1).mean() / 2
         assert row.total_variation == pytest.approx(float(variation), rel=1e-5)
 

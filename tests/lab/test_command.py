@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -98,6 +99,23 @@ def test_an_interrupt_leaves_what_was_there(run, tmp_path, monkeypatch):
     assert result.exit_code == 130
     assert "Interrupted. Nothing half-written is left" in result.output
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_an_interrupt_that_was_swallowed(run, tmp_path, monkeypatch):
+    """Python ignores what a signal handler raises inside a destructor or a weak reference's callback."""
+    measure = Audit.rows
+
+    def swallowing(self):
+        for row in measure(self):
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            yield row
+
+    monkeypatch.setattr(Audit, "rows", swallowing)
+    before = signal.getsignal(signal.SIGINT)
+    assert run("--map", "Relu").exit_code == 130
+    assert not list((tmp_path / "out").iterdir())
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_interrupt_while_the_page_is_written(run, tmp_path, monkeypatch):

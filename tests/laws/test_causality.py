@@ -57,7 +57,7 @@ def test_steps_are_bitwise_causal(name: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("position", [1, 20, 49])
 def test_a_key_far_above_its_block_drowns_nobody(backend: str, position: int) -> None:
-    """One key 120 nats above all others, within one block: earlier rows keep their digits and gradients, none is NaN."""
+    """One key 120 nats above all others, within one block: earlier rows keep their digits and gradients."""
 
     class Shifted(linattn.feature_maps.FeatureMap):
         """Exponents are the inputs themselves."""

@@ -17,9 +17,7 @@ def test_parts_combine_into_the_whole(case: Case) -> None:
     options = {"enable_gqa": True, "backend": case.backend}
     whole = linattn.linear_partial(query, key, value, case.build(), **options)
     cuts = ((0, 0), (0, 5), (5, 6), (6, 37))
-    parts = [
-        linattn.linear_partial(query, key[:, :, a:b], value[:, :, a:b], case.build(), **options) for a, b in cuts
-    ]
+    parts = [linattn.linear_partial(query, key[:, :, a:b], value[:, :, a:b], case.build(), **options) for a, b in cuts]
     found = linattn.combine(*parts)
     torch.testing.assert_close(found.out, whole.out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.log_normalizer, whole.log_normalizer, rtol=1e-12, atol=1e-12)
@@ -34,13 +32,17 @@ def test_the_log_normaliser_is_that_of_the_map(case: Case) -> None:
     found = linattn.linear_partial(
         query, key, value, case.build(), is_causal=case.is_causal, backend=case.backend
     ).log_normalizer
-    phi_q, phi_k = (linattn.feature_maps.features(case.build(), x, side) for x, side in ((query, "query"), (key, "key")))
+    phi_q, phi_k = (
+        linattn.feature_maps.features(case.build(), x, side) for x, side in ((query, "query"), (key, "key"))
+    )
     weights = phi_q @ phi_k.mT
     weights = weights.tril() if case.is_causal else weights
     torch.testing.assert_close(found, weights.sum(-1).log(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [n for n in SOFTMAX_MAPS if n in NONNEGATIVE_MAPS and not takes_means_from_the_call(n)])
+@pytest.mark.parametrize(
+    "name", [n for n in SOFTMAX_MAPS if n in NONNEGATIVE_MAPS and not takes_means_from_the_call(n)]
+)
 def test_exact_keys_and_kernel_keys_share_one_normaliser(name: str) -> None:
     query, key, value = qkv(heads=2)
     feature_map = build(name)

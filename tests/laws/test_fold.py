@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def in_pieces(case: Case, cuts: list[int], **options: object):
     feature_map, state, outs = case.build(), None, []
     query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
     bounds = [0, *cuts, LENGTH]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         piece = (x[:, :, start:stop] for x in (query, key, value))
         out, state = linattn.linear_attention_with_state(
             *piece, feature_map, state, enable_gqa=True, backend=case.backend, **options
@@ -124,7 +125,7 @@ def test_a_state_refuses_another_draw_and_knows_its_own_again(name: str) -> None
         lambda: state.absorb(feature_map, k, v),
         lambda: linattn.linear_attention_with_state(q, k, v, feature_map, state, enable_gqa=True),
     ):
-        with pytest.raises(ValueError, match="built with .*seed=0.*seed=1"):
+        with pytest.raises(ValueError, match=r"built with .*seed=0.*seed=1"):
             refused()
 
 

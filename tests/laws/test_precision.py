@@ -34,7 +34,11 @@ def test_autocast_changes_nothing(case: Case) -> None:
 
 
 def test_states_are_kept_in_float32() -> None:
-    for dtype, kept in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    for dtype, kept in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
         q, k, v = qkv(dtype=dtype)
         out, state = linattn.linear_attention_with_state(q, k, v, build("FavorPlus"), enable_gqa=True)
         assert (out.dtype, state.sums.dtype, state.m.dtype) == (dtype, kept, kept)

@@ -36,17 +36,19 @@ def check_tensors(
         if x.ndim != 4:
             raise ValueError(
                 f"{name} must be (B, H, L, width) like scaled_dot_product_attention's, got {x.ndim} dimensions "
-                f"{tuple(x.shape)}; add batch and head dimensions with unsqueeze, or transpose(1, 2) from (B, L, H, width)"
+                f"{tuple(x.shape)}; add dimensions with unsqueeze, or transpose(1, 2) from (B, L, H, width)"
             )
         if not x.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {x.dtype}; convert it with {name}.float()")
     if len({x.dtype for x in named.values()}) > 1:
         raise TypeError(
-            f"query, key and value must share one dtype, got {query.dtype}, {key.dtype}, {value.dtype}; convert with .to()"
+            f"query, key and value must share one dtype, got {query.dtype}, {key.dtype}, {value.dtype}; "
+            "convert with .to()"
         )
     if len({x.device for x in named.values()}) > 1:
         raise ValueError(
-            f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}; move with .to()"
+            f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}; "
+            "move with .to()"
         )
     _check_shapes(query, key, value, enable_gqa=enable_gqa)
     if feature_map is not None:
@@ -90,8 +92,8 @@ def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None
     heads = getattr(feature_map, "num_heads", None)
     if heads is not None and heads != key.shape[1]:
         raise ValueError(
-            f"the feature map holds one set of parameters for each of {heads} key/value heads, got {key.shape[1]} heads; "
-            f"build it with num_heads={key.shape[1]}, or num_heads=None to share one set"
+            f"the feature map holds one set of parameters for each of {heads} key/value heads, got {key.shape[1]} "
+            f"heads; build it with num_heads={key.shape[1]}, or num_heads=None to share one set"
         )
     own = next(iter(feature_map.parameters()), next(iter(feature_map.buffers()), None))
     if own is not None and own.device != query.device:
@@ -110,7 +112,8 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
         raise TypeError(f"key_mask must be a bool tensor, True = attend, got {got}; convert 1/0 masks with mask.bool()")
     if tuple(key_mask.shape) != wanted:
         raise ValueError(
-            f"key_mask must be (B, Lk) = {wanted}, got {tuple(key_mask.shape)}; a kernel cannot mask single pairs, only keys"
+            f"key_mask must be (B, Lk) = {wanted}, got {tuple(key_mask.shape)}; a kernel cannot mask single pairs, "
+            "only keys"
         )
     if key_mask.device != key.device:
         raise ValueError(f"key_mask is on {key_mask.device}, the keys on {key.device}; move it with .to()")

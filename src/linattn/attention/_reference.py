@@ -1,4 +1,5 @@
-"""The quadratic truth: every weight φ(q_i)·φ(k_j) is formed, in any dtype; slow and clear, differentiable by autograd alone.
+"""The quadratic truth: every weight φ(q_i)·φ(k_j) is formed, in any dtype; slow and clear, differentiable by autograd
+alone.
 
 Shares nothing with the blocked backend. Memory O(Lq·Lk·R) for exponential maps, whose weights are formed as
 log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows. Letters as in _blocked.
@@ -95,7 +96,9 @@ def _attend(
         rows = weights @ extended.unsqueeze(2)
         rows = rows + (phi_q @ sums.unsqueeze(2)) * torch.exp(state_exponent - reference).unsqueeze(-1)
     out, den = _divide(rows)
-    after = _moments(sums, m, log_k if mask is None else torch.where(mask[:, None, :, None], log_k, -torch.inf), phi_k, extended)
+    after = _moments(
+        sums, m, log_k if mask is None else torch.where(mask[:, None, :, None], log_k, -torch.inf), phi_k, extended
+    )
     return out.to(query.dtype), den, reference, after
 
 
@@ -123,9 +126,7 @@ def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
     return out, den
 
 
-def _moments(
-    sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor
-) -> tuple[Tensor, Tensor]:
+def _moments(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> tuple[Tensor, Tensor]:
     """Σ φ(k)[v, 1]ᵀ·exp(-m) over the state and the keys, and m."""
     if log_k.shape[-2] == 0:
         return sums, m

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from linattn.attention import _blocked, _reference
 from linattn.attention._check import check_key_mask, check_map, check_tensors
+from linattn.attention._own import own_tensors
 from linattn.attention.partial import Partial
 from linattn.attention.state import State, as_partial, check_built_with
 from linattn.feature_maps import FeatureMap
@@ -48,30 +48,30 @@ def linear_attention(
         out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j) = φ(q_i)ᵀS / φ(q_i)ᵀz
 
     Time O((Lq + Lk)·R·(D + Dv)) per head; memory beyond inputs and output O(R·Dv) per head and one block of features,
-    forward and backward: features are recomputed, never stored for the whole sequence. Exponents, sums and the division run
-    in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0.
+    forward and backward: features are recomputed, never stored for the whole sequence. Exponents, sums and the
+    division run in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0.
 
     Args:
         query: (B, H, Lq, D), any floating dtype, any strides.
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
         feature_map: the kernel; the temperature is the map's `scale`, there is none here.
-        key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, NaN and inf included,
-            forward and backward. A query whose every key is masked gets 0.
-        is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns top-left,
-            which differs when Lq ≠ Lk.
+        key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, NaN and inf
+            included, forward and backward. A query whose every key is masked gets 0.
+        is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns
+            top-left, which differs when Lq ≠ Lk.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one state per key/value head.
-        backend: "blocked" (plain torch, linear), "reference" (quadratic, for checking) or "auto", which takes "blocked".
-            A named backend runs or raises.
+        backend: "blocked" (plain torch, linear), "reference" (quadratic, for checking) or "auto", which takes
+            "blocked". A named backend runs or raises.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.
 
     Raises:
-        TypeError: `feature_map` is no FeatureMap instance; tensors are not floating point or differ in dtype; `key_mask` is
-            not bool.
-        ValueError: shapes, devices, the map's width or heads do not fit; unknown `backend`; a map that takes statistics from
-            the call is used causally.
+        TypeError: `feature_map` is no FeatureMap instance; tensors are not floating point or differ in dtype;
+            `key_mask` is not bool.
+        ValueError: shapes, devices, the map's width or heads do not fit; unknown `backend`; a map that takes
+            statistics from the call is used causally.
 
     Example:
         >>> import torch, linattn
@@ -82,10 +82,13 @@ def linear_attention(
         >>> linear_attention(q, k, v, relu, is_causal=True).flatten().tolist()
         [8.0, 5.0]
 
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794), section 2.
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794),
+        section 2.
     """
     _check(query, key, value, feature_map, key_mask, enable_gqa=enable_gqa, backend=backend)
-    return _attend(query, key, value, feature_map, None, key_mask, is_causal=is_causal, backend=backend)[0].flatten(1, 2)
+    return _attend(query, key, value, feature_map, None, key_mask, is_causal=is_causal, backend=backend)[0].flatten(
+        1, 2
+    )
 
 
 def linear_partial(
@@ -119,8 +122,9 @@ def linear_partial(
     out, den, reference, _ = _attend(
         query, key, value, feature_map, None, key_mask, is_causal=is_causal, backend=backend
     )
-    own = own_tensors(query, key, feature_map, key_mask, is_causal=is_causal)
-    return as_partial(feature_map, own, query.unflatten(1, (key.shape[1], -1)), out, den, reference)
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    own = own_tensors(feature_map, grouped.flatten(2, 3), key, key_mask, is_causal=is_causal)
+    return as_partial(feature_map, own, grouped, out, den, reference)
 
 
 def linear_attention_with_state(
@@ -138,8 +142,8 @@ def linear_attention_with_state(
 
         S_t = S_{t-1} + φ(k_t)v_tᵀ,   z_t = z_{t-1} + φ(k_t),   out_t = φ(q_t)ᵀS_t / φ(q_t)ᵀz_t
 
-    Prefill, chunks and single tokens are the same call, cut anywhere. Cost as `linear_attention`, whatever the state has
-    seen. Later tokens never reach earlier outputs.
+    Prefill, chunks and single tokens are the same call, cut anywhere. Cost as `linear_attention`, whatever the state
+    has seen. Later tokens never reach earlier outputs.
 
     Args:
         query: (B, H, Lq, D); with Lq < Lk the queries are the last ones, with Lq > Lk the first Lq - Lk of them see the
@@ -211,18 +215,10 @@ def _attend(
     """Call the backend with queries grouped by key/value head."""
     if state is None:
         kept = _blocked.accumulation_dtype(query.dtype)
-        before = _blocked.no_moments(feature_map, *key.shape[:2], value.shape[-1], kept, key.device)
+        batch, heads, value_dim = key.shape[0], key.shape[1], value.shape[-1]
+        before = _blocked.no_moments(feature_map, batch, heads, value_dim, kept, key.device)
     else:
         before = state.moments
-    own = own_tensors(query, key, feature_map, key_mask, is_causal=is_causal)
     grouped = query.unflatten(1, (key.shape[1], -1))
+    own = own_tensors(feature_map, grouped.flatten(2, 3), key, key_mask, is_causal=is_causal)
     return _BACKENDS[backend](feature_map, own, grouped, key, value, key_mask, before, is_causal=is_causal)
-
-
-def own_tensors(
-    query: Tensor, key: Tensor, feature_map: FeatureMap, key_mask: Tensor | None, *, is_causal: bool
-) -> dict[str, Tensor]:
-    """The map's tensors that want a gradient, and those that belong to this call."""
-    rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    call = feature_map.call_tensors(rows, key, key_mask=key_mask, is_causal=is_causal)
-    return {**feature_map.gradient_tensors(), **call}

@@ -31,13 +31,13 @@ def combine(*partials: Partial) -> Partial:
 
         out = Σ_p exp(n_p - n) out_p,   n = log Σ_p exp(n_p)
 
-    Exact, and associative, whichever kernels produced the parts, exact softmax included, as long as each part's weights are
-    on the same scale: maps with `softmax_kernel` and `softmax_partial` are on that of exp(scale · q·k). Nothing is
-    subtracted, so parts with small normalisers lose no digits. Cost O(P·Lq·Dv) for P parts.
+    Exact, and associative, whichever kernels produced the parts, exact softmax included, as long as each part's
+    weights are on the same scale: maps with `softmax_kernel` and `softmax_partial` are on that of exp(scale · q·k).
+    Nothing is subtracted, so parts with small normalisers lose no digits. Cost O(P·Lq·Dv) for P parts.
 
     Args:
-        *partials: at least one; `out` (B, H, Lq, Dv) and `log_normalizer` (B, H, Lq) of the same shapes. The sets of keys
-            must be disjoint: a key seen by two parts counts twice.
+        *partials: at least one; `out` (B, H, Lq, Dv) and `log_normalizer` (B, H, Lq) of the same shapes. The sets of
+            keys must be disjoint: a key seen by two parts counts twice.
 
     Returns:
         The partial result over the union of the keys; rows that saw no key in any part stay 0 with -inf.
@@ -52,8 +52,8 @@ def combine(*partials: Partial) -> Partial:
         >>> combine(seen, other).out.item()
         3.0
 
-    Source: Dao et al. 2022 (FlashAttention, arXiv 2205.14135), section 3.1; Chen et al. 2021 (Scatterbrain, arXiv 2110.15343)
-        for an exact part beside a kernel part.
+    Source: Dao et al. 2022 (FlashAttention, arXiv 2205.14135), section 3.1; Chen et al. 2021 (Scatterbrain, arXiv
+        2110.15343) for an exact part beside a kernel part.
     """
     if not partials:
         raise ValueError("combine needs at least one Partial, got none")

@@ -11,7 +11,7 @@ from torch import Tensor
 from linattn.attention._blocked import accumulation_dtype
 from linattn.attention._blocked.fold import hosted
 from linattn.attention._check import check_key_mask, check_map, check_tensors
-from linattn.attention.functional import own_tensors
+from linattn.attention._own import own_tensors
 from linattn.feature_maps import FeatureMap
 
 # Exponents held at once when rows are formed one weight at a time.
@@ -32,8 +32,8 @@ def attention_rows(
 
         a_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l),   so that out_i = Σ_j a_ij v_j
 
-    O(n·Lk·R + Lk·R·D) time and O(n·Lk) memory per head for n rows; causal rows are formed with their own maximum and cost
-    n·Lk·R exponentials.
+    O(n·Lk·R + Lk·R·D) time and O(n·Lk) memory per head for n rows; causal rows are formed with their own maximum and
+    cost n·Lk·R exponentials.
 
     Args:
         query: (B, H, Lq, D).
@@ -62,7 +62,7 @@ def attention_rows(
     check_key_mask(key_mask, key)
     rows = _check_index(query_index, query.shape[2])
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
-    own = own_tensors(query, key, feature_map, key_mask, is_causal=is_causal)
+    own = own_tensors(feature_map, query.unflatten(1, heads).flatten(2, 3), key, key_mask, is_causal=is_causal)
     if key_mask is not None:
         key = torch.where(key_mask[:, None, :, None], key, 0)
     visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)

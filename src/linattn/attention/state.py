@@ -1,11 +1,12 @@
 """The state keys and values collapse into, and its verbs.
 
-Letters: B batch, H key/value heads, L tokens, D head width, Dv value width, R features, M = R for exponential maps, else 1.
+Letters: B batch, H key/value heads, L tokens, D head width, Dv value width, R features, M = R for exponential maps,
+else 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from linattn.attention import _blocked
 from linattn.attention._check import check_key_mask, check_map, check_tensors
+from linattn.attention._own import own_tensors
 from linattn.attention.partial import Partial
 from linattn.feature_maps import FeatureMap
 
@@ -24,10 +26,10 @@ class State:
 
         S = Σ_j φ(k_j) v_jᵀ · exp(-m),   z = Σ_j φ(k_j) · exp(-m)
 
-    A monoid: `merge` is associative with `empty` as unit, and absorbing a ++ b is merging absorb(a) with absorb(b). So one
-    pass, chunks, single steps and several machines are the same fold bracketed differently. Immutable: every verb returns
-    a new state, and holding an old one is a fork or a roll-back. Memory R·(Dv + 1) numbers per head, float32 (float64 for
-    float64 inputs), whatever the dtype of the tokens.
+    A monoid: `merge` is associative with `empty` as unit, and absorbing a ++ b is merging absorb(a) with absorb(b).
+    So one pass, chunks, single steps and several machines are the same fold bracketed differently. Immutable: every
+    verb returns a new state, and holding an old one is a fork or a roll-back. Memory R·(Dv + 1) numbers per head,
+    float32 (float64 for float64 inputs), whatever the dtype of the tokens.
 
     Attributes:
         sums: (B, H, R, Dv + 1): S with z as its last column.
@@ -104,10 +106,7 @@ class State:
         check_tensors(key, key, value, feature_map, enable_gqa=False)
         check_key_mask(key_mask, key)
         self.check_fits(key, value)
-        own = {
-            **feature_map.gradient_tensors(),
-            **feature_map.call_tensors(key, key, key_mask=key_mask, is_causal=True),
-        }
+        own = own_tensors(feature_map, key, key, key_mask, is_causal=True)
         return State(*_blocked.absorb(feature_map, own, key, value, key_mask, self.moments), self.built_with)
 
     def merge(self, other: State) -> State:
@@ -141,16 +140,18 @@ class State:
         """
         self._check(feature_map, query)
         batch, heads = self.sums.shape[:2]
-        if query.ndim != 4 or query.shape[0] != batch or query.shape[1] % heads or query.shape[-1] != feature_map.head_dim:
+        if (
+            query.ndim != 4
+            or query.shape[0] != batch
+            or query.shape[1] % heads
+            or query.shape[-1] != feature_map.head_dim
+        ):
             raise ValueError(
                 f"query must be (B={batch}, a multiple of {heads} heads, L, D={feature_map.head_dim}), "
                 f"got {tuple(query.shape)}"
             )
-        own = {
-            **feature_map.gradient_tensors(),
-            **feature_map.call_tensors(query, query, key_mask=None, is_causal=True),
-        }
         grouped = query.unflatten(1, (heads, -1))
+        own = own_tensors(feature_map, grouped.flatten(2, 3), grouped.flatten(2, 3), None, is_causal=True)
         return as_partial(feature_map, own, grouped, *_blocked.read(feature_map, own, grouped, self.moments))
 
     def select(self, indices: Tensor) -> State:
@@ -180,7 +181,9 @@ class State:
         wanted = (*self.sums.shape[:2], self.sums.shape[-1] - 1)
         got = (*key.shape[:2], value.shape[-1])
         if wanted != got:
-            raise ValueError(f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}")
+            raise ValueError(
+                f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
+            )
         if self.sums.dtype != _blocked.accumulation_dtype(key.dtype):
             raise ValueError(
                 f"the state is kept in {self.sums.dtype}, tokens of {key.dtype} need "
@@ -219,9 +222,15 @@ def as_partial(
     return Partial(out.flatten(1, 2), log_normalizer.flatten(1, 2))
 
 
+def _from_leaves(leaves: Iterable[Tensor], built_with: str) -> State:
+    """A state from the tensors torch's tree utilities took out of one."""
+    sums, m = leaves
+    return State(sums, m, built_with)
+
+
 pytree.register_pytree_node(
     State,
     lambda state: ([state.sums, state.m], state.built_with),
-    lambda children, built_with: State(*children, built_with),
+    _from_leaves,
     serialized_type_name="linattn.State",
 )

@@ -103,11 +103,6 @@ class FeatureMap(nn.Module, ABC):
         """
         return {}
 
-    def gradient_tensors(self) -> Mapping[str, Tensor]:
-        """The map's tensors that want a gradient, by name."""
-        named = (*self.named_parameters(), *self.named_buffers())
-        return {name: tensor for name, tensor in named if tensor.requires_grad}
-
     def _check_width(self, x: Tensor) -> None:
         """Refuse inputs of another head width."""
         if x.shape[-1] != self.head_dim:

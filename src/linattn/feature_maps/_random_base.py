@@ -195,16 +195,19 @@ class RandomFeatureMap(FeatureMap):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, then refresh what is derived from W and the seed; refuse a W that was saved in a lower precision."""
-        saved = state_dict.get(f"{prefix}projection")
-        if saved is not None and saved.dtype != torch.float64:
+        """Load, then refresh what is derived from W and the seed; a seed that comes without W is drawn from again."""
+        saved, seed = state_dict.get(f"{prefix}projection"), state_dict.get(f"{prefix}seed")
+        if saved is not None and (saved.dtype != torch.float64 or seed is None):
             raise ValueError(
-                f"{prefix}projection was saved as {saved.dtype}, wanted torch.float64: a rounded projection is another "
-                "kernel; load a checkpoint whose buffers were not cast, or leave the key out and call redraw(seed)"
+                f"{prefix}projection was saved as {saved.dtype} {'without' if seed is None else 'with'} its seed, "
+                "wanted torch.float64 with its seed: a rounded projection is another kernel; load a checkpoint whose "
+                "buffers were not cast, or one with the seed alone (strict=False), from which it is drawn again"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if f"{prefix}seed" in state_dict:
-            self._seed = int(state_dict[f"{prefix}seed"])
+        if seed is not None:
+            self._seed = int(seed)
+            if saved is None:
+                self.projection = self._draw().to(self.projection.device)
         self._prepare()
 
 

@@ -31,11 +31,11 @@ def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
 def token_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over tokens, (B, H, L, D) -> (B, H, 1, D), in at least float32; what `mask` (B, L) hides is never read.
 
-    A row with everything hidden has mean 0.
+    A row without tokens, or with all of them hidden, has mean 0.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
-        return x.mean(dim=-2, keepdim=True)
+        return x.sum(dim=-2, keepdim=True) / max(x.shape[-2], 1)
     kept = mask[:, None, :, None]
     # Chosen, not multiplied: 0·inf and 0·nan would spread. Chosen before the sum, so that gradients are 0 there too.
     total = torch.where(kept, x, 0).sum(dim=-2, keepdim=True)

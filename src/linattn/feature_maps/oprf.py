@@ -86,7 +86,7 @@ class Oprf(SoftmaxEstimator):
     def fit(self, query: Tensor, key: Tensor) -> Self:
         """Measure mean_square: the mean of |x̃ + ỹ|² over all pairs of a query and a key of its head.
 
-        mean_square = E|x̃|² + E|ỹ|² + 2·x̄·ȳ. Cost: O(B·(H·Lq + Hkv·Lk)·D) time; waits for the device once.
+        mean_square = E|x̃|² + E|ỹ|² + 2·x̄·ȳ. Cost: O(B·(H·Lq + Hkv·Lk)·D) time; waits for the device.
 
         Args:
             query: (B, H, Lq, D), any floating dtype.

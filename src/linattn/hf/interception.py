@@ -228,6 +228,4 @@ def _read_mask(name: str, module: nn.Module, mask: Mask, is_causal: bool | None)
             raise ValueError(
                 f"{name} ({type(module).__name__}) does not say whether it is causal; it cannot be intercepted"
             )
-        # A decoder made bidirectional says so in its configuration alone.
-        is_causal = is_causal and getattr(getattr(module, "config", None), "is_causal", None) is not False
     return None if mask is None else mask.bool(), bool(is_causal)

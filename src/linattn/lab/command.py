@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -96,14 +99,32 @@ def _shown(measured: Audit, console: Console) -> Iterator[Row]:
     """The audit's rows, passed on under a progress bar: one step per configuration and baseline."""
     total = 2 + sum(1 for _ in measured.plan.configurations())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with _interrupts() as pressed, Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Measuring", total=total)
         for row in measured.rows():
+            if pressed:
+                raise KeyboardInterrupt
             yield row
             if isinstance(row, HeadRow):
                 progress.update(task, description=escape(f"{row.map}, layer {row.layer}"))
             else:
                 progress.advance(task)
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C raises as ever and is noted: Python swallows what is raised while an object is being destroyed."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _print_table(console: Console, content: Table) -> None:

@@ -1,7 +1,7 @@
 """The fold by blocks in plain torch, forward and backward, on any device; the CPU's fast path.
 
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, E = Dv + 1,
-R features, M exponents kept per head.
+Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, E =
+Dv + 1, R features, M exponents kept per head.
 """
 
 from __future__ import annotations

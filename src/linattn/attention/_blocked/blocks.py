@@ -1,7 +1,7 @@
 """One block of tokens as features: what the three folds (absorb, read, causal) share.
 
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, E = Dv + 1,
-R features, M exponents kept per head (R for exponential maps, 1 for the others), n tokens of a block.
+Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, E =
+Dv + 1, R features, M exponents kept per head (R for exponential maps, 1 for the others), n tokens of a block.
 """
 
 from __future__ import annotations
@@ -97,15 +97,15 @@ def key_outputs(feature_map: FeatureMap, x: Tensor) -> tuple[Tensor, ...]:
 
 def as_keys(outputs: Sequence[Tensor], feature_map: FeatureMap, mask: Tensor | None) -> Keys:
     """`key_outputs` as Keys, masked keys at exponent -inf."""
+    log: Tensor | None
+    linear: Tensor | None
     if feature_map.exponential:
         log, linear = outputs[0], None
     else:
         linear = outputs[0]
         log = outputs[1].unsqueeze(-1) if len(outputs) > 1 else None
     if mask is not None:
-        visible = mask[:, None, :, None]
-        base = linear.new_zeros(()) if log is None and linear is not None else log
-        log = torch.where(visible, base, -torch.inf)
+        log = torch.where(mask[:, None, :, None], outputs[0].new_zeros(()) if log is None else log, -torch.inf)
     return Keys(log, linear)
 
 

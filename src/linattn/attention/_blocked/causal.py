@@ -28,7 +28,8 @@ _MAX_JUMP = 60.0
 
 
 def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor) -> Tensor | None:
-    """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for everywhere.
+    """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
+    everywhere.
 
     Each head decides for itself, so that its rounding does not depend on its neighbours.
     """
@@ -89,5 +90,3 @@ def forward(
         fold_in(moments, phi_k, extended)
         m = c
     return out, den, reference, moments, m
-
-

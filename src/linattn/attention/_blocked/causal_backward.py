@@ -7,7 +7,7 @@ only 2√N states are ever held. Letters as in blocks.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,8 +29,8 @@ from linattn.attention._blocked.blocks import (
     with_ones,
 )
 from linattn.attention._blocked.causal import safe_heads, scores
-from linattn.attention._blocked.jumps import split, split_gradients
-from linattn.attention._blocked.reading import live_reference, query_gradient, row_gradients
+from linattn.attention._blocked.jumps import split, split_gradients, split_rows
+from linattn.attention._blocked.reading import divide, live_reference, query_gradient, row_gradients
 from linattn.feature_maps import FeatureMap
 
 
@@ -69,10 +69,18 @@ class Block(NamedTuple):
     keys: Keys
     mask: Tensor | None
     extended: Tensor  # (B, H, n, E)
-    rows: Tensor  # (B, H, G·n, E)
+    out: Tensor  # (B, H, G·n, Dv)
+    den: Tensor  # (B, H, G·n)
     reference: Tensor  # (B, H, G·n)
+    grad_out: Tensor  # (B, H, G·n, Dv)
+    grad_den: Tensor  # (B, H, G·n)
     groups: int
     exponential: bool
+
+    def grad_rows(self, rows: Callable[[], Tensor]) -> Tensor:
+        """The gradient (B, H, G·n, E) of the row sums; `rows` recomputes them where only a rounded output was kept."""
+        out = self.out if self.out.dtype == self.den.dtype else divide(rows())[0]
+        return row_gradients(self.grad_out, self.grad_den, out, self.den)
 
 
 class Pulled(NamedTuple):
@@ -105,8 +113,8 @@ def backward(
         leaf_q, (t,) = traced(lambda x: (feature_map.query(x),), x_q.to(den.dtype))
         leaf_k, results = traced(lambda x: key_outputs(feature_map, x), x_k)
         keys = as_keys([result.detach() for result in results], feature_map, part)
-        rows, reference = row_gradients(grad_out, grad_den, out, den), live_reference(den, reference)
-        block = Block(t.detach(), keys, part, extended, rows, reference, groups, feature_map.exponential)
+        rows = (out, den, live_reference(den, reference), grad_out, grad_den)
+        block = Block(t.detach(), keys, part, extended, *rows, groups, feature_map.exponential)
         pulled = _pull_block(block, before, grad_moments)
         grad_moments = pulled.moments
         grad_x = pulled_back(leaf_q, (t,), (pulled.t,), tensors, totals)
@@ -133,9 +141,7 @@ def _states_from_the_last(
             yield before, start, stop
 
 
-def _states(
-    feature_map: FeatureMap, saved: Saved, before: Before, segment: list[tuple[int, int]]
-) -> Iterator[Before]:
+def _states(feature_map: FeatureMap, saved: Saved, before: Before, segment: list[tuple[int, int]]) -> Iterator[Before]:
     """The states before these consecutive blocks."""
     for index, bound in enumerate(segment):
         yield before
@@ -178,31 +184,33 @@ def _pull_joint(block: Block, before: Before, c: Tensor, grad_after: Tensor) -> 
     """A safe block reads the state and its own keys relative to the same exponent."""
     decay = (before.m - c).exp().unsqueeze(-1)
     phi_q = normalised_query_features(block.t, c, block.reference, block.exponential)
-    phi_k = block.keys.relative_to(c)
-    grad_scores = scores(block.rows, block.extended, block.groups)
+    phi_k, moments = block.keys.relative_to(c), before.moments * decay
     weights = scores(phi_q, phi_k, block.groups)
-    grad_phi_q = block.rows @ (before.moments * decay).mT + grad_scores @ phi_k
+    rows = block.grad_rows(lambda: weights @ block.extended + phi_q @ moments)
+    grad_scores = scores(rows, block.extended, block.groups)
+    grad_phi_q = rows @ moments.mT + grad_scores @ phi_k
     grad_phi_k = block.extended @ grad_after.mT + grad_scores.mT @ phi_q
     return Pulled(
         query_gradient(grad_phi_q, phi_q, c, block.reference, block.exponential),
         key_gradients(block.keys, c, phi_k, grad_phi_k),
-        phi_k @ grad_after + weights.mT @ block.rows,
-        (grad_after + phi_q.mT @ block.rows) * decay,
+        phi_k @ grad_after + weights.mT @ rows,
+        (grad_after + phi_q.mT @ rows) * decay,
     )
 
 
 def _pull_split(block: Block, before: Before, c: Tensor, grad_after: Tensor) -> Pulled:
     """A block whose maximum jumps: the state at its own exponent, and the block's own past cut into rectangles."""
     phi_q = normalised_query_features(block.t, before.m, block.reference, block.exponential)
-    phi_k = block.keys.relative_to(c)
+    phi_k, length = block.keys.relative_to(c), block.extended.shape[2]
     cut = split(block.t, block.keys, block.extended, block.groups, block.exponential)
-    inner = split_gradients(cut, block.extended.shape[2], block.rows, block.reference)
-    grad_phi_q = block.rows @ before.moments.mT
+    rows = block.grad_rows(lambda: split_rows(cut, length, before.moments, before.m)[0])
+    inner = split_gradients(cut, length, rows, block.reference)
+    grad_phi_q = rows @ before.moments.mT
     grad_t = query_gradient(grad_phi_q, phi_q, before.m, block.reference, block.exponential)
     grad_keys = key_gradients(block.keys, c, phi_k, block.extended @ grad_after.mT)
     return Pulled(
         grad_t + inner[0],
         tuple(a + b for a, b in zip(grad_keys, inner[1], strict=True)),
         phi_k @ grad_after + inner[2],
-        grad_after * (before.m - c).exp().unsqueeze(-1) + phi_q.mT @ block.rows,
+        grad_after * (before.m - c).exp().unsqueeze(-1) + phi_q.mT @ rows,
     )

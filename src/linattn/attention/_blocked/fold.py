@@ -46,7 +46,9 @@ def run(
     *inputs: Tensor,
 ) -> tuple[Tensor, ...]:
     """Run the fold `name` on (mask, *inputs), with the map's tensors named in `own` replaced and differentiated."""
-    found: tuple[Tensor, ...] = _Forward.apply(name, feature_map, tuple(own), mask, *inputs, *own.values())
+    found: tuple[Tensor, ...] = _Forward.apply(  # type: ignore[no-untyped-call]
+        name, feature_map, tuple(own), mask, *inputs, *own.values()
+    )
     return found
 
 
@@ -118,7 +120,7 @@ class _Forward(torch.autograd.Function):
         """Gradients in the order of the arguments."""
         mask, *saved = ctx.saved_tensors
         count = FOLDS[ctx.arguments[0]].num_inputs
-        found = _Backward.apply(*ctx.arguments, mask, *grads, *saved)
+        found = _Backward.apply(*ctx.arguments, mask, *grads, *saved)  # type: ignore[no-untyped-call]
         return None, None, None, None, *found[: count - 1], None, *found[count - 1 :]
 
     @staticmethod

@@ -25,11 +25,13 @@ class Level(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """A view (B, H, G, p, h, …) of the rectangles' rows of x (B, H, G, P, …)."""
-        return x.unflatten(3, (-1, 2, self.half))[:, :, :, :, 1] if self.half else x.unsqueeze(4)
+        view: Tensor = x.unflatten(3, (-1, 2, self.half))[:, :, :, :, 1] if self.half else x.unsqueeze(4)
+        return view
 
     def keys(self, x: Tensor) -> Tensor:
         """A view (B, H, p, h, …) of the rectangles' keys of x (B, H, P, …)."""
-        return x.unflatten(2, (-1, 2, self.half))[:, :, :, 0] if self.half else x.unsqueeze(3)
+        view: Tensor = x.unflatten(2, (-1, 2, self.half))[:, :, :, 0] if self.half else x.unsqueeze(3)
+        return view
 
 
 def levels(length: int) -> Iterator[Level]:
@@ -48,7 +50,8 @@ def _as_rectangles(x: Tensor) -> Tensor:
 
 def _as_rows(x: Tensor, groups: int) -> Tensor:
     """(B, H, p, G·h, …) -> (B, H, G, p, h, …)."""
-    return x.unflatten(3, (groups, -1)).transpose(2, 3)
+    rows: Tensor = x.unflatten(3, (groups, -1)).transpose(2, 3)
+    return rows
 
 
 def _padded(x: Tensor, dim: int, filling: float = 0.0) -> Tensor:
@@ -88,7 +91,7 @@ def split(t: Tensor, keys: Keys, extended: Tensor, groups: int, exponential: boo
 
 
 def split_rows(block: Split, length: int, moments: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """Row sums (B, H, G·n, E) over the state and the block's past, and the exponents (B, H, G·n) they are relative to."""
+    """Row sums (B, H, G·n, E) over the state and the block's past, and their exponents (B, H, G·n)."""
     groups, shape = block.t.shape[2], block.t.shape[2:4]
     phi_q, reference = query_features(block.t.flatten(2, 3), m, block.exponential)
     rows, reference = (phi_q @ moments).unflatten(2, shape), reference.unflatten(2, shape).clone()

@@ -26,9 +26,7 @@ def _fold(
 
 
 @_fold.register_fake
-def _(
-    name: str, handle: int, names: str, mask: Tensor | None, inputs: list[Tensor], own: list[Tensor]
-) -> list[Tensor]:
+def _(name: str, handle: int, names: str, mask: Tensor | None, inputs: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     """The outputs' shapes."""
     *_, moments, m = inputs
     state = [torch.empty_like(moments, memory_format=torch.contiguous_format), torch.empty_like(m)]
@@ -56,10 +54,8 @@ def _fold_backward(
     return list(fold.backward(name, live_map(handle), _named(names, own), mask, rest))
 
 
-@torch.library.register_fake("linattn::fold_backward")
-def _(
-    name: str, handle: int, names: str, mask: Tensor | None, rest: list[Tensor], own: list[Tensor]
-) -> list[Tensor]:
+@torch.library.register_fake("linattn::fold_backward")  # type: ignore[untyped-decorator]
+def _(name: str, handle: int, names: str, mask: Tensor | None, rest: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     """The gradients' shapes."""
     count = fold.NUM_OUTPUTS[name]
     inputs = rest[count : count + fold.FOLDS[name].num_inputs - 1]
@@ -93,8 +89,24 @@ def _named(names: str, own: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(names.split(","), own, strict=True)) if names else {}
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _inside_a_transform() -> bool:
+    """Whether torch.func is at work while the compiler traces; torch has no public name for this."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def run(
     name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """`fold.run` inside a compiled graph."""
+    """`fold.run` inside a compiled graph.
+
+    Raises:
+        NotImplementedError: a torch.func transform inside the compiled function; a custom operator would get it
+            silently wrong (jvp: zero).
+    """
+    if _inside_a_transform():
+        raise NotImplementedError(
+            "torch.func transforms (grad, vmap, jvp) inside torch.compile are not supported by backend='blocked'; "
+            "apply the transform outside the compiled function, or use backend='reference'"
+        )
     return tuple(_fold(name, feature_map.handle, ",".join(own), mask, list(inputs), list(own.values())))

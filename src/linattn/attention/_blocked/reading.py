@@ -45,7 +45,7 @@ def forward(
     moments: Tensor,  # (B, H, R, E)
     m: Tensor,  # (B, H, M)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output (B, H, G, L, Dv) in the query's dtype, the denominator and the exponent (B, H, G, L) it is relative to."""
+    """The output (B, H, G, L, Dv) in the query's dtype, the denominator and its exponent (B, H, G, L)."""
     batch, heads, groups, length, _ = query.shape
     out = query.new_empty(batch, heads, groups, length, moments.shape[-1] - 1)
     den = moments.new_empty(batch, heads, groups, length)
@@ -73,7 +73,11 @@ def backward(
     """Gradients of (query, moments) and of the map's tensors."""
     query, moments, m = inputs
     batch, heads, groups, length, _ = query.shape
-    grad_query, grad_moments, totals = query.new_empty(query.shape), moments.new_zeros(moments.shape), new_totals(tensors)
+    grad_query, grad_moments, totals = (
+        query.new_empty(query.shape),
+        moments.new_zeros(moments.shape),
+        new_totals(tensors),
+    )
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=False)
     exponential = feature_map.exponential
     for start, stop in blocks(length, size):
@@ -83,6 +87,9 @@ def backward(
         leaf, (t,) = traced(lambda x: (feature_map.query(x),), x.to(m.dtype))
         reference = live_reference(den, reference)
         phi_q = normalised_query_features(t.detach(), m, reference, exponential)
+        if out.dtype != m.dtype:
+            # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
+            out = divide(phi_q @ moments)[0]
         rows = row_gradients(grad_out, grad_den, out, den)
         grad_moments.flatten(0, 1).baddbmm_(phi_q.flatten(0, 1).mT, rows.flatten(0, 1))
         grad_t = query_gradient(rows @ moments.mT, phi_q, m, reference, exponential)

@@ -1,0 +1,48 @@
+# Two commands matter: `make demo` (set up, audit a real model) and `make test` (set up, all laws).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check fmt bench clean
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/linattn audit --out report
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff format --check --quiet src tests benchmarks
+	$(BIN)/ruff check --quiet src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_size.py
+
+fmt: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix --quiet src tests benchmarks
+	$(BIN)/ruff format --quiet src tests benchmarks
+
+bench: $(VENV)/bench.stamp
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) report
+
+# torch first: its pin decides which build everything else is resolved against.
+$(VENV)/torch.stamp: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) -e '.[demo]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/demo.stamp
+	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/demo.stamp
+	$(PIP) performer-pytorch==1.1.4
+	touch $@
