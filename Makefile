@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check fmt bench clean
+.PHONY: demo test check fmt bench readme clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/linattn audit --out report
@@ -13,15 +13,18 @@ test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2
 
 check: $(VENV)/dev.stamp
-	$(BIN)/ruff format --check --quiet src tests benchmarks
-	$(BIN)/ruff check --quiet src tests benchmarks
+	$(BIN)/ruff format --check --quiet src tests benchmarks docs
+	$(BIN)/ruff check --quiet src tests benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_size.py
 
 fmt: $(VENV)/dev.stamp
-	$(BIN)/ruff check --fix --quiet src tests benchmarks
-	$(BIN)/ruff format --quiet src tests benchmarks
+	$(BIN)/ruff check --fix --quiet src tests benchmarks docs
+	$(BIN)/ruff format --quiet src tests benchmarks docs
+
+readme: $(VENV)/demo.stamp
+	$(BIN)/python docs/write_tables.py
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/run.py

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import torch
-from measuring import record, relative_error, require
 
 import linattn
+from measuring import record, relative_error, require
 
 LENGTH, HEADS, HEAD_DIM, NUM_FEATURES = 65_536, 8, 64, 256
 BOUNDS = {"forward": 128e6, "forward and backward": 256e6}

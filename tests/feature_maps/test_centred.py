@@ -122,26 +122,33 @@ def test_gradients_flow_through_the_means_of_the_call() -> None:
 
 @pytest.mark.parametrize("junk", [1e4, math.inf, math.nan])
 def test_masked_positions_are_inert(junk: float) -> None:
-    """Two query groups of the same length as the keys: padding leaves both sides, forward and backward."""
+    """Two query heads for each key head, as long as the keys: padding leaves both sides, forward and backward."""
     keep = torch.tensor([[True, True, False, True], [False, True, True, False]])
     key = normal(2, 3, 4, D)
-    query = normal(2, 3, 8, D, seed=3)
+    query = normal(2, 6, 4, D, seed=3)
     expected = call(query, key, keep)
     for head in range(3):
         torch.testing.assert_close(expected["key_mean"][1, head, 0], key[1, head, 1:3].mean(0))
-        torch.testing.assert_close(expected["query_mean"][1, head, 0], query[1, head, [1, 2, 5, 6]].mean(0))
-    key[~keep[:, None].expand(2, 3, 4)] = junk
-    query[~keep.repeat(1, 2)[:, None].expand(2, 3, 8)] = junk
-    key.requires_grad_()
-    query.requires_grad_()
+        group = query[1, 2 * head : 2 * head + 2, 1:3]
+        torch.testing.assert_close(expected["query_mean"][1, head, 0], group.mean((0, 1)))
+    for x in (key, query):
+        x[~keep[:, None].expand(x.shape[:3])] = junk
+        x.requires_grad_()
     found = call(query, key, keep)
     for name, mean in found.items():
         assert torch.equal(mean, expected[name])
     sum(mean.sum() for mean in found.values()).backward()
-    for tensor, kept in ((key, keep), (query, keep.repeat(1, 2))):
-        assert tensor.grad is not None
-        assert (tensor.grad[~kept[:, None].expand(tensor.shape[:3])] == 0).all()
-        assert tensor.grad.isfinite().all()
+    for x in (key, query):
+        assert x.grad is not None
+        assert (x.grad[~keep[:, None].expand(x.shape[:3])] == 0).all()
+        assert x.grad.isfinite().all()
+
+
+def test_queries_of_another_length_are_not_masked() -> None:
+    """Cross-attention: the mask speaks of keys alone, even where a group has as many queries in all."""
+    query, key = normal(1, 2, 2, D, seed=3), normal(1, 1, 4, D)
+    found = call(query, key, torch.tensor([[True, False, True, True]]))
+    torch.testing.assert_close(found["query_mean"][0, 0, 0], query.mean((0, 1, 2)))
 
 
 def test_a_row_without_keys_has_mean_0() -> None:

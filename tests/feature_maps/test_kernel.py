@@ -228,3 +228,11 @@ def test_relu_of_one_dimension_by_integration(other: float) -> None:
 
     assert feature_map.kernel(q, k).item() == pytest.approx(moment(1), rel=1e-9)
     assert feature_map.variance(q, k).item() == pytest.approx((moment(2) - moment(1) ** 2) / 4, rel=1e-9)
+
+
+def test_relu_kernel_of_tiny_and_of_zero_vectors() -> None:
+    """Homogeneous of degree 1 in each argument, however short; with a zero vector only the floor remains."""
+    feature_map = RandomRelu(2, 4, scale=1.0, floor=0.0)
+    q, k = torch.tensor([[2.0, 0.0]], dtype=torch.float64), torch.tensor([[0.0, 3.0]], dtype=torch.float64)
+    assert feature_map.kernel(q * 1e-30, k).item() == pytest.approx(3 / math.pi * 1e-30, rel=1e-13)
+    assert RandomRelu(2, 4, floor=0.5).kernel(q * 0, k * 0).item() == 0.25

@@ -86,6 +86,19 @@ def test_vmap_of_a_state() -> None:
     torch.testing.assert_close(found.state.sums[1], alone.state.sums, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dual_numbers_are_followed(is_causal: bool) -> None:
+    """Forward-mode derivatives outside torch.func: those of the reference, not zero."""
+    feature_map, (q, k, v) = build("FavorPlus"), qkv()
+    tangents = []
+    for backend in ("reference", "blocked"):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            out = Case("FavorPlus", backend, is_causal).attend(dual, k, v, feature_map)
+            tangents.append(torch.autograd.forward_ad.unpack_dual(out).tangent)
+    torch.testing.assert_close(tangents[1], tangents[0], rtol=1e-11, atol=1e-11)
+
+
 def test_what_does_not_compose_raises() -> None:
     q, k, v = qkv()
     feature_map, learned = build("FavorPlus"), Learned(HEAD_DIM, 6, 2)

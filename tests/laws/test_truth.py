@@ -23,9 +23,7 @@ SHAPES = {
 def by_hand(case: Case, feature_map, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """The quadratic formula in six lines, from the map's own features; float64, moderate inputs only."""
     groups = query.shape[1] // key.shape[1]
-    own = feature_map.call_tensors(
-        query.unflatten(1, (key.shape[1], groups)).flatten(2, 3), key, key_mask=mask, is_causal=case.is_causal
-    )
+    own = feature_map.call_tensors(query, key, key_mask=mask, is_causal=case.is_causal)
     for name, tensor in own.items():
         setattr(feature_map, name, tensor)
     phi_q = torch.stack(

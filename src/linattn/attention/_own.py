@@ -10,7 +10,7 @@ from linattn.feature_maps import FeatureMap
 
 def own_tensors(
     feature_map: FeatureMap,
-    query: Tensor,  # (B, Hkv, n, D): the queries of each key/value head
+    query: Tensor,  # (B, H, Lq, D)
     key: Tensor,  # (B, Hkv, Lk, D)
     key_mask: Tensor | None,
     *,

@@ -123,7 +123,7 @@ def linear_partial(
         query, key, value, feature_map, None, key_mask, is_causal=is_causal, backend=backend
     )
     grouped = query.unflatten(1, (key.shape[1], -1))
-    own = own_tensors(feature_map, grouped.flatten(2, 3), key, key_mask, is_causal=is_causal)
+    own = own_tensors(feature_map, query, key, key_mask, is_causal=is_causal)
     return as_partial(feature_map, own, grouped, out, den, reference)
 
 
@@ -220,5 +220,5 @@ def _attend(
     else:
         before = state.moments
     grouped = query.unflatten(1, (key.shape[1], -1))
-    own = own_tensors(feature_map, grouped.flatten(2, 3), key, key_mask, is_causal=is_causal)
+    own = own_tensors(feature_map, query, key, key_mask, is_causal=is_causal)
     return _BACKENDS[backend](feature_map, own, grouped, key, value, key_mask, before, is_causal=is_causal)

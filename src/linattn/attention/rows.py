@@ -62,7 +62,7 @@ def attention_rows(
     check_key_mask(key_mask, key)
     rows = _check_index(query_index, query.shape[2])
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
-    own = own_tensors(feature_map, query.unflatten(1, heads).flatten(2, 3), key, key_mask, is_causal=is_causal)
+    own = own_tensors(feature_map, query, key, key_mask, is_causal=is_causal)
     if key_mask is not None:
         key = torch.where(key_mask[:, None, :, None], key, 0)
     visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)

@@ -151,7 +151,7 @@ class State:
                 f"got {tuple(query.shape)}"
             )
         grouped = query.unflatten(1, (heads, -1))
-        own = own_tensors(feature_map, grouped.flatten(2, 3), grouped.flatten(2, 3), None, is_causal=True)
+        own = own_tensors(feature_map, query, query, None, is_causal=True)
         return as_partial(feature_map, own, grouped, *_blocked.read(feature_map, own, grouped, self.moments))
 
     def select(self, indices: Tensor) -> State:

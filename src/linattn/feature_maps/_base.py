@@ -93,7 +93,7 @@ class FeatureMap(nn.Module, ABC):
         """The map's tensors for one call of attention, by name; none, unless it takes statistics from the call.
 
         Args:
-            query: (B, Hkv, n, D): the queries of each key/value head.
+            query: (B, H, Lq, D).
             key: (B, Hkv, Lk, D).
             key_mask: (B, Lk) bool, True = attend, or None.
             is_causal: whether later tokens must stay unseen.

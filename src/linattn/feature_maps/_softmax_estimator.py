@@ -19,10 +19,11 @@ class SoftmaxEstimator(RandomFeatureMap):
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-        sums, differences = self._squares(q, k)
-        if self.lengths == "chi":
-            return torch.exp((sums - differences) / 4)
-        return self._fixed_kernel(sums, differences)
+        if self.lengths == "fixed":
+            return self._fixed_kernel(*self._squares(q, k))
+        self._check_width(q)
+        self._check_width(k)
+        return torch.exp(self.scale * torch.matmul(q.double(), k.double().mT))
 
     def variance(self, q: Tensor, k: Tensor) -> Tensor:
         """Variance of φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""

@@ -1,6 +1,6 @@
 """Centring: queries and keys moved to their means, the softmax kernel kept exactly.
 
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features, n = G·Lq queries of a head.
+Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class Centred(FeatureMap):
         """The call's own means, (B, Hkv, 1, D), where none were fitted; gradients flow through them.
 
         Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
-        too: they are left out where n is a multiple of Lk.
+        too: they are left out where Lq = Lk.
 
         Args:
-            query: (B, Hkv, n, D): the queries of each key/value head, group by group.
+            query: (B, H, Lq, D); the queries of a group share their key head's mean.
             key: (B, Hkv, Lk, D).
             key_mask: (B, Lk) bool, True = attend, or None.
             is_causal: whether later tokens must stay unseen.
@@ -134,11 +134,11 @@ class Centred(FeatureMap):
                 "Centred would take the mean of all tokens, later ones included, and leak the future into causal "
                 "attention; call fit(query, key) on sample inputs first, or give query_mean and key_mean"
             )
-        num_queries, num_keys = query.shape[-2], key.shape[-2]
         query_mask = None
-        if key_mask is not None and num_keys and num_queries % num_keys == 0:
-            query_mask = key_mask.repeat(1, num_queries // num_keys)
-        return {"query_mean": token_mean(query, query_mask), "key_mean": token_mean(key, key_mask)}
+        if key_mask is not None and query.shape[2] == key.shape[2]:
+            query_mask = key_mask.repeat(1, query.shape[1] // key.shape[1])
+        grouped = group_queries(query, key.shape[1])
+        return {"query_mean": token_mean(grouped, query_mask), "key_mean": token_mean(key, key_mask)}
 
     def query(self, x: Tensor) -> Tensor:
         """Features, or their exponents, of queries: (..., L, D) -> (..., L, R)."""

@@ -118,10 +118,10 @@ class RandomRelu(RandomFeatureMap):
         self._check_width(k)
         q, k = q.double() * math.sqrt(self.scale), k.double() * math.sqrt(self.scale)
         x, y = q.norm(dim=-1).unsqueeze(-1), k.norm(dim=-1).unsqueeze(-2)
-        # Through unit vectors and atan2: arccos loses half the digits near 0 and π. Zero vectors have any angle.
-        unit_q = torch.nn.functional.normalize(q, dim=-1).unsqueeze(-2)
-        unit_k = torch.nn.functional.normalize(k, dim=-1).unsqueeze(-3)
-        return x, y, 2 * torch.atan2((unit_q - unit_k).norm(dim=-1), (unit_q + unit_k).norm(dim=-1))
+        # arccos loses half the digits near 0 and π; vectors of equal lengths and atan2 lose none.
+        # A zero vector may have any angle: every term with its length is 0.
+        u, v = q.unsqueeze(-2) * y.unsqueeze(-1), k.unsqueeze(-3) * x.unsqueeze(-1)
+        return x, y, 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
 
     def _moment(self, degree: int) -> float:
         """What the lengths make of a Gaussian moment of this degree: a factor."""

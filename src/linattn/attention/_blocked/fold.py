@@ -46,10 +46,18 @@ def run(
     *inputs: Tensor,
 ) -> tuple[Tensor, ...]:
     """Run the fold `name` on (mask, *inputs), with the map's tensors named in `own` replaced and differentiated."""
+    if not _is_followed(*inputs, *own.values()):
+        return forward(name, feature_map, own, mask, inputs)
     found: tuple[Tensor, ...] = _Forward.apply(  # type: ignore[no-untyped-call]
         name, feature_map, tuple(own), mask, *inputs, *own.values()
     )
     return found
+
+
+def _is_followed(*tensors: Tensor) -> bool:
+    """Whether autograd or a torch.func transform, for which torch has no public name, follows this call."""
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return recorded or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Host(nn.Module):

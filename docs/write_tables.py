@@ -1,0 +1,81 @@
+"""Write the README's tables from result files: report/audit.jsonl (make demo) and benchmarks/results.jsonl (make bench)."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from linattn.lab.report import summarise
+
+ROOT = Path(__file__).parents[1]
+SHOWN = (
+    ("FavorPlus", 256),
+    ("Oprf", 256),
+    ("Hyperbolic(lengths='fixed')", 256),
+    ("RandomRelu", 256),
+    ("EluPlusOne", None),
+    ("Exponential", None),
+    ("Centred(FavorPlus)", 256),
+    ("Centred(Hyperbolic(lengths='fixed'))", 256),
+    ("Centred(Taylor(order=2))", None),
+)
+
+
+def audit_table() -> str:
+    """Each map's error beside both baselines."""
+    summary = summarise(ROOT / "report" / "audit.jsonl")
+    header = summary.header
+    rows = [
+        f"`linattn audit` on {header.model}, {header.num_tokens} tokens of {header.text}, mean over "
+        f"{header.num_layers * header.num_heads} heads:",
+        "",
+        "| map | features | relative output error | error / averaging's | cosine of the embedding |",
+        "|---|---|---|---|---|",
+    ]
+    for base in summary.baselines:
+        averaging = summary.baselines[1].error
+        name = {"exact": "*exact softmax*", "uniform": "*averaging the values*"}[base.name]
+        rows.append(f"| {name} | | {base.error:.2f} | {base.error / averaging:.2f} | {base.embedding_cosine:.3f} |")
+    for name, features in SHOWN:
+        line = next(x for x in summary.lines if x.map == name and features in (None, x.features))
+        rows.append(
+            f"| `{line.map}` | {line.features} | {line.error.mean:.2f} | {line.ratio:.2f} | "
+            f"{line.embedding_cosine.mean:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def benchmark_table() -> str:
+    """Every claim with its figure."""
+    rows = ["| claim | measured |", "|---|---|"]
+    for text in (ROOT / "benchmarks" / "results.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        if "extra_megabytes" in row:
+            name = f"{row['claim']}, {row['direction']}, {row['passes']}"
+            rows.append(f"| {name} | {row['extra_megabytes']:.0f} MB (bound {row['bound_megabytes']:.0f}) |")
+        elif "times_faster" in row:
+            times = row["times_faster"]
+            rows.append(
+                f"| {row['claim']} | {times['median']:.1f} × faster ({times['min']:.1f} to {times['max']:.1f}) |"
+            )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Replace what stands between the markers."""
+    path = ROOT / "README.md"
+    text = path.read_text()
+    for name, table in (("audit", audit_table()), ("benchmarks", benchmark_table())):
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        if not pattern.search(text):
+            sys.exit(f"README.md has no place for the table {name!r}")
+        text = pattern.sub(lambda match, table=table: match[1] + table + match[2], text)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Deliberate faults, each of which the laws must catch: `python tests/mutations.py` breaks a copy of the source and says.
+
+Not a test of its own (it runs the laws once per fault, some minutes): it shows that the laws can fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+BLOCKED = "attention/_blocked/"
+
+
+class Fault(NamedTuple):
+    """One edit of one file, and the tests expected to turn red."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = (
+    Fault(
+        "drop the sign fix of QR",
+        "feature_maps/_draw.py",
+        "q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)",
+        "q * 1.0",
+        "tests/feature_maps/test_draw.py tests/feature_maps/test_kernel.py",
+    ),
+    Fault(
+        "forget 1/√R",
+        "feature_maps/favor_plus.py",
+        "math.log(self.num_rows) / 2",
+        "0.0",
+        "tests/feature_maps/test_kernel.py",
+    ),
+    Fault(
+        "forget |x|²/2",
+        "feature_maps/favor_plus.py",
+        "self._half_square(x) + math.log",
+        "math.log",
+        "tests/feature_maps/test_kernel.py",
+    ),
+    Fault(
+        "draw in evaluation",
+        "feature_maps/_random_base.py",
+        '"""The input in float32 or float64, and the weights in its dtype."""',
+        '"""Mutated."""\n        self.redraw(self._seed + 1)',
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "add an epsilon to the denominator",
+        BLOCKED + "reading.py",
+        "den = rows[..., -1]",
+        "den = rows[..., -1] + 1e-6",
+        "tests/laws/test_truth.py",
+    ),
+    Fault(
+        "mask the values only",
+        BLOCKED + "blocks.py",
+        "    if mask is not None:\n        log =",
+        "    if False:\n        log =",
+        "tests/laws/test_masking.py",
+    ),
+    Fault(
+        "let masked tokens hold NaN",
+        BLOCKED + "blocks.py",
+        "        x = torch.where(mask[:, None, :, None], x, 0)",
+        "        pass",
+        "tests/laws/test_masking.py",
+    ),
+    Fault(
+        "one key maximum for all rows, heads and features",
+        BLOCKED + "blocks.py",
+        "torch.maximum(m, self.log.amax(-2))",
+        "torch.maximum(m, self.log.amax())",
+        "tests/laws/test_independence.py tests/laws/test_convexity.py",
+    ),
+    Fault(
+        "sum over heads instead of tokens",
+        BLOCKED + "causal.py",
+        "product.unflatten(-2, (groups, -1)).tril_()",
+        "product.transpose(1, 2).tril_()",
+        "tests/laws/test_truth.py",
+    ),
+    Fault("shift the causal diagonal up", BLOCKED + "causal.py", ".tril_()", ".tril_(1)", "tests/laws/test_causality.py"),
+    Fault("shift the causal diagonal down", BLOCKED + "causal.py", ".tril_()", ".tril_(-1)", "tests/laws/test_truth.py"),
+    Fault(
+        "no guard against jumps", BLOCKED + "causal.py", "_MAX_JUMP = 60.0", "_MAX_JUMP = 1e30", "tests/laws/test_causality.py"
+    ),
+    Fault(
+        "do not rescale the state when the maximum rises",
+        BLOCKED + "absorption.py",
+        "moments.mul_((m - c).exp_().unsqueeze(-1))",
+        "moments.mul_(1.0)",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "keep the state in the inputs' dtype",
+        BLOCKED + "blocks.py",
+        "return torch.promote_types(dtype, torch.float32)",
+        "return dtype",
+        "tests/laws/test_precision.py",
+    ),
+    Fault(
+        "unwind the state by subtraction",
+        BLOCKED + "causal_backward.py",
+        "            yield before, start, stop",
+        "            after = _after(feature_map, saved, before, start, stop)\n"
+        "            x, extended = saved.key_rows(start, stop)\n"
+        "            phi = key_block(feature_map, x, saved.part(start, stop)).relative_to(after.m)\n"
+        "            yield Before(after.moments - phi.mT @ extended, after.m), start, stop",
+        "tests/laws/test_gradient.py",
+    ),
+    Fault(
+        "forget the normaliser's gradient",
+        BLOCKED + "reading.py",
+        "from_den - (grad_out * out).sum(-1, keepdim=True)",
+        "from_den",
+        "tests/laws/test_gradient.py",
+    ),
+    Fault(
+        "ignore the incoming state",
+        "attention/functional.py",
+        "    if state is None:\n        kept",
+        "    if True:\n        kept",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "interleave grouped heads",
+        "attention/functional.py",
+        "query.unflatten(1, (key.shape[1], -1))",
+        "query.unflatten(1, (-1, key.shape[1])).transpose(1, 2)",
+        "tests/laws/test_truth.py",
+    ),
+    Fault(
+        "merge without a common exponent",
+        "attention/state.py",
+        "m = torch.maximum(self.m, other.m)",
+        "m = self.m",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "accept a state of another draw",
+        "attention/state.py",
+        "if state.built_with != repr(feature_map):",
+        "if False:",
+        "tests/laws/test_fold.py tests/laws/test_refusals.py",
+    ),
+)
+
+
+def main() -> int:
+    """The number of faults no law caught."""
+    survivors = 0
+    for fault in FAULTS:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "src"
+            shutil.copytree(ROOT / "src", source)
+            target = source / "linattn" / fault.file
+            text = target.read_text()
+            if text.count(fault.old) < 1:
+                sys.exit(f"{fault.name}: {fault.file} no longer contains {fault.old!r}; bring the fault up to date")
+            target.write_text(text.replace(fault.old, fault.new))
+            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *fault.tests.split()]
+            environment = os.environ | {"PYTHONPATH": str(source)}
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+            red = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+            print(f"{'caught' if red else 'SURVIVED':9s} {fault.name}: {red[0] if red else ''}", flush=True)
+            survivors += not red
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main())
