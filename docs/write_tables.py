@@ -1,4 +1,4 @@
-"""Write the README's tables from result files: report/audit.jsonl (make demo) and benchmarks/results.jsonl (make bench)."""
+"""Write the README's tables from report/audit.jsonl (make demo) and benchmarks/results.jsonl (make bench)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deliberate faults, each of which the laws must catch: `python tests/mutations.py` breaks a copy of the source and says.
+"""Deliberate faults, each of which the laws must catch: this script breaks copies of the source and says which did.
 
 Not a test of its own (it runs the laws once per fault, some minutes): it shows that the laws can fail.
 """
@@ -59,8 +59,8 @@ FAULTS = (
     Fault(
         "add an epsilon to the denominator",
         BLOCKED + "reading.py",
-        "den = rows[..., -1]",
-        "den = rows[..., -1] + 1e-6",
+        "    den.copy_(total.reshape(den.shape))",
+        "    total = total + 1e-6\n    den.copy_(total.reshape(den.shape))",
         "tests/laws/test_truth.py",
     ),
     Fault(
@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "let masked tokens hold NaN",
         BLOCKED + "blocks.py",
-        "        x = torch.where(mask[:, None, :, None], x, 0)",
-        "        pass",
+        "rows if mask is None else rows.masked_fill_",
+        "rows if True else rows.masked_fill_",
         "tests/laws/test_masking.py",
     ),
     Fault(
@@ -87,20 +87,28 @@ FAULTS = (
     Fault(
         "sum over heads instead of tokens",
         BLOCKED + "causal.py",
-        "product.unflatten(-2, (groups, -1)).tril_()",
-        "product.transpose(1, 2).tril_()",
+        "weights.unflatten(1, (groups, -1)).tril_()",
+        "weights.transpose(0, 1).tril_()",
         "tests/laws/test_truth.py",
     ),
-    Fault("shift the causal diagonal up", BLOCKED + "causal.py", ".tril_()", ".tril_(1)", "tests/laws/test_causality.py"),
-    Fault("shift the causal diagonal down", BLOCKED + "causal.py", ".tril_()", ".tril_(-1)", "tests/laws/test_truth.py"),
     Fault(
-        "no guard against jumps", BLOCKED + "causal.py", "_MAX_JUMP = 60.0", "_MAX_JUMP = 1e30", "tests/laws/test_causality.py"
+        "shift the causal diagonal up", BLOCKED + "causal.py", ".tril_()", ".tril_(1)", "tests/laws/test_causality.py"
+    ),
+    Fault(
+        "shift the causal diagonal down", BLOCKED + "causal.py", ".tril_()", ".tril_(-1)", "tests/laws/test_truth.py"
+    ),
+    Fault(
+        "no guard against jumps",
+        BLOCKED + "causal.py",
+        "_MAX_JUMP = 60.0",
+        "_MAX_JUMP = 1e30",
+        "tests/laws/test_causality.py",
     ),
     Fault(
         "do not rescale the state when the maximum rises",
         BLOCKED + "absorption.py",
-        "moments.mul_((m - c).exp_().unsqueeze(-1))",
-        "moments.mul_(1.0)",
+        "decay = (m - c).exp_().unsqueeze(-1).flatten(0, 1)",
+        "decay = torch.ones_like(m).unsqueeze(-1).flatten(0, 1)",
         "tests/laws/test_fold.py",
     ),
     Fault(
@@ -174,7 +182,8 @@ def main() -> int:
             environment = os.environ | {"PYTHONPATH": str(source)}
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
             red = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-            print(f"{'caught' if red else 'SURVIVED':9s} {fault.name}: {red[0] if red else ''}", flush=True)
+            sys.stdout.write(f"{'caught' if red else 'SURVIVED':9s} {fault.name}: {red[0] if red else ''}\n")
+            sys.stdout.flush()
             survivors += not red
     return survivors
 

@@ -69,6 +69,18 @@ class FeatureMap(nn.Module, ABC):
         """Features, or their exponents, of keys: (..., L, D) -> (..., L, R); the same as `query` unless overridden."""
         return self.query(x)
 
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` written into a buffer (..., L, R), which is returned; no gradient is recorded.
+
+        Attention calls this block by block on one buffer: fresh memory costs more than arithmetic. Maps with a matrix
+        product override it.
+        """
+        return out.copy_(self.query(x))
+
+    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
+        """`key` written into a buffer (..., L, R), which is returned; no gradient is recorded."""
+        return self.write_query(x, out) if type(self).key is FeatureMap.key else out.copy_(self.key(x))
+
     def query_log_weight(self, x: Tensor) -> Tensor | None:
         """Logarithm of a positive factor on all features of a query, (..., L), or None; only where not `exponential`.
 

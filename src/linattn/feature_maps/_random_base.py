@@ -165,7 +165,8 @@ class RandomFeatureMap(FeatureMap):
 
     def _half_square(self, x: Tensor) -> Tensor:
         """scale·|x|²/2, (..., L, 1)."""
-        return x.square().sum(-1, keepdim=True) * (self.scale / 2)
+        # One pass that keeps nothing: the squares themselves would be another block of memory.
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square().mul_(self.scale / 2)
 
     def _rows(self) -> Rows:
         """What the moments need to know of this draw."""
@@ -216,3 +217,11 @@ def _check_seed(seed: int) -> int:
     if check_count("seed", seed, at_least=0) >= 2**63:
         raise ValueError(f"seed must be below 2**63, got {seed!r}")
     return seed
+
+
+def multiplied(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """x·weights, (..., L, D) and (D, R) or (H, D, R), written into `out` without copying x."""
+    if weights.dim() == 2 and x.is_contiguous():
+        torch.mm(x.view(-1, x.shape[-1]), weights, out=out.view(-1, out.shape[-1]))
+        return out
+    return torch.matmul(x, weights.expand(*x.shape[:-2], -1, -1), out=out)

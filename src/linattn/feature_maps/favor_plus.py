@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import exponential_variance
+from linattn.feature_maps._random_base import multiplied
 from linattn.feature_maps._softmax_estimator import SoftmaxEstimator
 
 
@@ -57,6 +58,11 @@ class FavorPlus(SoftmaxEstimator):
         x, weights = self._operands(x)
         # In place: the product is nobody else's, and one pass over it is saved.
         return torch.matmul(x, weights).sub_(self._half_square(x) + math.log(self.num_rows) / 2)
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` with the product written into `out`."""
+        x, weights = self._operands(x)
+        return multiplied(x, weights, out).sub_(self._half_square(x) + math.log(self.num_rows) / 2)
 
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""

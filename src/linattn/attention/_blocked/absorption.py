@@ -9,13 +9,16 @@ from torch import Tensor
 
 from linattn.attention._blocked.blocks import (
     Keys,
+    Workspace,
     as_keys,
     block_size,
     blocks,
+    joined,
     key_block,
     key_outputs,
     masked_rows,
     new_totals,
+    parted,
     pulled_back,
     traced,
     with_ones,
@@ -42,17 +45,23 @@ def forward(
     m: Tensor,  # (B, H, M)
 ) -> tuple[Tensor, Tensor]:
     """The moments and running maximum after these keys; the given ones are not written."""
-    moments, m = moments.clone(memory_format=torch.contiguous_format), m.clone()
+    (S, z), shape, space = parted(moments), moments, Workspace(moments)
     size = block_size(key.shape[0] * key.shape[1], feature_map.num_features, key.device, is_causal=False)
     for start, stop in blocks(key.shape[2], size):
         part = None if mask is None else mask[:, start:stop]
-        keys = key_block(feature_map, masked_rows(key[:, :, start:stop], part, moments.dtype), part)
+        keys = key_block(feature_map, space.rows("x", key[:, :, start:stop], part), part, space)
         c = keys.peak(m)
-        extended = with_ones(masked_rows(value[:, :, start:stop], part, moments.dtype))
-        rescale(moments, m, c)
-        fold_in(moments, keys.relative_to(c), extended)
+        decay = (m - c).exp_().unsqueeze(-1).flatten(0, 1)
+        phi_k = keys.turned_relative_to(c).flatten(0, 1)
+        fold_into(S, z, decay, phi_k, space.rows("v", value[:, :, start:stop], part).flatten(0, 1))
         m = c
-    return moments, m
+    return joined(S, z, shape), m.clone()
+
+
+def fold_into(S: Tensor, z: Tensor, decay: Tensor, phi_k: Tensor, value: Tensor) -> None:
+    """S <- S·decay + φ(k)ᵀv and z <- z·decay + Σ φ(k), in place; heads flattened."""
+    S.mul_(decay).baddbmm_(phi_k.mT, value)
+    z.mul_(decay).add_(phi_k.sum(-2).unsqueeze(-1))
 
 
 def backward(

@@ -6,6 +6,7 @@ Dv + 1, R features, M exponents kept per head (R for exponential maps, 1 for the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 
-# Floats of one feature block: what stays in a CPU core's second-level cache, and what fills a GPU.
-_CPU_BLOCK = 2**19
+# Floats of one feature block: measured best on a CPU with 1 MB of second-level cache per core (a half and a quarter of it
+# are 5 and 12 % slower), and what fills a GPU.
+_CPU_BLOCK = 2**21
 _GPU_BLOCK = 2**24
+_LOG2_E = math.log2(math.e)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,6 +30,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def lowest(dtype: torch.dtype) -> float:
     """The running maximum of no keys: finite, so that differences of maxima are never inf - inf."""
     return torch.finfo(dtype).min / 4
+
+
+def exponential_(x: Tensor) -> Tensor:
+    """exp(x), written over x; by exp2: with the pass for its factor, still half of what torch's exp takes on a CPU."""
+    return x.mul_(_LOG2_E).exp2_()
 
 
 class Moments(NamedTuple):
@@ -73,8 +81,14 @@ class Keys(NamedTuple):
         if self.log is None:
             assert self.linear is not None
             return self.linear
-        weight = (self.log - c.unsqueeze(-2)).exp_()
+        weight = exponential_(self.log - c.unsqueeze(-2))
         return weight if self.linear is None else self.linear * weight
+
+    def turned_relative_to(self, c: Tensor) -> Tensor:
+        """The same, written over the exponents of an exponential map: for the pass that needs them no more."""
+        if self.linear is not None or self.log is None:
+            return self.relative_to(c)
+        return exponential_(self.log.sub_(c.unsqueeze(-2)))
 
     def own_peak(self) -> Tensor:
         """These keys' own maximum (…, M), finite even where all are masked."""
@@ -82,9 +96,38 @@ class Keys(NamedTuple):
         return self.log.amax(-2).clamp(min=lowest(self.log.dtype))
 
 
-def key_block(feature_map: FeatureMap, x: Tensor, mask: Tensor | None) -> Keys:
-    """The features of keys x (B, H, n, D); `mask` is (B, n)."""
-    return as_keys(key_outputs(feature_map, x), feature_map, mask)
+class Workspace:
+    """Buffers that the blocks of one fold write over again: fresh memory costs more than arithmetic."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """A contiguous tensor of this shape, in the memory of the first block's."""
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = self._like.new_empty(size)
+        return self._buffers[name][:size].view(shape)
+
+    def rows(self, name: str, x: Tensor, mask: Tensor | None) -> Tensor:
+        """A block of tokens in the accumulation dtype, masked (B, n) ones set to 0; not copied where it need not be."""
+        if mask is None and x.dtype == self._like.dtype:
+            return x
+        rows = self.buffer(name, *x.shape).copy_(x)
+        return rows if mask is None else rows.masked_fill_(~mask[:, None, :, None], 0)
+
+
+def key_block(feature_map: FeatureMap, x: Tensor, mask: Tensor | None, space: Workspace) -> Keys:
+    """The features of keys x (B, H, n, D), to be written over; `mask` is (B, n)."""
+    first = feature_map.write_key(x, space.buffer("keys", *x.shape[:-1], feature_map.num_features))
+    weight = None if feature_map.exponential else feature_map.key_log_weight(x)
+    return as_keys((first,) if weight is None else (first, weight), feature_map, mask)
+
+
+def query_block(feature_map: FeatureMap, x: Tensor, space: Workspace) -> Tensor:
+    """What the map says of queries x (B, H, n, D), to be written over."""
+    return feature_map.write_query(x, space.buffer("queries", *x.shape[:-1], feature_map.num_features))
 
 
 def key_outputs(feature_map: FeatureMap, x: Tensor) -> tuple[Tensor, ...]:
@@ -109,19 +152,30 @@ def as_keys(outputs: Sequence[Tensor], feature_map: FeatureMap, mask: Tensor | N
     return Keys(log, linear)
 
 
-def query_features(t: Tensor, c: Tensor, exponential: bool) -> tuple[Tensor, Tensor]:
-    """Features of queries against keys relative to c, and the exponent (B, H, n) they are relative to themselves."""
+def query_features(t: Tensor, c: Tensor, exponential: bool, *, over: bool = False) -> tuple[Tensor, Tensor]:
+    """Features of queries relative to c, and their own exponent (B, H, n); `over` writes over t."""
     if not exponential:
         return t, c.expand(t.shape[:-1])
-    shifted = t + c.unsqueeze(-2)
+    shifted = t.add_(c.unsqueeze(-2)) if over else t + c.unsqueeze(-2)
     reference = shifted.amax(-1, keepdim=True)
-    return shifted.sub_(reference).exp_(), reference.squeeze(-1)
+    return exponential_(shifted.sub_(reference)), reference.squeeze(-1)
+
+
+def parted(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """S (B·H, R, Dv) and z (B·H, R, 1) of moments (B, H, R, E), for products whose widths stay round numbers."""
+    flat = moments.flatten(0, 1)
+    return flat[..., :-1].contiguous(), flat[..., -1:].contiguous()
+
+
+def joined(S: Tensor, z: Tensor, like: Tensor) -> Tensor:
+    """The moments again, in the shape of `like`."""
+    return torch.cat((S, z), -1).view(like.shape)
 
 
 def normalised_query_features(t: Tensor, c: Tensor, reference: Tensor, exponential: bool) -> Tensor:
     """The same features relative to a row reference (B, H, n) that is already known."""
     shift = c.unsqueeze(-2) - reference.unsqueeze(-1)
-    return (t + shift).exp_() if exponential else t * shift.exp_()
+    return exponential_(t + shift) if exponential else t * shift.exp_()
 
 
 def masked_rows(x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:

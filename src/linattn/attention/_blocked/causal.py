@@ -9,18 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.absorption import fold_in, rescale
 from linattn.attention._blocked.blocks import (
     Keys,
+    Workspace,
     block_size,
     blocks,
+    joined,
     key_block,
-    masked_rows,
+    parted,
+    query_block,
     query_features,
     with_ones,
 )
 from linattn.attention._blocked.jumps import split, split_rows
-from linattn.attention._blocked.reading import divide
+from linattn.attention._blocked.reading import store_rows
 from linattn.feature_maps import FeatureMap
 
 # A denominator may shrink to exp(-60): far above float32's smallest normal number, exp(-87).
@@ -60,33 +62,41 @@ def forward(
     m: Tensor,  # (B, H, M)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, denominator, its exponent, and the state after the last token."""
-    moments, m, dtype = moments.clone(memory_format=torch.contiguous_format), m.clone(), moments.dtype
+    (S, z), exponential = parted(moments), feature_map.exponential
     batch, heads, groups, length, _ = query.shape
     out = query.new_empty(batch, heads, groups, length, value.shape[-1])
     den = moments.new_empty(batch, heads, groups, length)
-    reference = torch.empty_like(den)
+    reference, space = torch.empty_like(den), Workspace(moments)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=True)
     for start, stop in blocks(length, size):
         part = None if mask is None else mask[:, start:stop]
-        keys = key_block(feature_map, masked_rows(key[:, :, start:stop], part, dtype), part)
-        extended = with_ones(masked_rows(value[:, :, start:stop], part, dtype))
-        x = query[..., start:stop, :].flatten(2, 3).to(dtype)
-        t, span = feature_map.query(x), (groups, stop - start)
-        c = keys.peak(m)
-        phi_k, safe = keys.relative_to(c), safe_heads(keys, part, m, c)
+        keys = key_block(feature_map, space.rows("k", key[:, :, start:stop], part), part, space)
+        v = space.rows("v", value[:, :, start:stop], part)
+        x, span = space.rows("q", query[..., start:stop, :], None).flatten(2, 3), (groups, stop - start)
+        t, c = query_block(feature_map, x, space), keys.peak(m)
+        safe = safe_heads(keys, part, m, c)
         if safe is not None:
-            cut = split(t, keys, extended, groups, feature_map.exponential)
-            split_sums, split_ref = split_rows(cut, stop - start, moments, m)
-        rescale(moments, m, c)
-        phi_q, ref = query_features(t, c, feature_map.exponential)
-        rows = scores(phi_q, phi_k, groups) @ extended
-        rows.flatten(0, 1).baddbmm_(phi_q.flatten(0, 1), moments.flatten(0, 1))
+            cut = split(t, keys, with_ones(v), groups, exponential)
+            apart, ref_apart = split_rows(cut, stop - start, joined(S, z, moments), m)
+        decay = (m - c).exp_().unsqueeze(-1).flatten(0, 1)
+        S.mul_(decay)
+        z.mul_(decay)
+        phi_q, ref = query_features(t, c, exponential, over=True)
+        phi_k = keys.turned_relative_to(c)
+        phi_q, phi_k, v = phi_q.flatten(0, 1), phi_k.flatten(0, 1), v.flatten(0, 1)
+        weights = space.buffer("weights", batch * heads, phi_q.shape[1], stop - start)
+        torch.bmm(phi_q, phi_k.mT, out=weights)
+        weights.unflatten(1, (groups, -1)).tril_()
+        num = torch.bmm(weights, v, out=space.buffer("rows", *phi_q.shape[:2], v.shape[-1])).baddbmm_(phi_q, S)
+        total = weights.sum(-1, keepdim=True).add_(torch.bmm(z.mT, phi_q.mT).mT)
         if safe is not None:
-            rows = torch.where(safe[..., None, None], rows, split_sums)
-            ref = torch.where(safe[..., None], ref, split_ref)
-        rows, ref = rows.unflatten(2, span), ref.unflatten(2, span)
-        out[..., start:stop, :], den[..., start:stop] = divide(rows)
-        reference[..., start:stop] = ref
-        fold_in(moments, phi_k, extended)
+            keep = safe.flatten()[:, None, None]
+            num = torch.where(keep, num, apart[..., :-1].flatten(0, 1))
+            total = torch.where(keep, total, apart[..., -1:].flatten(0, 1))
+            ref = torch.where(safe[..., None], ref, ref_apart)
+        store_rows(out[..., start:stop, :], den[..., start:stop], num, total)
+        reference[..., start:stop] = ref.unflatten(2, span)
+        S.baddbmm_(phi_k.mT, v)
+        z.add_(phi_k.sum(-2).unsqueeze(-1))
         m = c
-    return out, den, reference, moments, m
+    return out, den, reference, joined(S, z, moments), m.clone()

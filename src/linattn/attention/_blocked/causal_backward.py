@@ -16,6 +16,7 @@ from torch import Tensor
 from linattn.attention._blocked.absorption import fold_in, key_gradients, rescale, store_masked
 from linattn.attention._blocked.blocks import (
     Keys,
+    Workspace,
     as_keys,
     block_size,
     blocks,
@@ -152,7 +153,7 @@ def _states(feature_map: FeatureMap, saved: Saved, before: Before, segment: list
 def _after(feature_map: FeatureMap, saved: Saved, before: Before, start: int, stop: int) -> Before:
     """The state after a block."""
     x, extended = saved.key_rows(start, stop)
-    keys = key_block(feature_map, x, saved.part(start, stop))
+    keys = key_block(feature_map, x, saved.part(start, stop), Workspace(x))
     c = keys.peak(before.m)
     moments = before.moments.clone(memory_format=torch.contiguous_format)
     rescale(moments, before.m, c)

@@ -55,9 +55,10 @@ def run(
 
 
 def _is_followed(*tensors: Tensor) -> bool:
-    """Whether autograd or a torch.func transform, for which torch has no public name, follows this call."""
+    """Whether autograd, dual numbers or torch.func follow this call; torch has no public name for the last two."""
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return recorded or torch._C._functorch.peek_interpreter_stack() is not None
+    dual = torch.autograd.forward_ad._current_level >= 0
+    return recorded or dual or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Host(nn.Module):

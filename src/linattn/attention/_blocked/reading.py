@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from linattn.attention._blocked.blocks import (
+    Workspace,
     block_size,
     blocks,
     new_totals,
     normalised_query_features,
+    parted,
     pulled_back,
+    query_block,
     query_features,
     traced,
 )
@@ -49,17 +52,26 @@ def forward(
     batch, heads, groups, length, _ = query.shape
     out = query.new_empty(batch, heads, groups, length, moments.shape[-1] - 1)
     den = moments.new_empty(batch, heads, groups, length)
-    reference = torch.empty_like(den)
+    reference, space, (S, z) = torch.empty_like(den), Workspace(moments), parted(moments)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=False)
     for start, stop in blocks(length, size):
-        x = query[..., start:stop, :].flatten(2, 3).to(moments.dtype)
-        phi_q, ref = query_features(feature_map.query(x), m, feature_map.exponential)
-        block_out, block_den = divide(phi_q @ moments)
-        span = (groups, stop - start)
-        out[..., start:stop, :] = block_out.unflatten(2, span)
-        den[..., start:stop] = block_den.unflatten(2, span)
+        x, span = space.rows("x", query[..., start:stop, :], None).flatten(2, 3), (groups, stop - start)
+        phi_q, ref = query_features(query_block(feature_map, x, space), m, feature_map.exponential, over=True)
+        phi_q = phi_q.flatten(0, 1)
+        num = torch.bmm(phi_q, S, out=space.buffer("num", *phi_q.shape[:2], S.shape[-1]))
+        store_rows(out[..., start:stop, :], den[..., start:stop], num, (z.mT @ phi_q.mT).mT)
         reference[..., start:stop] = ref.unflatten(2, span)
     return out, den, reference
+
+
+def store_rows(out: Tensor, den: Tensor, num: Tensor, total: Tensor) -> None:
+    """Write num/total into `out` and total into `den`, views of a block; a row that saw no key (total = 0) gives 0."""
+    den.copy_(total.reshape(den.shape))
+    total = total.masked_fill(total == 0, torch.inf).reshape(*den.shape, 1)
+    if out.dtype == num.dtype:
+        torch.div(num.view(out.shape), total, out=out)
+    else:
+        out.copy_(num.view(out.shape).div_(total))
 
 
 def backward(
