@@ -32,7 +32,7 @@ def main() -> None:
                 "linattn": lambda: linattn.linear_attention(query, key, value, feature_map),
                 "performer_pytorch": lambda: peer(query, key, value),
             },
-            repeats=3,
+            repeats=5,
         )
     record(
         "forward at 65,536 tokens against performer-pytorch",

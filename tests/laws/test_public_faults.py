@@ -1,8 +1,8 @@
 """Faults found in public implementations, each as a case this library must not repeat.
 
 Others are laws elsewhere: masks that do not mask (test_masking), states unwound by subtraction (test_gradient), sums
-kept in bfloat16 (test_convexity), tokens that do not mix (test_causality), sums over the heads axis (test_independence),
-orthogonal draws biased by an unsigned QR and dead DPFP features (tests/feature_maps).
+kept in bfloat16 (test_convexity), tokens that do not mix (test_causality), sums over the heads axis
+(test_independence), orthogonal draws biased by an unsigned QR and dead DPFP features (tests/feature_maps).
 """
 
 from __future__ import annotations

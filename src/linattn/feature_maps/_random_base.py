@@ -166,7 +166,8 @@ class RandomFeatureMap(FeatureMap):
     def _half_square(self, x: Tensor) -> Tensor:
         """scale·|x|²/2, (..., L, 1)."""
         # One pass that keeps nothing: the squares themselves would be another block of memory.
-        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square().mul_(self.scale / 2)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return lengths.square() * (self.scale / 2)
 
     def _rows(self) -> Rows:
         """What the moments need to know of this draw."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 
-# Floats of one feature block: measured best on a CPU with 1 MB of second-level cache per core (a half and a quarter of it
-# are 5 and 12 % slower), and what fills a GPU.
+# Floats of one feature block: measured best on a CPU with 1 MB of second-level cache per core (a half and a quarter of
+# it are 5 and 12 % slower), and what fills a GPU.
 _CPU_BLOCK = 2**21
 _GPU_BLOCK = 2**24
 _LOG2_E = math.log2(math.e)
