@@ -54,7 +54,8 @@ def test_single_steps_give_the_same(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
-def test_merge_is_a_monoid_over_absorb(name: str) -> None:
+def test_merge_is_a_monoid_over_absorb(name: str, blocks_of) -> None:
+    blocks_of(5)
     feature_map = build(name)
     _, key, value = qkv(num_keys=30, scale=2.0)
     empty = linattn.State.empty(feature_map, batch_size=2, num_heads=2, value_dim=5, dtype=torch.float64)
