@@ -140,6 +140,17 @@ def test_states_of_different_maps_do_not_merge() -> None:
         states[0].merge(states[1])
 
 
+def test_a_redraw_before_backward_is_refused() -> None:
+    """Features are recomputed in the backward pass: under another draw its gradients would be silently wrong."""
+    feature_map = build("FavorPlus")
+    q, k, v = (x.requires_grad_() for x in qkv())
+    for is_causal in (False, True):
+        out = linattn.linear_attention(q, k, v, feature_map, is_causal=is_causal, enable_gqa=True)
+        feature_map.redraw(5 + is_causal)
+        with pytest.raises(RuntimeError, match=r"seed=.* in the forward pass .*redraw or fit after backward"):
+            out.sum().backward()
+
+
 def test_evaluation_never_draws() -> None:
     """Two calls, training or not, see the same features, and the global generators are left alone."""
     feature_map = build("FavorPlus")

@@ -26,14 +26,17 @@ from linattn.attention._blocked.blocks import (
 from linattn.feature_maps import FeatureMap
 
 
-def rescale(moments: Tensor, m: Tensor, c: Tensor) -> None:
-    """moments <- moments·exp(m - c), in place: the same state relative to another exponent."""
-    moments.mul_((m - c).exp_().unsqueeze(-1))
+def rescale(S: Tensor, z: Tensor, m: Tensor, c: Tensor) -> None:
+    """S and z, heads flattened, times exp(m - c), in place: the same state relative to another exponent (B, H, M)."""
+    decay = (m - c).exp_().unsqueeze(-1).flatten(0, 1)
+    S.mul_(decay)
+    z.mul_(decay)
 
 
-def fold_in(moments: Tensor, phi_k: Tensor, extended: Tensor) -> None:
-    """moments <- moments + φ(k)ᵀ[v, 1], in place; all relative to the same exponent."""
-    moments.flatten(0, 1).baddbmm_(phi_k.flatten(0, 1).mT, extended.flatten(0, 1))
+def fold_in(S: Tensor, z: Tensor, phi_k: Tensor, value: Tensor) -> None:
+    """S <- S + φ(k)ᵀv and z <- z + Σ φ(k), in place; heads flattened, all relative to the same exponent."""
+    S.baddbmm_(phi_k.mT, value)
+    z.add_(phi_k.sum(-2).unsqueeze(-1))
 
 
 def forward(
@@ -45,23 +48,17 @@ def forward(
     m: Tensor,  # (B, H, M)
 ) -> tuple[Tensor, Tensor]:
     """The moments and running maximum after these keys; the given ones are not written."""
-    (S, z), shape, space = parted(moments), moments, Workspace(moments)
+    (S, z), space = parted(moments), Workspace(moments)
     size = block_size(key.shape[0] * key.shape[1], feature_map.num_features, key.device, is_causal=False)
     for start, stop in blocks(key.shape[2], size):
         part = None if mask is None else mask[:, start:stop]
         keys = key_block(feature_map, space.rows("x", key[:, :, start:stop], part), part, space)
         c = keys.peak(m)
-        decay = (m - c).exp_().unsqueeze(-1).flatten(0, 1)
+        rescale(S, z, m, c)
         phi_k = keys.turned_relative_to(c).flatten(0, 1)
-        fold_into(S, z, decay, phi_k, space.rows("v", value[:, :, start:stop], part).flatten(0, 1))
+        fold_in(S, z, phi_k, space.rows("v", value[:, :, start:stop], part).flatten(0, 1))
         m = c
-    return joined(S, z, shape), m.clone()
-
-
-def fold_into(S: Tensor, z: Tensor, decay: Tensor, phi_k: Tensor, value: Tensor) -> None:
-    """S <- S·decay + φ(k)ᵀv and z <- z·decay + Σ φ(k), in place; heads flattened."""
-    S.mul_(decay).baddbmm_(phi_k.mT, value)
-    z.mul_(decay).add_(phi_k.sum(-2).unsqueeze(-1))
+    return joined(S, z, moments), m.clone()
 
 
 def backward(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linattn.attention._blocked.absorption import fold_in, rescale
 from linattn.attention._blocked.blocks import (
     Keys,
     Workspace,
@@ -45,13 +46,6 @@ def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor) -> Tensor 
     return None if bool(safe.all()) else safe
 
 
-def scores(phi_q: Tensor, phi_k: Tensor, groups: int) -> Tensor:
-    """φ(q)φ(k)ᵀ, (B, H, G·n, n), later keys set to 0."""
-    product = phi_q @ phi_k.mT
-    product.unflatten(-2, (groups, -1)).tril_()
-    return product
-
-
 def forward(
     feature_map: FeatureMap,
     mask: Tensor | None,  # (B, L)
@@ -78,9 +72,7 @@ def forward(
         if safe is not None:
             cut = split(t, keys, with_ones(v), groups, exponential)
             apart, ref_apart = split_rows(cut, stop - start, joined(S, z, moments), m)
-        decay = (m - c).exp_().unsqueeze(-1).flatten(0, 1)
-        S.mul_(decay)
-        z.mul_(decay)
+        rescale(S, z, m, c)
         phi_q, ref = query_features(t, c, exponential, over=True)
         phi_k = keys.turned_relative_to(c)
         phi_q, phi_k, v = phi_q.flatten(0, 1), phi_k.flatten(0, 1), v.flatten(0, 1)
@@ -96,7 +88,6 @@ def forward(
             ref = torch.where(safe[..., None], ref, ref_apart)
         store_rows(out[..., start:stop, :], den[..., start:stop], num, total)
         reference[..., start:stop] = ref.unflatten(2, span)
-        S.baddbmm_(phi_k.mT, v)
-        z.add_(phi_k.sum(-2).unsqueeze(-1))
+        fold_in(S, z, phi_k, v)
         m = c
     return out, den, reference, joined(S, z, moments), m.clone()

@@ -20,16 +20,18 @@ from linattn.attention._blocked.blocks import (
     as_keys,
     block_size,
     blocks,
+    joined,
     key_block,
     key_outputs,
     masked_rows,
     new_totals,
     normalised_query_features,
+    parted,
     pulled_back,
     traced,
     with_ones,
 )
-from linattn.attention._blocked.causal import safe_heads, scores
+from linattn.attention._blocked.causal import safe_heads
 from linattn.attention._blocked.jumps import split, split_gradients, split_rows
 from linattn.attention._blocked.reading import divide, live_reference, query_gradient, row_gradients
 from linattn.feature_maps import FeatureMap
@@ -154,11 +156,10 @@ def _after(feature_map: FeatureMap, saved: Saved, before: Before, start: int, st
     """The state after a block."""
     x, extended = saved.key_rows(start, stop)
     keys = key_block(feature_map, x, saved.part(start, stop), Workspace(x))
-    c = keys.peak(before.m)
-    moments = before.moments.clone(memory_format=torch.contiguous_format)
-    rescale(moments, before.m, c)
-    fold_in(moments, keys.relative_to(c), extended)
-    return Before(moments, c)
+    c, (S, z) = keys.peak(before.m), parted(before.moments)
+    rescale(S, z, before.m, c)
+    fold_in(S, z, keys.turned_relative_to(c).flatten(0, 1), extended[..., :-1].flatten(0, 1))
+    return Before(joined(S, z, before.moments), c)
 
 
 def _pull_block(block: Block, before: Before, grad_after: Tensor) -> Pulled:
@@ -181,14 +182,21 @@ def _pull_block(block: Block, before: Before, grad_after: Tensor) -> Pulled:
     )
 
 
+def _scores(phi_q: Tensor, phi_k: Tensor, groups: int) -> Tensor:
+    """φ(q)φ(k)ᵀ, (B, H, G·n, n), later keys set to 0."""
+    product = phi_q @ phi_k.mT
+    product.unflatten(-2, (groups, -1)).tril_()
+    return product
+
+
 def _pull_joint(block: Block, before: Before, c: Tensor, grad_after: Tensor) -> Pulled:
     """A safe block reads the state and its own keys relative to the same exponent."""
     decay = (before.m - c).exp().unsqueeze(-1)
     phi_q = normalised_query_features(block.t, c, block.reference, block.exponential)
     phi_k, moments = block.keys.relative_to(c), before.moments * decay
-    weights = scores(phi_q, phi_k, block.groups)
+    weights = _scores(phi_q, phi_k, block.groups)
     rows = block.grad_rows(lambda: weights @ block.extended + phi_q @ moments)
-    grad_scores = scores(rows, block.extended, block.groups)
+    grad_scores = _scores(rows, block.extended, block.groups)
     grad_phi_q = rows @ moments.mT + grad_scores @ phi_k
     grad_phi_k = block.extended @ grad_after.mT + grad_scores.mT @ phi_q
     return Pulled(
