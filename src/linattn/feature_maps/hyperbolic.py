@@ -55,7 +55,7 @@ class Hyperbolic(SoftmaxEstimator):
         x, weights = self._operands(x)
         projected = torch.matmul(x, weights)
         exponents = torch.cat((projected, -projected), dim=-1)
-        return exponents.sub_(self._half_square(x) + math.log(self.num_features) / 2)
+        return exponents.add_(-self._half_square(x) - math.log(self.num_features) / 2)
 
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""

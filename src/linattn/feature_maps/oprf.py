@@ -116,8 +116,8 @@ class Oprf(SoftmaxEstimator):
         """Exponents of the features: (..., L, D) -> (..., L, R)."""
         self._fitted()
         x, weights = self._operands(x)
-        offset = self._half_square(x) + (math.log(self.num_rows) / 2 - self._log_constant)
-        exponents = torch.matmul(x, weights).sub_(offset)
+        offset = (self._log_constant - math.log(self.num_rows) / 2) - self._half_square(x)
+        exponents = torch.matmul(x, weights).add_(offset)
         if self.lengths == "fixed":
             return exponents
         # A|w|² from the weights √(scale·(1 - 4A))·w themselves: D·R operations, nothing beside the product with x.

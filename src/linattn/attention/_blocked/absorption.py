@@ -16,12 +16,10 @@ from linattn.attention._blocked.blocks import (
     joined,
     key_block,
     key_outputs,
-    masked_rows,
     new_totals,
     parted,
     pulled_back,
     traced,
-    with_ones,
 )
 from linattn.feature_maps import FeatureMap
 
@@ -71,25 +69,31 @@ def backward(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of (key, value, moments) and of the map's tensors; features are recomputed relative to the final m."""
     (grad_moments, _), (key, value, _, m_before), (_, m) = grads, inputs, outputs
+    grad_S, grad_z, space = grad_moments[..., :-1].contiguous(), grad_moments[..., -1:], Workspace(m)
     grad_key, grad_value, totals = key.new_empty(key.shape), value.new_empty(value.shape), new_totals(tensors)
     size = block_size(key.shape[0] * key.shape[1], feature_map.num_features, key.device, is_causal=False)
     for start, stop in blocks(key.shape[2], size):
         part = None if mask is None else mask[:, start:stop]
-        x = masked_rows(key[:, :, start:stop], part, m.dtype)
+        x = space.rows("x", key[:, :, start:stop], part)
         leaf, results = traced(lambda x: key_outputs(feature_map, x), x)
         keys = as_keys([result.detach() for result in results], feature_map, part)
-        phi_k = keys.relative_to(m)
-        extended = with_ones(masked_rows(value[:, :, start:stop], part, m.dtype))
-        grad_outputs = key_gradients(keys, m, phi_k, extended @ grad_moments.mT)[: len(results)]
+        shape = (*x.shape[:-1], feature_map.num_features)
+        phi_k, v = keys.relative_to(m, space.buffer("phi", *shape)), space.rows("v", value[:, :, start:stop], part)
+        # grad φ(k) = [v, 1] [grad S, grad z]ᵀ, the second part added to all rows alike.
+        grad_phi = torch.matmul(v, grad_S.mT, out=space.buffer("grad", *shape)).add_(grad_z.mT)
+        grad_outputs = key_gradients(keys, m, phi_k, grad_phi)[: len(results)]
         store_masked(grad_key[:, :, start:stop], pulled_back(leaf, results, grad_outputs, tensors, totals), part)
-        store_masked(grad_value[:, :, start:stop], phi_k @ grad_moments[..., :-1], part)
+        store_masked(grad_value[:, :, start:stop], phi_k @ grad_S, part)
     return [grad_key, grad_value, grad_moments * (m_before - m).exp().unsqueeze(-1)], totals
 
 
 def key_gradients(keys: Keys, c: Tensor, phi_k: Tensor, grad_phi: Tensor) -> tuple[Tensor, ...]:
-    """From the gradient of φ(k)·exp(-c) to those of the map's outputs (weights last); c cancels and is a constant."""
+    """From the gradient of φ(k)·exp(-c) to those of the map's outputs (weights last); c cancels and is a constant.
+
+    An exponential map's gradient is written over `grad_phi`.
+    """
     if keys.linear is None:
-        return (grad_phi * phi_k,)
+        return (grad_phi.mul_(phi_k),)
     if keys.log is None:
         return (grad_phi,)
     return grad_phi * (keys.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1)

@@ -76,12 +76,15 @@ class Keys(NamedTuple):
         """The running maximum (B, H, M) after these keys."""
         return m.clamp(min=0) if self.log is None else torch.maximum(m, self.log.amax(-2))
 
-    def relative_to(self, c: Tensor) -> Tensor:
-        """φ(k)·exp(-c), (B, H, n, R): at most 1 for exponential maps when c is at or above these keys' maximum."""
+    def relative_to(self, c: Tensor, out: Tensor | None = None) -> Tensor:
+        """φ(k)·exp(-c), (B, H, n, R): at most 1 for exponential maps when c is at or above these keys' maximum.
+
+        An exponential map's features are written into `out` where it is given.
+        """
         if self.log is None:
             assert self.linear is not None
             return self.linear
-        weight = exponential_(self.log - c.unsqueeze(-2))
+        weight = exponential_(torch.sub(self.log, c.unsqueeze(-2), out=out if self.linear is None else None))
         return weight if self.linear is None else self.linear * weight
 
     def turned_relative_to(self, c: Tensor) -> Tensor:
@@ -172,10 +175,14 @@ def joined(S: Tensor, z: Tensor, like: Tensor) -> Tensor:
     return torch.cat((S, z), -1).view(like.shape)
 
 
-def normalised_query_features(t: Tensor, c: Tensor, reference: Tensor, exponential: bool) -> Tensor:
-    """The same features relative to a row reference (B, H, n) that is already known."""
-    shift = c.unsqueeze(-2) - reference.unsqueeze(-1)
-    return exponential_(t + shift) if exponential else t * shift.exp_()
+def normalised_query_features(
+    t: Tensor, c: Tensor, reference: Tensor, exponential: bool, out: Tensor | None = None
+) -> Tensor:
+    """The same features relative to a row reference (B, H, n) that is already known, into `out` where it is given."""
+    if not exponential:
+        return t * (c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_()
+    shifted = torch.add(t, c.unsqueeze(-2), out=out)
+    return exponential_(shifted.sub_(reference.unsqueeze(-1)))
 
 
 def masked_rows(x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:

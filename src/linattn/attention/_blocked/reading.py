@@ -91,27 +91,29 @@ def backward(
         new_totals(tensors),
     )
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=False)
-    exponential = feature_map.exponential
+    exponential, space = feature_map.exponential, Workspace(m)
     for start, stop in blocks(length, size):
         x, out, den, reference, grad_out, grad_den = (
             y[:, :, :, start:stop].flatten(2, 3) for y in (query, *outputs, *grads[:2])
         )
         leaf, (t,) = traced(lambda x: (feature_map.query(x),), x.to(m.dtype))
         reference = live_reference(den, reference)
-        phi_q = normalised_query_features(t.detach(), m, reference, exponential)
+        shape = (*x.shape[:-1], feature_map.num_features)
+        phi_q = normalised_query_features(t.detach(), m, reference, exponential, space.buffer("phi", *shape))
         if out.dtype != m.dtype:
             # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
             out = divide(phi_q @ moments)[0]
         rows = row_gradients(grad_out, grad_den, out, den)
         grad_moments.flatten(0, 1).baddbmm_(phi_q.flatten(0, 1).mT, rows.flatten(0, 1))
-        grad_t = query_gradient(rows @ moments.mT, phi_q, m, reference, exponential)
+        grad_phi = torch.matmul(rows, moments.mT, out=space.buffer("grad", *shape))
+        grad_t = query_gradient(grad_phi, phi_q, m, reference, exponential)
         grad_x = pulled_back(leaf, (t,), (grad_t,), tensors, totals)
         grad_query[..., start:stop, :] = grad_x.unflatten(2, (groups, stop - start))
     return [grad_query, grad_moments], totals
 
 
 def query_gradient(grad_phi: Tensor, phi_q: Tensor, c: Tensor, reference: Tensor, exponential: bool) -> Tensor:
-    """From the gradient of the normalised features to that of what `query` returned."""
+    """From the gradient of the normalised features to that of what `query` returned, written over it."""
     if exponential:
-        return grad_phi * phi_q
-    return grad_phi * (c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_()
+        return grad_phi.mul_(phi_q)
+    return grad_phi.mul_((c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_())
