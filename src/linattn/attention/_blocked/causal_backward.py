@@ -79,6 +79,7 @@ class Block(NamedTuple):
     grad_den: Tensor  # (B, H, G·n)
     groups: int
     exponential: bool
+    space: Workspace
 
     def grad_rows(self, rows: Callable[[], Tensor]) -> Tensor:
         """The gradient (B, H, G·n, E) of the row sums; `rows` recomputes them where only a rounded output was kept."""
@@ -104,7 +105,7 @@ def backward(
     outputs: Sequence[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of (query, key, value, moments) and of the map's tensors."""
-    saved, grad_moments = Saved(mask, *inputs), grads[3]
+    saved, grad_moments, space = Saved(mask, *inputs), grads[3], Workspace(inputs[3])
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in inputs[:3])
     totals, (batch, heads, groups, length, _) = new_totals(tensors), saved.query.shape
     size = block_size(batch * heads * groups, feature_map.num_features, saved.key.device, is_causal=True)
@@ -117,7 +118,7 @@ def backward(
         leaf_k, results = traced(lambda x: key_outputs(feature_map, x), x_k)
         keys = as_keys([result.detach() for result in results], feature_map, part)
         rows = (out, den, live_reference(den, reference), grad_out, grad_den)
-        block = Block(t.detach(), keys, part, extended, *rows, groups, feature_map.exponential)
+        block = Block(t.detach(), keys, part, extended, *rows, groups, feature_map.exponential, space)
         pulled = _pull_block(block, before, grad_moments)
         grad_moments = pulled.moments
         grad_x = pulled_back(leaf_q, (t,), (pulled.t,), tensors, totals)
@@ -132,30 +133,32 @@ def _states_from_the_last(
     feature_map: FeatureMap, saved: Saved, bounds: list[tuple[int, int]]
 ) -> Iterator[tuple[Before, int, int]]:
     """Each block with the state before it, the last block first."""
-    stride = max(math.isqrt(len(bounds)), 1)
+    stride, space = max(math.isqrt(len(bounds)), 1), Workspace(saved.moments)
     segments = [bounds[index : index + stride] for index in range(0, len(bounds), stride)]
     entries = [Before(saved.moments, saved.m)]
     for segment in segments[:-1]:
-        *_, last = _states(feature_map, saved, entries[-1], segment)
-        entries.append(_after(feature_map, saved, last, *segment[-1]))
+        *_, last = _states(feature_map, saved, entries[-1], segment, space)
+        entries.append(_after(feature_map, saved, last, *segment[-1], space))
     for entry, segment in zip(reversed(entries), reversed(segments), strict=False):
-        states = list(_states(feature_map, saved, entry, segment))
+        states = list(_states(feature_map, saved, entry, segment, space))
         for before, (start, stop) in zip(reversed(states), reversed(segment), strict=True):
             yield before, start, stop
 
 
-def _states(feature_map: FeatureMap, saved: Saved, before: Before, segment: list[tuple[int, int]]) -> Iterator[Before]:
+def _states(
+    feature_map: FeatureMap, saved: Saved, before: Before, segment: list[tuple[int, int]], space: Workspace
+) -> Iterator[Before]:
     """The states before these consecutive blocks."""
     for index, bound in enumerate(segment):
         yield before
         if index + 1 < len(segment):
-            before = _after(feature_map, saved, before, *bound)
+            before = _after(feature_map, saved, before, *bound, space)
 
 
-def _after(feature_map: FeatureMap, saved: Saved, before: Before, start: int, stop: int) -> Before:
+def _after(feature_map: FeatureMap, saved: Saved, before: Before, start: int, stop: int, space: Workspace) -> Before:
     """The state after a block."""
     x, extended = saved.key_rows(start, stop)
-    keys = key_block(feature_map, x, saved.part(start, stop), Workspace(x))
+    keys = key_block(feature_map, x, saved.part(start, stop), space)
     c, (S, z) = keys.peak(before.m), parted(before.moments)
     rescale(S, z, before.m, c)
     fold_in(S, z, keys.turned_relative_to(c).flatten(0, 1), extended[..., :-1].flatten(0, 1))
@@ -182,28 +185,39 @@ def _pull_block(block: Block, before: Before, grad_after: Tensor) -> Pulled:
     )
 
 
-def _scores(phi_q: Tensor, phi_k: Tensor, groups: int) -> Tensor:
+def _scores(phi_q: Tensor, phi_k: Tensor, groups: int, out: Tensor) -> Tensor:
     """φ(q)φ(k)ᵀ, (B, H, G·n, n), later keys set to 0."""
-    product = phi_q @ phi_k.mT
-    product.unflatten(-2, (groups, -1)).tril_()
-    return product
+    torch.matmul(phi_q, phi_k.mT, out=out)
+    out.unflatten(-2, (groups, -1)).tril_()
+    return out
+
+
+def _summed(first: Tensor, second: Tensor, other: Tensor, more: Tensor, out: Tensor) -> Tensor:
+    """first·second + other·more, heads flattened for the second product."""
+    torch.matmul(first, second, out=out)
+    out.flatten(0, 1).baddbmm_(other.flatten(0, 1), more.flatten(0, 1))
+    return out
 
 
 def _pull_joint(block: Block, before: Before, c: Tensor, grad_after: Tensor) -> Pulled:
     """A safe block reads the state and its own keys relative to the same exponent."""
-    decay = (before.m - c).exp().unsqueeze(-1)
-    phi_q = normalised_query_features(block.t, c, block.reference, block.exponential)
-    phi_k, moments = block.keys.relative_to(c), before.moments * decay
-    weights = _scores(phi_q, phi_k, block.groups)
+    decay, space = (before.m - c).exp().unsqueeze(-1), block.space
+    queries, keys = block.t.shape, (*block.extended.shape[:-1], block.t.shape[-1])
+    pairs = (*queries[:-1], keys[-2])
+    phi_q = normalised_query_features(block.t, c, block.reference, block.exponential, space.buffer("phi_q", *queries))
+    phi_k, moments = block.keys.relative_to(c, space.buffer("phi_k", *keys)), before.moments * decay
+    weights = _scores(phi_q, phi_k, block.groups, space.buffer("weights", *pairs))
     rows = block.grad_rows(lambda: weights @ block.extended + phi_q @ moments)
-    grad_scores = _scores(rows, block.extended, block.groups)
-    grad_phi_q = rows @ moments.mT + grad_scores @ phi_k
-    grad_phi_k = block.extended @ grad_after.mT + grad_scores.mT @ phi_q
+    grad_scores = _scores(rows, block.extended, block.groups, space.buffer("grad_scores", *pairs))
+    grad_phi_q = _summed(rows, moments.mT, grad_scores, phi_k, space.buffer("grad_q", *queries))
+    grad_phi_k = _summed(block.extended, grad_after.mT, grad_scores.mT, phi_q, space.buffer("grad_k", *keys))
+    grad_state = grad_after.clone(memory_format=torch.contiguous_format)
+    grad_state.flatten(0, 1).baddbmm_(phi_q.flatten(0, 1).mT, rows.flatten(0, 1))
     return Pulled(
         query_gradient(grad_phi_q, phi_q, c, block.reference, block.exponential),
         key_gradients(block.keys, c, phi_k, grad_phi_k),
-        phi_k @ grad_after + weights.mT @ rows,
-        (grad_after + phi_q.mT @ rows) * decay,
+        _summed(phi_k, grad_after, weights.mT, rows, space.buffer("grad_v", *block.extended.shape)),
+        grad_state.mul_(decay),
     )
 
 
