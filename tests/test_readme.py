@@ -1,0 +1,31 @@
+"""The README's code runs, and its six lines are what the op computes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import linattn
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_code_runs_and_the_six_lines_equal_the_op() -> None:
+    use, equivalent = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(use, names)
+    names |= {name: names[name][:, :, :200] / 4 for name in "qkv"}
+    exec(equivalent, names)
+    expected = linattn.linear_attention(names["q"], names["k"], names["v"], names["favor"])
+    # float32 exponents of a few units, summed over 200 keys.
+    torch.testing.assert_close(names["out"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_table_has_figures() -> None:
+    """The figures are written by docs/write_tables.py; an empty table would be a place-holder."""
+    tables = re.findall(r"<!-- \w+ -->\n(.*?)\n<!-- end -->", README.read_text(), re.DOTALL)
+    assert len(tables) == 2
+    assert all(re.search(r"\d", table) for table in tables)
