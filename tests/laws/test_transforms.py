@@ -7,6 +7,7 @@ import torch
 
 import linattn
 from grid import CASES, HEAD_DIM, Case, Learned, build, qkv
+from linattn.feature_maps._base import live_map
 
 TRANSFORM_CASES = tuple(
     c
@@ -32,6 +33,12 @@ def test_compiled_equals_eager(case: Case) -> None:
         results.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
     for eager, found in zip(*results, strict=True):
         torch.testing.assert_close(found, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_whose_map_is_gone_says_so() -> None:
+    """A compiled graph knows its map by a number."""
+    with pytest.raises(RuntimeError, match="no longer exists; keep the map alive"):
+        live_map(-1)
 
 
 def test_compiled_decoding_equals_eager() -> None:

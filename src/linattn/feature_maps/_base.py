@@ -126,6 +126,11 @@ class FeatureMap(nn.Module, ABC):
 
 def live_map(handle: int) -> FeatureMap:
     """The map with this handle, while it lives."""
+    if handle not in _LIVE:
+        raise RuntimeError(
+            "a compiled function calls a feature map that no longer exists; keep the map alive, for example as an "
+            "attribute of the module, or compile again"
+        )
     return _LIVE[handle]
 
 
