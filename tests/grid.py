@@ -50,7 +50,7 @@ def default(name: str, head_dim: int) -> FeatureMap:
     """A listed map with default options and a few features."""
     kind = FEATURE_MAPS[name]
     free = "num_features" in inspect.signature(kind).parameters
-    built = kind(head_dim, NUM_FEATURES) if free else kind(head_dim)  # type: ignore[call-arg]
+    built = kind(head_dim, NUM_FEATURES) if free else kind(head_dim)
     if isinstance(built, Oprf):
         built.fit(*sample(head_dim))
     return built

@@ -58,7 +58,7 @@ class FeatureMap(nn.Module, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or a map read from a file, is another object."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._register_handle()
 
     @abstractmethod

@@ -188,7 +188,7 @@ class RandomFeatureMap(FeatureMap):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model, but stay float64 when the model is cast."""
         masters = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         for name, master in masters.items():
             moved = self._buffers[name]
             if moved is not None and moved.dtype != master.dtype:

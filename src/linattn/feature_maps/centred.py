@@ -226,7 +226,7 @@ class Centred(FeatureMap):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast with the model; a cast changes the means, hence the digest."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._fingerprint = None
         return self
 

@@ -69,7 +69,7 @@ class MonomialMap(FeatureMap):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._prepare()
         return self
 

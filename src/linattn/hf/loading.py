@@ -116,9 +116,9 @@ def _default_folder() -> Path:
 def _quiet() -> Iterator[None]:
     """No progress bars of transformers' own while loading."""
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()

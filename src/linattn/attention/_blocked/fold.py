@@ -48,9 +48,7 @@ def run(
     """Run the fold `name` on (mask, *inputs), with the map's tensors named in `own` replaced and differentiated."""
     if not _is_followed(*inputs, *own.values()):
         return forward(name, feature_map, own, mask, inputs)
-    found: tuple[Tensor, ...] = _Forward.apply(  # type: ignore[no-untyped-call]
-        name, feature_map, tuple(own), mask, *inputs, *own.values()
-    )
+    found: tuple[Tensor, ...] = _Forward.apply(name, feature_map, tuple(own), mask, *inputs, *own.values())
     return found
 
 
@@ -135,7 +133,7 @@ class _Forward(torch.autograd.Function):
                 "are recomputed for gradients; redraw or fit after backward(), not before"
             )
         count = FOLDS[ctx.arguments[0]].num_inputs
-        found = _Backward.apply(*ctx.arguments, mask, *grads, *saved)  # type: ignore[no-untyped-call]
+        found = _Backward.apply(*ctx.arguments, mask, *grads, *saved)
         return None, None, None, None, *found[: count - 1], None, *found[count - 1 :]
 
     @staticmethod

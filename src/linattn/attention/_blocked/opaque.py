@@ -54,7 +54,7 @@ def _fold_backward(
     return list(fold.backward(name, live_map(handle), _named(names, own), mask, rest))
 
 
-@torch.library.register_fake("linattn::fold_backward")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("linattn::fold_backward")
 def _(name: str, handle: int, names: str, mask: Tensor | None, rest: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     """The gradients' shapes."""
     count = fold.NUM_OUTPUTS[name]
@@ -89,7 +89,7 @@ def _named(names: str, own: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(names.split(","), own, strict=True)) if names else {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _inside_a_transform() -> bool:
     """Whether torch.func is at work while the compiler traces; torch has no public name for this."""
     return torch._C._functorch.peek_interpreter_stack() is not None
