@@ -23,12 +23,14 @@ def _strict_world() -> Iterator[None]:
 
 @pytest.fixture
 def blocks_of(monkeypatch: pytest.MonkeyPatch):
-    """Force the blocked backend's block size."""
-    from linattn.attention._blocked import absorption, causal, causal_backward, reading
+    """Force the blocked backend's block size, and short segments of blocks."""
+    from linattn.attention._blocked import absorption, causal, causal_backward, opaque, reading
 
     def force(size: int) -> None:
-        for module in (absorption, causal, causal_backward, reading):
+        for module in (absorption, causal, causal_backward, opaque, reading):
             monkeypatch.setattr(module, "block_size", lambda *_, **__: size)
+        for module in (causal, causal_backward):
+            monkeypatch.setattr(module, "SEGMENT", 3)
 
     return force
 

@@ -99,6 +99,11 @@ class Case:
         return f"{self.map_name}-{self.backend}-{'causal' if self.is_causal else 'bidirectional'}"
 
 
+def sums(state: linattn.State) -> Tensor:
+    """[S, z] of a state, (B, H, R, Dv + 1), relative to its m."""
+    return torch.cat((state.S, state.z.unsqueeze(-1)), -1)
+
+
 def build(name: str, head_dim: int = HEAD_DIM) -> FeatureMap:
     """A map of the grid by name."""
     return VARIANTS[name](head_dim) if name in VARIANTS else default(name, head_dim)

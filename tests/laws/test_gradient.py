@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, HEAD_DIM, Case, Learned, qkv, relative_error
+from grid import CASES, HEAD_DIM, Case, Learned, qkv, relative_error, sums
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.backend == "blocked"], ids=str)
@@ -48,15 +48,15 @@ def test_gradcheck_through_the_state(map_name: str, blocks_of) -> None:
     feature_map = Case(map_name, "blocked", True).build()
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 3, 3, value_dim=2))
     before = linattn.linear_attention_with_state(*qkv(1, 2, 2, 3, 3, value_dim=2, seed=9), feature_map).state
-    sums = before.sums.detach().clone().requires_grad_()
+    S, z = (x.detach().clone().requires_grad_() for x in (before.S, before.z))
 
-    def attend(q, k, v, sums):
-        state = linattn.State(sums, before.m, before.built_with)
+    def attend(q, k, v, S, z):
+        state = linattn.State(S, z, before.m, before.built_with)
         out, after = linattn.linear_attention_with_state(q, k, v, feature_map, state)
         # The sums are relative to m, a constant for gradients: only their product is a function of the tokens.
-        return out, after.sums * torch.exp(after.m).unsqueeze(-1), after.read(feature_map, q).out
+        return out, sums(after) * torch.exp(after.m).unsqueeze(-1), after.read(feature_map, q).out
 
-    assert torch.autograd.gradcheck(attend, (q, k, v, sums))
+    assert torch.autograd.gradcheck(attend, (q, k, v, S, z))
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])

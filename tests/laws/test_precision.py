@@ -41,4 +41,4 @@ def test_states_are_kept_in_float32() -> None:
     ):
         q, k, v = qkv(dtype=dtype)
         out, state = linattn.linear_attention_with_state(q, k, v, build("FavorPlus"), enable_gqa=True)
-        assert (out.dtype, state.sums.dtype, state.m.dtype) == (dtype, kept, kept)
+        assert (out.dtype, state.S.dtype, state.z.dtype, state.m.dtype) == (dtype, kept, kept, kept)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap
 
+_Moments = tuple[Tensor, Tensor, Tensor]
+
 
 class _Host(nn.Module):
     """A map as a module whose forward pass is any function of it."""
@@ -35,10 +37,10 @@ def attend(
     key: Tensor,  # (B, H, Lk, D)
     value: Tensor,  # (B, H, Lk, Dv)
     mask: Tensor | None,  # (B, Lk)
-    before: tuple[Tensor, Tensor],
+    before: _Moments,  # S, z, m
     *,
     is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, _Moments]:
     """Output, denominator, its exponent, and the moments after all keys; causal is aligned bottom-right."""
 
     def compute(hosted_map: FeatureMap) -> Any:
@@ -46,7 +48,7 @@ def attend(
 
     with torch.autocast(query.device.type, enabled=False):
         swapped = {f"map.{name}": tensor for name, tensor in own.items()}
-        found: tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] = torch.func.functional_call(
+        found: tuple[Tensor, Tensor, Tensor, _Moments] = torch.func.functional_call(
             _Host(feature_map), swapped, (compute,)
         )
     return found
@@ -65,12 +67,13 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    before: tuple[Tensor, Tensor],
+    before: _Moments,  # S, z, m
     *,
     is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, _Moments]:
     """The same with the map's tensors in place."""
-    sums, m = before
+    m = before[2]
+    sums = torch.cat((before[0], before[1].unsqueeze(-1)), -1)
     if mask is not None:
         key, value = (torch.where(mask[:, None, :, None], x, 0) for x in (key, value))
     q, k = query.to(sums.dtype), key.to(sums.dtype)
@@ -126,12 +129,13 @@ def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
     return out, den
 
 
-def _moments(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ φ(k)[v, 1]ᵀ·exp(-m) over the state and the keys, and m."""
+def _moments(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> _Moments:
+    """Σ φ(k)[v, 1]ᵀ·exp(-m) over the state and the keys as S and z, and m."""
     if log_k.shape[-2] == 0:
-        return sums, m
+        return sums[..., :-1], sums[..., -1], m
     peak = torch.maximum(m, log_k.detach().amax(-2))
     features = torch.exp(log_k - peak.unsqueeze(-2))
     if phi_k is not None:
         features = features * phi_k
-    return sums * torch.exp(m - peak).unsqueeze(-1) + features.mT @ extended, peak
+    sums = sums * torch.exp(m - peak).unsqueeze(-1) + features.mT @ extended
+    return sums[..., :-1], sums[..., -1], peak

@@ -211,7 +211,7 @@ def _attend(
     *,
     is_causal: bool,
     backend: Backend,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Call the backend with queries grouped by key/value head."""
     if state is None:
         kept = _blocked.accumulation_dtype(query.dtype)

@@ -6,7 +6,7 @@ else 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,9 @@ class State:
     float32 (float64 for float64 inputs), whatever the dtype of the tokens.
 
     Attributes:
-        sums: (B, H, R, Dv + 1): S with z as its last column.
-        m: (B, H, M): the exponent the sums are relative to, per feature for exponential maps; a constant for gradients.
+        S: Σ φ(k)vᵀ·exp(-m): (B, H, R, Dv).
+        z: Σ φ(k)·exp(-m): (B, H, R).
+        m: (B, H, M): the exponent both are relative to, per feature for exponential maps; a constant for gradients.
         built_with: the feature map's fingerprint, its `repr`; a map with another one is refused.
 
     Example:
@@ -47,19 +48,10 @@ class State:
         4.0
     """
 
-    sums: Tensor
+    S: Tensor
+    z: Tensor
     m: Tensor
     built_with: str
-
-    @property
-    def S(self) -> Tensor:
-        """Σ φ(k)vᵀ·exp(-m): (B, H, R, Dv)."""
-        return self.sums[..., :-1]
-
-    @property
-    def z(self) -> Tensor:
-        """Σ φ(k)·exp(-m): (B, H, R)."""
-        return self.sums[..., -1]
 
     @classmethod
     def empty(
@@ -117,11 +109,12 @@ class State:
         """
         if self.built_with != other.built_with:
             raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
-        if self.sums.shape != other.sums.shape:
-            raise ValueError(f"cannot merge states of shapes {tuple(self.sums.shape)} and {tuple(other.sums.shape)}")
+        if self.S.shape != other.S.shape:
+            raise ValueError(f"cannot merge states of shapes {tuple(self.S.shape)} and {tuple(other.S.shape)}")
         m = torch.maximum(self.m, other.m)
-        mine, theirs = ((x.m - m).exp().unsqueeze(-1) for x in (self, other))
-        return State(self.sums * mine + other.sums * theirs, m, self.built_with)
+        mine, theirs = ((x.m - m).exp() for x in (self, other))
+        S = self.S * mine.unsqueeze(-1) + other.S * theirs.unsqueeze(-1)
+        return State(S, self.z * mine + other.z * theirs, m, self.built_with)
 
     def read(self, feature_map: FeatureMap, query: Tensor) -> Partial:
         """Attention of queries over all keys in the state; O(L·R·(D + Dv)).
@@ -139,7 +132,7 @@ class State:
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, query)
-        batch, heads = self.sums.shape[:2]
+        batch, heads = self.S.shape[:2]
         if (
             query.ndim != 4
             or query.shape[0] != batch
@@ -161,36 +154,40 @@ class State:
                 f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
                 "turn a mask into indices with mask.nonzero().squeeze(1)"
             )
-        return State(self.sums.index_select(0, indices), self.m.index_select(0, indices), self.built_with)
+        return self._each(lambda x: x.index_select(0, indices))
 
     def detach(self) -> State:
         """The same state, cut from the graph that built it."""
-        return State(self.sums.detach(), self.m.detach(), self.built_with)
+        return self._each(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
         """The same state on another device."""
-        return State(self.sums.to(device), self.m.to(device), self.built_with)
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> State:
+        """The state with each of its tensors changed alike."""
+        return State(change(self.S), change(self.z), change(self.m), self.built_with)
 
     @property
     def moments(self) -> _blocked.Moments:
         """The sums and their exponent, as the backends take them."""
-        return _blocked.Moments(self.sums, self.m)
+        return _blocked.Moments(self.S, self.z, self.m)
 
     def check_fits(self, key: Tensor, value: Tensor) -> None:
         """Refuse tokens whose batch, heads, value width, precision or device are not the state's."""
-        wanted = (*self.sums.shape[:2], self.sums.shape[-1] - 1)
+        wanted = (*self.S.shape[:2], self.S.shape[-1])
         got = (*key.shape[:2], value.shape[-1])
         if wanted != got:
             raise ValueError(
                 f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
             )
-        if self.sums.dtype != _blocked.accumulation_dtype(key.dtype):
+        if self.S.dtype != _blocked.accumulation_dtype(key.dtype):
             raise ValueError(
-                f"the state is kept in {self.sums.dtype}, tokens of {key.dtype} need "
+                f"the state is kept in {self.S.dtype}, tokens of {key.dtype} need "
                 f"{_blocked.accumulation_dtype(key.dtype)}; build it with State.empty(…, dtype={key.dtype})"
             )
-        if self.sums.device != key.device:
-            raise ValueError(f"the state is on {self.sums.device}, the keys on {key.device}; move it with state.to(…)")
+        if self.S.device != key.device:
+            raise ValueError(f"the state is on {self.S.device}, the keys on {key.device}; move it with state.to(…)")
 
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map."""
@@ -224,13 +221,13 @@ def as_partial(
 
 def _from_leaves(leaves: Iterable[Tensor], built_with: str) -> State:
     """A state from the tensors torch's tree utilities took out of one."""
-    sums, m = leaves
-    return State(sums, m, built_with)
+    S, z, m = leaves
+    return State(S, z, m, built_with)
 
 
 pytree.register_pytree_node(
     State,
-    lambda state: ([state.sums, state.m], state.built_with),
+    lambda state: ([state.S, state.z, state.m], state.built_with),
     _from_leaves,
     serialized_type_name="linattn.State",
 )

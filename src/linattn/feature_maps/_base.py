@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -81,6 +81,18 @@ class FeatureMap(nn.Module, ABC):
         """`key` written into a buffer (..., L, R), which is returned; no gradient is recorded."""
         return self.write_query(x, out) if type(self).key is FeatureMap.key else out.copy_(self.key(x))
 
+    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of `query`'s input, given that of its output: (..., L, D), (..., L, R) -> (..., L, D).
+
+        `grad` may be written over. Attention's backward pass calls this block by block, for maps whose own tensors are
+        not followed. Maps with a matrix product override it: autograd would compute the product once more.
+        """
+        return _pulled_back(self.query, x, grad)
+
+    def pull_key(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The same for `key`."""
+        return self.pull_query(x, grad) if type(self).key is FeatureMap.key else _pulled_back(self.key, x, grad)
+
     def query_log_weight(self, x: Tensor) -> Tensor | None:
         """Logarithm of a positive factor on all features of a query, (..., L), or None; only where not `exponential`.
 
@@ -122,6 +134,14 @@ class FeatureMap(nn.Module, ABC):
                 f"{type(self).__name__} was built for head_dim={self.head_dim}, got vectors of width {x.shape[-1]}; "
                 f"build it with head_dim={x.shape[-1]}"
             )
+
+
+def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of a function's input, by autograd, with a graph of its own."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(function(leaf), leaf, grad, allow_unused=True, materialize_grads=True)
+    return found
 
 
 def live_map(handle: int) -> FeatureMap:

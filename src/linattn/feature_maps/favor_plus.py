@@ -64,6 +64,11 @@ class FavorPlus(SoftmaxEstimator):
         x, weights = self._operands(x)
         return multiplied(x, weights, out).add_(-self._half_square(x) - math.log(self.num_rows) / 2)
 
+    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """grad·Wᵀ - scale·x·Σ grad."""
+        x, weights = self._operands(x)
+        return torch.matmul(grad, weights.mT).addcmul_(x, grad.sum(-1, keepdim=True), value=-self.scale)
+
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""
         return exponential_variance(sum_square, self._rows())

@@ -1,7 +1,7 @@
 """The fold by blocks in plain torch, forward and backward, on any device; the CPU's fast path.
 
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, E =
-Dv + 1, R features, M exponents kept per head.
+Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, n tokens of a block, D head width, Dv
+value width, R features, M exponents kept per head (R for exponential maps, 1 for the others).
 """
 
 from __future__ import annotations
@@ -48,11 +48,17 @@ def attend(
         key, value, mask = key[:, :, extra:], value[:, :, extra:], None if mask is None else mask[:, extra:]
     early = query[..., : max(-extra, 0), :]
     late = query[..., max(-extra, 0) :, :]
-    *rows, moments, m = _run("causal", feature_map, own, mask, late, key, value, *before)
+    if key.shape[2] == 1:
+        # The one key is every query's past: nothing is later.
+        after = absorb(feature_map, own, key, value, mask, before)
+        rows = read(feature_map, own, late, after)
+    else:
+        out, den, reference, S, z, m, *_ = _run("causal", feature_map, own, mask, late, key, value, *before)
+        rows, after = (out, den, reference), Moments(S, z, m)
     if extra < 0:
         first = read(feature_map, own, early, before)
-        rows = [torch.cat(pair, dim=3) for pair in zip(first, rows, strict=True)]
-    return rows[0], rows[1], rows[2], Moments(moments, m)
+        rows = (torch.cat((first[0], rows[0]), 3), torch.cat((first[1], rows[1]), 3), torch.cat((first[2], rows[2]), 3))
+    return *rows, after
 
 
 def absorb(

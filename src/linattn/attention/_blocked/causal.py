@@ -1,7 +1,8 @@
-"""The causal fold: each block reads the state before it and its own past, then is folded in; letters as in blocks.py.
+"""The causal fold: each block reads the state before it and its own past, then is folded in.
 
 Within a block every row shares the reference c, the running maximum after the block. A much larger later key would
-underflow earlier rows, so heads whose maximum jumps within a block take the sums of jumps.py there.
+underflow earlier rows, so heads whose maximum jumps within a block take the sums of jumps.py there. Letters as in
+_blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -9,25 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.absorption import fold_in, rescale
-from linattn.attention._blocked.blocks import (
-    Keys,
-    Workspace,
-    block_size,
-    blocks,
-    joined,
-    key_block,
-    parted,
-    query_block,
-    query_features,
-    with_ones,
-)
+from linattn.attention._blocked.blocks import Moments, Running, Workspace, block_size, blocks
+from linattn.attention._blocked.features import Keys, key_block, query_block, query_features
 from linattn.attention._blocked.jumps import split, split_rows
-from linattn.attention._blocked.reading import store_rows
+from linattn.attention._blocked.reading import store_rows, times_z
 from linattn.feature_maps import FeatureMap
 
 # A denominator may shrink to exp(-60): far above float32's smallest normal number, exp(-87).
 _MAX_JUMP = 60.0
+
+# The state is kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
+SEGMENT = 16
+
+
+def num_checkpoints(length: int, size: int) -> int:
+    """How many states are kept: those before every segment but the first, whose state was given."""
+    return max(length - 1, 0) // (size * SEGMENT)
 
 
 def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor) -> Tensor | None:
@@ -46,48 +44,54 @@ def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor) -> Tensor 
     return None if bool(safe.all()) else safe
 
 
+def past(scores: Tensor, groups: int) -> Tensor:
+    """Scores (B·H, G·n, n) with those of later keys set to 0, in place."""
+    scores.unflatten(1, (groups, -1)).tril_()
+    return scores
+
+
 def forward(
     feature_map: FeatureMap,
     mask: Tensor | None,  # (B, L)
     query: Tensor,  # (B, H, G, L, D)
     key: Tensor,  # (B, H, L, D)
     value: Tensor,  # (B, H, L, Dv)
-    moments: Tensor,  # (B, H, R, E)
-    m: Tensor,  # (B, H, M)
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, denominator, its exponent, and the state after the last token."""
-    (S, z), exponential = parted(moments), feature_map.exponential
+    *before: Tensor,  # S (B, H, R, Dv), z (B, H, R), m (B, H, M)
+) -> tuple[Tensor, ...]:
+    """Output, denominator, its exponent; S, z, m after the last token; S, z, m before segments, (B, K, H, …)."""
+    state, exponential = Running(Moments(*before)), feature_map.exponential
     batch, heads, groups, length, _ = query.shape
     out = query.new_empty(batch, heads, groups, length, value.shape[-1])
-    den = moments.new_empty(batch, heads, groups, length)
-    reference, space = torch.empty_like(den), Workspace(moments)
+    den = before[0].new_empty(batch, heads, groups, length)
+    reference, space = torch.empty_like(den), Workspace(den)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=True)
-    for start, stop in blocks(length, size):
+    checkpoints = [x.new_empty(batch, num_checkpoints(length, size), *x.shape[1:]) for x in before]
+    for index, (start, stop) in enumerate(blocks(length, size)):
+        if index and index % SEGMENT == 0:
+            for kept, now in zip(checkpoints, state.views(), strict=True):
+                kept[:, index // SEGMENT - 1] = now
         part = None if mask is None else mask[:, start:stop]
-        keys = key_block(feature_map, space.rows("k", key[:, :, start:stop], part), part, space)
-        v = space.rows("v", value[:, :, start:stop], part)
+        k = space.rows("k", key[:, :, start:stop], part)
+        keys = key_block(feature_map, k, part, space.buffer("keys", *k.shape[:-1], feature_map.num_features))
         x, span = space.rows("q", query[..., start:stop, :], None).flatten(2, 3), (groups, stop - start)
-        t, c = query_block(feature_map, x, space), keys.peak(m)
-        safe = safe_heads(keys, part, m, c)
+        t, c = query_block(feature_map, x, space), keys.peak(state.m)
+        safe = safe_heads(keys, part, state.m, c)
         if safe is not None:
-            cut = split(t, keys, with_ones(v), groups, exponential)
-            apart, ref_apart = split_rows(cut, stop - start, joined(S, z, moments), m)
-        rescale(S, z, m, c)
+            cut = split(t, keys, space.rows("v", value[:, :, start:stop], part), groups, exponential)
+            num_apart, total_apart, ref_apart = split_rows(cut, stop - start, state.views())
+        state.rescale(c)
         phi_q, ref = query_features(t, c, exponential, over=True)
-        phi_k = keys.turned_relative_to(c)
-        phi_q, phi_k, v = phi_q.flatten(0, 1), phi_k.flatten(0, 1), v.flatten(0, 1)
-        weights = space.buffer("weights", batch * heads, phi_q.shape[1], stop - start)
-        torch.bmm(phi_q, phi_k.mT, out=weights)
-        weights.unflatten(1, (groups, -1)).tril_()
-        num = torch.bmm(weights, v, out=space.buffer("rows", *phi_q.shape[:2], v.shape[-1])).baddbmm_(phi_q, S)
-        total = weights.sum(-1, keepdim=True).add_(torch.bmm(z.mT, phi_q.mT).mT)
+        phi_q, phi_k = phi_q.flatten(0, 1), keys.turned_relative_to(c).flatten(0, 1)
+        v = space.rows("v", value[:, :, start:stop], part).flatten(0, 1)
+        weights = past(space.product("weights", phi_q, phi_k.mT), groups)
+        num = space.product("num", weights, v).baddbmm_(phi_q, state.S)
+        total = weights.sum(-1, keepdim=True).add_(times_z(phi_q, state.z))
         if safe is not None:
             keep = safe.flatten()[:, None, None]
-            num = torch.where(keep, num, apart[..., :-1].flatten(0, 1))
-            total = torch.where(keep, total, apart[..., -1:].flatten(0, 1))
+            num = torch.where(keep, num, num_apart.flatten(0, 1))
+            total = torch.where(keep, total, total_apart.flatten(0, 1))
             ref = torch.where(safe[..., None], ref, ref_apart)
         store_rows(out[..., start:stop, :], den[..., start:stop], num, total)
         reference[..., start:stop] = ref.unflatten(2, span)
-        fold_in(S, z, phi_k, v)
-        m = c
-    return out, den, reference, joined(S, z, moments), m.clone()
+        state.fold_in(phi_k, v)
+    return out, den, reference, *state.moments(), *checkpoints

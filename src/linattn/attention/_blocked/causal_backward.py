@@ -1,99 +1,82 @@
 """The causal fold pulled back: block by block from the last to the first, features recomputed, no state unwound.
 
-The states before the blocks are recomputed by the forward pass's own absorption, in √N segments of √N blocks, so that
-only 2√N states are ever held. Letters as in blocks.py.
+The forward pass kept the state before every segment of blocks; a segment's own states, and its keys' features, are
+computed once more when the sweep reaches it, so that memory does not grow with its number. Letters as in
+_blocked/__init__.py.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.absorption import fold_in, key_gradients, rescale, store_masked
-from linattn.attention._blocked.blocks import (
+from linattn.attention._blocked.absorption import store_masked
+from linattn.attention._blocked.blocks import Moments, Running, Workspace, block_size, blocks
+from linattn.attention._blocked.causal import SEGMENT, past, safe_heads
+from linattn.attention._blocked.features import (
     Keys,
-    Workspace,
-    as_keys,
-    block_size,
-    blocks,
-    joined,
+    WayBack,
     key_block,
-    key_outputs,
-    masked_rows,
-    new_totals,
     normalised_query_features,
-    parted,
-    pulled_back,
-    traced,
-    with_ones,
+    query_block,
+    query_gradient,
 )
-from linattn.attention._blocked.causal import safe_heads
 from linattn.attention._blocked.jumps import split, split_gradients, split_rows
-from linattn.attention._blocked.reading import divide, live_reference, query_gradient, row_gradients
+from linattn.attention._blocked.reading import divide, live_reference, row_gradients, times_z
 from linattn.feature_maps import FeatureMap
 
 
 class Saved(NamedTuple):
-    """The forward pass's inputs."""
+    """What the forward pass was given."""
 
     mask: Tensor | None
     query: Tensor  # (B, H, G, L, D)
     key: Tensor
     value: Tensor
-    moments: Tensor
+    S: Tensor
+    z: Tensor
     m: Tensor
 
-    def part(self, start: int, stop: int) -> Tensor | None:
-        """The block's key mask."""
-        return None if self.mask is None else self.mask[:, start:stop]
 
-    def key_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The block's keys and [v, 1]."""
-        mask, dtype = self.part(start, stop), self.moments.dtype
-        extended = with_ones(masked_rows(self.value[:, :, start:stop], mask, dtype))
-        return masked_rows(self.key[:, :, start:stop], mask, dtype), extended
+class Visit(NamedTuple):
+    """A block as the recomputation of its segment left it."""
 
-
-class Before(NamedTuple):
-    """The state before a block."""
-
-    moments: Tensor  # (B, H, R, E)
-    m: Tensor  # (B, H, M)
+    before: Moments
+    c: Tensor  # the exponent after it, (B, H, M)
+    keys: Keys  # an exponential map's are turned relative to c
+    phi_k: Tensor  # (B, H, n, R), relative to c
+    safe: Tensor | None
+    start: int
+    stop: int
 
 
-class Block(NamedTuple):
-    """A block's features, values and the gradients of its row sums."""
+class Rows(NamedTuple):
+    """A block's queries: what the map says of them, and the gradients of their row sums."""
 
     t: Tensor  # (B, H, G·n, R)
-    keys: Keys
-    mask: Tensor | None
-    extended: Tensor  # (B, H, n, E)
-    out: Tensor  # (B, H, G·n, Dv)
+    out: Tensor | None  # (B, H, G·n, Dv), None where only a rounded one was kept
     den: Tensor  # (B, H, G·n)
     reference: Tensor  # (B, H, G·n)
     grad_out: Tensor  # (B, H, G·n, Dv)
     grad_den: Tensor  # (B, H, G·n)
-    groups: int
-    exponential: bool
-    space: Workspace
 
-    def grad_rows(self, rows: Callable[[], Tensor]) -> Tensor:
-        """The gradient (B, H, G·n, E) of the row sums; `rows` recomputes them where only a rounded output was kept."""
-        out = self.out if self.out.dtype == self.den.dtype else divide(rows())[0]
-        return row_gradients(self.grad_out, self.grad_den, out, self.den)
+    def gradients(self, sums: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The gradients (B, H, G·n, Dv) and (B, H, G·n, 1) of num and den, which `sums` recomputes where needed."""
+        out = divide(*sums()) if self.out is None else self.out
+        return row_gradients(self.grad_out, self.grad_den, out.view(self.grad_out.shape), self.den)
 
 
 class Pulled(NamedTuple):
-    """Gradients of a block's query and key outputs, of [v, 1] and of the state before it."""
+    """Gradients of a block's query and key outputs, of its values and of the state before it."""
 
     t: Tensor
-    key_outputs: tuple[Tensor, ...]
-    extended: Tensor
-    moments: Tensor
+    keys: tuple[Tensor, ...]
+    value: Tensor  # (B, H, n, Dv)
+    S: Tensor
+    z: Tensor
 
 
 def backward(
@@ -104,136 +87,159 @@ def backward(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of (query, key, value, moments) and of the map's tensors."""
-    saved, grad_moments, space = Saved(mask, *inputs), grads[3], Workspace(inputs[3])
+    """Gradients of (query, key, value, S, z) and of the map's tensors."""
+    sweep = Sweep(feature_map, Saved(mask, *inputs), outputs, grads)
+    saved, back, space = sweep.saved, WayBack(feature_map, tensors), sweep.space
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in inputs[:3])
-    totals, (batch, heads, groups, length, _) = new_totals(tensors), saved.query.shape
+    batch, heads, groups, length, _ = saved.query.shape
     size = block_size(batch * heads * groups, feature_map.num_features, saved.key.device, is_causal=True)
-    for before, start, stop in _states_from_the_last(feature_map, saved, list(blocks(length, size))):
-        part, (x_k, extended) = saved.part(start, stop), saved.key_rows(start, stop)
-        x_q, out, den, reference, grad_out, grad_den = (
-            y[:, :, :, start:stop].flatten(2, 3) for y in (saved.query, *outputs[:3], *grads[:2])
+    bounds = list(blocks(length, size))
+    segments = [bounds[index : index + SEGMENT] for index in range(0, len(bounds), SEGMENT)]
+    for index in reversed(range(len(segments))):
+        for visit in reversed(sweep.visits(index, segments[index])):
+            start, stop = visit.start, visit.stop
+            part, (x_k, v) = sweep.part(start, stop), sweep.key_rows(start, stop)
+            x_q = space.rows("q", saved.query[..., start:stop, :], None).flatten(2, 3)
+            pulled = sweep.pull(visit, sweep.rows(x_q, start, stop), v)
+            grad_x = back.query(x_q, pulled.t)
+            grad_query[..., start:stop, :] = grad_x.unflatten(2, (groups, stop - start))
+            store_masked(grad_key[:, :, start:stop], back.key(x_k, pulled.keys), part)
+            store_masked(grad_value[:, :, start:stop], pulled.value, part)
+    return [grad_query, grad_key, grad_value, sweep.grad_S, sweep.grad_z], back.totals
+
+
+class Sweep:
+    """The backward sweep: the gradients of the state, and what every block needs.
+
+    Attributes:
+        grad_S: the gradient of the state after the block that comes next, (B, H, R, Dv).
+        grad_z: (B, H, R).
+    """
+
+    def __init__(
+        self, feature_map: FeatureMap, saved: Saved, outputs: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> None:
+        self.saved, self.space = saved, Workspace(saved.S)
+        self.grad_S, self.grad_z = (x.clone(memory_format=torch.contiguous_format) for x in grads[3:5])
+        self._map, self._outputs, self._grads = feature_map, outputs, grads
+        self._checkpoints = outputs[6:]
+
+    def part(self, start: int, stop: int) -> Tensor | None:
+        """A block's key mask."""
+        return None if self.saved.mask is None else self.saved.mask[:, start:stop]
+
+    def key_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """A block's keys and values."""
+        x, v = (y[:, :, start:stop] for y in (self.saved.key, self.saved.value))
+        return self.space.rows("k", x, self.part(start, stop)), self.space.rows("v", v, self.part(start, stop))
+
+    def rows(self, x_q: Tensor, start: int, stop: int) -> Rows:
+        """A block's rows."""
+        out, grad_out = (
+            self.space.rows(name, y[:, :, :, start:stop], None).flatten(2, 3)
+            for name, y in (("out", self._outputs[0]), ("grad_out", self._grads[0]))
         )
-        leaf_q, (t,) = traced(lambda x: (feature_map.query(x),), x_q.to(den.dtype))
-        leaf_k, results = traced(lambda x: key_outputs(feature_map, x), x_k)
-        keys = as_keys([result.detach() for result in results], feature_map, part)
-        rows = (out, den, live_reference(den, reference), grad_out, grad_den)
-        block = Block(t.detach(), keys, part, extended, *rows, groups, feature_map.exponential, space)
-        pulled = _pull_block(block, before, grad_moments)
-        grad_moments = pulled.moments
-        grad_x = pulled_back(leaf_q, (t,), (pulled.t,), tensors, totals)
-        grad_query[..., start:stop, :] = grad_x.unflatten(2, (groups, stop - start))
-        grad_x = pulled_back(leaf_k, results, pulled.key_outputs[: len(results)], tensors, totals)
-        store_masked(grad_key[:, :, start:stop], grad_x, part)
-        store_masked(grad_value[:, :, start:stop], pulled.extended[..., :-1], part)
-    return [grad_query, grad_key, grad_value, grad_moments], totals
+        den, reference, grad_den = (y[:, :, :, start:stop].flatten(2, 3) for y in (*self._outputs[1:3], self._grads[1]))
+        # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
+        kept = out if self._outputs[0].dtype == den.dtype else None
+        t = query_block(self._map, x_q, self.space)
+        return Rows(t, kept, den, live_reference(den, reference), grad_out, grad_den)
 
+    def visits(self, index: int, segment: list[tuple[int, int]]) -> list[Visit]:
+        """The blocks of a segment, each with the state before it."""
+        before = self.saved[4:] if index == 0 else [x[:, index - 1] for x in self._checkpoints]
+        found, state = [], Running(Moments(*before))
+        for slot, (start, stop) in enumerate(segment):
+            entry = Moments(*(self._kept(f"{slot} {i}", x) for i, x in enumerate(state.views())))
+            part, (x, v) = self.part(start, stop), self.key_rows(start, stop)
+            buffer = self.space.buffer(f"{slot} keys", *x.shape[:-1], self._map.num_features)
+            keys = key_block(self._map, x, part, buffer)
+            c = keys.peak(entry.m)
+            safe = safe_heads(keys, part, entry.m, c)
+            phi_k = keys.turned_relative_to(c)
+            found.append(Visit(entry, c, keys, phi_k, safe, start, stop))
+            if slot + 1 < len(segment):
+                state.rescale(c)
+                state.fold_in(phi_k.flatten(0, 1), v.flatten(0, 1))
+        return found
 
-def _states_from_the_last(
-    feature_map: FeatureMap, saved: Saved, bounds: list[tuple[int, int]]
-) -> Iterator[tuple[Before, int, int]]:
-    """Each block with the state before it, the last block first."""
-    stride, space = max(math.isqrt(len(bounds)), 1), Workspace(saved.moments)
-    segments = [bounds[index : index + stride] for index in range(0, len(bounds), stride)]
-    entries = [Before(saved.moments, saved.m)]
-    for segment in segments[:-1]:
-        *_, last = _states(feature_map, saved, entries[-1], segment, space)
-        entries.append(_after(feature_map, saved, last, *segment[-1], space))
-    for entry, segment in zip(reversed(entries), reversed(segments), strict=False):
-        states = list(_states(feature_map, saved, entry, segment, space))
-        for before, (start, stop) in zip(reversed(states), reversed(segment), strict=True):
-            yield before, start, stop
+    def _kept(self, name: str, x: Tensor) -> Tensor:
+        """A copy in a buffer."""
+        return self.space.buffer(name, *x.shape).copy_(x)
 
+    def pull(self, visit: Visit, rows: Rows, value: Tensor) -> Pulled:
+        """The gradients of one block, from those of its row sums and of the state after it, which moves before it."""
+        if visit.safe is None:
+            pulled = self._pull_joint(visit, rows, value)
+        else:
+            apart, where = self._pull_split(visit, rows, value), visit.safe[..., None, None]
+            joint = self._pull_joint(visit, rows, value)
+            pulled = Pulled(
+                torch.where(where, joint.t, apart.t),
+                tuple(
+                    torch.where(where if x.ndim == 4 else where.squeeze(-1), x, y)
+                    for x, y in zip(joint.keys, apart.keys, strict=True)
+                ),
+                torch.where(where, joint.value, apart.value),
+                torch.where(where, joint.S, apart.S),
+                torch.where(where.squeeze(-1), joint.z, apart.z),
+            )
+        self.grad_S, self.grad_z = pulled.S, pulled.z
+        return pulled
 
-def _states(
-    feature_map: FeatureMap, saved: Saved, before: Before, segment: list[tuple[int, int]], space: Workspace
-) -> Iterator[Before]:
-    """The states before these consecutive blocks."""
-    for index, bound in enumerate(segment):
-        yield before
-        if index + 1 < len(segment):
-            before = _after(feature_map, saved, before, *bound, space)
+    def _pull_joint(self, visit: Visit, rows: Rows, value: Tensor) -> Pulled:
+        """A safe block reads the state and its own keys relative to the same exponent."""
+        c, space, exponential = visit.c, self.space, self._map.exponential
+        groups = self.saved.query.shape[2]
+        decay = (visit.before.m - c).exp_()
+        S = torch.mul(visit.before.S, decay.unsqueeze(-1), out=space.buffer("S", *visit.before.S.shape)).flatten(0, 1)
+        z, grad_S, grad_z = (visit.before.z * decay).flatten(0, 1), self.grad_S, self.grad_z
+        shaped_q = normalised_query_features(rows.t, c, rows.reference, exponential, over=visit.safe is None)
+        phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
+        weights = past(space.product("weights", phi_q, phi_k.mT), groups)
+        grad_num, grad_den = rows.gradients(
+            lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z))
+        )
+        grad_num, grad_den = grad_num.flatten(0, 1), grad_den.flatten(0, 1)
+        grad_scores = past(space.product("grad_scores", grad_num, v.mT).add_(grad_den), groups)
+        grad_phi_q = space.product("grad_q", grad_num, S.mT).addcmul_(grad_den, z.unsqueeze(-2))
+        grad_phi_q.baddbmm_(grad_scores, phi_k)
+        flat_grad_S = grad_S.flatten(0, 1)
+        grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
+        grad_phi_k.baddbmm_(grad_scores.mT, phi_q)
+        grad_v = space.product("grad_v", phi_k, flat_grad_S).baddbmm_(weights.mT, grad_num)
+        # In the sweep's own memory, except where heads differ and both results are needed.
+        if visit.safe is not None:
+            grad_S, grad_z = grad_S.clone(), grad_z.clone()
+        grad_S.flatten(0, 1).baddbmm_(phi_q.mT, grad_num)
+        grad_z.add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
+        return Pulled(
+            query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),
+            visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape)),
+            grad_v.view(value.shape),
+            grad_S.mul_(decay.unsqueeze(-1)),
+            grad_z.mul_(decay),
+        )
 
-
-def _after(feature_map: FeatureMap, saved: Saved, before: Before, start: int, stop: int, space: Workspace) -> Before:
-    """The state after a block."""
-    x, extended = saved.key_rows(start, stop)
-    keys = key_block(feature_map, x, saved.part(start, stop), space)
-    c, (S, z) = keys.peak(before.m), parted(before.moments)
-    rescale(S, z, before.m, c)
-    fold_in(S, z, keys.turned_relative_to(c).flatten(0, 1), extended[..., :-1].flatten(0, 1))
-    return Before(joined(S, z, before.moments), c)
-
-
-def _pull_block(block: Block, before: Before, grad_after: Tensor) -> Pulled:
-    """The gradients of one block, from those of its row sums and of the state after it."""
-    c = block.keys.peak(before.m)
-    safe = safe_heads(block.keys, block.mask, before.m, c)
-    joint = _pull_joint(block, before, c, grad_after)
-    if safe is None:
-        return joint
-    apart, where = _pull_split(block, before, c, grad_after), safe[..., None, None]
-    chosen = [
-        torch.where(where if x.ndim == 4 else where.squeeze(-1), x, y)
-        for x, y in zip(joint.key_outputs, apart.key_outputs, strict=True)
-    ]
-    return Pulled(
-        torch.where(where, joint.t, apart.t),
-        tuple(chosen),
-        torch.where(where, joint.extended, apart.extended),
-        torch.where(where, joint.moments, apart.moments),
-    )
-
-
-def _scores(phi_q: Tensor, phi_k: Tensor, groups: int, out: Tensor) -> Tensor:
-    """φ(q)φ(k)ᵀ, (B, H, G·n, n), later keys set to 0."""
-    torch.matmul(phi_q, phi_k.mT, out=out)
-    out.unflatten(-2, (groups, -1)).tril_()
-    return out
-
-
-def _summed(first: Tensor, second: Tensor, other: Tensor, more: Tensor, out: Tensor) -> Tensor:
-    """first·second + other·more, heads flattened for the second product."""
-    torch.matmul(first, second, out=out)
-    out.flatten(0, 1).baddbmm_(other.flatten(0, 1), more.flatten(0, 1))
-    return out
-
-
-def _pull_joint(block: Block, before: Before, c: Tensor, grad_after: Tensor) -> Pulled:
-    """A safe block reads the state and its own keys relative to the same exponent."""
-    decay, space = (before.m - c).exp().unsqueeze(-1), block.space
-    queries, keys = block.t.shape, (*block.extended.shape[:-1], block.t.shape[-1])
-    pairs = (*queries[:-1], keys[-2])
-    phi_q = normalised_query_features(block.t, c, block.reference, block.exponential, space.buffer("phi_q", *queries))
-    phi_k, moments = block.keys.relative_to(c, space.buffer("phi_k", *keys)), before.moments * decay
-    weights = _scores(phi_q, phi_k, block.groups, space.buffer("weights", *pairs))
-    rows = block.grad_rows(lambda: weights @ block.extended + phi_q @ moments)
-    grad_scores = _scores(rows, block.extended, block.groups, space.buffer("grad_scores", *pairs))
-    grad_phi_q = _summed(rows, moments.mT, grad_scores, phi_k, space.buffer("grad_q", *queries))
-    grad_phi_k = _summed(block.extended, grad_after.mT, grad_scores.mT, phi_q, space.buffer("grad_k", *keys))
-    grad_state = grad_after.clone(memory_format=torch.contiguous_format)
-    grad_state.flatten(0, 1).baddbmm_(phi_q.flatten(0, 1).mT, rows.flatten(0, 1))
-    return Pulled(
-        query_gradient(grad_phi_q, phi_q, c, block.reference, block.exponential),
-        key_gradients(block.keys, c, phi_k, grad_phi_k),
-        _summed(phi_k, grad_after, weights.mT, rows, space.buffer("grad_v", *block.extended.shape)),
-        grad_state.mul_(decay),
-    )
-
-
-def _pull_split(block: Block, before: Before, c: Tensor, grad_after: Tensor) -> Pulled:
-    """A block whose maximum jumps: the state at its own exponent, and the block's own past cut into rectangles."""
-    phi_q = normalised_query_features(block.t, before.m, block.reference, block.exponential)
-    phi_k, length = block.keys.relative_to(c), block.extended.shape[2]
-    cut = split(block.t, block.keys, block.extended, block.groups, block.exponential)
-    rows = block.grad_rows(lambda: split_rows(cut, length, before.moments, before.m)[0])
-    inner = split_gradients(cut, length, rows, block.reference)
-    grad_phi_q = rows @ before.moments.mT
-    grad_t = query_gradient(grad_phi_q, phi_q, before.m, block.reference, block.exponential)
-    grad_keys = key_gradients(block.keys, c, phi_k, block.extended @ grad_after.mT)
-    return Pulled(
-        grad_t + inner[0],
-        tuple(a + b for a, b in zip(grad_keys, inner[1], strict=True)),
-        phi_k @ grad_after + inner[2],
-        grad_after * (before.m - c).exp().unsqueeze(-1) + phi_q.mT @ rows,
-    )
+    def _pull_split(self, visit: Visit, rows: Rows, value: Tensor) -> Pulled:
+        """A block whose maximum jumps: the state at its own exponent, and the block's own past cut into rectangles."""
+        (S, z, m), c, length = visit.before, visit.c, visit.stop - visit.start
+        exponential, groups = self._map.exponential, self.saved.query.shape[2]
+        phi_q = normalised_query_features(rows.t, m, rows.reference, exponential)
+        # The segment's pass wrote the features over the exponents, which are wanted here.
+        x, part = self.key_rows(visit.start, visit.stop)[0], self.part(visit.start, visit.stop)
+        keys = key_block(self._map, x, part, x.new_empty(visit.phi_k.shape))
+        cut = split(rows.t, keys, value, groups, exponential)
+        grad_num, grad_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2])
+        inner = split_gradients(cut, length, grad_num, grad_den, rows.reference)
+        grad_phi_q = grad_num @ S.mT + grad_den * z.unsqueeze(-2)
+        grad_t = query_gradient(grad_phi_q, phi_q, m, rows.reference, exponential)
+        grad_phi_k = value @ self.grad_S.mT + self.grad_z.unsqueeze(-2)
+        decay = (m - c).exp_()
+        return Pulled(
+            grad_t + inner[0],
+            tuple(a + b for a, b in zip(keys.gradients(c, visit.phi_k, grad_phi_k), inner[1], strict=True)),
+            visit.phi_k @ self.grad_S + inner[2],
+            self.grad_S * decay.unsqueeze(-1) + phi_q.mT @ grad_num,
+            self.grad_z * decay + (phi_q * grad_den).sum(-2),
+        )

@@ -3,7 +3,8 @@
 Eager calls go through one `torch.autograd.Function`, whose backward pass is a Function too, so that torch.func.grad and
 vmap compose; a vmapped dimension is folded into the batch. Compiled calls go through one custom operator, opaque to the
 compiler: no loop is unrolled and the choice between joint and split blocks stays possible. Second derivatives and
-forward-mode derivatives raise. Letters as in blocks.py.
+forward-mode derivatives raise. Letters as in
+_blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ class Fold(NamedTuple):
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[list[Tensor], list[Tensor]]]
     num_inputs: int
+    num_outputs: int
     constants: tuple[int, ...]
 
 
 FOLDS = {
-    "absorb": Fold(absorption.forward, absorption.backward, 4, (1,)),
-    "read": Fold(reading.forward, reading.backward, 3, (2,)),
-    "causal": Fold(causal.forward, causal_backward.backward, 5, (2, 4)),
+    "absorb": Fold(absorption.forward, absorption.backward, 5, 3, (2,)),
+    "read": Fold(reading.forward, reading.backward, 4, 3, (2,)),
+    "causal": Fold(causal.forward, causal_backward.backward, 6, 9, (2, 5, 6, 7, 8)),
 }
-NUM_OUTPUTS = {"absorb": 2, "read": 3, "causal": 5}
 
 
 def run(
@@ -94,7 +95,8 @@ def backward(
     name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, rest: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Gradients of the inputs but m, then of the map's tensors; `rest` is (*grads, *inputs, *outputs)."""
-    count, fold = NUM_OUTPUTS[name], FOLDS[name]
+    fold = FOLDS[name]
+    count = fold.num_outputs
     own = {key: tensor.detach().requires_grad_() for key, tensor in own.items()}
     grads, inputs, outputs = rest[:count], rest[count : count + fold.num_inputs], rest[count + fold.num_inputs :]
 

@@ -2,7 +2,7 @@
 
 A block of P = 2ᵏ tokens is cut into rectangles: for h = P/2, …, 2, 1, rows of each second half of 2h tokens against the
 keys of the first half, which all of them see; and each row against its own key. Rectangles of one size are one batch.
-Letters as in blocks.py; p rectangles per head.
+Letters as in _blocked/__init__.py, E = Dv + 1 for [v, 1]; p rectangles per head.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.absorption import key_gradients
-from linattn.attention._blocked.blocks import Keys, normalised_query_features, query_features
-from linattn.attention._blocked.reading import query_gradient
+from linattn.attention._blocked.blocks import Moments
+from linattn.attention._blocked.features import Keys, normalised_query_features, query_features, query_gradient
 
 
 class Level(NamedTuple):
@@ -76,9 +75,10 @@ class Split(NamedTuple):
         return Keys(level.keys(self.log), None if self.linear is None else level.keys(self.linear))
 
 
-def split(t: Tensor, keys: Keys, extended: Tensor, groups: int, exponential: bool) -> Split:
-    """Pad a block: t (B, H, G·n, R), keys and [v, 1] of n tokens."""
+def split(t: Tensor, keys: Keys, value: Tensor, groups: int, exponential: bool) -> Split:
+    """Pad a block: t (B, H, G·n, R), keys and values of n tokens; copies, so that their buffers may be reused."""
     assert keys.log is not None
+    extended = torch.cat((value, torch.ones_like(value[..., :1])), -1)
     log = keys.log.expand(*extended.shape[:-1], -1)
     linear = None if keys.linear is None else _padded(keys.linear, 2)
     return Split(
@@ -90,11 +90,12 @@ def split(t: Tensor, keys: Keys, extended: Tensor, groups: int, exponential: boo
     )
 
 
-def split_rows(block: Split, length: int, moments: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """Row sums (B, H, G·n, E) over the state and the block's past, and their exponents (B, H, G·n)."""
+def split_rows(block: Split, length: int, before: Moments) -> tuple[Tensor, Tensor, Tensor]:
+    """Num (B, H, G·n, Dv) and den (…, 1) over the state and the block's past, and their exponents (B, H, G·n)."""
     groups, shape = block.t.shape[2], block.t.shape[2:4]
-    phi_q, reference = query_features(block.t.flatten(2, 3), m, block.exponential)
-    rows, reference = (phi_q @ moments).unflatten(2, shape), reference.unflatten(2, shape).clone()
+    phi_q, reference = query_features(block.t.flatten(2, 3), before.m, block.exponential)
+    rows = phi_q @ torch.cat((before.S, before.z.unsqueeze(-1)), -1)
+    rows, reference = rows.unflatten(2, shape), reference.unflatten(2, shape).clone()
     for level in levels(shape[1]):
         keys = block.keys(level)
         c = keys.own_peak()
@@ -105,15 +106,16 @@ def split_rows(block: Split, length: int, moments: Tensor, m: Tensor) -> tuple[T
         sums = level.rows(rows)
         sums.mul_((old - new).exp_().unsqueeze(-1)).add_(found * (ref - new).exp_().unsqueeze(-1))
         old.copy_(new)
-    return rows[:, :, :, :length].flatten(2, 3), reference[:, :, :, :length].flatten(2, 3)
+    rows, reference = (x[:, :, :, :length].flatten(2, 3) for x in (rows, reference))
+    return rows[..., :-1], rows[..., -1:], reference
 
 
 def split_gradients(
-    block: Split, length: int, grad_rows: Tensor, reference: Tensor
+    block: Split, length: int, grad_num: Tensor, grad_den: Tensor, reference: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """Gradients of t (B, H, G·n, R), of the key outputs and of [v, 1], through the block's own past alone."""
+    """Gradients of t (B, H, G·n, R), of the key outputs and of the values, through the block's own past alone."""
     groups = block.t.shape[2]
-    grad_rows = _padded(grad_rows.unflatten(2, (groups, -1)), 3)
+    grad_rows = _padded(torch.cat((grad_num, grad_den), -1).unflatten(2, (groups, -1)), 3)
     # Padded rows read nothing: an infinite reference makes their features 0.
     reference = _padded(reference.unflatten(2, (groups, -1)), 3, torch.inf)
     grad_t, grad_extended = torch.zeros_like(block.t), torch.zeros_like(block.extended)
@@ -127,7 +129,7 @@ def split_gradients(
         grad_scores = rows @ extended.mT
         grad_phi_q = query_gradient(grad_scores @ phi_k, phi_q, c, ref, block.exponential)
         level.rows(grad_t).add_(_as_rows(grad_phi_q, groups))
-        found = key_gradients(keys, c, phi_k, grad_scores.mT @ phi_q)
+        found = keys.gradients(c, phi_k, grad_scores.mT @ phi_q)
         if grad_linear is None:
             level.keys(grad_log).add_(found[0])
         else:
@@ -136,4 +138,4 @@ def split_gradients(
         level.keys(grad_extended).add_((phi_q @ phi_k.mT).mT @ rows)
     log = grad_log[:, :, :length]
     outputs = (log,) if grad_linear is None else (grad_linear[:, :, :length], log.squeeze(-1))
-    return grad_t[:, :, :, :length].flatten(2, 3), outputs, grad_extended[:, :, :length]
+    return grad_t[:, :, :, :length].flatten(2, 3), outputs, grad_extended[:, :, :length, :-1]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from linattn.attention._blocked import fold
+from linattn.attention._blocked.blocks import block_size
+from linattn.attention._blocked.causal import num_checkpoints
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._base import live_map
 
@@ -28,14 +30,18 @@ def _fold(
 @_fold.register_fake
 def _(name: str, handle: int, names: str, mask: Tensor | None, inputs: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     """The outputs' shapes."""
-    *_, moments, m = inputs
-    state = [torch.empty_like(moments, memory_format=torch.contiguous_format), torch.empty_like(m)]
+    *_, S, z, m = inputs
+    state = [x.new_empty(x.shape) for x in (S, z, m)]
     if name == "absorb":
         return state
     query = inputs[0]
-    rows = [query.new_empty(*query.shape[:-1], moments.shape[-1] - 1)]
-    rows += [moments.new_empty(query.shape[:-1]) for _ in range(2)]
-    return rows if name == "read" else rows + state
+    rows = [query.new_empty(*query.shape[:-1], S.shape[-1])]
+    rows += [S.new_empty(query.shape[:-1]) for _ in range(2)]
+    if name == "read":
+        return rows
+    size = block_size(query.shape[:3].numel(), S.shape[2], query.device, is_causal=True)
+    num_kept = num_checkpoints(query.shape[3], size)
+    return [*rows, *state, *(x.new_empty(x.shape[0], num_kept, *x.shape[1:]) for x in (S, z, m))]
 
 
 # Not a custom_op: the fold pulls the map back with autograd, which a custom_op switches off around its body.
@@ -57,7 +63,7 @@ def _fold_backward(
 @torch.library.register_fake("linattn::fold_backward")
 def _(name: str, handle: int, names: str, mask: Tensor | None, rest: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     """The gradients' shapes."""
-    count = fold.NUM_OUTPUTS[name]
+    count = fold.FOLDS[name].num_outputs
     inputs = rest[count : count + fold.FOLDS[name].num_inputs - 1]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*inputs, *own)]
 

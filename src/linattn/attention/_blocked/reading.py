@@ -1,4 +1,4 @@
-"""Read a state with queries: out = φ(q)ᵀS / φ(q)ᵀz, block by block; letters as in blocks.py."""
+"""Read a state with queries: out = φ(q)ᵀS / φ(q)ᵀz, block by block; letters as in _blocked/__init__.py."""
 
 from __future__ import annotations
 
@@ -7,61 +7,43 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import (
-    Workspace,
-    block_size,
-    blocks,
-    new_totals,
+from linattn.attention._blocked.blocks import Workspace, block_size, blocks
+from linattn.attention._blocked.features import (
+    WayBack,
     normalised_query_features,
-    parted,
-    pulled_back,
     query_block,
     query_features,
-    traced,
+    query_gradient,
 )
 from linattn.feature_maps import FeatureMap
-
-
-def divide(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[num, den] (..., E) -> num/den and den; a row that saw no key (den = 0) gives 0."""
-    den = rows[..., -1]
-    return rows[..., :-1] / den.masked_fill(den == 0, torch.inf).unsqueeze(-1), den
-
-
-def row_gradients(grad_out: Tensor, grad_den: Tensor, out: Tensor, den: Tensor) -> Tensor:
-    """The gradient (..., E) of the row's sums [num, den], in units of the reference the row was normalised with."""
-    inverse = den.reciprocal().masked_fill_(den == 0, 0).unsqueeze(-1)
-    grad_out = grad_out.to(den.dtype) * inverse
-    from_den = torch.where(den == 0, 0, grad_den).unsqueeze(-1)
-    return torch.cat((grad_out, from_den - (grad_out * out).sum(-1, keepdim=True)), -1)
-
-
-def live_reference(den: Tensor, reference: Tensor) -> Tensor:
-    """The rows' exponents, inf for rows that saw no key: their features become 0 instead of overflowing."""
-    return reference.masked_fill(den == 0, torch.inf)
 
 
 def forward(
     feature_map: FeatureMap,
     _mask: None,
     query: Tensor,  # (B, H, G, L, D)
-    moments: Tensor,  # (B, H, R, E)
+    S: Tensor,  # (B, H, R, Dv)
+    z: Tensor,  # (B, H, R)
     m: Tensor,  # (B, H, M)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output (B, H, G, L, Dv) in the query's dtype, the denominator and its exponent (B, H, G, L)."""
     batch, heads, groups, length, _ = query.shape
-    out = query.new_empty(batch, heads, groups, length, moments.shape[-1] - 1)
-    den = moments.new_empty(batch, heads, groups, length)
-    reference, space, (S, z) = torch.empty_like(den), Workspace(moments), parted(moments)
+    out, den = query.new_empty(batch, heads, groups, length, S.shape[-1]), S.new_empty(batch, heads, groups, length)
+    reference, space = torch.empty_like(den), Workspace(S)
+    S, z = S.flatten(0, 1), z.flatten(0, 1)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=False)
     for start, stop in blocks(length, size):
         x, span = space.rows("x", query[..., start:stop, :], None).flatten(2, 3), (groups, stop - start)
         phi_q, ref = query_features(query_block(feature_map, x, space), m, feature_map.exponential, over=True)
         phi_q = phi_q.flatten(0, 1)
-        num = torch.bmm(phi_q, S, out=space.buffer("num", *phi_q.shape[:2], S.shape[-1]))
-        store_rows(out[..., start:stop, :], den[..., start:stop], num, (z.mT @ phi_q.mT).mT)
+        store_rows(out[..., start:stop, :], den[..., start:stop], space.product("num", phi_q, S), times_z(phi_q, z))
         reference[..., start:stop] = ref.unflatten(2, span)
     return out, den, reference
+
+
+def times_z(phi_q: Tensor, z: Tensor) -> Tensor:
+    """φ(q)·z, (B·H, n, 1); this way round it is a product of a row and a matrix, which runs several times as fast."""
+    return torch.bmm(z.unsqueeze(-2), phi_q.mT).mT
 
 
 def store_rows(out: Tensor, den: Tensor, num: Tensor, total: Tensor) -> None:
@@ -74,6 +56,24 @@ def store_rows(out: Tensor, den: Tensor, num: Tensor, total: Tensor) -> None:
         out.copy_(num.view(out.shape).div_(total))
 
 
+def divide(num: Tensor, den: Tensor) -> Tensor:
+    """num/den, (…, Dv) and (…, 1); a row that saw no key (den = 0) gives 0."""
+    return num / den.masked_fill(den == 0, torch.inf)
+
+
+def row_gradients(grad_out: Tensor, grad_den: Tensor, out: Tensor, den: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients (…, Dv) and (…, 1) of the row's num and den, in units of the reference the row was normalised with."""
+    dead = (den == 0).unsqueeze(-1)
+    grad_num = grad_out * den.unsqueeze(-1).reciprocal().masked_fill_(dead, 0)
+    from_out = torch.linalg.vecdot(grad_num, out).unsqueeze(-1)
+    return grad_num, grad_den.unsqueeze(-1).masked_fill(dead, 0).sub_(from_out)
+
+
+def live_reference(den: Tensor, reference: Tensor) -> Tensor:
+    """The rows' exponents, inf for rows that saw no key: their features become 0 instead of overflowing."""
+    return reference.masked_fill(den == 0, torch.inf)
+
+
 def backward(
     feature_map: FeatureMap,
     tensors: Sequence[Tensor],
@@ -82,38 +82,31 @@ def backward(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of (query, moments) and of the map's tensors."""
-    query, moments, m = inputs
+    """Gradients of (query, S, z) and of the map's tensors."""
+    query, S, z, m = inputs
     batch, heads, groups, length, _ = query.shape
-    grad_query, grad_moments, totals = (
-        query.new_empty(query.shape),
-        moments.new_zeros(moments.shape),
-        new_totals(tensors),
-    )
+    grad_query, grad_S, grad_z = query.new_empty(query.shape), S.new_zeros(S.shape), z.new_zeros(z.shape)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=False)
-    exponential, space = feature_map.exponential, Workspace(m)
+    exponential, space, back = feature_map.exponential, Workspace(m), WayBack(feature_map, tensors)
+    S, z, flat_grad_S = S.flatten(0, 1), z.flatten(0, 1).unsqueeze(-2), grad_S.flatten(0, 1)
     for start, stop in blocks(length, size):
-        x, out, den, reference, grad_out, grad_den = (
-            y[:, :, :, start:stop].flatten(2, 3) for y in (query, *outputs, *grads[:2])
+        x, out, grad_out = (
+            space.rows(name, y[:, :, :, start:stop], None).flatten(2, 3)
+            for name, y in (("x", query), ("out", outputs[0]), ("grad_out", grads[0]))
         )
-        leaf, (t,) = traced(lambda x: (feature_map.query(x),), x.to(m.dtype))
+        den, reference, grad_den = (y[:, :, :, start:stop].flatten(2, 3) for y in (*outputs[1:], grads[1]))
         reference = live_reference(den, reference)
-        shape = (*x.shape[:-1], feature_map.num_features)
-        phi_q = normalised_query_features(t.detach(), m, reference, exponential, space.buffer("phi", *shape))
-        if out.dtype != m.dtype:
+        t = query_block(feature_map, x, space)
+        phi_q = normalised_query_features(t, m, reference, exponential, over=True)
+        flat_phi = phi_q.flatten(0, 1)
+        if outputs[0].dtype != m.dtype:
             # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
-            out = divide(phi_q @ moments)[0]
-        rows = row_gradients(grad_out, grad_den, out, den)
-        grad_moments.flatten(0, 1).baddbmm_(phi_q.flatten(0, 1).mT, rows.flatten(0, 1))
-        grad_phi = torch.matmul(rows, moments.mT, out=space.buffer("grad", *shape))
-        grad_t = query_gradient(grad_phi, phi_q, m, reference, exponential)
-        grad_x = pulled_back(leaf, (t,), (grad_t,), tensors, totals)
-        grad_query[..., start:stop, :] = grad_x.unflatten(2, (groups, stop - start))
-    return [grad_query, grad_moments], totals
-
-
-def query_gradient(grad_phi: Tensor, phi_q: Tensor, c: Tensor, reference: Tensor, exponential: bool) -> Tensor:
-    """From the gradient of the normalised features to that of what `query` returned, written over it."""
-    if exponential:
-        return grad_phi.mul_(phi_q)
-    return grad_phi.mul_((c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_())
+            out = divide(flat_phi @ S, times_z(flat_phi, z.squeeze(-2))).view(out.shape)
+        grad_num, grad_total = row_gradients(grad_out, grad_den, out, den)
+        rows, totals = grad_num.flatten(0, 1), grad_total.flatten(0, 1)
+        flat_grad_S.baddbmm_(flat_phi.mT, rows)
+        grad_z.add_(torch.bmm(totals.mT, flat_phi).view(grad_z.shape))
+        grad_phi = torch.bmm(rows, S.mT, out=space.buffer("grad", *flat_phi.shape)).addcmul_(totals, z)
+        grad_t = query_gradient(grad_phi.view(phi_q.shape), phi_q, m, reference, exponential)
+        grad_query[..., start:stop, :] = back.query(x, grad_t).unflatten(2, (groups, stop - start))
+    return [grad_query, grad_S, grad_z], back.totals

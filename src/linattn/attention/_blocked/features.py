@@ -1,0 +1,139 @@
+"""One block of tokens as features, and the way back through the map; letters as in _blocked/__init__.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention._blocked.blocks import Workspace, accumulation_dtype, exponential_, lowest
+from linattn.feature_maps import FeatureMap
+
+
+class Keys(NamedTuple):
+    """A block of keys: φ(k) = linear · exp(log), where None stands for 1."""
+
+    log: Tensor | None  # (B, H, n, M), -inf where masked
+    linear: Tensor | None  # (B, H, n, R)
+
+    def peak(self, m: Tensor) -> Tensor:
+        """The running maximum (B, H, M) after these keys."""
+        return m.clamp(min=0) if self.log is None else torch.maximum(m, self.log.amax(-2))
+
+    def own_peak(self) -> Tensor:
+        """These keys' own maximum (…, M), finite even where all are masked."""
+        assert self.log is not None
+        return self.log.amax(-2).clamp(min=lowest(self.log.dtype))
+
+    def relative_to(self, c: Tensor) -> Tensor:
+        """φ(k)·exp(-c), (B, H, n, R): at most 1 for exponential maps when c is at or above these keys' maximum."""
+        if self.log is None:
+            assert self.linear is not None
+            return self.linear
+        weight = exponential_(self.log - c.unsqueeze(-2))
+        return weight if self.linear is None else self.linear * weight
+
+    def turned_relative_to(self, c: Tensor) -> Tensor:
+        """The same, written over the exponents of an exponential map: for the pass that needs them no more."""
+        if self.linear is not None or self.log is None:
+            return self.relative_to(c)
+        return exponential_(self.log.sub_(c.unsqueeze(-2)))
+
+    def gradients(self, c: Tensor, phi_k: Tensor, grad_phi: Tensor) -> tuple[Tensor, ...]:
+        """From the gradient of φ(k)·exp(-c) to those of the map's outputs (weights last); c cancels, a constant.
+
+        An exponential map's gradient is written over `grad_phi`.
+        """
+        if self.linear is None:
+            return (grad_phi.mul_(phi_k),)
+        if self.log is None:
+            return (grad_phi,)
+        return grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1)
+
+
+def key_block(feature_map: FeatureMap, x: Tensor, mask: Tensor | None, out: Tensor) -> Keys:
+    """The features of keys x (B, H, n, D), written into `out` (B, H, n, R); `mask` is (B, n)."""
+    first = feature_map.write_key(x, out)
+    log: Tensor | None
+    linear: Tensor | None
+    if feature_map.exponential:
+        log, linear = first, None
+        if mask is not None:
+            log.masked_fill_(~mask[:, None, :, None], -torch.inf)
+        return Keys(log, linear)
+    weight, linear = feature_map.key_log_weight(x), first
+    log = None if weight is None else weight.unsqueeze(-1)
+    if mask is not None:
+        log = torch.where(mask[:, None, :, None], first.new_zeros(()) if log is None else log, -torch.inf)
+    return Keys(log, linear)
+
+
+def query_block(feature_map: FeatureMap, x: Tensor, space: Workspace) -> Tensor:
+    """What the map says of queries x (B, H, n, D), to be written over."""
+    return feature_map.write_query(x, space.buffer("queries", *x.shape[:-1], feature_map.num_features))
+
+
+def query_features(t: Tensor, c: Tensor, exponential: bool, *, over: bool = False) -> tuple[Tensor, Tensor]:
+    """Features of queries relative to c, and their own exponent (B, H, n); `over` writes over t."""
+    if not exponential:
+        return t, c.expand(t.shape[:-1])
+    shifted = t.add_(c.unsqueeze(-2)) if over else t + c.unsqueeze(-2)
+    reference = shifted.amax(-1, keepdim=True)
+    return exponential_(shifted.sub_(reference)), reference.squeeze(-1)
+
+
+def normalised_query_features(
+    t: Tensor, c: Tensor, reference: Tensor, exponential: bool, *, over: bool = False
+) -> Tensor:
+    """The same features relative to a row reference (B, H, n) that is already known; `over` writes over t."""
+    if not exponential:
+        return t * (c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_()
+    shifted = t.add_(c.unsqueeze(-2)) if over else t + c.unsqueeze(-2)
+    return exponential_(shifted.sub_(reference.unsqueeze(-1)))
+
+
+def query_gradient(grad_phi: Tensor, phi_q: Tensor, c: Tensor, reference: Tensor, exponential: bool) -> Tensor:
+    """From the gradient of the normalised features to that of what `query` returned, written over it."""
+    if exponential:
+        return grad_phi.mul_(phi_q)
+    return grad_phi.mul_((c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_())
+
+
+class WayBack:
+    """From gradients of what a map said of a block to those of the block and of the map's own followed tensors.
+
+    Attributes:
+        totals: the sums of the own tensors' gradients, in at least float32.
+    """
+
+    def __init__(self, feature_map: FeatureMap, tensors: Sequence[Tensor]) -> None:
+        self._map, self._tensors = feature_map, tensors
+        self.totals = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in tensors]
+
+    def query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of queries x (B, H, n, D)."""
+        if not self._tensors:
+            return self._map.pull_query(x, grad)
+        return self._followed(x, (grad,), key=False)
+
+    def key(self, x: Tensor, grads: Sequence[Tensor]) -> Tensor:
+        """The gradient of keys x (B, H, n, D), from those of their features and, where there are any, weights."""
+        if not self._tensors and len(grads) == 1:
+            return self._map.pull_key(x, grads[0])
+        return self._followed(x, grads, key=True)
+
+    def _followed(self, x: Tensor, grads: Sequence[Tensor], *, key: bool) -> Tensor:
+        """By autograd, with a graph of the block's own."""
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            outputs = [self._map.key(leaf) if key else self._map.query(leaf)]
+            weight = self._map.key_log_weight(leaf) if key and not self._map.exponential else None
+            outputs += [] if weight is None else [weight]
+        found = torch.autograd.grad(
+            outputs, (leaf, *self._tensors), grads[: len(outputs)], allow_unused=True, materialize_grads=True
+        )
+        for total, grad in zip(self.totals, found[1:], strict=True):
+            total += grad
+        return found[0]
