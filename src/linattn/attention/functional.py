@@ -174,13 +174,14 @@ def linear_attention_with_state(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
     _check(query, key, value, feature_map, key_mask, enable_gqa=enable_gqa, backend=backend)
+    fingerprint = repr(feature_map)
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
-        check_built_with(state, feature_map)
+        check_built_with(state, fingerprint)
         state.check_fits(key, value)
     out, _, _, moments = _attend(query, key, value, feature_map, state, key_mask, is_causal=True, backend=backend)
-    return Attended(out.flatten(1, 2), State(*moments, repr(feature_map)))
+    return Attended(out.flatten(1, 2), State(*moments, fingerprint))
 
 
 def _check(

@@ -192,16 +192,16 @@ class State:
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map."""
         check_map(feature_map)
-        check_built_with(self, feature_map)
+        check_built_with(self, repr(feature_map))
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor, got {type(x).__name__}")
 
 
-def check_built_with(state: State, feature_map: FeatureMap) -> None:
-    """Refuse a state built under another map or another draw."""
-    if state.built_with != repr(feature_map):
+def check_built_with(state: State, fingerprint: str) -> None:
+    """Refuse a state built under another map or another draw than the one with this `repr`."""
+    if state.built_with != fingerprint:
         raise ValueError(
-            f"the state was built with {state.built_with}, got {feature_map!r}; features of different maps or draws do "
+            f"the state was built with {state.built_with}, got {fingerprint}; features of different maps or draws do "
             "not mix: use the map it was built with, or rebuild the state"
         )
 

@@ -163,11 +163,11 @@ class RandomFeatureMap(FeatureMap):
             return x, self._weights(self.projection).to(x.dtype)
         return x, self._prepared[x.dtype]
 
-    def _half_square(self, x: Tensor) -> Tensor:
-        """scale·|x|²/2, (..., L, 1)."""
+    def _half_square(self, x: Tensor, constant: float = 0.0) -> Tensor:
+        """scale·|x|²/2 + constant, (..., L, 1)."""
         # One pass that keeps nothing: the squares themselves would be another block of memory.
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return lengths.square() * (self.scale / 2)
+        return torch.add(constant, lengths.square(), alpha=self.scale / 2)
 
     def _rows(self) -> Rows:
         """What the moments need to know of this draw."""

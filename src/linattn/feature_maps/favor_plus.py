@@ -56,13 +56,13 @@ class FavorPlus(SoftmaxEstimator):
     def query(self, x: Tensor) -> Tensor:
         """Exponents w·x̃ - |x̃|²/2 - ½·log R: (..., L, D) -> (..., L, R)."""
         x, weights = self._operands(x)
-        # In place: the product is nobody else's. Added, because the gradient of a subtraction negates a whole block.
-        return torch.matmul(x, weights).add_(-self._half_square(x) - math.log(self.num_rows) / 2)
+        # In place: the product is nobody else's.
+        return torch.matmul(x, weights).sub_(self._half_square(x, math.log(self.num_rows) / 2))
 
     def write_query(self, x: Tensor, out: Tensor) -> Tensor:
         """`query` with the product written into `out`."""
         x, weights = self._operands(x)
-        return multiplied(x, weights, out).add_(-self._half_square(x) - math.log(self.num_rows) / 2)
+        return multiplied(x, weights, out).sub_(self._half_square(x, math.log(self.num_rows) / 2))
 
     def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
         """grad·Wᵀ - scale·x·Σ grad."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked import fold, opaque
+from linattn.attention._blocked import fold, opaque, stepping
 from linattn.attention._blocked.blocks import Moments as Moments
 from linattn.attention._blocked.blocks import accumulation_dtype as accumulation_dtype
 from linattn.attention._blocked.blocks import no_moments as no_moments
@@ -42,6 +42,10 @@ def attend(
         after = absorb(feature_map, own, key, value, mask, before)
         return *read(feature_map, own, query, after), after
     extra = key.shape[2] - query.shape[3]
+    if key.shape[2] == 1 and extra == 0 and _is_bare(own, query, key, value, *before):
+        with fold.outside_autocast(query.device):
+            out, den, reference, S, z, m = stepping.forward(feature_map, mask, query, key, value, *before)
+        return out, den, reference, Moments(S, z, m)
     if extra > 0:
         head = None if mask is None else mask[:, :extra]
         before = absorb(feature_map, own, key[:, :, :extra], value[:, :, :extra], head, before)
@@ -59,6 +63,11 @@ def attend(
         first = read(feature_map, own, early, before)
         rows = (torch.cat((first[0], rows[0]), 3), torch.cat((first[1], rows[1]), 3), torch.cat((first[2], rows[2]), 3))
     return *rows, after
+
+
+def _is_bare(own: Mapping[str, Tensor], *tensors: Tensor) -> bool:
+    """Whether nothing follows a call: no compiler, gradient or transform, and no tensor of the map's for the call."""
+    return not own and not torch.compiler.is_compiling() and not fold.is_followed(*tensors)
 
 
 def absorb(

@@ -10,6 +10,7 @@ _blocked/__init__.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +48,13 @@ def run(
     *inputs: Tensor,
 ) -> tuple[Tensor, ...]:
     """Run the fold `name` on (mask, *inputs), with the map's tensors named in `own` replaced and differentiated."""
-    if not _is_followed(*inputs, *own.values()):
+    if not is_followed(*inputs, *own.values()):
         return forward(name, feature_map, own, mask, inputs)
     found: tuple[Tensor, ...] = _Forward.apply(name, feature_map, tuple(own), mask, *inputs, *own.values())
     return found
 
 
-def _is_followed(*tensors: Tensor) -> bool:
+def is_followed(*tensors: Tensor) -> bool:
     """Whether autograd, dual numbers or torch.func follow this call; torch has no public name for the last two."""
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     dual = torch.autograd.forward_ad._current_level >= 0
@@ -72,11 +73,18 @@ class _Host(nn.Module):
         return self.function(self.map, *arguments)
 
 
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context without autocast; entering one where none is at work would cost a single token a tenth of its time."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def hosted(
     function: Callable[..., Any], feature_map: FeatureMap, own: Mapping[str, Tensor], device: torch.device, *args: Any
 ) -> Any:
     """function(feature_map, *args), outside autocast, with the map's tensors replaced by `own`."""
-    with torch.autocast(device.type, enabled=False):
+    with outside_autocast(device):
         if not own:
             return function(feature_map, *args)
         swapped = {f"map.{name}": tensor for name, tensor in own.items()}
