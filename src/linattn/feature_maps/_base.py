@@ -70,10 +70,10 @@ class FeatureMap(nn.Module, ABC):
         return self.query(x)
 
     def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` written into a buffer (..., L, R), which is returned; no gradient is recorded.
+        """`query`, written into a buffer (..., L, R) unless it is the input itself; no gradient is recorded.
 
         Attention calls this block by block on one buffer: fresh memory costs more than arithmetic. Maps with a matrix
-        product override it.
+        product override it. An exponential map's exponents are written over by attention.
         """
         return out.copy_(self.query(x))
 

@@ -221,8 +221,11 @@ def _check_seed(seed: int) -> int:
 
 
 def multiplied(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """x·weights, (..., L, D) and (D, R) or (H, D, R), written into `out` without copying x."""
+    """x·weights, (..., L, D) and (D, R) or (H, D, R), written into `out`, rows of which may lie apart."""
     if weights.dim() == 2 and x.is_contiguous():
         torch.mm(x.view(-1, x.shape[-1]), weights, out=out.view(-1, out.shape[-1]))
-        return out
-    return torch.matmul(x, weights.expand(*x.shape[:-2], -1, -1), out=out)
+    elif out.is_contiguous():
+        torch.matmul(x, weights.expand(*x.shape[:-2], -1, -1), out=out)
+    else:
+        out.copy_(torch.matmul(x, weights))
+    return out

@@ -1,15 +1,17 @@
-"""Kernel and variance of the random maps that estimate the softmax kernel.
+"""What the random maps that estimate the softmax kernel share: kernel and variance, and exponents of a projection.
 
-Letters: L tokens (Lq, Lk), D head width.
+Letters: L tokens (Lq, Lk), D head width, R features.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import log_mean_exp
-from linattn.feature_maps._random_base import RandomFeatureMap
+from linattn.feature_maps._random_base import RandomFeatureMap, multiplied
 
 
 class SoftmaxEstimator(RandomFeatureMap):
@@ -42,3 +44,33 @@ class SoftmaxEstimator(RandomFeatureMap):
         products = 2 * (x @ y.mT)
         # Rounding may leave a square a little below 0.
         return ((norms + products) * self.scale).clamp(min=0), ((norms - products) * self.scale).clamp(min=0)
+
+
+class ExponentialEstimator(SoftmaxEstimator):
+    """φ(x) = exp(W·x̃ - |x̃|²/2 + b), b a constant of each feature."""
+
+    exponential = True
+
+    def query(self, x: Tensor) -> Tensor:
+        """Exponents of the features: (..., L, D) -> (..., L, R)."""
+        x, weights = self._operands(x)
+        # In place: the product is nobody else's.
+        return self._shifted_(torch.matmul(x, weights), x, weights)
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` with the product written into `out`."""
+        x, weights = self._operands(x)
+        return self._shifted_(multiplied(x, weights, out), x, weights)
+
+    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """grad·Wᵀ - scale·x·Σ grad."""
+        x, weights = self._operands(x)
+        return torch.matmul(grad, weights.mT).addcmul_(x, grad.sum(-1, keepdim=True), value=-self.scale)
+
+    def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+        """W·x̃ - |x̃|²/2 + b, written over W·x̃."""
+        return exponents.sub_(self._half_square(x, -self._constant()))
+
+    def _constant(self) -> float:
+        """b, where it is the same for all features."""
+        return -math.log(self.num_features) / 2

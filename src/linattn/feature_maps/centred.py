@@ -152,6 +152,26 @@ class Centred(FeatureMap):
         phi = self.inner.key(centred)
         return phi + log_weight if self.exponential else phi
 
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` written into `out`."""
+        centred, log_weight = self._centre_query(x)
+        phi = self.inner.write_query(centred, out)
+        return phi.add_(log_weight) if self.exponential else phi
+
+    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
+        """`key` written into `out`."""
+        centred, log_weight = self._centre_key(x)
+        phi = self.inner.write_key(centred, out)
+        return phi.add_(log_weight) if self.exponential else phi
+
+    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The inner map's, and scale·k̄·Σ grad where exponents hold the weight."""
+        return self._pulled(x, grad, self.inner.pull_query, "query")
+
+    def pull_key(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The inner map's, and scale·q̄·Σ grad where exponents hold the weight."""
+        return self._pulled(x, grad, self.inner.pull_key, "key")
+
     def query_log_weight(self, x: Tensor) -> Tensor | None:
         """scale·(q - q̄)·k̄ and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
         if self.exponential:
@@ -180,6 +200,14 @@ class Centred(FeatureMap):
             means = [mean for mean in (self.query_mean, self.key_mean) if mean is not None]
             self._fingerprint = f"means={_digest(*means) if means else None}"
         return self._fingerprint
+
+    def _pulled(self, x: Tensor, grad: Tensor, pull: Callable[[Tensor, Tensor], Tensor], side: str) -> Tensor:
+        """The gradient of an input, through the centred input and through the weight."""
+        x, query_mean, key_mean = self._operands(x)
+        mean, other = (query_mean, key_mean) if side == "query" else (key_mean, query_mean)
+        total = grad.sum(-1, keepdim=True) if self.exponential else None
+        found = pull(x - mean, grad)
+        return found if total is None else found.addcmul_(total, other, value=self.scale)
 
     def _centre_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """q - q̄ and scale·(q - q̄)·k̄, (..., L, 1)."""

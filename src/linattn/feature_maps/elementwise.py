@@ -62,6 +62,15 @@ class Exponential(ElementwiseMap):
         self._check_width(x)
         return torch.mul(x, self.head_dim**-0.5)
 
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` written into `out`."""
+        self._check_width(x)
+        return torch.mul(x, self.head_dim**-0.5, out=out)
+
+    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """grad/√D."""
+        return grad.mul_(self.head_dim**-0.5)
+
 
 @final
 class EluPlusOne(ElementwiseMap):
@@ -128,6 +137,11 @@ class Relu(ElementwiseMap):
         """Features: (..., L, D) -> (..., L, D)."""
         self._check_width(x)
         return torch.relu(x) + self.floor
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` written into `out`."""
+        self._check_width(x)
+        return torch.clamp(x, min=0, out=out).add_(self.floor)
 
     def extra_repr(self) -> str:
         """The map's settings."""
@@ -203,6 +217,15 @@ class Identity(ElementwiseMap):
         """The input itself: (..., L, D) -> (..., L, D)."""
         self._check_width(x)
         return x
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """The input itself, not written anywhere."""
+        self._check_width(x)
+        return x
+
+    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient itself."""
+        return grad
 
 
 @final

@@ -5,19 +5,16 @@ Letters: L tokens, D head width, R features.
 
 from __future__ import annotations
 
-import math
 from typing import final
 
-import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import exponential_variance
-from linattn.feature_maps._random_base import multiplied
-from linattn.feature_maps._softmax_estimator import SoftmaxEstimator
+from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 
 
 @final
-class FavorPlus(SoftmaxEstimator):
+class FavorPlus(ExponentialEstimator):
     """FAVOR+: positive random features, unbiased for the softmax kernel.
 
     φ_i(x) = exp(w_i·x̃ - |x̃|²/2)/√R with x̃ = √scale·x; E φ(q)·φ(k) = exp(scale·q·k). With independent rows the relative
@@ -50,24 +47,6 @@ class FavorPlus(SoftmaxEstimator):
     Source: Choromanski et al. 2021 (arXiv 2009.14794), lemma 1 and section 2.4; signs of the orthogonal draw as in
     Mezzadri 2007 (arXiv math-ph/0609050).
     """
-
-    exponential = True
-
-    def query(self, x: Tensor) -> Tensor:
-        """Exponents w·x̃ - |x̃|²/2 - ½·log R: (..., L, D) -> (..., L, R)."""
-        x, weights = self._operands(x)
-        # In place: the product is nobody else's.
-        return torch.matmul(x, weights).sub_(self._half_square(x, math.log(self.num_rows) / 2))
-
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` with the product written into `out`."""
-        x, weights = self._operands(x)
-        return multiplied(x, weights, out).sub_(self._half_square(x, math.log(self.num_rows) / 2))
-
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
-        """grad·Wᵀ - scale·x·Σ grad."""
-        x, weights = self._operands(x)
-        return torch.matmul(grad, weights.mT).addcmul_(x, grad.sum(-1, keepdim=True), value=-self.scale)
 
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""

@@ -5,18 +5,18 @@ Letters: L tokens, D head width, R features, m = R/2 rows.
 
 from __future__ import annotations
 
-import math
 from typing import final
 
 import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import hyperbolic_variance
-from linattn.feature_maps._softmax_estimator import SoftmaxEstimator
+from linattn.feature_maps._random_base import multiplied
+from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 
 
 @final
-class Hyperbolic(SoftmaxEstimator):
+class Hyperbolic(ExponentialEstimator):
     """Positive random features, each row used with both signs: an estimate by hyperbolic cosines.
 
     φ(x) = [exp(±w_i·x̃ - |x̃|²/2)]/√R with x̃ = √scale·x, i = 1..R/2; φ(q)·φ(k) is a mean of cosh(w_i·(x̃ + ỹ)) and
@@ -47,15 +47,27 @@ class Hyperbolic(SoftmaxEstimator):
     Source: Choromanski et al. 2021 (arXiv 2009.14794), lemma 1 (SM^hyp+) and lemma 2.
     """
 
-    exponential = True
     features_per_row = 2
 
     def query(self, x: Tensor) -> Tensor:
         """Exponents ±w·x̃ - |x̃|²/2 - ½·log R: (..., L, D) -> (..., L, R), the positive signs first."""
         x, weights = self._operands(x)
         projected = torch.matmul(x, weights)
-        exponents = torch.cat((projected, -projected), dim=-1)
-        return exponents.add_(-self._half_square(x) - math.log(self.num_features) / 2)
+        return self._shifted_(torch.cat((projected, -projected), dim=-1), x, weights)
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` with the product and its negative written into the halves of `out`."""
+        x, weights = self._operands(x)
+        positive, negative = out.chunk(2, -1)
+        torch.neg(multiplied(x, weights, positive), out=negative)
+        return self._shifted_(out, x, weights)
+
+    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """(grad₊ - grad₋)·Wᵀ - scale·x·Σ grad."""
+        x, weights = self._operands(x)
+        positive, negative = grad.chunk(2, -1)
+        pulled = torch.matmul(positive - negative, weights.mT)
+        return pulled.addcmul_(x, grad.sum(-1, keepdim=True), value=-self.scale)
 
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""

@@ -14,12 +14,12 @@ from torch import Tensor
 from linattn.feature_maps._arguments import check_number
 from linattn.feature_maps._draw import Draw, Lengths
 from linattn.feature_maps._moments import combine, exponential_variance, log_mean_exp, pair_excess
-from linattn.feature_maps._softmax_estimator import SoftmaxEstimator
+from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
 
 
 @final
-class Oprf(SoftmaxEstimator):
+class Oprf(ExponentialEstimator):
     """FAVOR++: positive random features tilted for the data's mean |x + y|², unbiased for the softmax kernel.
 
     φ_i(x) = (1 - 4A)^(D/4)·exp(A|w_i|² + √(1 - 4A)·w_i·x̃ - |x̃|²/2)/√R with x̃ = √scale·x and, for f = mean_square/D,
@@ -54,7 +54,6 @@ class Oprf(SoftmaxEstimator):
     Source: Likhosherstov et al. 2022 (arXiv 2205.15317), OPRF; its optimum restated per dimension.
     """
 
-    exponential = True
     mean_square: Tensor
     _mean_square: float | None = None
     _log_constant: float = 0.0
@@ -112,17 +111,19 @@ class Oprf(SoftmaxEstimator):
         self._set_mean_square(max(0.0, self.scale * float(mean_square)))
         return self
 
-    def query(self, x: Tensor) -> Tensor:
-        """Exponents of the features: (..., L, D) -> (..., L, R)."""
+    def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+        """The same, and A|w|² where lengths differ."""
         self._fitted()
-        x, weights = self._operands(x)
-        offset = (self._log_constant - math.log(self.num_rows) / 2) - self._half_square(x)
-        exponents = torch.matmul(x, weights).add_(offset)
+        exponents = super()._shifted_(exponents, x, weights)
         if self.lengths == "fixed":
             return exponents
         # A|w|² from the weights √(scale·(1 - 4A))·w themselves: D·R operations, nothing beside the product with x.
         squares = weights.square().sum(-2, keepdim=True)
         return exponents.add_(squares * (self.tilt / (self.scale * (1 - 4 * self.tilt))))
+
+    def _constant(self) -> float:
+        """The logarithm of φ's constant factor."""
+        return self._log_constant + super()._constant()
 
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""

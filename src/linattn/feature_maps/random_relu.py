@@ -14,7 +14,7 @@ from torch import Tensor
 from linattn.feature_maps._arguments import check_number
 from linattn.feature_maps._draw import Draw, Lengths
 from linattn.feature_maps._moments import chi_moment_ratio
-from linattn.feature_maps._random_base import RandomFeatureMap
+from linattn.feature_maps._random_base import RandomFeatureMap, multiplied
 
 
 @final
@@ -74,6 +74,11 @@ class RandomRelu(RandomFeatureMap):
         """Features: (..., L, D) -> (..., L, R)."""
         x, weights = self._operands(x)
         return torch.relu(torch.matmul(x, weights)) + self.floor / math.sqrt(self.num_rows)
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` with the product written into `out`."""
+        x, weights = self._operands(x)
+        return multiplied(x, weights, out).clamp_(min=0).add_(self.floor / math.sqrt(self.num_rows))
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""

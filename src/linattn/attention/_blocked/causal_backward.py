@@ -128,10 +128,11 @@ class Sweep:
         """A block's key mask."""
         return None if self.saved.mask is None else self.saved.mask[:, start:stop]
 
-    def key_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """A block's keys and values."""
+    def key_rows(self, start: int, stop: int, slot: str = "") -> tuple[Tensor, Tensor]:
+        """A block's keys and values; a block of the segment keeps its keys, which may be its features, in a slot."""
         x, v = (y[:, :, start:stop] for y in (self.saved.key, self.saved.value))
-        return self.space.rows("k", x, self.part(start, stop)), self.space.rows("v", v, self.part(start, stop))
+        part = self.part(start, stop)
+        return self.space.rows(f"{slot} k", x, part), self.space.rows("v", v, part)
 
     def rows(self, x_q: Tensor, start: int, stop: int) -> Rows:
         """A block's rows."""
@@ -151,7 +152,7 @@ class Sweep:
         found, state = [], Running(Moments(*before))
         for slot, (start, stop) in enumerate(segment):
             entry = Moments(*(self._kept(f"{slot} {i}", x) for i, x in enumerate(state.views())))
-            part, (x, v) = self.part(start, stop), self.key_rows(start, stop)
+            part, (x, v) = self.part(start, stop), self.key_rows(start, stop, str(slot))
             buffer = self.space.buffer(f"{slot} keys", *x.shape[:-1], self._map.num_features)
             keys = key_block(self._map, x, part, buffer)
             c = keys.peak(entry.m)
