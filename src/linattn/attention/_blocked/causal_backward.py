@@ -63,10 +63,10 @@ class Rows(NamedTuple):
     grad_out: Tensor  # (B, H, G·n, Dv)
     grad_den: Tensor  # (B, H, G·n)
 
-    def gradients(self, sums: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def gradients(self, sums: Callable[[], tuple[Tensor, Tensor]], space: Workspace) -> tuple[Tensor, Tensor]:
         """The gradients (B, H, G·n, Dv) and (B, H, G·n, 1) of num and den, which `sums` recomputes where needed."""
         out = divide(*sums()) if self.out is None else self.out
-        return row_gradients(self.grad_out, self.grad_den, out.view(self.grad_out.shape), self.den)
+        return row_gradients(self.grad_out, self.grad_den, out.view(self.grad_out.shape), self.den, space)
 
 
 class Pulled(NamedTuple):
@@ -199,7 +199,7 @@ class Sweep:
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
         weights = past(space.product("weights", phi_q, phi_k.mT), groups)
         grad_num, grad_den = rows.gradients(
-            lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z))
+            lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z)), space
         )
         grad_num, grad_den = grad_num.flatten(0, 1), grad_den.flatten(0, 1)
         grad_scores = past(space.product("grad_scores", grad_num, v.mT).add_(grad_den), groups)
@@ -231,7 +231,7 @@ class Sweep:
         x, part = self.key_rows(visit.start, visit.stop)[0], self.part(visit.start, visit.stop)
         keys = key_block(self._map, x, part, x.new_empty(visit.phi_k.shape))
         cut = split(rows.t, keys, value, groups, exponential)
-        grad_num, grad_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2])
+        grad_num, grad_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2], self.space)
         inner = split_gradients(cut, length, grad_num, grad_den, rows.reference)
         grad_phi_q = grad_num @ S.mT + grad_den * z.unsqueeze(-2)
         grad_t = query_gradient(grad_phi_q, phi_q, m, rows.reference, exponential)

@@ -61,12 +61,15 @@ def divide(num: Tensor, den: Tensor) -> Tensor:
     return num / den.masked_fill(den == 0, torch.inf)
 
 
-def row_gradients(grad_out: Tensor, grad_den: Tensor, out: Tensor, den: Tensor) -> tuple[Tensor, Tensor]:
+def row_gradients(
+    grad_out: Tensor, grad_den: Tensor, out: Tensor, den: Tensor, space: Workspace
+) -> tuple[Tensor, Tensor]:
     """Gradients (…, Dv) and (…, 1) of the row's num and den, in units of the reference the row was normalised with."""
     dead = (den == 0).unsqueeze(-1)
-    grad_num = grad_out * den.unsqueeze(-1).reciprocal().masked_fill_(dead, 0)
-    from_out = torch.linalg.vecdot(grad_num, out).unsqueeze(-1)
-    return grad_num, grad_den.unsqueeze(-1).masked_fill(dead, 0).sub_(from_out)
+    inverse = den.unsqueeze(-1).reciprocal().masked_fill_(dead, 0)
+    grad_num = torch.mul(grad_out, inverse, out=space.buffer("grad_num", *out.shape))
+    from_out = torch.mul(grad_num, out, out=space.buffer("from_out", *out.shape)).sum(-1, keepdim=True)
+    return grad_num, torch.sub(grad_den.unsqueeze(-1).masked_fill(dead, 0), from_out)
 
 
 def live_reference(den: Tensor, reference: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ def backward(
         if outputs[0].dtype != m.dtype:
             # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
             out = divide(flat_phi @ S, times_z(flat_phi, z.squeeze(-2))).view(out.shape)
-        grad_num, grad_total = row_gradients(grad_out, grad_den, out, den)
+        grad_num, grad_total = row_gradients(grad_out, grad_den, out, den, space)
         rows, totals = grad_num.flatten(0, 1), grad_total.flatten(0, 1)
         flat_grad_S.baddbmm_(flat_phi.mT, rows)
         grad_z.add_(torch.bmm(totals.mT, flat_phi).view(grad_z.shape))
