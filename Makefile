@@ -47,5 +47,5 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/demo.stamp
-	$(PIP) performer-pytorch==1.1.4
+	$(PIP) performer-pytorch==1.1.4 linear-attention-transformer==0.19.1
 	touch $@
