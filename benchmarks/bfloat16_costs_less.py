@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import linattn
-from measuring import HEAD_DIM, favor, ratios, record, relative_error, seconds, spread, tokens
+from measuring import HEAD_DIM, favor, ratios, record, relative_error, seconds, spread, textbook, tokens
 
 LENGTH = 16_384
 
@@ -29,7 +29,7 @@ def main() -> None:
     feature_map = favor()
     inputs = {dtype: tokens(LENGTH, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     short = tokens(512, dtype=torch.bfloat16)
-    truth = linattn.linear_attention(*(x.double() for x in short), feature_map, backend="reference")
+    truth = textbook(*(x.double() for x in short), feature_map)
     weights = (feature_map.projection.mT * HEAD_DIM**-0.25).to(torch.bfloat16)
     found = seconds(
         {str(dtype): lambda x=x: linattn.linear_attention(*x, feature_map) for dtype, x in inputs.items()}, repeats=9

@@ -11,7 +11,7 @@ import time
 import torch
 
 import linattn
-from measuring import favor, record, relative_error, require, tokens
+from measuring import favor, record, relative_error, require, textbook, tokens
 
 STEPS, WINDOW = 100_000, 2_000
 
@@ -20,9 +20,7 @@ def main() -> None:
     """Verify, time, record."""
     feature_map, length = favor(), 300
     query, key, value = tokens(length)
-    whole = linattn.linear_attention(
-        query.double(), key.double(), value.double(), feature_map, is_causal=True, backend="reference"
-    )
+    whole = textbook(query.double(), key.double(), value.double(), feature_map, is_causal=True)
     steps = [tuple(x[:, :, i : i + 1].contiguous() for x in (query, key, value)) for i in range(length)]
     state, outs, samples = None, [], []
     with torch.no_grad():

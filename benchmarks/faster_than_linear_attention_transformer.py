@@ -25,6 +25,7 @@ def main() -> None:
                 "linear_attention_transformer": lambda x=inputs, peer=peer: peer(*x),
             },
             repeats=5,
+            rehearse=True,
         )
         record(
             f"times faster than linear-attention-transformer, {'causal' if is_causal else 'bidirectional'} forward, "

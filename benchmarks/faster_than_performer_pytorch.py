@@ -23,6 +23,7 @@ from measuring import (
     relative_error,
     seconds,
     spread,
+    textbook,
     tokens,
     verified,
 )
@@ -53,12 +54,11 @@ def main() -> None:
             return linattn.linear_attention(q, k, v, feature_map, is_causal=is_causal)
 
         short = tokens(512)
-        truth = linattn.linear_attention(
-            *(x.double() for x in short), feature_map, is_causal=is_causal, backend="reference"
-        )
+        truth = textbook(*(x.double() for x in short), feature_map, is_causal=is_causal)
         found = seconds(
             {"linattn": run(ours, length, backward), "performer_pytorch": run(peer, length, backward)},
             repeats=repeats,
+            rehearse=True,
         )
         with torch.no_grad():
             peer_error = relative_error(peer(*short), truth)

@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+# Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
+_PIECE, _FEWEST = 2**17, 16
 _HANDLES = itertools.count()
 _LIVE: WeakValueDictionary[int, FeatureMap] = WeakValueDictionary()
 
@@ -75,11 +77,11 @@ class FeatureMap(nn.Module, ABC):
         Attention calls this block by block on one buffer: fresh memory costs more than arithmetic. Maps with a matrix
         product override it. An exponential map's exponents are written over by attention.
         """
-        return out.copy_(self.query(x))
+        return _written(self.query, x, out)
 
     def write_key(self, x: Tensor, out: Tensor) -> Tensor:
         """`key` written into a buffer (..., L, R), which is returned; no gradient is recorded."""
-        return self.write_query(x, out) if type(self).key is FeatureMap.key else out.copy_(self.key(x))
+        return self.write_query(x, out) if type(self).key is FeatureMap.key else _written(self.key, x, out)
 
     def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of `query`'s input, given that of its output: (..., L, D), (..., L, R) -> (..., L, D).
@@ -134,6 +136,14 @@ class FeatureMap(nn.Module, ABC):
                 f"{type(self).__name__} was built for head_dim={self.head_dim}, got vectors of width {x.shape[-1]}; "
                 f"build it with head_dim={x.shape[-1]}"
             )
+
+
+def _written(function: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> Tensor:
+    """function(x) written into `out` in pieces, so that what lies between is small enough to be allocated again."""
+    size = max(_PIECE * x.shape[-2] // max(out.numel(), 1), _FEWEST)
+    for part, target in zip(x.split(size, -2), out.split(size, -2), strict=True):
+        target.copy_(function(part))
+    return out
 
 
 def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:

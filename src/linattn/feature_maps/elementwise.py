@@ -181,6 +181,11 @@ class ElementwisePolynomial(ElementwiseMap):
         self._check_width(x)
         return torch.pow(x * self.head_dim**-0.5 + 1, self.degree)
 
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` written into `out`."""
+        self._check_width(x)
+        return torch.mul(x, self.head_dim**-0.5, out=out).add_(1).pow_(self.degree)
+
     def extra_repr(self) -> str:
         """The map's settings."""
         return f"{super().extra_repr()}, degree={self.degree}"

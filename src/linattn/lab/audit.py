@@ -10,9 +10,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -25,10 +23,10 @@ from linattn.lab.plan import Configuration, Plan
 from linattn.lab.records import EXACT, UNIFORM, Header, HeadRow, ModelRow, Row
 from linattn.lab.text import Text
 from linattn.lab.truth import LayerTruth, Measurement, fit
+from linattn.lab.versions import versions
 
 _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
-_VERSIONED = ("linattn", "torch", "transformers")
 
 
 class Audit:
@@ -70,7 +68,7 @@ class Audit:
             configuration.build(calls[0].query.shape[-1], scale=calls[0].scale, layer=0)
         self._layers = [LayerTruth(call, first=first, num_rows=_NUM_ROWS) for call in calls]
         self.header = Header(
-            versions={"python": platform.python_version(), **{name: _version(name) for name in _VERSIONED}},
+            versions=versions("linattn", "torch", "transformers"),
             model=loaded.name,
             architecture=type(loaded.model).__name__,
             is_causal=calls[0].is_causal,
@@ -165,14 +163,6 @@ def _head_rows(
             logit_std=float(truth.logit_std[head]),
             predicted_ratio=_existing(measured.predicted_ratio[head]),
         )
-
-
-def _version(name: str) -> str:
-    """A package's version; a source tree that was never installed has none."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _existing(value: Tensor) -> float | None:

@@ -1,19 +1,12 @@
-"""What an audit writes: one header row, then one row per measurement, as JSON lines.
-
-Numbers JSON does not have are written as the texts "inf", "-inf" and "nan"; what does not exist is null.
-"""
+"""What an audit writes, as JSON lines: one header row, then one row per measurement."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from linattn.lab.files import replacing
+from linattn.lab.jsonl import Form
 
 EXACT = "exact"
 UNIFORM = "uniform"
@@ -124,11 +117,7 @@ class ModelRow:
 
 Row = HeadRow | ModelRow
 
-_KINDS: dict[str, type[Header] | type[HeadRow] | type[ModelRow]] = {
-    "header": Header,
-    "head": HeadRow,
-    "model": ModelRow,
-}
+AUDIT: Form[Header, Row] = Form("an audit", Header, {"head": HeadRow, "model": ModelRow})
 
 
 def write_records(path: Path, header: Header, rows: Iterable[Row]) -> None:
@@ -154,11 +143,7 @@ def write_records(path: Path, header: Header, rows: Iterable[Row]) -> None:
 
     Source: the JSON Lines format.
     """
-    kinds = {row_type: kind for kind, row_type in _KINDS.items()}
-    with replacing(path) as file:
-        for record in chain([header], rows):
-            values = {name: _plain(value) for name, value in asdict(record).items()}
-            file.write(json.dumps({"kind": kinds[type(record)], **values}, ensure_ascii=False, allow_nan=False) + "\n")
+    AUDIT.write(path, header, rows)
 
 
 def read_records(path: Path) -> tuple[Header, list[Row]]:
@@ -180,31 +165,4 @@ def read_records(path: Path) -> tuple[Header, list[Row]]:
 
     Source: the JSON Lines format.
     """
-    with path.open(encoding="utf-8") as file:
-        records = [_record(line, f"{path}:{number}") for number, line in enumerate(file, start=1)]
-    rows = [record for record in records[1:] if not isinstance(record, Header)]
-    if not records or not isinstance(records[0], Header) or len(rows) != len(records) - 1:
-        raise ValueError(f"{path} is no audit: its first line, and no other, must be the header; run the audit again")
-    return records[0], rows
-
-
-def _record(line: str, place: str) -> Header | Row:
-    """One line, read and checked against the fields of its kind."""
-    values = json.loads(line)
-    kind = _KINDS.get(values.pop("kind", None)) if isinstance(values, dict) else None
-    if kind is None:
-        raise ValueError(f"{place} is no row of an audit; its kind must be one of {', '.join(_KINDS)}")
-    wanted = {field.name: field.type for field in fields(kind)}
-    if set(values) != set(wanted):
-        raise ValueError(f"{place}: got the fields {sorted(values)}, wanted {sorted(wanted)}; run the audit again")
-    return kind(**{name: _number(value, str(wanted[name])) for name, value in values.items()})
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinities and no nan."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: Any, wanted: str) -> Any:
-    """The float behind "inf" or "nan", where a float is wanted."""
-    return float(value) if wanted.startswith("float") and isinstance(value, str) else value
+    return AUDIT.read(path)

@@ -93,7 +93,7 @@ def block_size(rows: int, num_features: int, device: torch.device, *, is_causal:
     """Tokens per block for `rows` = B·H·G rows of features; causal blocks also pay for n × n products."""
     budget = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     size = max(budget // max(rows * num_features, 1), 64)
-    return min(size, 128) if is_causal else min(size, 2048)
+    return min(size, 128) if is_causal else min(size, 1024)
 
 
 def blocks(length: int, size: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The report's two charts, as plotly figures without colours of their background: the page adds those of its theme."""
+"""An audit's two charts, as plotly figures without colours of their background: the page adds those of its theme."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS, tick_texts
 from linattn.lab.report._tables import number
 from linattn.lab.report.summary import Line, Summary
-
-# After Okabe and Ito, yellow darkened so that it reads on white; told apart by symbols as well.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#A39100")
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star", "pentagon", "hexagon")
 
 # Blue is better than averaging, orange worse; light where a map changes nothing.
 _DIVERGING = ((0.0, "#08519c"), (0.25, "#6baed6"), (0.5, "#f5f5f5"), (0.75, "#fdae6b"), (1.0, "#a63603"))
@@ -67,17 +64,18 @@ def error_curves(summary: Summary) -> go.Figure:
         figure.add_trace(_curve(label, lines, bases.index(_base(label))))
     figure.add_hline(
         y=uniform,
-        line={"dash": "dot", "width": 2, "color": "#8C8C8C"},
-        annotation={"text": f"averaging the values: {uniform:.2f}", "font": {"color": "#8C8C8C"}},
+        line={"dash": "dot", "width": 2, "color": GREY},
+        annotation={"text": f"averaging the values: {uniform:.2f}", "font": {"color": GREY}},
         annotation_position="top right",
     )
     widths = sorted({line.features for line in summary.lines})
     figure.update_layout(
         height=520,
         margin={"l": 52, "r": 12, "t": 12, "b": 52},
-        xaxis={"title": {"text": "features"}, "type": "log", "tickvals": widths, "ticktext": _tick_texts(widths)},
+        xaxis={"title": {"text": "features"}, "type": "log", "tickvals": widths, "ticktext": tick_texts(widths)},
         yaxis={"title": {"text": "relative output error"}, "range": [0, 2 * uniform]},
         legend={"orientation": "h", "y": -0.18, "yanchor": "top"},
+        meta={"narrow_height": 760},
     )
     return figure
 
@@ -100,8 +98,8 @@ def _base(label: str) -> str:
 def _curve(label: str, lines: list[Line], base: int) -> go.Scatter:
     """One map's errors; centred maps filled and solid, the others open and dashed."""
     centred = label.startswith("Centred(")
-    colour = _COLOURS[base % len(_COLOURS)]
-    symbol = _SYMBOLS[base % len(_SYMBOLS)]
+    colour = COLOURS[base % len(COLOURS)]
+    symbol = SYMBOLS[base % len(SYMBOLS)]
     spreads: list[Any] = [line.error.spread or 0.0 for line in lines]
     return go.Scatter(
         name=label,
@@ -113,14 +111,3 @@ def _curve(label: str, lines: list[Line], base: int) -> go.Scatter:
         marker={"symbol": symbol if centred else f"{symbol}-open", "size": 10, "line": {"width": 2}, "color": colour},
         hovertemplate="%{x} features: %{y:.3f}<extra>" + label + "</extra>",
     )
-
-
-def _tick_texts(widths: list[int]) -> list[str]:
-    """Widths as tick labels, those too near the one before left out."""
-    texts: list[str] = []
-    last = 0.0
-    for width in widths:
-        near = last > 0 and width / last < 1.3
-        texts.append("" if near else f"{width:,}")
-        last = last if near else width
-    return texts

@@ -1,4 +1,4 @@
-"""An audit's tables as text, the same in the terminal and on the page."""
+"""Tables as text, the same in the terminal and on the page; those of an audit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ class Table:
 
     Attributes:
         columns: headings; the first column is left-aligned, the others are numbers.
-        rows: one text per column; the first two rows are the baselines.
+        rows: one text per column.
+        baselines: how many of the first rows are baselines, set apart from the others.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    baselines: int = 0
 
 
 def overview(summary: Summary, *, spreads: bool = True) -> Table:
@@ -79,7 +81,7 @@ def overview(summary: Summary, *, spreads: bool = True) -> Table:
         for line in summary.lines
     ]
     columns = ("map", "R", "error", "uniform", "error / uniform", "heads better", "total variation", "cosine")
-    return Table(columns, (*baselines, *lines))
+    return Table(columns, (*baselines, *lines), len(baselines))
 
 
 def end_to_end(summary: Summary) -> Table:
@@ -99,7 +101,7 @@ def end_to_end(summary: Summary) -> Table:
         for line in summary.lines
     ]
     columns = ("every layer by", "features", "draws", "cosine of the embedding", "cosine per token")
-    return Table(columns, (*baselines, *lines))
+    return Table(columns, (*baselines, *lines), len(baselines))
 
 
 def heads(summary: Summary) -> Table:
@@ -136,7 +138,7 @@ def heads(summary: Summary) -> Table:
         for line in summary.lines
     ]
     measures = ("error", "median error", "error / uniform", "predicted", "heads better", "total variation", "KL (nats)")
-    return Table(("map", "features", *measures, "verdict"), (*baselines, *lines))
+    return Table(("map", "features", *measures, "verdict"), (*baselines, *lines), len(baselines))
 
 
 def number(value: float, digits: int = 2) -> str:

@@ -1,0 +1,1 @@
+"""How fast linear attention is on given shapes, next to exact attention, and from which length on it pays."""

@@ -1,0 +1,150 @@
+"""The benchmark: at each length, verify, time both contenders in turn, and measure the memory of each."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+
+import torch
+
+from linattn.feature_maps import FeatureMap
+from linattn.lab.bench import memory
+from linattn.lab.bench.contenders import EXACT, LINEAR, Inputs, draw_inputs, exact_run, fitted_map, linear_run
+from linattn.lab.bench.errors import NUM_VERIFIED, verify
+from linattn.lab.bench.records import BenchHeader, LengthRow
+from linattn.lab.bench.settings import Settings
+from linattn.lab.timing import seconds
+from linattn.lab.versions import versions
+
+_EXACT_LIMIT = 60.0
+
+
+class Bench:
+    """Linear against exact attention on given shapes, ready to be measured.
+
+    Attributes:
+        header: the circumstances, complete before anything is measured.
+    """
+
+    header: BenchHeader
+
+    def __init__(self, settings: Settings, *, exact_limit: float = _EXACT_LIMIT) -> None:
+        """Build the map once, so that a bad option fails before the work begins.
+
+        Cost: the map's constructor.
+
+        Args:
+            settings: what to measure.
+            exact_limit: exact attention is left out from the length on where one call would take more seconds.
+
+        Raises:
+            ValueError: if the map refuses its arguments.
+            TypeError: if the map cannot be centred.
+        """
+        self._settings = settings
+        feature_map = settings.build_map()
+        processor = _processor()
+        self.header = BenchHeader(
+            versions=versions("torch", "linattn"),
+            processor=processor,
+            device=settings.device,
+            device_name=torch.cuda.get_device_name() if settings.device == "cuda" else processor,
+            threads=torch.get_num_threads(),
+            map=settings.spec.label,
+            map_repr=repr(feature_map),
+            num_features=feature_map.num_features,
+            batch=settings.batch,
+            num_heads=settings.heads,
+            head_dim=settings.head_dim,
+            dtype=settings.dtype,
+            is_causal=settings.is_causal,
+            backward=settings.backward,
+            lengths=list(settings.lengths),
+            repeats=settings.repeats,
+            seed=settings.seed,
+            num_verified=NUM_VERIFIED,
+            error_bound=settings.error_bound(feature_map),
+            exact_limit=exact_limit,
+            memory=memory.how_measured(settings),
+        )
+
+    def rows(self, kept: Sequence[LengthRow], announce: Callable[[str], None]) -> Iterator[LengthRow]:
+        """Measure every length that is not among those kept.
+
+        Cost: per length and contender, repeats + 1 calls; for memory one more in a process of its own.
+
+        Args:
+            kept: rows measured before, under the same header.
+            announce: told in words what begins.
+
+        Returns:
+            An iterator that measures as it goes, one row per length.
+
+        Raises:
+            ValueError: if a result is wrong (see `verify`).
+            RuntimeError: if memory runs out, or a process that measures it fails.
+
+        Example:
+            >>> bench = Bench(Settings(lengths=(8, 16), heads=1, head_dim=4, memory=False))
+            >>> [row.length for row in bench.rows([], lambda words: None)]
+            [8, 16]
+
+        Source: none, an order.
+        """
+        before = list(kept)
+        done = {row.length for row in before}
+        for length in self._settings.lengths:
+            if length not in done:
+                row = self._row(length, self._predict(before, length), announce)
+                before.append(row)
+                yield row
+
+    def _row(self, length: int, predicted: float | None, announce: Callable[[str], None]) -> LengthRow:
+        """One length."""
+        settings = self._settings
+        left_out = predicted is not None and predicted > self.header.exact_limit
+        announce(f"L = {length:,}: verifying")
+        inputs = draw_inputs(settings, length)
+        feature_map = fitted_map(settings, inputs)
+        errors = verify(settings, inputs, feature_map)
+        announce(f"L = {length:,}: timing")
+        found = self._time(inputs, feature_map, with_exact=not left_out)
+        announce(f"L = {length:,}: memory")
+        return LengthRow(
+            length=length,
+            error=errors.error,
+            gradient_error=errors.gradient_error,
+            approximation_error=errors.approximation_error,
+            uniform_error=errors.uniform_error,
+            linear_seconds=found[LINEAR],
+            exact_seconds=found.get(EXACT),
+            exact_predicted=predicted if left_out else None,
+            linear_memory=self._memory(length, LINEAR),
+            exact_memory=None if left_out else self._memory(length, EXACT),
+        )
+
+    def _time(self, inputs: Inputs, feature_map: FeatureMap, *, with_exact: bool) -> dict[str, list[float]]:
+        """Seconds of each contender."""
+        runs = {LINEAR: linear_run(self._settings, inputs, feature_map)}
+        if with_exact:
+            runs[EXACT] = exact_run(self._settings, inputs, feature_map)
+        return seconds(runs, repeats=self._settings.repeats)
+
+    def _memory(self, length: int, contender: str) -> int | None:
+        """Bytes of one contender, where they can be measured."""
+        return memory.measure(self._settings, length, contender) if memory.can_measure(self._settings) else None
+
+    def _predict(self, before: Sequence[LengthRow], length: int) -> float | None:
+        """Seconds of a call of exact attention, grown as L² from the last length it was timed at."""
+        timed = [row for row in before if row.exact_seconds is not None and row.length < length]
+        if not timed:
+            return None
+        last = max(timed, key=lambda row: row.length)
+        return median(last.exact_seconds or []) * (length / last.length) ** 2
+
+
+def _processor() -> str:
+    """The processor's name as torch knows it, else as the system does."""
+    name = torch.cpu.get_capabilities().get("cpu_name")
+    return str(name or platform.processor() or platform.machine())

@@ -1,0 +1,180 @@
+"""Files of JSON lines: one header row, then one row per measurement, each a dataclass under the name of its kind.
+
+Numbers JSON does not have are written as the texts "inf", "-inf" and "nan"; what does not exist is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from linattn.lab.files import replacing
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+H = TypeVar("H", bound="DataclassInstance")
+R = TypeVar("R", bound="DataclassInstance")
+
+
+@dataclass(frozen=True)
+class Form(Generic[H, R]):
+    """What one sort of file holds, and its reader and writer.
+
+    Attributes:
+        subject: what the file is, with its article, for messages.
+        header: the dataclass of the first line.
+        rows: the dataclasses of the other lines by the names of their kinds.
+    """
+
+    subject: str
+    header: type[H]
+    rows: Mapping[str, type[R]]
+
+    def write(self, path: Path, header: H, rows: Iterable[R]) -> None:
+        """Write a file, row by row as it is measured, under a temporary name until it is whole.
+
+        Cost: linear in the rows; memory for one.
+
+        Args:
+            path: the file.
+            header: the first row.
+            rows: consumed one by one; an exception from it, an interrupt included, leaves no file.
+
+        Raises:
+            OSError: if the file cannot be written.
+
+        Example:
+            See `linattn.lab.records.write_records`.
+
+        Source: the JSON Lines format.
+        """
+        with replacing(path) as file:
+            file.writelines(self._line(record) for record in chain([header], rows))
+
+    def read(self, path: Path) -> tuple[H, list[R]]:
+        """Read what `write` wrote.
+
+        Cost: linear in the file, all of it in memory.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The header and the rows, in order.
+
+        Raises:
+            ValueError: if a line is not such a row, or the first line alone is not the header.
+
+        Example:
+            See `linattn.lab.records.write_records`.
+
+        Source: the JSON Lines format.
+        """
+        with path.open(encoding="utf-8") as file:
+            return self._records(file, path)
+
+    def unfinished(self, path: Path) -> tuple[H, list[R]] | None:
+        """What an early end has left of a file written by `extend`.
+
+        Cost: linear in the file.
+
+        Args:
+            path: the unfinished file.
+
+        Returns:
+            The header and the whole rows, in order; a last line that was cut off is left out. None where there is no
+            such file.
+
+        Example:
+            See `extend`.
+
+        Source: the JSON Lines format.
+        """
+        if not path.is_file():
+            return None
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        try:
+            return self._records((line for line in lines if line.endswith("\n")), path)
+        except ValueError:
+            return None
+
+    def extend(self, path: Path, header: H, kept: list[R], rows: Iterable[R]) -> None:
+        """Write rows that survive an early end: each is in the file before the next is measured.
+
+        Cost: linear in the rows.
+
+        Args:
+            path: the unfinished file; what it held is replaced by `header` and `kept`.
+            header: the first row.
+            kept: rows measured before, as `unfinished` gives them.
+            rows: consumed one by one; an exception from it leaves the rows before it in the file.
+
+        Raises:
+            OSError: if the file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> from linattn.lab.records import AUDIT, Header, ModelRow
+            >>> path = Path(tempfile.mkdtemp()) / "audit.partial.jsonl"
+            >>> header = Header({}, "m", "M", False, 1, 1, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
+            >>> AUDIT.extend(path, header, [], [ModelRow("exact", None, 0, 1.0, 1.0)])
+            >>> AUDIT.unfinished(path)[1]
+            [ModelRow(map='exact', features=None, draw=0, embedding_cosine=1.0, token_cosine=1.0)]
+
+        Source: the JSON Lines format.
+        """
+        self.write(path, header, kept)
+        # Line by line, so that an end by force takes no measured row with it.
+        with path.open("a", encoding="utf-8", buffering=1) as file:
+            for row in rows:
+                file.write(self._line(row))
+
+    def _records(self, lines: Iterable[str], path: Path) -> tuple[H, list[R]]:
+        """Header and rows, each line checked."""
+        records = [self._record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+        header = next((record for record in records[:1] if isinstance(record, self.header)), None)
+        rows = [cast(R, record) for record in records[1:] if not isinstance(record, self.header)]
+        if header is None or len(rows) != len(records) - 1:
+            raise ValueError(
+                f"{path} is not {self.subject}: its first line, and no other, must be the header; measure again"
+            )
+        return header, rows
+
+    def _record(self, line: str, place: str) -> H | R:
+        """One line, read and checked against the fields of its kind."""
+        kinds = dict(self._kinds())
+        values = json.loads(line)
+        kind = kinds.get(values.pop("kind", None)) if isinstance(values, dict) else None
+        if kind is None:
+            raise ValueError(f"{place} is no row of {self.subject}; its kind must be one of {', '.join(kinds)}")
+        wanted = {field.name: field.type for field in fields(kind)}
+        if set(values) != set(wanted):
+            raise ValueError(f"{place}: got the fields {sorted(values)}, wanted {sorted(wanted)}; measure again")
+        return kind(**{name: _number(value, str(wanted[name])) for name, value in values.items()})
+
+    def _line(self, record: DataclassInstance) -> str:
+        """One record as a line."""
+        kind = next(name for name, kind in self._kinds() if type(record) is kind)
+        values = {name: _plain(value) for name, value in asdict(record).items()}
+        return json.dumps({"kind": kind, **values}, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def _kinds(self) -> Iterator[tuple[str, type[H] | type[R]]]:
+        """Every kind with its name."""
+        yield "header", self.header
+        yield from self.rows.items()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinities and no nan."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any, wanted: str) -> Any:
+    """The float behind "inf" or "nan", where a float is wanted."""
+    return float(value) if wanted.startswith("float") and isinstance(value, str) else value

@@ -1,0 +1,45 @@
+"""A report as one HTML file that needs nothing but a browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import plotly.graph_objects as go
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from linattn.lab.files import replacing
+
+
+def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], values: Mapping[str, object]) -> None:
+    """Fill a template and write it, scripts and styles inside; the page forbids itself every network access.
+
+    Cost: about 5 MB, nearly all of it plotly's script.
+
+    Args:
+        path: the file; replaced in one step.
+        template: a file of this folder that extends base.html.j2.
+        figures: charts by the id of their place on the page.
+        values: what else the template names.
+
+    Raises:
+        OSError: if the file cannot be written.
+
+    Example:
+        See `linattn.lab.report.page`.
+
+    Source: none, a layout.
+    """
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=PackageLoader("linattn.lab.report", ""),
+    )
+    drawn = {name: json.loads(figure.to_json()) for name, figure in figures.items()}
+    page = environment.get_template(template).render({**values, "figures": drawn, "plotly": get_plotlyjs()})
+    with replacing(path) as file:
+        file.write(page)

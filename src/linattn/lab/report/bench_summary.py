@@ -1,0 +1,279 @@
+"""What a benchmark says, in words and as a table: where linear attention begins to pay, and how times grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import linear_regression
+
+from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
+from linattn.lab.report._tables import Table, number
+from linattn.lab.report.advice import Point
+from linattn.lab.timing import spread
+
+_MISSING = "—"
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From which length on linear attention is faster, at every length measured from there on.
+
+    Attributes:
+        length: interpolated between two measured lengths; None where there are no such two.
+        between: the two; None where linear attention is faster at all lengths or not at the last one.
+        always: whether it is faster at every length.
+        last: the last length at which both were measured.
+    """
+
+    length: float | None
+    between: tuple[int, int] | None
+    always: bool
+    last: int
+
+
+@dataclass(frozen=True)
+class BenchSummary:
+    """A benchmark, summed up.
+
+    Attributes:
+        header: its circumstances.
+        rows: one per length, ascending.
+        crossover: from which length on linear attention is faster.
+        linear_slope: its time grows as L to this power; None with fewer than two lengths.
+        exact_slope: the same for exact attention.
+    """
+
+    header: BenchHeader
+    rows: tuple[LengthRow, ...]
+    crossover: Crossover
+    linear_slope: float | None
+    exact_slope: float | None
+
+
+def summarise_bench(path: Path) -> BenchSummary:
+    """Read a benchmark's file and sum it up.
+
+    Cost: linear in the file.
+
+    Args:
+        path: bench.jsonl.
+
+    Returns:
+        A `BenchSummary`.
+
+    Raises:
+        ValueError: if the file is no whole benchmark.
+
+    Example:
+        See `tests/lab/test_bench_report.py`.
+
+    Source: none.
+    """
+    header, rows = BENCH.read(path)
+    if [row.length for row in rows] != header.lengths or rows[0].exact_seconds is None:
+        raise ValueError(f"{path} is no whole benchmark: rows of some lengths are missing; measure again")
+    both = [(row.length, _median(row.linear_seconds), _median(row.exact_seconds)) for row in rows if row.exact_seconds]
+    return BenchSummary(
+        header=header,
+        rows=tuple(rows),
+        crossover=find_crossover(both),
+        linear_slope=slope([(row.length, _median(row.linear_seconds)) for row in rows]),
+        exact_slope=slope([(length, exact) for length, _, exact in both]),
+    )
+
+
+def find_crossover(points: Sequence[tuple[int, float, float]]) -> Crossover:
+    """From which length on the first contender is faster than the second, at every later point.
+
+    Between the last point at which it is not and the next, log(first / second) is taken as linear in log L.
+
+    Cost: linear in the points.
+
+    Args:
+        points: (L, seconds of the first, seconds of the second), by ascending L; at least one.
+
+    Returns:
+        A `Crossover`.
+
+    Example:
+        >>> find_crossover([(64, 2.0, 1.0), (256, 8.0, 16.0)])  # L/32 and L²/4096 cross at 128
+        Crossover(length=128.0, between=(64, 256), always=False, last=256)
+
+    Source: linear interpolation.
+    """
+    last = points[-1][0]
+    slower = [index for index, (_, first, second) in enumerate(points) if not first < second]
+    if not slower or slower[-1] == len(points) - 1:
+        return Crossover(None, None, always=not slower, last=last)
+    (left, *before), (right, *after) = points[slower[-1]], points[slower[-1] + 1]
+    excess, gain = math.log(before[0] / before[1]), math.log(after[1] / after[0])
+    length = left * (right / left) ** (excess / (excess + gain))
+    return Crossover(length, (left, right), always=False, last=last)
+
+
+def slope(points: Sequence[tuple[int, float]]) -> float | None:
+    """The power of L as which seconds grow: slope of the least-squares line through logarithms.
+
+    Cost: linear in the points.
+
+    Args:
+        points: (L, seconds).
+
+    Returns:
+        The slope; None with fewer than two points.
+
+    Example:
+        >>> slope([(1, 3.0), (2, 12.0), (4, 48.0)])
+        2.0
+
+    Source: least squares.
+    """
+    if len(points) < 2:
+        return None
+    return linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope
+
+
+def conclude(summary: BenchSummary) -> tuple[Point, ...]:
+    """Put a benchmark into words.
+
+    Cost: linear in the rows.
+
+    Args:
+        summary: of a benchmark.
+
+    Returns:
+        Remarks: the crossover, growth, what was left out, correctness, and how wrong the approximation is.
+
+    Example:
+        See `tests/lab/test_bench_report.py`.
+
+    Source: none, comparisons.
+    """
+    points = [Point("Crossover", _crossover_words(summary.crossover))]
+    if summary.linear_slope is not None:
+        exact = _MISSING if summary.exact_slope is None else f"L^{summary.exact_slope:.2f}"
+        text = f"Time grows as L^{summary.linear_slope:.2f} (linear) and {exact} (exact), by least squares."
+        points.append(Point("Growth", text))
+    left_out = [row for row in summary.rows if row.exact_predicted is not None]
+    if left_out:
+        text = (
+            f"Exact attention was not run from L = {left_out[0].length:,} on: one call would take about "
+            f"{left_out[0].exact_predicted:,.0f} s there, and the limit is {summary.header.exact_limit:,.0f} s."
+        )
+        points.append(Point("Left out", text))
+    if all(row.linear_memory is None for row in summary.rows):
+        points.append(Point("Memory", f"It was {summary.header.memory}."))
+    return (*points, _correctness(summary), _approximation(summary))
+
+
+def length_table(summary: BenchSummary, *, spreads: bool = True) -> Table:
+    """One row per length: time, memory and error of linear attention beside its baselines.
+
+    Cost: linear in the rows.
+
+    Args:
+        summary: of a benchmark.
+        spreads: whether times carry their minimum and maximum.
+
+    Returns:
+        A `Table`.
+
+    Example:
+        See `tests/lab/test_bench_report.py`.
+
+    Source: none, a layout.
+    """
+    columns = (
+        "length",
+        "linear ms",
+        "exact ms",
+        "times faster",
+        "linear MB",
+        "exact MB",
+        "linear tokens/s",
+        "linear error",
+        "averaging error",
+    )
+    return Table(columns, tuple(_cells(summary.header, row, spreads=spreads) for row in summary.rows))
+
+
+def _cells(header: BenchHeader, row: LengthRow, *, spreads: bool) -> tuple[str, ...]:
+    """One length's texts."""
+    linear = _median(row.linear_seconds)
+    faster = _MISSING if row.exact_seconds is None else _short(_median(row.exact_seconds) / linear)
+    return (
+        f"{row.length:,}",
+        _milliseconds(row.linear_seconds, spreads=spreads),
+        _milliseconds(row.exact_seconds, spreads=spreads),
+        faster,
+        _megabytes(row.linear_memory),
+        _megabytes(row.exact_memory),
+        f"{header.batch * row.length / linear:,.0f}",
+        number(row.approximation_error),
+        number(row.uniform_error),
+    )
+
+
+def _crossover_words(found: Crossover) -> str:
+    """Where linear attention begins to pay."""
+    if found.length is not None and found.between is not None:
+        left, right = found.between
+        return (
+            f"Linear attention is faster from L = {found.length:,.0f} on, interpolated between {left:,} and {right:,}."
+        )
+    if found.always:
+        return f"Linear attention is faster at every length measured (with exact attention up to {found.last:,})."
+    return f"Not reached up to L = {found.last:,}: exact attention is as fast there, or faster."
+
+
+def _correctness(summary: BenchSummary) -> Point:
+    """How far results were from their definition before they were timed."""
+    errors = [row.error for row in summary.rows]
+    errors += [row.gradient_error for row in summary.rows if row.gradient_error is not None]
+    what = "Output and gradients" if summary.header.backward else "The output"
+    found = f"{what} of {summary.header.map} came within {max(errors):.1e} of the definition in float64"
+    if summary.header.error_bound is None:
+        text = f"{found}; there is no bound: its weights have both signs, and its normaliser may come near zero."
+    else:
+        text = f"{found} (relative error; the bound is {summary.header.error_bound:.1e})."
+    return Point("Verified", text)
+
+
+def _approximation(summary: BenchSummary) -> Point:
+    """How wrong linear attention is, between its two baselines."""
+    error = max(row.approximation_error for row in summary.rows)
+    uniform = max(row.uniform_error for row in summary.rows)
+    tokens = min(summary.header.num_verified, summary.header.lengths[-1])
+    text = (
+        f"On these random inputs {summary.header.map} with {summary.header.num_features:,} features is up to "
+        f"{number(error)} away from exact attention (relative error over {tokens:,} tokens), averaging the values "
+        f"{number(uniform)}{'' if error < uniform else ': it is no better than averaging'}. What it does to your "
+        "model, linattn audit tells."
+    )
+    return Point("How wrong", text)
+
+
+def _milliseconds(samples: list[float] | None, *, spreads: bool) -> str:
+    """Median, and least and most where asked for."""
+    if samples is None:
+        return _MISSING
+    found = {name: _short(1e3 * value) for name, value in spread(samples).items()}
+    return f"{found['median']} ({found['min']}–{found['max']})" if spreads else found["median"]
+
+
+def _megabytes(size: int | None) -> str:
+    """Millions of bytes."""
+    return _MISSING if size is None else _short(size / 1e6)
+
+
+def _short(value: float) -> str:
+    """Three digits or so."""
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:,.{digits}f}"
+
+
+def _median(samples: list[float]) -> float:
+    """The middle sample."""
+    return spread(samples)["median"]

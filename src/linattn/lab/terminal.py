@@ -1,0 +1,113 @@
+"""What the commands show in the terminal: progress, tables, errors."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from linattn.lab.report import Table
+
+_FAILED, _INTERRUPTED = 1, 130
+
+
+def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas, in ascending order.
+
+    Cost: none.
+
+    Args:
+        text: what was written.
+        option: the option's name, for the message.
+        example: what could have been written.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        ValueError: if the text is no such list.
+
+    Example:
+        >>> whole_numbers("256,64", "--features", "64,256")
+        (64, 256)
+
+    Source: none.
+    """
+    try:
+        return tuple(sorted(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"{option} wants whole numbers separated by commas, as in {example}; got {text!r}") from None
+
+
+@contextmanager
+def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
+    """Turn an interrupt or an error inside the block into a message and an exit code: 130 or 1.
+
+    Cost: none.
+
+    Args:
+        command: the subcommand's name, for the message.
+        console: where an interrupt is told of; errors go to the standard error.
+        what_is_left: says after an interrupt which files there are.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        typer.Exit: after an interrupt or an error.
+
+    Example:
+        See `linattn.lab.audit_command`.
+
+    Source: none.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. {what_is_left()}", markup=False, highlight=False)
+        raise typer.Exit(_INTERRUPTED) from None
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        Console(stderr=True).print(f"linattn {command}: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(_FAILED) from None
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar with a count and the time, which vanishes when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Ctrl-C raises as ever and is noted: Python swallows what is raised while an object is being destroyed."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def print_table(console: Console, content: Table) -> None:
+    """A table of texts; where the terminal is narrow, the first column is folded and the figures stay whole."""
+    table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(content.columns[0], overflow="fold")
+    for column in content.columns[1:]:
+        first, _, last = column.rpartition(" ")
+        table.add_column(f"{first}\n{last}".strip(), justify="right", no_wrap=True)
+    for number, row in enumerate(content.rows, start=1):
+        table.add_row(*map(escape, row), end_section=number == content.baselines)
+    console.print(table)
