@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, Case, build, qkv, tokens
+from grid import CASES, CAUSAL_MAPS, Case, build, qkv, sums, tokens
 
 FILLINGS = {"large": 1e4, "inf": float("inf"), "nan": float("nan")}
 REAL, PADDED = 11, 25
@@ -106,3 +106,18 @@ def test_softmax_attention_keeps_the_same_mask_contract(is_causal: bool) -> None
     nothing = torch.zeros(2, REAL, dtype=torch.bool)
     assert (linattn.softmax_attention(*real, key_mask=nothing, **options) == 0).all()
     assert (linattn.softmax_partial(*real, key_mask=nothing, **options).out == 0).all()
+
+
+@pytest.mark.parametrize("map_name", CAUSAL_MAPS)
+def test_a_masked_step_adds_nothing(map_name: str) -> None:
+    feature_map = build(map_name)
+    before = linattn.linear_attention_with_state(*qkv(), feature_map, enable_gqa=True).state
+    query, key, value = qkv(num_queries=1, num_keys=1, seed=7)
+    nothing = torch.zeros(2, 1, dtype=torch.bool)
+    step = linattn.linear_attention_with_state(
+        query, key * torch.inf, value, feature_map, before, key_mask=nothing, enable_gqa=True
+    )
+    torch.testing.assert_close(step.out, before.read(feature_map, query).out, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        sums(step.state) * torch.exp(step.state.m - before.m).unsqueeze(-1), sums(before), rtol=1e-12, atol=1e-12
+    )

@@ -131,3 +131,20 @@ def test_what_does_not_compose_raises() -> None:
     weights = torch.stack((learned.query_weight.detach(),) * 2)
     with pytest.raises(NotImplementedError, match="vmap over a feature map's own parameters"):
         torch.func.vmap(loss, in_dims=(0, None))(weights, q)
+
+
+@pytest.mark.parametrize("name", ["absorb", "read", "causal"])
+def test_the_compiler_is_told_the_right_shapes(name: str, blocks_of) -> None:
+    """Over seven blocks, hence two states kept."""
+    blocks_of(3)
+    feature_map = build("FavorPlus")
+    query, key, value = qkv(num_queries=20, num_keys=20)
+    tokens = {"absorb": [key, value], "read": [query.unflatten(1, (2, -1))]}
+    inputs = [*tokens.get(name, [query.unflatten(1, (2, -1)), key, value]), *_state(feature_map).moments]
+    arguments = (name, feature_map.handle, "", None, inputs, [])
+    torch.library.opcheck(torch.ops.linattn.fold.default, arguments, test_utils="test_faketensor")
+
+
+def _state(feature_map: linattn.feature_maps.FavorPlus) -> linattn.State:
+    """A state of a few keys."""
+    return linattn.linear_attention_with_state(*qkv(num_queries=4, num_keys=4), feature_map, enable_gqa=True).state

@@ -42,23 +42,18 @@ def attend(
         after = absorb(feature_map, own, key, value, mask, before)
         return *read(feature_map, own, query, after), after
     extra = key.shape[2] - query.shape[3]
-    if key.shape[2] == 1 and extra == 0 and _is_bare(own, query, key, value, *before):
-        with fold.outside_autocast(query.device):
-            out, den, reference, S, z, m = stepping.forward(feature_map, mask, query, key, value, *before)
-        return out, den, reference, Moments(S, z, m)
     if extra > 0:
         head = None if mask is None else mask[:, :extra]
         before = absorb(feature_map, own, key[:, :, :extra], value[:, :, :extra], head, before)
         key, value, mask = key[:, :, extra:], value[:, :, extra:], None if mask is None else mask[:, extra:]
+    if key.shape[2] == 1 and extra >= 0 and _is_bare(own, query, key, value, *before):
+        with fold.outside_autocast(query.device):
+            out, den, reference, S, z, m = stepping.forward(feature_map, mask, query, key, value, *before)
+        return out, den, reference, Moments(S, z, m)
     early = query[..., : max(-extra, 0), :]
     late = query[..., max(-extra, 0) :, :]
-    if key.shape[2] == 1:
-        # The one key is every query's past: nothing is later.
-        after = absorb(feature_map, own, key, value, mask, before)
-        rows = read(feature_map, own, late, after)
-    else:
-        out, den, reference, S, z, m, *_ = _run("causal", feature_map, own, mask, late, key, value, *before)
-        rows, after = (out, den, reference), Moments(S, z, m)
+    out, den, reference, S, z, m, *_ = _run("causal", feature_map, own, mask, late, key, value, *before)
+    rows, after = (out, den, reference), Moments(S, z, m)
     if extra < 0:
         first = read(feature_map, own, early, before)
         rows = (torch.cat((first[0], rows[0]), 3), torch.cat((first[1], rows[1]), 3), torch.cat((first[2], rows[2]), 3))

@@ -86,7 +86,7 @@ class Running:
     def moments(self) -> Moments:
         """The state now, in memory of its own."""
         S, z, m = self.views()
-        return Moments(S, z, m.clone()) if self._owned else Moments(S.clone(), z.clone(), m.clone())
+        return Moments(S, z, m) if self._owned else Moments(S.clone(), z.clone(), m.clone())
 
 
 def block_size(rows: int, num_features: int, device: torch.device, *, is_causal: bool) -> int:
