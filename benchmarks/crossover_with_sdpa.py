@@ -11,23 +11,12 @@ import statistics
 import torch.nn.functional as F
 
 import linattn
+from linattn.lab.report.bench_summary import find_crossover
 from measuring import favor, record, seconds, tokens, verified
 
 LENGTHS = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 # Features, causal, bound.
 CASES = ((64, False, 512), (256, False, 1536), (64, True, 1536), (256, True, 3072))
-
-
-def crossover(lengths: list[int], ours: list[float], exact: list[float]) -> float:
-    """Where ours becomes faster for good; the first length if it always is, infinity if it never does."""
-    gaps = [math.log(a / b) for a, b in zip(ours, exact, strict=True)]
-    last = max((i for i, gap in enumerate(gaps) if gap > 0), default=-1)
-    if last == -1:
-        return float(lengths[0])
-    if last + 1 == len(lengths):
-        return math.inf
-    low, high = math.log(lengths[last]), math.log(lengths[last + 1])
-    return math.exp(low + (high - low) * gaps[last] / (gaps[last] - gaps[last + 1]))
 
 
 def main() -> None:
@@ -37,7 +26,7 @@ def main() -> None:
         error = verified(feature_map, is_causal=is_causal)
         for length in LENGTHS:
             inputs = tokens(length)
-            found = seconds(
+            timed = seconds(
                 {
                     "linattn": lambda x=inputs, f=feature_map, c=is_causal: linattn.linear_attention(
                         *x, f, is_causal=c
@@ -46,11 +35,12 @@ def main() -> None:
                 },
                 repeats=21,
             )
-            ours.append(statistics.median(found["linattn"]))
-            exact.append(statistics.median(found["sdpa"]))
+            ours.append(statistics.median(timed["linattn"]))
+            exact.append(statistics.median(timed["sdpa"]))
+        found = find_crossover(list(zip(LENGTHS, ours, exact, strict=True)))
         record(
             f"crossover with exact attention, {'causal' if is_causal else 'bidirectional'}, {num_features} features",
-            figure=crossover(list(LENGTHS), ours, exact),
+            figure=float(LENGTHS[0]) if found.always else found.length or math.inf,
             unit="tokens",
             bound=f"<= {bound}",
             num_features=num_features,

@@ -9,39 +9,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 import linattn
+from linattn.lab.bench.memory import CHILD_SETTINGS, extra_peak
 from measuring import favor, record, tokens, verified
 
 LENGTH = 65_536
 BOUNDS = {"forward": 128e6, "forward and backward": 256e6}
 
 
-def status(field: str) -> int:
-    """A memory figure of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def run(inputs: list[torch.Tensor], is_causal: bool, backward: bool) -> int:
-    """Attend, differentiate, and return the bytes of what comes out."""
+def run(inputs: list[torch.Tensor], is_causal: bool, backward: bool) -> list[torch.Tensor]:
+    """Attend, differentiate, and return what comes out."""
     out = linattn.linear_attention(*inputs, favor(), is_causal=is_causal)
-    results = [out, *(torch.autograd.grad(out, inputs, torch.ones_like(out)) if backward else ())]
-    return sum(x.nbytes for x in results)
+    return [out, *(torch.autograd.grad(out, inputs, torch.ones_like(out)) if backward else ())]
 
 
 def measure(is_causal: bool, backward: bool) -> None:
     """Print the peak extra bytes; runs in a process of its own, warmed up on a short input."""
     run(tokens(512, gradients=backward), is_causal, backward)
     inputs = tokens(LENGTH, gradients=backward)
-    upstream = inputs[0].nbytes if backward else 0
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    results = run(inputs, is_causal, backward)
-    print(status("VmHWM") - before - results - upstream)
+    # The output, and with a backward pass three gradients and the one that came in.
+    results = inputs[0].nbytes * (5 if backward else 1)
+    print(extra_peak(lambda: run(inputs, is_causal, backward)) - results)
 
 
 def main() -> None:
@@ -50,9 +41,9 @@ def main() -> None:
         wrong = verified(favor(), is_causal=is_causal)
         for backward, bound in zip((False, True), BOUNDS.values(), strict=True):
             command = [sys.executable, __file__, str(int(is_causal)), str(int(backward))]
-            # Memory that the warm-up freed must go back to the system, or its reuse would not show.
-            environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "0"}
-            printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+            printed = subprocess.run(
+                command, capture_output=True, text=True, check=True, env=os.environ | CHILD_SETTINGS
+            ).stdout
             extra = int(printed.splitlines()[-1])
             record(
                 f"peak extra memory at 65,536 tokens, {'causal' if is_causal else 'bidirectional'}, "

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 
 import linattn
+from linattn.lab.report.bench_summary import slope
 from measuring import favor, record, seconds, tokens, verified
 
 LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -28,10 +28,9 @@ def main() -> None:
             repeats=3,
         )
         medians = [statistics.median(samples) for samples in found.values()]
-        slope = statistics.linear_regression([math.log(x) for x in LENGTHS], [math.log(y) for y in medians]).slope
         record(
             f"exponent of time in the length, {'causal' if is_causal else 'bidirectional'} forward, 8,192 to 262,144",
-            figure=slope,
+            figure=slope(list(zip(LENGTHS, medians, strict=True))),
             unit="",
             bound="<= 1.03",
             lengths=LENGTHS,
