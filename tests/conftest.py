@@ -24,13 +24,22 @@ def _strict_world() -> Iterator[None]:
 @pytest.fixture
 def blocks_of(monkeypatch: pytest.MonkeyPatch):
     """Force the blocked backend's block size, and short segments of blocks."""
-    from linattn.attention._blocked import absorption, causal, causal_backward, opaque, reading
+    from linattn.attention._blocked import (
+        absorption,
+        causal,
+        causal_backward,
+        grouped_causal,
+        grouped_reading,
+        opaque,
+        reading,
+    )
 
     def force(size: int) -> None:
-        for module in (absorption, causal, causal_backward, opaque, reading):
+        for module in (absorption, causal, causal_backward, grouped_causal, opaque, reading):
             monkeypatch.setattr(module, "block_size", lambda *_, **__: size)
-        for module in (causal, causal_backward):
+        for module in (causal, causal_backward, grouped_causal):
             monkeypatch.setattr(module, "SEGMENT", 3)
+        monkeypatch.setattr(grouped_reading, "_CHUNK", 100 * size)
 
     return force
 

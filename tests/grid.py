@@ -14,7 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import linattn
-from linattn.feature_maps import FEATURE_MAPS, Centred, FavorPlus, FeatureMap, Hyperbolic, Oprf, Taylor, Trigonometric
+from linattn.feature_maps import (
+    FEATURE_MAPS,
+    Centred,
+    Expansion,
+    FavorPlus,
+    FeatureMap,
+    Hyperbolic,
+    Oprf,
+    Taylor,
+    Trigonometric,
+)
 
 BACKENDS = ("reference", "blocked")
 HEAD_DIM = 8
@@ -51,7 +61,7 @@ def default(name: str, head_dim: int) -> FeatureMap:
     kind = FEATURE_MAPS[name]
     free = "num_features" in inspect.signature(kind).parameters
     built = kind(head_dim, NUM_FEATURES) if free else kind(head_dim)
-    if isinstance(built, Oprf):
+    if isinstance(built, Oprf | Expansion):
         built.fit(*sample(head_dim))
     return built
 
@@ -73,6 +83,10 @@ VARIANTS: dict[str, Callable[[int], FeatureMap]] = {
     "Centred-Trigonometric": lambda d: Centred(Trigonometric(d, NUM_FEATURES)).fit(*sample(d)),
     "Centred-call-FavorPlus": lambda d: Centred(FavorPlus(d, NUM_FEATURES)),
     "Centred-call-Taylor": lambda d: Centred(Taylor(d)),
+    "Expansion-0": lambda d: Expansion(d, 4, order=0).fit(*sample(d)),
+    "Expansion-2": lambda d: Expansion(d, 3, order=2).fit(*sample(d)),
+    "Expansion-one-centre": lambda d: Expansion(d, 1).fit(*sample(d)),
+    "Expansion-call": lambda d: Expansion(d, 5),
     "Learned": lambda d: Learned(d, NUM_FEATURES, 2),
 }
 
@@ -104,26 +118,34 @@ def sums(state: linattn.State) -> Tensor:
     return torch.cat((state.S, state.z.unsqueeze(-1)), -1)
 
 
+def total(state: linattn.State, m: Tensor | float = 0.0) -> Tensor:
+    """The same relative to another exponent m (B, H, M)."""
+    rise = torch.exp(state.m - m)
+    return sums(state) * rise.repeat_interleave(state.z.shape[-1] // rise.shape[-1], -1).unsqueeze(-1)
+
+
 def build(name: str, head_dim: int = HEAD_DIM) -> FeatureMap:
     """A map of the grid by name."""
     return VARIANTS[name](head_dim) if name in VARIANTS else default(name, head_dim)
 
 
-def takes_means_from_the_call(name: str) -> bool:
+def takes_statistics_from_the_call(name: str) -> bool:
     """Whether the map may not be used causally."""
-    return name.startswith("Centred-call")
+    return "-call" in name
 
 
 MAPS = (*FEATURE_MAPS, *VARIANTS)
-CAUSAL_MAPS = tuple(name for name in MAPS if not takes_means_from_the_call(name))
+CAUSAL_MAPS = tuple(name for name in MAPS if not takes_statistics_from_the_call(name))
 NONNEGATIVE_MAPS = tuple(name for name in MAPS if build(name).nonnegative)
+# Maps whose parts over disjoint keys combine into the whole: a query's features do not depend on the keys.
+ADDITIVE_MAPS = tuple(name for name in NONNEGATIVE_MAPS if not isinstance(build(name), Expansion))
 SOFTMAX_MAPS = tuple(name for name in MAPS if build(name).softmax_kernel)
 CASES = tuple(
     Case(name, backend, is_causal)
     for name in MAPS
     for backend in BACKENDS
     for is_causal in (False, True)
-    if not (is_causal and takes_means_from_the_call(name))
+    if not (is_causal and takes_statistics_from_the_call(name))
 )
 NONNEGATIVE_CASES = tuple(case for case in CASES if case.map_name in NONNEGATIVE_MAPS)
 

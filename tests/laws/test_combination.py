@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, NONNEGATIVE_MAPS, SOFTMAX_MAPS, Case, build, qkv, takes_means_from_the_call
+from grid import ADDITIVE_MAPS, CASES, SOFTMAX_MAPS, Case, build, qkv, takes_statistics_from_the_call
 
-PARTIAL_CASES = tuple(c for c in CASES if c.map_name in NONNEGATIVE_MAPS and not takes_means_from_the_call(c.map_name))
+PARTIAL_CASES = tuple(
+    c for c in CASES if c.map_name in ADDITIVE_MAPS and not takes_statistics_from_the_call(c.map_name)
+)
 
 
 @pytest.mark.parametrize("case", PARTIAL_CASES, ids=str)
@@ -41,7 +43,7 @@ def test_the_log_normaliser_is_that_of_the_map(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in SOFTMAX_MAPS if n in NONNEGATIVE_MAPS and not takes_means_from_the_call(n)]
+    "name", [n for n in SOFTMAX_MAPS if n in ADDITIVE_MAPS and not takes_statistics_from_the_call(n)]
 )
 def test_exact_keys_and_kernel_keys_share_one_normaliser(name: str) -> None:
     query, key, value = qkv(heads=2)
@@ -91,7 +93,7 @@ def test_rows_are_what_the_op_averages_with(case: Case) -> None:
     assert (rows[0, ..., 3:6] == 0).all()
     expected = case.attend(query, key, value, case.build(), key_mask=mask)[:, :, index]
     found = rows @ value.repeat_interleave(2, 1)
-    tolerance = 1e-11 if case.map_name in NONNEGATIVE_MAPS else 1e-7
+    tolerance = 1e-11 if case.map_name in ADDITIVE_MAPS else 1e-7
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 

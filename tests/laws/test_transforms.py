@@ -141,7 +141,7 @@ def test_the_compiler_is_told_the_right_shapes(name: str, blocks_of) -> None:
     query, key, value = qkv(num_queries=20, num_keys=20)
     tokens = {"absorb": [key, value], "read": [query.unflatten(1, (2, -1))]}
     inputs = [*tokens.get(name, [query.unflatten(1, (2, -1)), key, value]), *_state(feature_map).moments]
-    arguments = (name, feature_map.handle, "", None, inputs, [])
+    arguments = (name, 0, feature_map.handle, "", None, inputs, [])
     torch.library.opcheck(torch.ops.linattn.fold.default, arguments, test_utils="test_faketensor")
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import linattn
 from grid import CASES, Case, qkv, relative_error
+from linattn.feature_maps import Expansion
 
 SHAPES = {
     "square": {"num_queries": 37, "num_keys": 37},
@@ -23,22 +24,41 @@ SHAPES = {
 def by_hand(case: Case, feature_map, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """The quadratic formula in six lines, from the map's own features; float64, moderate inputs only."""
     groups = query.shape[1] // key.shape[1]
+    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    visible = visible.tril(key.shape[2] - query.shape[2]) if case.is_causal else visible
+    visible = visible if mask is None else visible & mask[:, None, None, :]
     own = feature_map.call_tensors(query, key, key_mask=mask, is_causal=case.is_causal)
     for name, tensor in own.items():
         setattr(feature_map, name, tensor)
+    if isinstance(feature_map, Expansion):
+        wide = (x.repeat_interleave(groups, 1) for x in (key, value))
+        return expansion(feature_map, query, *wide, visible)
     phi_q = torch.stack(
         [linattn.feature_maps.features(feature_map, query[:, g::groups], "query") for g in range(groups)],
         dim=2,
     )
     phi_k = linattn.feature_maps.features(feature_map, key, "key")
     weights = phi_q @ phi_k.mT.unsqueeze(2)
-    if mask is not None:
-        weights = weights * mask[:, None, None, None, :]
-    if case.is_causal:
-        weights = weights.tril(key.shape[2] - query.shape[2])
+    weights = weights * (visible if mask is None else visible.unsqueeze(1))
     total = weights.sum(-1, keepdim=True)
     rows = weights / torch.where(total == 0, 1, total)
     return (rows @ value.unsqueeze(2)).flatten(1, 2)
+
+
+def expansion(feature_map: Expansion, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Its definition: weights p_j·(1 + t_j + t_j²/2), p ∝ exp(scale·c·k_j) over visible keys, t of mean 0."""
+    groups, scale = query.shape[1] // feature_map.centres.shape[-3], feature_map.scale
+    centres, probes = (x.repeat_interleave(groups, -3) for x in (feature_map.centres, feature_map.probes))
+    # |x - c|² in the metric of probes = metric·centres, without what all centres share.
+    nearest = ((centres * probes).sum(-1).unsqueeze(-2) - 2 * query @ probes.mT).argmin(-1)
+    centre = torch.take_along_dim(centres.expand(*query.shape[:2], -1, -1), nearest.unsqueeze(-1), -2)
+    logits = torch.where(visible, scale * centre @ key.mT, -torch.inf)
+    p = torch.nan_to_num(torch.softmax(logits, -1))
+    products = scale * (query - centre) @ key.mT
+    t = products - (p * products).sum(-1, keepdim=True)
+    weights = p * (1 + t * (feature_map.order > 0) + t**2 / 2 * (feature_map.order > 1))
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total == 0, 1, total) @ value
 
 
 def conditioning(case: Case, query: Tensor, key: Tensor) -> float:

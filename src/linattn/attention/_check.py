@@ -117,3 +117,8 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
         )
     if key_mask.device != key.device:
         raise ValueError(f"key_mask is on {key_mask.device}, the keys on {key.device}; move it with .to()")
+
+
+def per_head(key_mask: Tensor | None) -> Tensor | None:
+    """The mask as the backends take it, for heads that may differ: (B, Lk) -> (B, 1, Lk)."""
+    return None if key_mask is None else key_mask.unsqueeze(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linattn.attention._blocked.fold import outside_autocast
 from linattn.feature_maps import FeatureMap
 
 
@@ -18,7 +19,8 @@ def own_tensors(
 ) -> dict[str, Tensor]:
     """By name; everything else of the map is a constant that folds may read from the map itself."""
     named = (*feature_map.named_parameters(), *feature_map.named_buffers())
-    call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
+    with outside_autocast(query.device):
+        call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
     return {name: tensor for name, tensor in named if _varies(tensor)} | dict(call)
 
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from linattn.attention import _blocked, _reference
-from linattn.attention._check import check_key_mask, check_map, check_tensors
+from linattn.attention._check import check_key_mask, check_map, check_tensors, per_head
 from linattn.attention._own import own_tensors
 from linattn.attention.partial import Partial
 from linattn.attention.state import State, as_partial, check_built_with
@@ -222,4 +222,4 @@ def _attend(
         before = state.moments
     grouped = query.unflatten(1, (key.shape[1], -1))
     own = own_tensors(feature_map, query, key, key_mask, is_causal=is_causal)
-    return _BACKENDS[backend](feature_map, own, grouped, key, value, key_mask, before, is_causal=is_causal)
+    return _BACKENDS[backend](feature_map, own, grouped, key, value, per_head(key_mask), before, is_causal=is_causal)

@@ -5,6 +5,8 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from linattn.attention._blocked import accumulation_dtype
 from linattn.attention._blocked.fold import hosted
 from linattn.attention._check import check_key_mask, check_map, check_tensors
 from linattn.attention._own import own_tensors
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 # Exponents held at once when rows are formed one weight at a time.
 _BUDGET = 2**24
@@ -70,7 +72,7 @@ def attention_rows(
         visible = visible.tril(key.shape[2] - query.shape[2])
     visible = visible[rows] if key_mask is None else visible[rows] & key_mask[:, None, None, None, :]
     chosen = query[:, :, rows].unflatten(1, heads).to(dtype)
-    weigh = _log_weights if is_causal and feature_map.exponential else _weights
+    weigh = _weighing(feature_map, is_causal=is_causal)
     weights: Tensor = hosted(weigh, feature_map, own, query.device, chosen, key.to(dtype), visible)
     total = weights.sum(-1, keepdim=True)
     return (weights / torch.where(total == 0, 1, total)).flatten(1, 2)
@@ -87,6 +89,13 @@ def _check_index(query_index: Tensor, length: int) -> Tensor:
             f"query_index must lie in [{-length}, {length}), got {int(query_index.min())} to {int(query_index.max())}"
         )
     return query_index % max(length, 1)
+
+
+def _weighing(feature_map: FeatureMap, *, is_causal: bool) -> Callable[..., Tensor]:
+    """Which of the functions below forms the rows."""
+    if isinstance(feature_map, GroupedFeatureMap):
+        return _grouped_weights
+    return _log_weights if is_causal and feature_map.exponential else _weights
 
 
 def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
@@ -116,3 +125,17 @@ def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: T
     logs = torch.where(visible, logs.unflatten(2, query.shape[2:4]), -torch.inf)
     peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
     return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))
+
+
+def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
+    """The same where a query reads one group, with features that depend on the keys it sees."""
+    shape, query = query.shape[2:4], query.flatten(2, 3)
+    number = feature_map.group(query).unsqueeze(-1)
+    logs = torch.take_along_dim(feature_map.key_log_weight(key).mT, number, -2)
+    logs = torch.where(visible, logs.unflatten(2, shape), -torch.inf).flatten(2, 3)
+    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
+    weights, psi = torch.exp(logs - torch.where(peak == -torch.inf, 0, peak)), feature_map.key(key)
+    anchors = feature_map.anchors().to(query.dtype).expand(*number.shape[:2], -1, -1)
+    phi_q, _ = feature_map.local_query(query - torch.take_along_dim(anchors, number, -2), weights @ psi)
+    found: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)
+    return found

@@ -1,7 +1,7 @@
 """The state keys and values collapse into, and its verbs.
 
-Letters: B batch, H key/value heads, L tokens, D head width, Dv value width, R features, M = R for exponential maps,
-else 1.
+Letters: B batch, H key/value heads, L tokens, D head width, Dv value width, R features, M exponents (R for exponential
+maps, one per group for grouped ones, else 1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linattn.attention import _blocked
-from linattn.attention._check import check_key_mask, check_map, check_tensors
+from linattn.attention._check import check_key_mask, check_map, check_tensors, per_head
 from linattn.attention._own import own_tensors
 from linattn.attention.partial import Partial
 from linattn.feature_maps import FeatureMap
@@ -34,7 +34,7 @@ class State:
     Attributes:
         S: Σ φ(k)vᵀ·exp(-m): (B, H, R, Dv).
         z: Σ φ(k)·exp(-m): (B, H, R).
-        m: (B, H, M): the exponent both are relative to, per feature for exponential maps; a constant for gradients.
+        m: (B, H, M): the exponents both are relative to, each for R/M features; a constant for gradients.
         built_with: the feature map's fingerprint, its `repr`; a map with another one is refused.
 
     Example:
@@ -99,7 +99,7 @@ class State:
         check_key_mask(key_mask, key)
         self.check_fits(key, value)
         own = own_tensors(feature_map, key, key, key_mask, is_causal=True)
-        return State(*_blocked.absorb(feature_map, own, key, value, key_mask, self.moments), self.built_with)
+        return State(*_blocked.absorb(feature_map, own, key, value, per_head(key_mask), self.moments), self.built_with)
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys; O(R·Dv).
@@ -113,6 +113,7 @@ class State:
             raise ValueError(f"cannot merge states of shapes {tuple(self.S.shape)} and {tuple(other.S.shape)}")
         m = torch.maximum(self.m, other.m)
         mine, theirs = ((x.m - m).exp() for x in (self, other))
+        mine, theirs = (_blocked.per_feature(x, self.z.shape[-1]) for x in (mine, theirs))
         S = self.S * mine.unsqueeze(-1) + other.S * theirs.unsqueeze(-1)
         return State(S, self.z * mine + other.z * theirs, m, self.built_with)
 

@@ -9,6 +9,7 @@ for the softmax kernel.
 from linattn.feature_maps._base import FeatureMap as FeatureMap
 from linattn.feature_maps._base import features as features
 from linattn.feature_maps._base import live_map as live_map
+from linattn.feature_maps._grouped import GroupedFeatureMap as GroupedFeatureMap
 from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
 from linattn.feature_maps.centred import Centred as Centred
 from linattn.feature_maps.elementwise import Dpfp as Dpfp
@@ -17,6 +18,7 @@ from linattn.feature_maps.elementwise import EluPlusOne as EluPlusOne
 from linattn.feature_maps.elementwise import Exponential as Exponential
 from linattn.feature_maps.elementwise import Identity as Identity
 from linattn.feature_maps.elementwise import Relu as Relu
+from linattn.feature_maps.expansion import Expansion as Expansion
 from linattn.feature_maps.favor_plus import FavorPlus as FavorPlus
 from linattn.feature_maps.hyperbolic import Hyperbolic as Hyperbolic
 from linattn.feature_maps.oprf import Oprf as Oprf
@@ -41,6 +43,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         Trigonometric,
         Oprf,
         RandomRelu,
+        Expansion,
     )
 }
 """Every map that is built from a head width, by class name."""

@@ -63,6 +63,11 @@ class FeatureMap(nn.Module, ABC):
         super().__setstate__(state)
         self._register_handle()
 
+    @property
+    def num_exponents(self) -> int:
+        """M: how many running maxima of the keys' exponents attention keeps per head, each for R/M features."""
+        return self.num_features if self.exponential else 1
+
     @abstractmethod
     def query(self, x: Tensor) -> Tensor:
         """Features, or their exponents, of queries: (..., L, D) -> (..., L, R)."""
@@ -125,7 +130,7 @@ class FeatureMap(nn.Module, ABC):
             is_causal: whether later tokens must stay unseen.
 
         Returns:
-            Tensors of shape (B, Hkv, 1, D), by the names of the map's buffers.
+            Tensors of shape (B, Hkv, ·, D), by the names of the map's buffers.
         """
         return {}
 
@@ -186,4 +191,8 @@ def features(feature_map: FeatureMap, x: Tensor, side: str) -> Tensor:
     if feature_map.exponential:
         return torch.exp(phi)
     weight = feature_map.query_log_weight(x) if side == "query" else feature_map.key_log_weight(x)
-    return phi if weight is None else phi * torch.exp(weight).unsqueeze(-1)
+    if weight is None:
+        return phi
+    # Where every key has one weight per group of features, the features are all products of both.
+    weight = weight.unsqueeze(-1)
+    return (torch.exp(weight) * phi.unsqueeze(-2)).flatten(-2) if weight.ndim > phi.ndim else phi * torch.exp(weight)

@@ -5,7 +5,6 @@ Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, Self, final
 
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap
+from linattn.feature_maps._fingerprint import digest
+from linattn.feature_maps._grouped import GroupedFeatureMap
 from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
 from linattn.feature_maps.oprf import Oprf
 
@@ -63,8 +64,8 @@ class Centred(FeatureMap):
                 f"Centred wants a map for the softmax kernel, got {inner!r}: for other kernels moving q and k changes "
                 "the kernel; use FavorPlus, Hyperbolic, Oprf, Trigonometric or Taylor"
             )
-        if isinstance(inner, Centred):
-            raise TypeError("Centred got a map that is centred already; give it the inner map")
+        if isinstance(inner, Centred | GroupedFeatureMap):
+            raise TypeError(f"Centred got {type(inner).__name__}, which is centred already; use it without Centred")
         super().__init__(inner.head_dim, inner.num_features)
         self.exponential = inner.exponential
         self.nonnegative = inner.nonnegative
@@ -198,7 +199,7 @@ class Centred(FeatureMap):
         """A digest of the means, which waits for the device once after each change of them."""
         if self._fingerprint is None:
             means = [mean for mean in (self.query_mean, self.key_mean) if mean is not None]
-            self._fingerprint = f"means={_digest(*means) if means else None}"
+            self._fingerprint = f"means={digest(*means) if means else None}"
         return self._fingerprint
 
     def _pulled(self, x: Tensor, grad: Tensor, pull: Callable[[Tensor, Tensor], Tensor], side: str) -> Tensor:
@@ -266,13 +267,3 @@ class Centred(FeatureMap):
                 self._buffers[name] = torch.empty_like(saved, device=next(self.inner.buffers()).device)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._fingerprint = None
-
-
-def _digest(*means: Tensor) -> str:
-    """A digest of the shapes and values of tensors, the same on every device."""
-    digest = hashlib.sha256()
-    for mean in means:
-        values = mean.detach().to(device="cpu", dtype=torch.float64).contiguous()
-        digest.update(repr(tuple(values.shape)).encode())
-        digest.update(bytes(values.flatten().view(torch.uint8).tolist()))
-    return digest.hexdigest()[:16]

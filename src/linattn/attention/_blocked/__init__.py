@@ -1,7 +1,7 @@
 """The fold by blocks in plain torch, forward and backward, on any device; the CPU's fast path.
 
 Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, n tokens of a block, D head width, Dv
-value width, R features, M exponents kept per head (R for exponential maps, 1 for the others).
+value width, R features, M exponents kept per head (the map's num_exponents).
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from linattn.attention._blocked import fold, opaque, stepping
 from linattn.attention._blocked.blocks import Moments as Moments
 from linattn.attention._blocked.blocks import accumulation_dtype as accumulation_dtype
 from linattn.attention._blocked.blocks import no_moments as no_moments
-from linattn.feature_maps import FeatureMap
+from linattn.attention._blocked.blocks import per_feature as per_feature
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 
 def _run(
-    name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, *inputs: Tensor
+    task: fold.Task, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
     """Run one fold, opaquely where a compiler is watching."""
     chosen = opaque.run if torch.compiler.is_compiling() else fold.run
-    return chosen(name, feature_map, own, mask, *inputs)
+    return chosen(task, feature_map, own, mask, *inputs)
 
 
 def attend(
@@ -32,27 +33,33 @@ def attend(
     query: Tensor,  # (B, H, G, Lq, D)
     key: Tensor,  # (B, H, Lk, D)
     value: Tensor,  # (B, H, Lk, Dv)
-    mask: Tensor | None,  # (B, Lk)
+    mask: Tensor | None,  # (B, H or 1, Lk)
     before: Moments,
     *,
     is_causal: bool,
+    span: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Moments]:
-    """Output, denominator, its exponent, and the moments after all keys; causal is aligned bottom-right."""
+    """Output, denominator, its exponent, and the moments after all keys; causal is aligned bottom-right.
+
+    With `span`, for as many queries as keys, causal rows see the keys of earlier spans of so many tokens only.
+    """
     if not is_causal:
         after = absorb(feature_map, own, key, value, mask, before)
         return *read(feature_map, own, query, after), after
     extra = key.shape[2] - query.shape[3]
     if extra > 0:
-        head = None if mask is None else mask[:, :extra]
+        head = None if mask is None else mask[..., :extra]
         before = absorb(feature_map, own, key[:, :, :extra], value[:, :, :extra], head, before)
-        key, value, mask = key[:, :, extra:], value[:, :, extra:], None if mask is None else mask[:, extra:]
-    if key.shape[2] == 1 and extra >= 0 and _is_bare(own, query, key, value, *before):
+        key, value, mask = key[:, :, extra:], value[:, :, extra:], None if mask is None else mask[..., extra:]
+    grouped = isinstance(feature_map, GroupedFeatureMap)
+    if key.shape[2] == 1 and extra >= 0 and not (span or grouped) and _is_bare(own, query, key, value, *before):
         with fold.outside_autocast(query.device):
             out, den, reference, S, z, m = stepping.forward(feature_map, mask, query, key, value, *before)
         return out, den, reference, Moments(S, z, m)
     early = query[..., : max(-extra, 0), :]
     late = query[..., max(-extra, 0) :, :]
-    out, den, reference, S, z, m, *_ = _run("causal", feature_map, own, mask, late, key, value, *before)
+    task = fold.Task("grouped_causal" if grouped else "causal", span)
+    out, den, reference, S, z, m, *_ = _run(task, feature_map, own, mask, late, key, value, *before)
     rows, after = (out, den, reference), Moments(S, z, m)
     if extra < 0:
         first = read(feature_map, own, early, before)
@@ -69,14 +76,15 @@ def absorb(
     feature_map: FeatureMap, own: Mapping[str, Tensor], key: Tensor, value: Tensor, mask: Tensor | None, before: Moments
 ) -> Moments:
     """The moments after these keys."""
-    return Moments(*_run("absorb", feature_map, own, mask, key, value, *before))
+    return Moments(*_run(fold.Task("absorb"), feature_map, own, mask, key, value, *before))
 
 
 def read(
     feature_map: FeatureMap, own: Mapping[str, Tensor], query: Tensor, moments: Moments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, denominator and its exponent of queries (B, H, G, L, D) reading the moments."""
-    out, den, reference = _run("read", feature_map, own, None, query, *moments)
+    name = "grouped_read" if isinstance(feature_map, GroupedFeatureMap) else "read"
+    out, den, reference = _run(fold.Task(name), feature_map, own, None, query, *moments)
     return out, den, reference
 
 

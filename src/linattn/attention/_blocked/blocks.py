@@ -44,12 +44,17 @@ class Moments(NamedTuple):
 def no_moments(
     feature_map: FeatureMap, batch: int, heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Moments:
-    """The moments of no keys; an exponential map keeps one running maximum per feature, any other one per head."""
+    """The moments of no keys."""
     num_features = feature_map.num_features
     S = torch.zeros(batch, heads, num_features, value_dim, dtype=dtype, device=device)
-    num_exponents = num_features if feature_map.exponential else 1
-    m = torch.full((batch, heads, num_exponents), lowest(dtype), dtype=dtype, device=device)
+    m = torch.full((batch, heads, feature_map.num_exponents), lowest(dtype), dtype=dtype, device=device)
     return Moments(S, S.new_zeros(batch, heads, num_features), m)
+
+
+def per_feature(factors: Tensor, num_features: int) -> Tensor:
+    """One factor for each of R features, of M = 1, R or any divisor of R: (…, M) -> (…, R), or (…, 1)."""
+    count = factors.shape[-1]
+    return factors if count in (1, num_features) else factors.repeat_interleave(num_features // count, -1)
 
 
 class Running:
@@ -66,7 +71,7 @@ class Running:
 
     def rescale(self, c: Tensor) -> None:
         """Make c (B, H, M) the exponent: S and z times exp(m - c)."""
-        decay = (self.m - c).exp_().flatten(0, 1)
+        decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)
         if self._owned:
             self.S.mul_(decay.unsqueeze(-1))
             self.z.mul_(decay)
@@ -89,11 +94,15 @@ class Running:
         return Moments(S, z, m) if self._owned else Moments(S.clone(), z.clone(), m.clone())
 
 
-def block_size(rows: int, num_features: int, device: torch.device, *, is_causal: bool) -> int:
-    """Tokens per block for `rows` = B·H·G rows of features; causal blocks also pay for n × n products."""
+def block_size(rows: int, num_features: int, device: torch.device, *, is_causal: bool, span: int = 0) -> int:
+    """Tokens per block for `rows` = B·H·G rows of features; causal blocks also pay for n × n products.
+
+    With `span`, a power of two, it is a multiple of it.
+    """
     budget = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     size = max(budget // max(rows * num_features, 1), 64)
-    return min(size, 128) if is_causal else min(size, 1024)
+    size = min(size, 128 if is_causal else 1024)
+    return max(size // span, 1) * span if span else size
 
 
 def blocks(length: int, size: int) -> Iterator[tuple[int, int]]:
@@ -121,11 +130,11 @@ class Workspace:
         return self._buffers[name][:size].view(shape)
 
     def rows(self, name: str, x: Tensor, mask: Tensor | None) -> Tensor:
-        """A block of tokens in the accumulation dtype, masked (B, n) ones set to 0; not copied where it need not be."""
+        """A block of tokens in the accumulation dtype, masked (B, H or 1, n) ones 0; copied only where it must be."""
         if mask is None and x.dtype == self._like.dtype:
             return x
         rows = self.buffer(name, *x.shape).copy_(x)
-        return rows if mask is None else rows.masked_fill_(~mask[:, None, :, None], 0)
+        return rows if mask is None else rows.masked_fill_(~mask.unsqueeze(-1), 0)
 
     def product(self, name: str, first: Tensor, second: Tensor) -> Tensor:
         """first·second, for batches of matrices."""

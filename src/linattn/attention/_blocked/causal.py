@@ -28,7 +28,7 @@ def num_checkpoints(length: int, size: int) -> int:
     return max(length - 1, 0) // (size * SEGMENT)
 
 
-def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor) -> Tensor | None:
+def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor, span: int) -> Tensor | None:
     """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
     everywhere.
 
@@ -37,26 +37,39 @@ def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor) -> Tensor 
     if keys.log is None:
         return None
     first = keys.log[..., 0, :]
-    if mask is not None:
-        index = mask.to(torch.uint8).argmax(-1)[:, None, None, None]
+    if span:
+        first = m  # the first span sees no key of its own block
+    elif mask is not None:
+        index = mask.to(torch.uint8).argmax(-1)[..., None, None]
         first = torch.take_along_dim(keys.log, index, dim=-2).squeeze(-2)
     safe = (c - torch.maximum(m, first)).amax(-1) < _MAX_JUMP
     return None if bool(safe.all()) else safe
 
 
-def past(scores: Tensor, groups: int) -> Tensor:
-    """Scores (B·H, G·n, n) with those of later keys set to 0, in place."""
-    scores.unflatten(1, (groups, -1)).tril_()
+def past(scores: Tensor, groups: int, span: int) -> Tensor:
+    """Scores (B·H, G·n, n) with those of unseen keys set to 0, in place."""
+    rows = scores.unflatten(1, (groups, -1))
+    if span:
+        rows.masked_fill_(~earlier_spans(scores.shape[-1], span, scores.device), 0)
+    else:
+        rows.tril_()
     return scores
+
+
+def earlier_spans(length: int, span: int, device: torch.device) -> Tensor:
+    """(n, n): whether a key's span of so many tokens comes before a row's."""
+    number = torch.arange(length, device=device) // span
+    return number.unsqueeze(-1) > number
 
 
 def forward(
     feature_map: FeatureMap,
-    mask: Tensor | None,  # (B, L)
+    mask: Tensor | None,  # (B, H or 1, L)
     query: Tensor,  # (B, H, G, L, D)
     key: Tensor,  # (B, H, L, D)
     value: Tensor,  # (B, H, L, Dv)
     *before: Tensor,  # S (B, H, R, Dv), z (B, H, R), m (B, H, M)
+    span: int = 0,
 ) -> tuple[Tensor, ...]:
     """Output, denominator, its exponent; S, z, m after the last token; S, z, m before segments, (B, K, H, …)."""
     state, exponential = Running(Moments(*before)), feature_map.exponential
@@ -64,26 +77,26 @@ def forward(
     out = query.new_empty(batch, heads, groups, length, value.shape[-1])
     den = before[0].new_empty(batch, heads, groups, length)
     reference, space = torch.empty_like(den), Workspace(den)
-    size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=True)
+    size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=True, span=span)
     checkpoints = [x.new_empty(batch, num_checkpoints(length, size), *x.shape[1:]) for x in before]
     for index, (start, stop) in enumerate(blocks(length, size)):
         if index and index % SEGMENT == 0:
             for kept, now in zip(checkpoints, state.views(), strict=True):
                 kept[:, index // SEGMENT - 1] = now
-        part = None if mask is None else mask[:, start:stop]
+        part = None if mask is None else mask[..., start:stop]
         k = space.rows("k", key[:, :, start:stop], part)
         keys = key_block(feature_map, k, part, space.buffer("keys", *k.shape[:-1], feature_map.num_features))
-        x, span = space.rows("q", query[..., start:stop, :], None).flatten(2, 3), (groups, stop - start)
+        x = space.rows("q", query[..., start:stop, :], None).flatten(2, 3)
         t, c = query_block(feature_map, x, space), keys.peak(state.m)
-        safe = safe_heads(keys, part, state.m, c)
+        safe = safe_heads(keys, part, state.m, c, span)
         if safe is not None:
-            cut = split(t, keys, space.rows("v", value[:, :, start:stop], part), groups, exponential)
+            cut = split(t, keys, space.rows("v", value[:, :, start:stop], part), groups, span, exponential)
             num_apart, total_apart, ref_apart = split_rows(cut, stop - start, state.views())
         state.rescale(c)
         phi_q, ref = query_features(t, c, exponential, over=True)
         phi_q, phi_k = phi_q.flatten(0, 1), keys.turned_relative_to(c).flatten(0, 1)
         v = space.rows("v", value[:, :, start:stop], part).flatten(0, 1)
-        weights = past(space.product("weights", phi_q, phi_k.mT), groups)
+        weights = past(space.product("weights", phi_q, phi_k.mT), groups, span)
         num = space.product("num", weights, v).baddbmm_(phi_q, state.S)
         total = weights.sum(-1, keepdim=True).add_(times_z(phi_q, state.z))
         if safe is not None:
@@ -92,6 +105,6 @@ def forward(
             total = torch.where(keep, total, total_apart.flatten(0, 1))
             ref = torch.where(safe[..., None], ref, ref_apart)
         store_rows(out[..., start:stop, :], den[..., start:stop], num, total)
-        reference[..., start:stop] = ref.unflatten(2, span)
+        reference[..., start:stop] = ref.unflatten(2, (groups, stop - start))
         state.fold_in(phi_k, v)
     return out, den, reference, *state.moments(), *checkpoints

@@ -86,13 +86,14 @@ def backward(
     grads: Sequence[Tensor],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
+    span: int = 0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of (query, key, value, S, z) and of the map's tensors."""
-    sweep = Sweep(feature_map, Saved(mask, *inputs), outputs, grads)
+    sweep = Sweep(feature_map, Saved(mask, *inputs), outputs, grads, span)
     saved, back, space = sweep.saved, WayBack(feature_map, tensors), sweep.space
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in inputs[:3])
     batch, heads, groups, length, _ = saved.query.shape
-    size = block_size(batch * heads * groups, feature_map.num_features, saved.key.device, is_causal=True)
+    size = block_size(batch * heads * groups, feature_map.num_features, saved.key.device, is_causal=True, span=span)
     bounds = list(blocks(length, size))
     segments = [bounds[index : index + SEGMENT] for index in range(0, len(bounds), SEGMENT)]
     for index in reversed(range(len(segments))):
@@ -117,16 +118,16 @@ class Sweep:
     """
 
     def __init__(
-        self, feature_map: FeatureMap, saved: Saved, outputs: Sequence[Tensor], grads: Sequence[Tensor]
+        self, feature_map: FeatureMap, saved: Saved, outputs: Sequence[Tensor], grads: Sequence[Tensor], span: int
     ) -> None:
         self.saved, self.space = saved, Workspace(saved.S)
         self.grad_S, self.grad_z = (x.clone(memory_format=torch.contiguous_format) for x in grads[3:5])
-        self._map, self._outputs, self._grads = feature_map, outputs, grads
+        self._map, self._outputs, self._grads, self._span = feature_map, outputs, grads, span
         self._checkpoints = outputs[6:]
 
     def part(self, start: int, stop: int) -> Tensor | None:
         """A block's key mask."""
-        return None if self.saved.mask is None else self.saved.mask[:, start:stop]
+        return None if self.saved.mask is None else self.saved.mask[..., start:stop]
 
     def key_rows(self, start: int, stop: int, slot: str = "") -> tuple[Tensor, Tensor]:
         """A block's keys and values; a block of the segment keeps its keys, which may be its features, in a slot."""
@@ -156,7 +157,7 @@ class Sweep:
             buffer = self.space.buffer(f"{slot} keys", *x.shape[:-1], self._map.num_features)
             keys = key_block(self._map, x, part, buffer)
             c = keys.peak(entry.m)
-            safe = safe_heads(keys, part, entry.m, c)
+            safe = safe_heads(keys, part, entry.m, c, self._span)
             phi_k = keys.turned_relative_to(c)
             found.append(Visit(entry, c, keys, phi_k, safe, start, stop))
             if slot + 1 < len(segment):
@@ -197,12 +198,12 @@ class Sweep:
         z, grad_S, grad_z = (visit.before.z * decay).flatten(0, 1), self.grad_S, self.grad_z
         shaped_q = normalised_query_features(rows.t, c, rows.reference, exponential, over=visit.safe is None)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
-        weights = past(space.product("weights", phi_q, phi_k.mT), groups)
+        weights = past(space.product("weights", phi_q, phi_k.mT), groups, self._span)
         grad_num, grad_den = rows.gradients(
             lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z)), space
         )
         grad_num, grad_den = grad_num.flatten(0, 1), grad_den.flatten(0, 1)
-        grad_scores = past(space.product("grad_scores", grad_num, v.mT).add_(grad_den), groups)
+        grad_scores = past(space.product("grad_scores", grad_num, v.mT).add_(grad_den), groups, self._span)
         grad_phi_q = space.product("grad_q", grad_num, S.mT).addcmul_(grad_den, z.unsqueeze(-2))
         grad_phi_q.baddbmm_(grad_scores, phi_k)
         flat_grad_S = grad_S.flatten(0, 1)
@@ -230,7 +231,7 @@ class Sweep:
         # The segment's pass wrote the features over the exponents, which are wanted here.
         x, part = self.key_rows(visit.start, visit.stop)[0], self.part(visit.start, visit.stop)
         keys = key_block(self._map, x, part, x.new_empty(visit.phi_k.shape))
-        cut = split(rows.t, keys, value, groups, exponential)
+        cut = split(rows.t, keys, value, groups, self._span, exponential)
         grad_num, grad_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2], self.space)
         inner = split_gradients(cut, length, grad_num, grad_den, rows.reference)
         grad_phi_q = grad_num @ S.mT + grad_den * z.unsqueeze(-2)

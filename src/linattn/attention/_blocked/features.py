@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from linattn.attention._blocked.blocks import Workspace, accumulation_dtype, exponential_, lowest
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 
 class Keys(NamedTuple):
     """A block of keys: φ(k) = linear · exp(log), where None stands for 1."""
 
     log: Tensor | None  # (B, H, n, M), -inf where masked
-    linear: Tensor | None  # (B, H, n, R)
+    linear: Tensor | None  # (B, H, n, R), or (B, H, n, F) for grouped maps
+    product: Tensor | None = None  # (B, H, n, R), written over: a grouped map's features
 
     def peak(self, m: Tensor) -> Tensor:
         """The running maximum (B, H, M) after these keys."""
@@ -33,6 +34,11 @@ class Keys(NamedTuple):
             assert self.linear is not None
             return self.linear
         weight = exponential_(self.log - c.unsqueeze(-2))
+        if self.product is not None:
+            assert self.linear is not None
+            groups = self.product.unflatten(-1, (weight.shape[-1], -1))
+            torch.mul(weight.unsqueeze(-1), self.linear.unsqueeze(-2), out=groups)
+            return self.product
         return weight if self.linear is None else self.linear * weight
 
     def turned_relative_to(self, c: Tensor) -> Tensor:
@@ -50,23 +56,30 @@ class Keys(NamedTuple):
             return (grad_phi.mul_(phi_k),)
         if self.log is None:
             return (grad_phi,)
+        if self.product is not None:
+            groups, weight = grad_phi.unflatten(-1, (c.shape[-1], -1)), (self.log - c.unsqueeze(-2)).exp_()
+            of_linear = (weight.unsqueeze(-2) @ groups).squeeze(-2)
+            return of_linear, (groups * phi_k.unflatten(-1, groups.shape[-2:])).sum(-1)
         return grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1)
 
 
 def key_block(feature_map: FeatureMap, x: Tensor, mask: Tensor | None, out: Tensor) -> Keys:
-    """The features of keys x (B, H, n, D), written into `out` (B, H, n, R); `mask` is (B, n)."""
-    first = feature_map.write_key(x, out)
+    """The features of keys x (B, H, n, D), written into `out` (B, H, n, R); `mask` is (B, H or 1, n)."""
     log: Tensor | None
     linear: Tensor | None
+    if isinstance(feature_map, GroupedFeatureMap):
+        log = feature_map.key_log_weight(x)
+        return Keys(log if mask is None else log.masked_fill(~mask.unsqueeze(-1), -torch.inf), feature_map.key(x), out)
+    first = feature_map.write_key(x, out)
     if feature_map.exponential:
         log, linear = first, None
         if mask is not None:
-            log.masked_fill_(~mask[:, None, :, None], -torch.inf)
+            log.masked_fill_(~mask.unsqueeze(-1), -torch.inf)
         return Keys(log, linear)
     weight, linear = feature_map.key_log_weight(x), first
     log = None if weight is None else weight.unsqueeze(-1)
     if mask is not None:
-        log = torch.where(mask[:, None, :, None], first.new_zeros(()) if log is None else log, -torch.inf)
+        log = torch.where(mask.unsqueeze(-1), first.new_zeros(()) if log is None else log, -torch.inf)
     return Keys(log, linear)
 
 
@@ -131,9 +144,16 @@ class WayBack:
             outputs = [self._map.key(leaf) if key else self._map.query(leaf)]
             weight = self._map.key_log_weight(leaf) if key and not self._map.exponential else None
             outputs += [] if weight is None else [weight]
-        found = torch.autograd.grad(
-            outputs, (leaf, *self._tensors), grads[: len(outputs)], allow_unused=True, materialize_grads=True
-        )
+        found = pulled(outputs, (leaf, *self._tensors), grads[: len(outputs)])
         for total, grad in zip(self.totals, found[1:], strict=True):
             total += grad
         return found[0]
+
+
+def pulled(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The leaves' gradients; outputs that no leaf reaches add nothing."""
+    live = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
+    if not live:
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    reached, given = zip(*live, strict=True)
+    return torch.autograd.grad(reached, leaves, given, allow_unused=True, materialize_grads=True)

@@ -1,4 +1,4 @@
-"""The three folds (absorb, read, causal) as differentiable operations.
+"""The folds (absorb, read, causal) as differentiable operations.
 
 Eager calls go through one `torch.autograd.Function`, whose backward pass is a Function too, so that torch.func.grad and
 vmap compose; a vmapped dimension is folded into the batch. Compiled calls go through one custom operator, opaque to the
@@ -11,13 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from linattn.attention._blocked import absorption, causal, causal_backward, reading
+from linattn.attention._blocked import absorption, causal, causal_backward, grouped_causal, grouped_reading, reading
 from linattn.feature_maps import FeatureMap
+
+
+class Task(NamedTuple):
+    """Which fold to run and how.
+
+    Attributes:
+        name: a key of FOLDS.
+        span: 0, or how many tokens make a span: rows of causal folds then see the keys of earlier spans only.
+    """
+
+    name: str
+    span: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the fold's functions take beside tensors."""
+        return {"span": self.span} if self.span else {}
 
 
 class Fold(NamedTuple):
@@ -37,20 +55,22 @@ FOLDS = {
     "absorb": Fold(absorption.forward, absorption.backward, 5, 3, (2,)),
     "read": Fold(reading.forward, reading.backward, 4, 3, (2,)),
     "causal": Fold(causal.forward, causal_backward.backward, 6, 9, (2, 5, 6, 7, 8)),
+    "grouped_read": Fold(grouped_reading.forward, grouped_reading.backward, 4, 3, ()),
+    "grouped_causal": Fold(grouped_causal.forward, grouped_causal.backward, 6, 9, (5, 6, 7, 8)),
 }
 
 
 def run(
-    name: str,
+    task: Task,
     feature_map: FeatureMap,
     own: Mapping[str, Tensor],
     mask: Tensor | None,
     *inputs: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Run the fold `name` on (mask, *inputs), with the map's tensors named in `own` replaced and differentiated."""
+    """Run a fold on (mask, *inputs), with the map's tensors named in `own` replaced and differentiated."""
     if not is_followed(*inputs, *own.values()):
-        return forward(name, feature_map, own, mask, inputs)
-    found: tuple[Tensor, ...] = _Forward.apply(name, feature_map, tuple(own), mask, *inputs, *own.values())
+        return forward(task, feature_map, own, mask, inputs)
+    found: tuple[Tensor, ...] = _Forward.apply(task, feature_map, tuple(own), mask, *inputs, *own.values())
     return found
 
 
@@ -92,44 +112,45 @@ def hosted(
 
 
 def forward(
-    name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, inputs: Sequence[Tensor]
+    task: Task, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, inputs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """The fold's outputs, no gradient recorded."""
-    outputs: tuple[Tensor, ...] = hosted(FOLDS[name].forward, feature_map, own, inputs[0].device, mask, *inputs)
+    run_forward = partial(FOLDS[task.name].forward, **task.options)
+    outputs: tuple[Tensor, ...] = hosted(run_forward, feature_map, own, inputs[0].device, mask, *inputs)
     return outputs
 
 
 def backward(
-    name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, rest: Sequence[Tensor]
+    task: Task, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, rest: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Gradients of the inputs but m, then of the map's tensors; `rest` is (*grads, *inputs, *outputs)."""
-    fold = FOLDS[name]
+    fold = FOLDS[task.name]
     count = fold.num_outputs
     own = {key: tensor.detach().requires_grad_() for key, tensor in own.items()}
     grads, inputs, outputs = rest[:count], rest[count : count + fold.num_inputs], rest[count + fold.num_inputs :]
 
     def pull(hosted_map: FeatureMap) -> tuple[list[Tensor], list[Tensor]]:
-        return fold.backward(hosted_map, tuple(own.values()), mask, grads, inputs, outputs)
+        return fold.backward(hosted_map, tuple(own.values()), mask, grads, inputs, outputs, **task.options)
 
     found, totals = hosted(pull, feature_map, own, inputs[0].device)
     return *found, *(total.to(tensor.dtype) for total, tensor in zip(totals, own.values(), strict=True))
 
 
 class _Forward(torch.autograd.Function):
-    """(name, map, names of own, mask, *inputs, *own) -> outputs."""
+    """(task, map, names of own, mask, *inputs, *own) -> outputs."""
 
     @staticmethod
-    def forward(name: str, feature_map: FeatureMap, names: tuple[str, ...], mask: Any, *rest: Any) -> Any:
+    def forward(task: Task, feature_map: FeatureMap, names: tuple[str, ...], mask: Any, *rest: Any) -> Any:
         """Run the fold."""
-        count = FOLDS[name].num_inputs
-        return forward(name, feature_map, dict(zip(names, rest[count:], strict=True)), mask, rest[:count])
+        count = FOLDS[task.name].num_inputs
+        return forward(task, feature_map, dict(zip(names, rest[count:], strict=True)), mask, rest[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep inputs and outputs."""
         ctx.arguments, rest = inputs[:3], inputs[4:]
         ctx.fingerprint = repr(inputs[1])
-        fold = FOLDS[inputs[0]]
+        fold = FOLDS[inputs[0].name]
         ctx.mark_non_differentiable(*(output[i] for i in fold.constants))
         ctx.save_for_backward(inputs[3], *rest[: fold.num_inputs], *output, *rest[fold.num_inputs :])
 
@@ -142,7 +163,7 @@ class _Forward(torch.autograd.Function):
                 f"the feature map was {ctx.fingerprint} in the forward pass and is {ctx.arguments[1]!r} now: features "
                 "are recomputed for gradients; redraw or fit after backward(), not before"
             )
-        count = FOLDS[ctx.arguments[0]].num_inputs
+        count = FOLDS[ctx.arguments[0].name].num_inputs
         found = _Backward.apply(*ctx.arguments, mask, *grads, *saved)
         return None, None, None, None, *found[: count - 1], None, *found[count - 1 :]
 
@@ -153,13 +174,13 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """(name, map, names of own, mask, *grads, *inputs, *outputs, *own) -> gradients; differentiable no further."""
+    """(task, map, names of own, mask, *grads, *inputs, *outputs, *own) -> gradients; differentiable no further."""
 
     @staticmethod
-    def forward(name: str, feature_map: FeatureMap, names: tuple[str, ...], mask: Any, *rest: Any) -> Any:
+    def forward(task: Task, feature_map: FeatureMap, names: tuple[str, ...], mask: Any, *rest: Any) -> Any:
         """Pull the fold back."""
         count = len(rest) - len(names)
-        return backward(name, feature_map, dict(zip(names, rest[count:], strict=True)), mask, rest[:count])
+        return backward(task, feature_map, dict(zip(names, rest[count:], strict=True)), mask, rest[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -186,7 +207,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _mapped(function: Any, size: int, in_dims: Sequence[Any], arguments: Sequence[Any]) -> Any:
-    """Apply a function of (name, map, names, *tensors, *own) with the mapped dimension folded into the batch."""
+    """Apply a function of (task, map, names, *tensors, *own) with the mapped dimension folded into the batch."""
     count = len(arguments) - len(arguments[2])
     folded = [_folded(x, dim, size) for x, dim in zip(arguments[3:count], in_dims[3:count], strict=True)]
     folded += [_folded_own(x, dim, size) for x, dim in zip(arguments[count:], in_dims[count:], strict=True)]
@@ -203,7 +224,7 @@ def _folded(x: Any, dim: int | None, size: int) -> Any:
 
 
 def _folded_own(x: Tensor, dim: int | None, size: int) -> Any:
-    """The same for a tensor of the map: statistics of the call are (B, H, 1, D), all others are shared by the batch."""
+    """The same for a tensor of the map: statistics of the call are (B, H, ·, D), all others are shared by the batch."""
     if x.ndim - (dim is not None) == 4:
         return _folded(x, dim, size)
     if dim is not None:

@@ -33,10 +33,11 @@ class Level(NamedTuple):
         return view
 
 
-def levels(length: int) -> Iterator[Level]:
-    """The levels of a block of `length` = 2ᵏ tokens."""
-    yield Level(0)
-    half = 1
+def levels(length: int, span: int) -> Iterator[Level]:
+    """The levels of a block of `length` = 2ᵏ tokens; rows that see earlier spans only have none below a span's."""
+    if not span:
+        yield Level(0)
+    half = span or 1
     while half < length:
         yield Level(half)
         half *= 2
@@ -68,6 +69,7 @@ class Split(NamedTuple):
     log: Tensor  # (B, H, P, M)
     linear: Tensor | None  # (B, H, P, R)
     extended: Tensor  # (B, H, P, E)
+    span: int
     exponential: bool
 
     def keys(self, level: Level) -> Keys:
@@ -75,7 +77,7 @@ class Split(NamedTuple):
         return Keys(level.keys(self.log), None if self.linear is None else level.keys(self.linear))
 
 
-def split(t: Tensor, keys: Keys, value: Tensor, groups: int, exponential: bool) -> Split:
+def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int, exponential: bool) -> Split:
     """Pad a block: t (B, H, G·n, R), keys and values of n tokens; copies, so that their buffers may be reused."""
     assert keys.log is not None
     extended = torch.cat((value, torch.ones_like(value[..., :1])), -1)
@@ -86,6 +88,7 @@ def split(t: Tensor, keys: Keys, value: Tensor, groups: int, exponential: bool) 
         _padded(log, 2, -torch.inf),
         linear,
         _padded(extended, 2),
+        span,
         exponential,
     )
 
@@ -96,7 +99,7 @@ def split_rows(block: Split, length: int, before: Moments) -> tuple[Tensor, Tens
     phi_q, reference = query_features(block.t.flatten(2, 3), before.m, block.exponential)
     rows = phi_q @ torch.cat((before.S, before.z.unsqueeze(-1)), -1)
     rows, reference = rows.unflatten(2, shape), reference.unflatten(2, shape).clone()
-    for level in levels(shape[1]):
+    for level in levels(shape[1], block.span):
         keys = block.keys(level)
         c = keys.own_peak()
         phi_q, ref = query_features(_as_rectangles(level.rows(block.t)), c, block.exponential)
@@ -121,7 +124,7 @@ def split_gradients(
     grad_t, grad_extended = torch.zeros_like(block.t), torch.zeros_like(block.extended)
     grad_linear = None if block.linear is None else torch.zeros_like(block.linear)
     grad_log = torch.zeros_like(block.log)
-    for level in levels(block.t.shape[3]):
+    for level in levels(block.t.shape[3], block.span):
         keys, rows = block.keys(level), _as_rectangles(level.rows(grad_rows))
         c, ref = keys.own_peak(), _as_rectangles(level.rows(reference))
         phi_q = normalised_query_features(_as_rectangles(level.rows(block.t)), c, ref, block.exponential)

@@ -21,14 +21,16 @@ from linattn.feature_maps._base import live_map
 
 @torch.library.custom_op("linattn::fold", mutates_args=())
 def _fold(
-    name: str, handle: int, names: str, mask: Tensor | None, inputs: list[Tensor], own: list[Tensor]
+    name: str, span: int, handle: int, names: str, mask: Tensor | None, inputs: list[Tensor], own: list[Tensor]
 ) -> list[Tensor]:
     """Run the fold."""
-    return list(fold.forward(name, live_map(handle), _named(names, own), mask, inputs))
+    return list(fold.forward(fold.Task(name, span), live_map(handle), _named(names, own), mask, inputs))
 
 
 @_fold.register_fake
-def _(name: str, handle: int, names: str, mask: Tensor | None, inputs: list[Tensor], own: list[Tensor]) -> list[Tensor]:
+def _(
+    name: str, span: int, handle: int, names: str, mask: Tensor | None, inputs: list[Tensor], own: list[Tensor]
+) -> list[Tensor]:
     """The outputs' shapes."""
     *_, S, z, m = inputs
     state = [x.new_empty(x.shape) for x in (S, z, m)]
@@ -37,9 +39,9 @@ def _(name: str, handle: int, names: str, mask: Tensor | None, inputs: list[Tens
     query = inputs[0]
     rows = [query.new_empty(*query.shape[:-1], S.shape[-1])]
     rows += [S.new_empty(query.shape[:-1]) for _ in range(2)]
-    if name == "read":
+    if name.endswith("read"):
         return rows
-    size = block_size(query.shape[:3].numel(), S.shape[2], query.device, is_causal=True)
+    size = block_size(query.shape[:3].numel(), S.shape[2], query.device, is_causal=True, span=span)
     num_kept = num_checkpoints(query.shape[3], size)
     return [*rows, *state, *(x.new_empty(x.shape[0], num_kept, *x.shape[1:]) for x in (S, z, m))]
 
@@ -47,21 +49,23 @@ def _(name: str, handle: int, names: str, mask: Tensor | None, inputs: list[Tens
 # Not a custom_op: the fold pulls the map back with autograd, which a custom_op switches off around its body.
 torch.library.define(
     "linattn::fold_backward",
-    "(str name, int handle, str names, Tensor? mask, Tensor[] rest, Tensor[] own) -> Tensor[]",
+    "(str name, int span, int handle, str names, Tensor? mask, Tensor[] rest, Tensor[] own) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 @torch.library.impl("linattn::fold_backward", "default")
 def _fold_backward(
-    name: str, handle: int, names: str, mask: Tensor | None, rest: list[Tensor], own: list[Tensor]
+    name: str, span: int, handle: int, names: str, mask: Tensor | None, rest: list[Tensor], own: list[Tensor]
 ) -> list[Tensor]:
     """Pull the fold back; `rest` is (*grads, *inputs, *outputs)."""
-    return list(fold.backward(name, live_map(handle), _named(names, own), mask, rest))
+    return list(fold.backward(fold.Task(name, span), live_map(handle), _named(names, own), mask, rest))
 
 
 @torch.library.register_fake("linattn::fold_backward")
-def _(name: str, handle: int, names: str, mask: Tensor | None, rest: list[Tensor], own: list[Tensor]) -> list[Tensor]:
+def _(
+    name: str, span: int, handle: int, names: str, mask: Tensor | None, rest: list[Tensor], own: list[Tensor]
+) -> list[Tensor]:
     """The gradients' shapes."""
     count = fold.FOLDS[name].num_outputs
     inputs = rest[count : count + fold.FOLDS[name].num_inputs - 1]
@@ -70,8 +74,8 @@ def _(name: str, handle: int, names: str, mask: Tensor | None, rest: list[Tensor
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     """Keep inputs and outputs."""
-    name, handle, names, mask, tensors, own = inputs
-    ctx.arguments, ctx.count = (name, handle, names), len(tensors)
+    name, span, handle, names, mask, tensors, own = inputs
+    ctx.arguments, ctx.count = (name, span, handle, names), len(tensors)
     ctx.save_for_backward(mask, *tensors, *output, *own)
     ctx.mark_non_differentiable(*(output[i] for i in fold.FOLDS[name].constants))
 
@@ -79,12 +83,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _pull(ctx: Any, grads: list[Tensor]) -> Any:
     """Gradients in the order of the arguments."""
     mask, *saved = ctx.saved_tensors
-    num_own = len(ctx.arguments[2].split(",")) if ctx.arguments[2] else 0
+    num_own = len(ctx.arguments[3].split(",")) if ctx.arguments[3] else 0
     rest, own = saved[: len(saved) - num_own], saved[len(saved) - num_own :]
     outputs = rest[ctx.count :]
     dense = [torch.zeros_like(y) if g is None else g.contiguous() for g, y in zip(grads, outputs, strict=True)]
     found = torch.ops.linattn.fold_backward(*ctx.arguments, mask, [*dense, *rest], own)
-    return None, None, None, None, [*found[: ctx.count - 1], None], found[ctx.count - 1 :]
+    return None, None, None, None, None, [*found[: ctx.count - 1], None], found[ctx.count - 1 :]
 
 
 _fold.register_autograd(_pull, setup_context=_setup)
@@ -102,7 +106,7 @@ def _inside_a_transform() -> bool:
 
 
 def run(
-    name: str, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, *inputs: Tensor
+    task: fold.Task, feature_map: FeatureMap, own: Mapping[str, Tensor], mask: Tensor | None, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
     """`fold.run` inside a compiled graph.
 
@@ -115,4 +119,4 @@ def run(
             "torch.func transforms (grad, vmap, jvp) inside torch.compile are not supported by backend='blocked'; "
             "apply the transform outside the compiled function, or use backend='reference'"
         )
-    return tuple(_fold(name, feature_map.handle, ",".join(own), mask, list(inputs), list(own.values())))
+    return tuple(_fold(*task, feature_map.handle, ",".join(own), mask, list(inputs), list(own.values())))

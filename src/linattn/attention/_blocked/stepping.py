@@ -15,7 +15,7 @@ from linattn.feature_maps import FeatureMap
 
 def forward(
     feature_map: FeatureMap,
-    mask: Tensor | None,  # (B, 1)
+    mask: Tensor | None,  # (B, H or 1, 1)
     query: Tensor,  # (B, H, G, 1, D)
     key: Tensor,  # (B, H, 1, D)
     value: Tensor,  # (B, H, 1, Dv)
@@ -26,14 +26,14 @@ def forward(
     """Output, denominator, its exponent, and S, z, m after the token."""
     q, k, v = query.squeeze(3).to(S.dtype), key.to(S.dtype), value.to(S.dtype)
     if mask is not None:
-        k, v = (torch.where(mask[:, None, :, None], x, 0) for x in (k, v))
+        k, v = (torch.where(mask.unsqueeze(-1), x, 0) for x in (k, v))
     t, key_output = _both(feature_map, q, k)
     log, linear = key_output, None
     if not feature_map.exponential:
         weight, linear = feature_map.key_log_weight(k), key_output
         log = m.new_zeros(()).expand(m.shape) if weight is None else weight
     if mask is not None:
-        log = torch.where(mask[:, :, None], log, -torch.inf)
+        log = torch.where(mask, log, -torch.inf)
     c = torch.maximum(m, log)
     phi, decay = exponential_(log - c), exponential_(m - c)
     if linear is not None:

@@ -1,0 +1,74 @@
+"""The protocol of maps whose features fall into groups, of which a query reads one.
+
+Letters: B batch, H heads, L tokens, N queries, D head width, R features, C groups, F = R/C features of a group.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps._base import FeatureMap
+
+
+class GroupedFeatureMap(FeatureMap):
+    """φ(k) = [exp(ℓ_c(k))·ψ(k)] for c = 1 … C, and φ(q) = one-hot(c(q)) ⊗ χ(q - a_c; z_c).
+
+    Abstract. A query reads the F features of one group alone, the nearest anchor's, and may look at that group's sums z
+    of the keys it sees before it reads: its features are those of one query in one state. Hence a state costs C·F·Dv
+    multiply-adds per key and F·Dv per query.
+
+    Attributes:
+        num_groups: C.
+        num_local: F.
+    """
+
+    exponential = False
+    num_groups: int
+    num_local: int
+
+    def __init__(self, head_dim: int, num_groups: int, num_local: int) -> None:
+        super().__init__(head_dim, num_groups * num_local)
+        self.num_groups, self.num_local = num_groups, num_local
+
+    @property
+    def num_exponents(self) -> int:
+        """C: one running maximum for each group."""
+        return self.num_groups
+
+    @abstractmethod
+    def anchors(self) -> Tensor:
+        """The groups' anchors a_c in query space: (C, D), (Hkv, C, D) or (B, Hkv, C, D)."""
+
+    @abstractmethod
+    def group(self, x: Tensor) -> Tensor:
+        """The group each query reads: (..., L, D) -> (..., L), integers in [0, C)."""
+
+    @abstractmethod
+    def local_query(self, offset: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """χ (..., N, F) and the logarithm (..., N) of a factor left out of it, of queries less their anchor.
+
+        Args:
+            offset: q - a_c, (..., N, D).
+            z: sums Σ exp(ℓ_c(k))·ψ(k) of the query's group over the keys it sees, (..., N, F) or (..., 1, F), on any
+                scale; 0 where it sees none.
+        """
+
+    @abstractmethod
+    def key(self, x: Tensor) -> Tensor:
+        """ψ, the factor of a key's features that all groups share: (..., L, D) -> (..., L, F)."""
+
+    @abstractmethod
+    def key_log_weight(self, x: Tensor) -> Tensor:
+        """ℓ, the logarithm of each group's weight of a key: (..., L, D) -> (..., L, C)."""
+
+    def query(self, x: Tensor) -> Tensor:
+        """φ(q) before any key was seen, all groups written out: (..., L, D) -> (..., L, R)."""
+        group = self.group(x)
+        anchors = self.anchors().expand(*group.shape[:-1], -1, -1)
+        offset = x - torch.take_along_dim(anchors, group.unsqueeze(-1), dim=-2)
+        local, _ = self.local_query(offset, offset.new_zeros(self.num_local))
+        chosen = group.unsqueeze(-1) == torch.arange(self.num_groups, device=x.device)
+        return (chosen.unsqueeze(-1) * local.unsqueeze(-2)).flatten(-2)

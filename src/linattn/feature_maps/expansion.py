@@ -1,0 +1,356 @@
+"""Softmax attention expanded around query centres: deterministic, needs no training.
+
+Letters: B batch, H heads, Hkv key/value heads, L tokens, N queries, D head width, R features, C centres, F = R/C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps._arguments import check_count, temperature
+from linattn.feature_maps._clusters import kmeans, means
+from linattn.feature_maps._fingerprint import digest
+from linattn.feature_maps._grouped import GroupedFeatureMap
+from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
+
+# Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.
+_MOST_POINTS = 4096
+# Ridge on the keys' covariance, relative to its mean diagonal: only the order of distances depends on it.
+_RIDGE = 1e-6
+
+
+@final
+class Expansion(GroupedFeatureMap):
+    """The Taylor expansion of softmax attention in the query, around the nearest of C query centres.
+
+    With the scale in δ = scale·(q - c), weights p_j ∝ exp(scale·c·k_j) and their mean key k̄ = Σ p_j k_j,
+    exp(scale·q·k_j) = exp(scale·c·k_j)·exp(δ·k̄)·exp(t_j), t_j = δ·(k_j - k̄), and exp(t) is cut after `order`:
+
+        out = Σ_j p_j·w_j v_j / Σ_j p_j·w_j,   w = 1,  1 + t  or  1 + t + t²/2
+
+    The first is the mean of v under the centre's weights (clustered attention), the second adds Cov(v, k)·δ, the third
+    the third cumulants. Exact where q = c, and for all q as the order grows. The denominator is Σ p_j > 0 at orders 0
+    and 1 and at least that at order 2: weights may be negative at order 1 alone, the normaliser never. As features:
+    φ(k) = exp(scale·c·k) ⊗ [1, k, kkᵀ], each product of two stored once, and φ(q) = one-hot(c) ⊗ [1 - u + u²/2,
+    (1 - u)·δ, δδᵀ/2] with u = δ·k̄ taken from the sums z of the keys seen. Keys enter less a fixed mean, since these
+    moments cancel: order 1 loses |u| times the rounding of the dtype, order 2 u².
+
+    Centres come from `fit` or the constructor, one set per key/value head, shared by the queries of its group; or,
+    where none were given, from each call of attention that is not causal (`call_tensors`). For gradients they are
+    constants.
+
+    Cost: O(L·C·F·Dv) time for keys and O(L·F·Dv) for queries; F = 1, 1 + D or 1 + D + D(D + 1)/2. A state has C·F
+    features.
+
+    Args:
+        head_dim: D, the width of a query or key.
+        num_centres: C.
+        order: 0, 1 or 2.
+        scale: factor on q·k, > 0; D**-0.5 if None.
+        centres: (Hkv, C, D) or (C, D), floating; distances are then Euclidean. None to find them by `fit` or per call.
+
+    Raises:
+        ValueError: if a size is not a positive integer, `order` is not one of those above, or the shape of `centres` is
+            not.
+
+    Example:
+        >>> import torch
+        >>> expansion = Expansion(1, 1, order=1, scale=1.0, centres=torch.tensor([[0.0]]))
+        >>> q, k = torch.tensor([[0.5]]), torch.tensor([[2.0]])
+        >>> expansion.kernel(q, k).tolist()  # exp(0·2)·(1 + 0.5·2)
+        [[2.0]]
+
+    Source: the cumulant expansion of a softmax average; Vyas et al. 2020 (arXiv 2007.04825) for order 0; Yang et al.
+        2003 (improved fast Gauss transform) for centres and a Taylor series on one side of a kernel.
+    """
+
+    softmax_kernel = True
+    centres: Tensor | None
+    probes: Tensor | None
+    key_mean: Tensor | None
+    pairs: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_centres: int = 16,
+        *,
+        order: int = 1,
+        scale: float | None = None,
+        centres: Tensor | None = None,
+    ) -> None:
+        check_count("head_dim", head_dim)
+        check_count("num_centres", num_centres)
+        if isinstance(order, bool) or order not in (0, 1, 2):
+            raise ValueError(f"order must be 0, 1 or 2, got {order!r}")
+        pairs = head_dim * (head_dim + 1) // 2
+        super().__init__(head_dim, num_centres, (1, 1 + head_dim, 1 + head_dim + pairs)[order])
+        self.order = order
+        self.scale = temperature(scale, head_dim)
+        self.nonnegative = order != 1
+        self.register_buffer("pairs", torch.triu_indices(head_dim, head_dim, device="cpu"), persistent=False)
+        for name in ("centres", "probes", "key_mean"):
+            self.register_buffer(name, None)
+        self._fingerprint: str | None = None
+        if centres is not None:
+            self._check_centres(centres)
+            self._set(centres, centres, centres.new_zeros(*centres.shape[:-2], 1, head_dim))
+
+    @property
+    def num_centres(self) -> int:
+        """C."""
+        return self.num_groups
+
+    @property
+    def num_heads(self) -> int | None:
+        """Hkv, for which centres were fitted; None where they serve all heads or come from the call."""
+        return self.centres.shape[-3] if self.centres is not None and self.centres.ndim == 3 else None
+
+    def fit(self, query: Tensor, key: Tensor, *, seed: int = 0) -> Self:
+        """Take the centres of clusters of sample queries, one set per key/value head.
+
+        Clusters are those of k-means in the metric of the keys' covariance Σ, |Σ^½(q - c)|, which is the standard
+        deviation of the logits' error; centres are their means. At most 4096 tokens per head are looked at.
+
+        Cost: O(Hkv·N·C·D) time for N queries, some twenty times.
+
+        Args:
+            query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's centres.
+            key: (B, Hkv, Lk, D), H a multiple of Hkv.
+            seed: of the k-means++ start.
+
+        Returns:
+            The map itself, to be used with Hkv key/value heads from now on.
+
+        Raises:
+            ValueError: if the shapes are not these, or a value is not finite.
+
+        Example:
+            >>> import torch
+            >>> queries = torch.tensor([0.0, 2.0, 7.0, 9.0]).view(1, 1, 4, 1)
+            >>> Expansion(1, 2).fit(queries, queries).centres.flatten().sort().values.tolist()
+            [1.0, 8.0]
+
+        Source: Lloyd 1982; Arthur and Vassilvitskii 2007 (k-means++).
+        """
+        check_fit(query, key, self.head_dim)
+        with torch.no_grad():
+            # The samples of a batch are one sample.
+            queries = group_queries(query, key.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            keys = key.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            found = self._find(queries, keys, None, None, seed)
+            self._set(*(found[name].squeeze(0) for name in ("centres", "probes", "key_mean")))
+        return self
+
+    def raised(self) -> Expansion:
+        """The expansion of the next order around the same centres; what it adds is an estimate of this one's error.
+
+        Raises:
+            ValueError: if `order` is 2 already.
+
+        Example:
+            >>> Expansion(4, 2, order=0).raised().order
+            1
+        """
+        if self.order == 2:
+            raise ValueError("order 2 is the highest; an expansion of order 2 has no next one")
+        found = Expansion(self.head_dim, self.num_centres, order=self.order + 1, scale=self.scale)
+        if self.centres is not None and self.probes is not None and self.key_mean is not None:
+            found._set(self.centres, self.probes, self.key_mean)
+        return found
+
+    def call_tensors(
+        self, query: Tensor, key: Tensor, *, key_mask: Tensor | None, is_causal: bool
+    ) -> Mapping[str, Tensor]:
+        """The call's own centres, (B, Hkv, C, D), where none were fitted.
+
+        Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
+        too: they are left out where Lq = Lk.
+
+        Args:
+            query: (B, H, Lq, D); the queries of a group share their key head's centres.
+            key: (B, Hkv, Lk, D).
+            key_mask: (B, Lk) bool, True = attend, or None.
+            is_causal: whether later tokens must stay unseen.
+
+        Returns:
+            "centres", "probes" and "key_mean", in at least float32; nothing for a fitted map.
+
+        Raises:
+            ValueError: if nothing was fitted and `is_causal`: centres of all tokens would tell the past of the future.
+        """
+        if self.centres is not None:
+            return {}
+        if is_causal:
+            raise ValueError(
+                "Expansion would take centres of all queries, later ones included, and leak the future into causal "
+                "attention; call fit(query, key) on sample inputs first, or give centres"
+            )
+        grouped, query_mask = group_queries(query, key.shape[1]), None
+        if key_mask is not None and query.shape[2] == key.shape[2]:
+            query_mask = key_mask.repeat(1, query.shape[1] // key.shape[1])
+        with torch.no_grad():
+            return self._find(grouped.detach(), key.detach(), query_mask, key_mask, seed=0)
+
+    def anchors(self) -> Tensor:
+        """The centres, (C, D), (Hkv, C, D) or (B, Hkv, C, D)."""
+        return self._fitted()[0]
+
+    def group(self, x: Tensor) -> Tensor:
+        """The nearest centre of each query: (..., L, D) -> (..., L)."""
+        x, (centres, probes, _) = self._operands(x)
+        lengths = (centres * probes).sum(-1).unsqueeze(-2) / 2
+        index: Tensor = (torch.matmul(x, probes.mT) - lengths).argmax(-1)
+        return index
+
+    def local_query(self, offset: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """χ (..., N, F) and u (..., N), see the class."""
+        delta, count = offset * self.scale, z[..., :1]
+        if self.order == 0:
+            # A constant that autograd still knows as a function of the query.
+            nothing = delta.sum(-1, keepdim=True) * 0
+            return 1 + nothing, nothing.squeeze(-1)
+        mean = z[..., 1 : 1 + self.head_dim] / count.masked_fill(count == 0, 1)
+        u = (delta * mean).sum(-1, keepdim=True)
+        if self.order == 1:
+            return torch.cat((1 - u, delta), -1), u.squeeze(-1)
+        first, second = self.pairs.unbind()
+        halves = torch.where(first == second, 0.5, 1.0).to(delta.dtype)
+        squares = delta[..., first] * delta[..., second] * halves
+        return torch.cat((1 - u + u.square() / 2, (1 - u) * delta, squares), -1), u.squeeze(-1)
+
+    def key(self, x: Tensor) -> Tensor:
+        """[1, k, kkᵀ] up to the order, keys less their mean: (..., L, D) -> (..., L, F)."""
+        x, (_, _, key_mean) = self._operands(x)
+        if self.order == 0:
+            # A constant that autograd still knows as a function of the key.
+            return x[..., :1] * 0 + 1
+        ones, centred = x.new_ones(*x.shape[:-1], 1), x - key_mean
+        if self.order == 1:
+            return torch.cat((ones, centred), -1)
+        first, second = self.pairs.unbind()
+        return torch.cat((ones, centred, centred[..., first] * centred[..., second]), -1)
+
+    def key_log_weight(self, x: Tensor) -> Tensor:
+        """scale·c·k of every centre, keys less their mean: (..., L, D) -> (..., L, C)."""
+        x, (centres, _, key_mean) = self._operands(x)
+        return torch.matmul(x - key_mean, centres.mT * self.scale)
+
+    def query_log_weight(self, x: Tensor) -> Tensor:
+        """scale·q·(mean key), which keys less their mean leave out: (..., L, D) -> (..., L)."""
+        x, (_, _, key_mean) = self._operands(x)
+        return torch.matmul(x, key_mean.mT * self.scale).squeeze(-1)
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        """exp(scale·q·k̄)·exp(scale·c·k)·(the series of exp(δ·k)), keys less their mean: -> (..., Lq, Lk), float64.
+
+        That is φ(q)·φ(k) before the query features are centred on the keys seen.
+        """
+        q, k = q.double(), k.double()
+        anchors = self.anchors().double().expand(*q.shape[:-2], -1, -1)
+        centre = torch.take_along_dim(anchors, self.group(q).unsqueeze(-1), dim=-2)
+        k = k - self._fitted()[2].double()
+        t = self.scale * ((q - centre) @ k.mT)
+        series = 1 + t * (self.order > 0) + t.square() / 2 * (self.order > 1)
+        weight = self.scale * (centre @ k.mT) + self.query_log_weight(q).unsqueeze(-1)
+        return torch.exp(weight) * series
+
+    def extra_repr(self) -> str:
+        """Every setting, and a digest of the centres, which waits for the device once after each change of them."""
+        if self._fingerprint is None:
+            held = [x for x in (self.centres, self.probes, self.key_mean) if x is not None]
+            self._fingerprint = repr(digest(*held)) if held else "None"
+        return (
+            f"head_dim={self.head_dim}, num_centres={self.num_centres}, order={self.order}, scale={self.scale}, "
+            f"centres={self._fingerprint}"
+        )
+
+    def _find(
+        self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, seed: int
+    ) -> dict[str, Tensor]:
+        """Centres, Σ·centres and the mean key of queries and keys (B, H, ·, D); masks (B, ·)."""
+        queries, weight = _sampled(query, query_mask)
+        keys, key_weight = _sampled(key, key_mask)
+        key_mean = token_mean(key, key_mask)
+        spread = (keys - key_mean) * key_weight.unsqueeze(-1)
+        covariance = spread.mT @ spread / key_weight.sum(-1).clamp(min=1)[..., None, None]
+        size = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
+        # Keys that are all alike leave no metric: any will do.
+        ridge = torch.where(size > 0, size * _RIDGE, 1)[..., None, None]
+        metric = covariance + ridge * torch.eye(self.head_dim, dtype=keys.dtype, device=keys.device)
+        factor, _ = torch.linalg.cholesky_ex(metric)
+        cluster = kmeans(queries @ factor, weight, self.num_centres, seed=seed)
+        total = (queries * weight.unsqueeze(-1)).sum(-2, keepdim=True)
+        overall = total / weight.sum(-1).clamp(min=1)[..., None, None]
+        centres = means(queries, weight, cluster, overall.expand(*overall.shape[:-2], self.num_centres, -1))
+        return {"centres": centres, "probes": centres @ metric, "key_mean": key_mean}
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The input in at least float32, and centres, probes and mean key in its dtype."""
+        self._check_width(x)
+        held = self._fitted()
+        if held[0].ndim > 2 and (x.ndim < 3 or x.shape[-3] not in (1, held[0].shape[-3])):
+            raise ValueError(
+                f"Expansion has centres for {held[0].shape[-3]} key/value heads, got inputs of shape {tuple(x.shape)}, "
+                f"wanted (..., {held[0].shape[-3]}, L, {self.head_dim}); fit it on inputs with as many heads"
+            )
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.to(torch.float32)
+        centres, probes, key_mean = (tensor.to(x.dtype) for tensor in held)
+        return x, (centres, probes, key_mean)
+
+    def _fitted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Centres, probes and mean key, once there are any."""
+        if self.centres is None or self.probes is None or self.key_mean is None:
+            raise ValueError(
+                "Expansion has no centres: call fit(query, key) on sample inputs, give centres, or use the map through "
+                "attention that is not causal, which takes them from the call"
+            )
+        return self.centres, self.probes, self.key_mean
+
+    def _check_centres(self, centres: Tensor) -> None:
+        """Refuse centres of another shape."""
+        if centres.ndim not in (2, 3) or centres.shape[-2:] != (self.num_centres, self.head_dim):
+            raise ValueError(
+                f"centres must be ({self.num_centres}, {self.head_dim}) or (Hkv, {self.num_centres}, {self.head_dim}), "
+                f"got {tuple(centres.shape)}"
+            )
+
+    def _set(self, centres: Tensor, probes: Tensor, key_mean: Tensor) -> None:
+        """Take copies, in at least float32."""
+        for name, x in (("centres", centres), ("probes", probes), ("key_mean", key_mean)):
+            kept = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
+            setattr(self, name, kept.to(self.pairs.device))
+        self._fingerprint = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast with the model; a cast changes the centres, hence the digest."""
+        super()._apply(fn, recurse)
+        self._fingerprint = None
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load centres even where none, or centres for another number of heads, were held before."""
+        for name in ("centres", "probes", "key_mean"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                self._buffers[name] = torch.empty_like(saved, device=self.pairs.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._fingerprint = None
+
+
+def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Evenly spread tokens (B, H, N, D) in at least float32 and their weights (B, H, N), 0 for masked ones."""
+    if x.shape[-2] == 0:
+        nothing = x.new_zeros(*x.shape[:-2], 1, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+        return nothing, nothing[..., 0]
+    step = -(-x.shape[-2] // _MOST_POINTS)
+    points = x[..., ::step, :].to(torch.promote_types(x.dtype, torch.float32))
+    if mask is None:
+        return points, points.new_ones(points.shape[:-1])
+    kept = mask[:, None, ::step]
+    return torch.where(kept.unsqueeze(-1), points, 0), kept.to(points.dtype).expand(points.shape[:-1])
