@@ -9,7 +9,9 @@ for the softmax kernel.
 from linattn.feature_maps._base import FeatureMap as FeatureMap
 from linattn.feature_maps._base import features as features
 from linattn.feature_maps._base import live_map as live_map
+from linattn.feature_maps._fitted import FittedMap as FittedMap
 from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
+from linattn.feature_maps._wrapper import Wrapper as Wrapper
 from linattn.feature_maps.centred import Centred as Centred
 from linattn.feature_maps.elementwise import Dpfp as Dpfp
 from linattn.feature_maps.elementwise import ElementwisePolynomial as ElementwisePolynomial
