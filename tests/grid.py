@@ -14,7 +14,20 @@ import torch
 from torch import Tensor, nn
 
 import linattn
-from linattn.feature_maps import FEATURE_MAPS, Centred, FavorPlus, FeatureMap, Hyperbolic, Oprf, Taylor, Trigonometric
+from linattn.feature_maps import (
+    FEATURE_MAPS,
+    Balanced,
+    Centred,
+    FavorPlus,
+    FeatureMap,
+    FittedMap,
+    Hyperbolic,
+    Nystrom,
+    Oprf,
+    Sderf,
+    Taylor,
+    Trigonometric,
+)
 
 BACKENDS = ("reference", "blocked")
 HEAD_DIM = 8
@@ -51,7 +64,7 @@ def default(name: str, head_dim: int) -> FeatureMap:
     kind = FEATURE_MAPS[name]
     free = "num_features" in inspect.signature(kind).parameters
     built = kind(head_dim, NUM_FEATURES) if free else kind(head_dim)
-    if isinstance(built, Oprf):
+    if isinstance(built, FittedMap):
         built.fit(*sample(head_dim))
     return built
 
@@ -73,6 +86,14 @@ VARIANTS: dict[str, Callable[[int], FeatureMap]] = {
     "Centred-Trigonometric": lambda d: Centred(Trigonometric(d, NUM_FEATURES)).fit(*sample(d)),
     "Centred-call-FavorPlus": lambda d: Centred(FavorPlus(d, NUM_FEATURES)),
     "Centred-call-Taylor": lambda d: Centred(Taylor(d)),
+    "Balanced-FavorPlus": lambda d: Balanced(FavorPlus(d, NUM_FEATURES)).fit(*sample(d)),
+    "Balanced-diagonal-Taylor": lambda d: Balanced(Taylor(d), diagonal=True).fit(*sample(d)),
+    "Balanced-Oprf": lambda d: Balanced(Oprf(d, NUM_FEATURES)).fit(*sample(d)),
+    "Centred-Balanced-FavorPlus": lambda d: Centred(Balanced(FavorPlus(d, NUM_FEATURES))).fit(*sample(d)),
+    "Centred-Balanced-Sderf": lambda d: Centred(Balanced(Sderf(d, NUM_FEATURES))).fit(*sample(d)),
+    "Centred-Balanced-Nystrom": lambda d: Centred(Balanced(Nystrom(d, NUM_FEATURES))).fit(*sample(d)),
+    "Sderf-iid-per-head": lambda d: Sderf(d, NUM_FEATURES, draw="iid", num_heads=2).fit(*sample(d)),
+    "Nystrom-subset-no-ridge": lambda d: Nystrom(d, NUM_FEATURES, num_steps=0, ridge=0.0).fit(*sample(d)),
     "Learned": lambda d: Learned(d, NUM_FEATURES, 2),
 }
 

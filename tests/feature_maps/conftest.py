@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from linattn.feature_maps import FEATURE_MAPS, FeatureMap
+from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
 
 
 @pytest.fixture(scope="session")
 def build() -> Callable[..., FeatureMap]:
-    """build(name, head_dim=6, **options): the map, with 16 features where that is free and an Oprf already fitted."""
+    """build(name, head_dim=6, **options): the map, with 16 features where that is free, fitted for all heads alike."""
 
     def make(name: str, head_dim: int = 6, **options: Any) -> FeatureMap:
         parameters = inspect.signature(FEATURE_MAPS[name]).parameters
@@ -21,6 +22,11 @@ def build() -> Callable[..., FeatureMap]:
             options.setdefault("num_features", 16)
         if "mean_square" in parameters:
             options.setdefault("mean_square", 1.0)
-        return FEATURE_MAPS[name](head_dim, **options)
+        built = FEATURE_MAPS[name](head_dim, **options)
+        if isinstance(built, FittedMap) and name != "Oprf":
+            generator = torch.Generator().manual_seed(12)
+            query, key = (torch.randn(1, 1, 40, head_dim, generator=generator) for _ in range(2))
+            built.fit(query, key + 0.2)
+        return built
 
     return make
