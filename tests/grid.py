@@ -16,12 +16,16 @@ from torch import Tensor, nn
 import linattn
 from linattn.feature_maps import (
     FEATURE_MAPS,
+    Balanced,
     Centred,
     Expansion,
     FavorPlus,
     FeatureMap,
+    FittedMap,
     Hyperbolic,
+    Nystrom,
     Oprf,
+    Sderf,
     Taylor,
     Trigonometric,
 )
@@ -61,7 +65,7 @@ def default(name: str, head_dim: int) -> FeatureMap:
     kind = FEATURE_MAPS[name]
     free = "num_features" in inspect.signature(kind).parameters
     built = kind(head_dim, NUM_FEATURES) if free else kind(head_dim)
-    if isinstance(built, Oprf | Expansion):
+    if isinstance(built, FittedMap):
         built.fit(*sample(head_dim))
     return built
 
@@ -87,6 +91,14 @@ VARIANTS: dict[str, Callable[[int], FeatureMap]] = {
     "Expansion-2": lambda d: Expansion(d, 3, order=2).fit(*sample(d)),
     "Expansion-one-centre": lambda d: Expansion(d, 1).fit(*sample(d)),
     "Expansion-call": lambda d: Expansion(d, 5),
+    "Balanced-FavorPlus": lambda d: Balanced(FavorPlus(d, NUM_FEATURES)).fit(*sample(d)),
+    "Balanced-diagonal-Taylor": lambda d: Balanced(Taylor(d), diagonal=True).fit(*sample(d)),
+    "Balanced-Oprf": lambda d: Balanced(Oprf(d, NUM_FEATURES)).fit(*sample(d)),
+    "Centred-Balanced-FavorPlus": lambda d: Centred(Balanced(FavorPlus(d, NUM_FEATURES))).fit(*sample(d)),
+    "Centred-Balanced-Sderf": lambda d: Centred(Balanced(Sderf(d, NUM_FEATURES))).fit(*sample(d)),
+    "Centred-Balanced-Nystrom": lambda d: Centred(Balanced(Nystrom(d, NUM_FEATURES))).fit(*sample(d)),
+    "Sderf-iid-per-head": lambda d: Sderf(d, NUM_FEATURES, draw="iid", num_heads=2).fit(*sample(d)),
+    "Nystrom-subset-no-ridge": lambda d: Nystrom(d, NUM_FEATURES, num_steps=0, ridge=0.0).fit(*sample(d)),
     "Learned": lambda d: Learned(d, NUM_FEATURES, 2),
 }
 

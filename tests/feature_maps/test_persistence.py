@@ -16,10 +16,21 @@ import pytest
 import torch
 from torch import nn
 
-from linattn.feature_maps import FEATURE_MAPS, Centred, FavorPlus, FeatureMap, Oprf, Taylor
+from linattn.feature_maps import (
+    FEATURE_MAPS,
+    Balanced,
+    Centred,
+    FavorPlus,
+    FeatureMap,
+    FittedMap,
+    Nystrom,
+    Oprf,
+    Sderf,
+    Taylor,
+)
 
 D = 6
-RANDOM = ["FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "RandomRelu"]
+RANDOM = ["FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "Sderf", "RandomRelu"]
 Build = Callable[..., FeatureMap]
 
 
@@ -90,6 +101,54 @@ def test_unfitted_oprf_takes_a_fitted_state() -> None:
     target.query(points())
 
 
+def sample(num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_heads)
+    query, key = (torch.randn(1, num_heads, 20, D, generator=generator) for _ in range(2))
+    return query, 2 * key + 0.3
+
+
+FITTED: dict[str, Callable[[], FittedMap]] = {
+    "Centred": lambda: Centred(FavorPlus(D, 8)),
+    "Balanced": lambda: Balanced(Taylor(D)),
+    "diagonal": lambda: Balanced(FavorPlus(D, 8), diagonal=True),
+    "Sderf": lambda: Sderf(D, 8),
+    "Nystrom": lambda: Nystrom(D, 8),
+    "nested": lambda: Centred(Balanced(Sderf(D, 8))),
+    "nested-Nystrom": lambda: Centred(Balanced(Nystrom(D, 8))),
+}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("held", [None, 1, 3], ids=["unfitted", "one-head", "three-heads"])
+@pytest.mark.parametrize("name", FITTED)
+def test_what_was_fitted_is_loaded_where_anything_or_nothing_was(name: str, held: int | None, assign: bool) -> None:
+    source, target = FITTED[name]().fit(*sample(2)), FITTED[name]()
+    unfitted = repr(target)
+    if held is not None:
+        target.fit(*sample(held))
+    assert len({unfitted, repr(target), repr(source)}) == (2 if held is None else 3)
+    file = io.BytesIO()
+    torch.save(source.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert all(torch.finfo(t.dtype).bits >= 32 for t in state.values() if t.is_floating_point())
+    target.load_state_dict(state, assign=assign)
+    assert repr(target) == repr(source)
+    query, key = sample(2)
+    assert torch.equal(target.query(query), source.query(query))
+    assert torch.equal(target.key(key), source.key(key))
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_what_was_fitted_survives_casts_and_copies(name: str) -> None:
+    feature_map = FITTED[name]().fit(*sample(2))
+    x, text = sample(2)[0].double(), repr(feature_map)
+    expected = feature_map.query(x)
+    for twin in (copy.deepcopy(feature_map), pickled(feature_map), feature_map.to(torch.bfloat16).half()):
+        assert repr(twin) == text
+        assert torch.equal(twin.query(x), expected)
+
+
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_casting_the_model_leaves_the_map_alone(build: Build, name: str) -> None:
     feature_map = build(name)
@@ -133,6 +192,16 @@ def test_a_seed_alone_is_drawn_from() -> None:
         (FavorPlus(D, 8), FavorPlus(D, 8, scale=1.0)),
         (FavorPlus(D, 8), FavorPlus(D, 8, num_heads=1)),
         (Oprf(D, 8), Oprf(D, 8, mean_square=1.0)),
+        (Sderf(D, 8), Sderf(D, 8, second_moment=torch.eye(D))),
+        (Sderf(D, 8, second_moment=2 * torch.eye(D)), Sderf(D, 8, second_moment=torch.eye(D))),
+        (Nystrom(D, 2), Nystrom(D, 2, landmarks=torch.ones(2, D))),
+        (Nystrom(D, 2, landmarks=torch.zeros(2, D)), Nystrom(D, 2, landmarks=torch.ones(2, D))),
+        (Nystrom(D, 2), Nystrom(D, 2, ridge=0.5)),
+        (Nystrom(D, 2), Nystrom(D, 2, seed=1)),
+        (Nystrom(D, 2), Nystrom(D, 2, num_steps=0)),
+        (Balanced(Taylor(D)), Balanced(Taylor(D), transform=torch.eye(D))),
+        (Balanced(Taylor(D)), Balanced(Taylor(D), diagonal=True)),
+        (Balanced(Taylor(D)), Balanced(Taylor(D), ridge=1e-3)),
         (Taylor(D), Taylor(D, order=1)),
         (Centred(Taylor(D)), Centred(Taylor(D), query_mean=torch.zeros(1, D), key_mean=torch.zeros(1, D))),
         (

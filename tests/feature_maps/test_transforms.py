@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.feature_maps import FEATURE_MAPS, Centred, FavorPlus, FeatureMap, GroupedFeatureMap, Taylor
+from linattn.feature_maps import (
+    FEATURE_MAPS,
+    Balanced,
+    Centred,
+    FavorPlus,
+    FeatureMap,
+    GroupedFeatureMap,
+    Nystrom,
+    Sderf,
+    Taylor,
+)
 
 D = 6
 Build = Callable[..., FeatureMap]
@@ -33,11 +43,17 @@ def centred(inner: FeatureMap) -> Centred:
     return Centred(inner, query_mean=mean, key_mean=-mean)
 
 
+def balanced(inner: FeatureMap) -> Balanced:
+    transform = torch.eye(D) + 0.2 * torch.randn(D, D, generator=torch.Generator().manual_seed(1))
+    return Balanced(inner, transform=transform)
+
+
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_gradients(build: Build, name: str) -> None:
     feature_map = build(name)
-    takes_centring = feature_map.softmax_kernel and not isinstance(feature_map, GroupedFeatureMap)
-    maps = [feature_map, centred(feature_map)] if takes_centring else [feature_map]
+    maps = [feature_map]
+    if feature_map.softmax_kernel and not isinstance(feature_map, GroupedFeatureMap):
+        maps += [centred(feature_map), centred(balanced(feature_map))]
     for each in maps:
         assert torch.autograd.gradcheck(lambda x, m=each: outputs(m, x), inputs(3).requires_grad_())
 
@@ -60,7 +76,7 @@ def test_vmap_equals_a_batch(build: Build, name: str) -> None:
         torch.testing.assert_close(mapped, expected, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "RandomRelu"])
+@pytest.mark.parametrize("name", ["FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "Sderf", "RandomRelu"])
 def test_one_draw_per_head(build: Build, name: str) -> None:
     feature_map, x = build(name, num_heads=2), inputs(3, 2, 5)
     alone = build(name)
@@ -84,8 +100,15 @@ def test_a_projection_swapped_from_outside_is_used_and_differentiated() -> None:
 
 @pytest.mark.parametrize(
     "feature_map",
-    [FavorPlus(D, 8), Taylor(D), centred(FavorPlus(D, 8, num_heads=2))],
-    ids=["FavorPlus", "Taylor", "Centred"],
+    [
+        FavorPlus(D, 8),
+        Taylor(D),
+        centred(FavorPlus(D, 8, num_heads=2)),
+        centred(balanced(FavorPlus(D, 8))),
+        Sderf(D, 8, second_moment=torch.eye(D)),
+        Nystrom(D, 2, landmarks=torch.eye(D)[:2]),
+    ],
+    ids=["FavorPlus", "Taylor", "Centred", "Balanced", "Sderf", "Nystrom"],
 )
 def test_compiles_whole(feature_map: FeatureMap) -> None:
     x = inputs(2, 3)

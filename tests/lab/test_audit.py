@@ -16,7 +16,17 @@ from linattn.lab.plan import Plan
 from linattn.lab.records import HeadRow, ModelRow
 from linattn.lab.text import Text
 
-LABELS = ("FavorPlus", "Oprf", "Trigonometric", "EluPlusOne", "Centred(FavorPlus)", "Centred(Taylor(order=1))")
+LABELS = (
+    "FavorPlus",
+    "Oprf",
+    "Trigonometric",
+    "EluPlusOne",
+    "Centred(FavorPlus)",
+    "Centred(Taylor(order=1))",
+    "Centred(Balanced(FavorPlus))",
+    "Centred(Balanced(Sderf))",
+    "Centred(Balanced(Nystrom(num_features=8)))",
+)
 PLAN = Plan(tuple(map(parse_map, LABELS)), features=(8, 16), draws=2, seed=1)
 
 
@@ -73,14 +83,15 @@ def test_figures_are_in_their_ranges(audited, family):
         if isinstance(row, HeadRow):
             assert row.uniform_error > 0
             assert 0 <= row.uniform_total_variation <= 1
-            signed = row.map == "Trigonometric" or "Taylor" in row.map
+            signed = row.map == "Trigonometric" or "Taylor" in row.map or "Nystrom" in row.map
             assert signed or (row.kl > 0 and row.total_variation <= 1)
             assert (row.seed is None) == (row.map in ("EluPlusOne", "Centred(Taylor(order=1))"))
-            assert (row.predicted_ratio is None) == (row.seed is None)
+            unknown = row.seed is None or "Sderf" in row.map or "Nystrom" in row.map
+            assert (row.predicted_ratio is None) == unknown
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-@pytest.mark.parametrize("label", ["FavorPlus", "EluPlusOne", "Centred(FavorPlus)"])
+@pytest.mark.parametrize("label", ["FavorPlus", "EluPlusOne", "Centred(FavorPlus)", "Centred(Balanced(FavorPlus))"])
 def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
     audit, rows = audited(family)
     loaded = audit._model
@@ -96,7 +107,7 @@ def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
         q, k, v = call.query[0].double(), call.key[0].double(), call.value[0].double()
         width = 8 if spec.takes_features else None
         feature_map = spec.build(8, num_features=width, scale=call.scale, seed=row.seed or 0)
-        if spec.centred:
+        if spec.wrappers:
             span = slice(0, first or None)
             feature_map.fit(q[None, :, span], k[None, :, span])
         logits = call.scale * q @ k.repeat_interleave(group, 0).mT
@@ -111,8 +122,15 @@ def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
         error = ((weights @ values)[first:] - exact).norm() / exact.norm()
         # The audit attends in float32, as a user would: 2**-24 a rounding, some hundred of them.
         assert row.error == pytest.approx(float(error), rel=1e-4)
-        if spec.centred:
+        if spec.wrappers:
             q, k = q - feature_map.query_mean.repeat_interleave(group, 0), k - feature_map.key_mean
+        if "Balanced" in spec.wrappers:
+            matrix = feature_map.inner.transform
+            q, k = q @ matrix.repeat_interleave(group, 0).mT, k @ torch.linalg.inv(matrix)
+        if spec.is_random:
+            sums = (q[:, first:].unsqueeze(2) + k.repeat_interleave(group, 0).unsqueeze(1)).square().sum(-1)
+            visible = ~future[first:] if call.is_causal else torch.ones_like(sums[0], dtype=torch.bool)
+            assert row.sum_square == pytest.approx(float(call.scale * sums[row.head][visible].mean()), rel=1e-6)
         norms = [call.scale**0.5 * x.norm(dim=-1).mean(-1) for x in (q[:, first:], k)]
         assert row.query_norm == pytest.approx(float(norms[0][row.head]), rel=1e-6)
         assert row.key_norm == pytest.approx(float(norms[1][row.head // group]), rel=1e-6)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from linattn.feature_maps import FEATURE_MAPS, Centred
+from linattn.feature_maps import FEATURE_MAPS, Balanced, Centred, Oprf
 from linattn.lab.map_specs import parse_map
 from linattn.lab.plan import DEFAULT_MAPS, Plan, default_maps
 
@@ -39,20 +39,37 @@ def test_options_reach_the_map():
     assert parse_map("Taylor(order=1, scale=2.0)").build(4, num_features=None, scale=0.5, seed=0).scale == 2.0
 
 
+def test_wrappers_nest_in_the_order_written():
+    spec = parse_map("centred(BALANCED(oprf(lengths='fixed', num_features=24)))")
+    assert spec.wrappers == ("Centred", "Balanced")
+    assert spec.label == "Centred(Balanced(Oprf(lengths='fixed', num_features=24)))"
+    assert not spec.takes_features
+    built = spec.build(8, num_features=None, scale=0.25, seed=7)
+    assert isinstance(built, Centred)
+    assert isinstance(built.inner, Balanced)
+    assert isinstance(built.inner.inner, Oprf)
+    assert built.num_features == 24
+
+
 @pytest.mark.parametrize(
     ("written", "words"),
     [
         ("Performer", "no feature map 'Performer'; write one of Exponential, EluPlusOne"),
         ("FavorPlus(", "not a feature map's written form"),
         ("FavorPlus(256)", "write every option of FavorPlus by name"),
-        ("FavorPlus(rows=2)", "'rows' is no option of FavorPlus here; its options are: draw, lengths, scale"),
+        (
+            "FavorPlus(rows=2)",
+            "'rows' is no option of FavorPlus here; its options are: num_features, draw, lengths, scale",
+        ),
         ("FavorPlus(seed=2)", "'seed' is no option"),
         ("Taylor(**{'order': 1})", "None is no option"),
         ("Taylor(order=__import__('os').getpid())", "must be a plain number"),
         ("Centred", "no feature map 'Centred'"),
         ("Centred()", "takes one feature map and no options"),
         ("Centred(FavorPlus, 2)", "takes one feature map and no options"),
-        ("Centred(Centred(FavorPlus))", "no feature map 'Centred'"),
+        ("Centred(balanced())", "Balanced takes one feature map and no options"),
+        ("Balanced(FavorPlus, diagonal=True)", "Balanced takes one feature map and no options"),
+        ("Nystrom(landmarks=[[1.0]])", "'landmarks' is no option"),
         ("1 + 1", "not a feature map's written form"),
         ("", "not a feature map's written form"),
     ],
@@ -67,6 +84,16 @@ def test_building_refusals():
         parse_map("FavorPlus").build(8, num_features=None, scale=1.0, seed=0)
     with pytest.raises(ValueError, match="EluPlusOne has a width of its own"):
         parse_map("EluPlusOne").build(8, num_features=8, scale=1.0, seed=0)
+    with pytest.raises(ValueError, match=r"FavorPlus\(num_features=8\) has a width of its own"):
+        parse_map("FavorPlus(num_features=8)").build(8, num_features=8, scale=1.0, seed=0)
+    for written, words in (
+        ("Centred(Centred(FavorPlus))", "centred already"),
+        ("Balanced(Centred(FavorPlus))", "centre outside"),
+        ("Balanced(Relu)", "Balanced wants a map for the softmax kernel"),
+    ):
+        spec = parse_map(written)
+        with pytest.raises(TypeError, match=words):
+            spec.build(8, num_features=8 if spec.takes_features else None, scale=1.0, seed=0)
     with pytest.raises(TypeError, match="softmax kernel"):
         parse_map("Centred(Relu)").build(8, num_features=None, scale=1.0, seed=0)
 
@@ -74,9 +101,10 @@ def test_building_refusals():
 def test_plan_measures_fixed_maps_once():
     plan = Plan(default_maps(), features=(64, 256), draws=3, seed=5)
     found = [(c.spec.label, c.num_features, c.draw) for c in plan.configurations()]
-    assert len(found) == len(set(found)) == 7 * 2 * 3 + 5
+    assert len(found) == len(set(found)) == 9 * 2 * 3 + 2 * 3 + 5
     assert ("FavorPlus", 256, 2) in found
     assert ("Centred(Taylor(order=2))", None, 0) in found
+    assert ("Nystrom(num_features=128)", None, 2) in found
     seeds = {c.first_seed + layer for c in plan.configurations() for layer in range(100)}
     assert len(seeds) == 3 * 100
 

@@ -109,7 +109,7 @@ def test_select_picks_rows(name: str) -> None:
     torch.testing.assert_close(read, state.read(feature_map, q).out[rows], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "RandomRelu"])
+@pytest.mark.parametrize("name", ["FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "Sderf", "RandomRelu"])
 def test_a_state_refuses_another_draw_and_knows_its_own_again(name: str) -> None:
     feature_map = build(name)
     q, k, v = qkv(num_queries=5, num_keys=5)

@@ -1,16 +1,19 @@
 """x -> φ(x): the maps that decide which kernel attention uses.
 
 Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`, `Dpfp`) have kernels of
-their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`
-and `Oprf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Centred` wraps any map
-for the softmax kernel.
+their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
+`Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
+approximates the softmax kernel through landmarks; `Centred` and `Balanced` wrap any map for the softmax kernel.
 """
 
 from linattn.feature_maps._base import FeatureMap as FeatureMap
 from linattn.feature_maps._base import features as features
 from linattn.feature_maps._base import live_map as live_map
+from linattn.feature_maps._fitted import FittedMap as FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap as GroupedFeatureMap
 from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
+from linattn.feature_maps._wrapper import Wrapper as Wrapper
+from linattn.feature_maps.balanced import Balanced as Balanced
 from linattn.feature_maps.centred import Centred as Centred
 from linattn.feature_maps.elementwise import Dpfp as Dpfp
 from linattn.feature_maps.elementwise import ElementwisePolynomial as ElementwisePolynomial
@@ -21,10 +24,12 @@ from linattn.feature_maps.elementwise import Relu as Relu
 from linattn.feature_maps.expansion import Expansion as Expansion
 from linattn.feature_maps.favor_plus import FavorPlus as FavorPlus
 from linattn.feature_maps.hyperbolic import Hyperbolic as Hyperbolic
+from linattn.feature_maps.nystrom import Nystrom as Nystrom
 from linattn.feature_maps.oprf import Oprf as Oprf
 from linattn.feature_maps.polynomial import Taylor as Taylor
 from linattn.feature_maps.polynomial import TensorPolynomial as TensorPolynomial
 from linattn.feature_maps.random_relu import RandomRelu as RandomRelu
+from linattn.feature_maps.sderf import Sderf as Sderf
 from linattn.feature_maps.trigonometric import Trigonometric as Trigonometric
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
@@ -42,8 +47,13 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         Hyperbolic,
         Trigonometric,
         Oprf,
+        Sderf,
         RandomRelu,
         Expansion,
+        Nystrom,
     )
 }
 """Every map that is built from a head width, by class name."""
+
+WRAPPERS: dict[str, type[Centred] | type[Balanced]] = {wrapper.__name__: wrapper for wrapper in (Centred, Balanced)}
+"""Every map that is built around another, by class name."""

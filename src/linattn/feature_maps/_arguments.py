@@ -15,6 +15,13 @@ def check_count(name: str, value: int, at_least: int = 1) -> int:
     return value
 
 
+def check_seed(seed: int) -> int:
+    """Return a seed that an int64 holds, or refuse it."""
+    if check_count("seed", seed, at_least=0) >= 2**63:
+        raise ValueError(f"seed must be below 2**63, got {seed!r}")
+    return seed
+
+
 def check_number(name: str, value: float, *, positive: bool = False) -> float:
     """Return a finite number that is ≥ 0, or > 0 when `positive`, as a float, or refuse it."""
     number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)

@@ -159,6 +159,19 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) 
     return found
 
 
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own buffers by name, as they are now."""
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def uncast_(module: nn.Module, masters: Mapping[str, Tensor]) -> None:
+    """Give buffers that were cast with the model their dtype and values back, where they were moved to."""
+    for name, master in masters.items():
+        moved = module._buffers[name]
+        if moved is not None and moved.dtype != master.dtype:
+            module._buffers[name] = master.to(moved.device)
+
+
 def live_map(handle: int) -> FeatureMap:
     """The map with this handle, while it lives."""
     if handle not in _LIVE:

@@ -1,4 +1,4 @@
-"""k-means in many heads at once, from a seed.
+"""k-means in many heads at once, from a seed: the centres of an expansion, the landmarks of a Nyström map.
 
 Letters: N points, C centres, D width.
 """
@@ -10,21 +10,20 @@ import random
 import torch
 from torch import Tensor
 
-_NUM_ROUNDS = 10
 
+def kmeans(points: Tensor, weight: Tensor, num_centres: int, *, seed: int, num_rounds: int) -> Tensor:
+    """Centres (..., C, D) of points (..., N, D), by Lloyd's rounds from a k-means++ start.
 
-def kmeans(points: Tensor, weight: Tensor, num_centres: int, *, seed: int) -> Tensor:
-    """The cluster (..., N) of each of the points (..., N, D), by Lloyd's rounds from a k-means++ start.
-
-    O(N·C·D) time per round and for the start. Points of weight 0, of weights (..., N), are assigned but move no centre.
-    A centre that loses its points keeps its place. Nothing random but the start's C numbers, which all heads share.
+    O(N·C·D) time per round and for the start. Points of weight 0, of weights (..., N), move no centre. A centre that
+    loses its points keeps its place; where there are fewer distinct points than centres, some coincide. Nothing is
+    random but the start's C numbers, which all heads share.
 
     Source: Arthur and Vassilvitskii 2007 (k-means++); Lloyd 1982.
     """
     centres = _spread_out(points, weight, num_centres, random.Random(seed))
-    for _ in range(_NUM_ROUNDS):
+    for _ in range(num_rounds):
         centres = means(points, weight, nearest(points, centres), centres)
-    return nearest(points, centres)
+    return centres
 
 
 def nearest(points: Tensor, centres: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._arguments import check_count, temperature
-from linattn.feature_maps._base import FeatureMap
+from linattn.feature_maps._arguments import check_count, check_seed, temperature
+from linattn.feature_maps._base import FeatureMap, own_buffers, uncast_
 from linattn.feature_maps._draw import Draw, Lengths, draw_projection, orthogonal_pairs
 from linattn.feature_maps._moments import Rows
 
@@ -81,7 +81,7 @@ class RandomFeatureMap(FeatureMap):
         self.lengths: Lengths = lengths
         self.scale = temperature(scale, head_dim)
         self.num_heads = None if num_heads is None else check_count("num_heads", num_heads)
-        self._seed = _check_seed(seed)
+        self._seed = check_seed(seed)
         self.register_buffer("projection", self._draw())
         self.register_buffer("seed", torch.tensor(self._seed, dtype=torch.int64, device="cpu"))
         self._prepare()
@@ -111,7 +111,7 @@ class RandomFeatureMap(FeatureMap):
             >>> bool((favor.redraw(2).projection == FavorPlus(4, 8, seed=2).projection).all())
             True
         """
-        self._seed = _check_seed(seed)
+        self._seed = check_seed(seed)
         with torch.no_grad():
             self.projection.copy_(self._draw())
             self.seed.fill_(self._seed)
@@ -187,12 +187,9 @@ class RandomFeatureMap(FeatureMap):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model, but stay float64 when the model is cast."""
-        masters = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        masters = own_buffers(self)
         super()._apply(fn, recurse)
-        for name, master in masters.items():
-            moved = self._buffers[name]
-            if moved is not None and moved.dtype != master.dtype:
-                self._buffers[name] = master.to(moved.device)
+        uncast_(self, masters)
         self._prepare()
         return self
 
@@ -211,13 +208,6 @@ class RandomFeatureMap(FeatureMap):
             if saved is None:
                 self.projection = self._draw().to(self.projection.device)
         self._prepare()
-
-
-def _check_seed(seed: int) -> int:
-    """Return a seed that an int64 holds, or refuse it."""
-    if check_count("seed", seed, at_least=0) >= 2**63:
-        raise ValueError(f"seed must be below 2**63, got {seed!r}")
-    return seed
 
 
 def multiplied(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:

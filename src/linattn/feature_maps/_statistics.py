@@ -40,3 +40,10 @@ def token_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     # Chosen, not multiplied: 0·inf and 0·nan would spread. Chosen before the sum, so that gradients are 0 there too.
     total = torch.where(kept, x, 0).sum(dim=-2, keepdim=True)
     return total / kept.sum(dim=-2, keepdim=True).clamp(min=1).to(x.dtype)
+
+
+def second_moment(x: Tensor) -> Tensor:
+    """E x xᵀ over batch and tokens, (B, Hkv, L, D) -> (Hkv, D, D), in float64."""
+    x = x.double()
+    total: Tensor = (x.mT @ x).sum(0) / (x.shape[0] * x.shape[2])
+    return total

@@ -6,20 +6,18 @@ Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap
-from linattn.feature_maps._fingerprint import digest
-from linattn.feature_maps._grouped import GroupedFeatureMap
 from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
-from linattn.feature_maps.oprf import Oprf
+from linattn.feature_maps._wrapper import Wrapper
 
 
 @final
-class Centred(FeatureMap):
+class Centred(Wrapper):
     """Any map for the softmax kernel, applied to centred queries and keys.
 
     exp(c·q·k) = exp(c·(q - q̄)·(k - k̄)) · exp(c·q̄·k) · exp(c·(q - q̄)·k̄) with c the inner map's scale: the inner map
@@ -53,34 +51,23 @@ class Centred(FeatureMap):
     Source: shift invariance of softmax, applied to both sides.
     """
 
-    softmax_kernel = True
+    fitted_buffers = ("query_mean", "key_mean")
     query_mean: Tensor | None
     key_mean: Tensor | None
-    inner: FeatureMap
 
     def __init__(self, inner: FeatureMap, *, query_mean: Tensor | None = None, key_mean: Tensor | None = None) -> None:
-        if not isinstance(inner, FeatureMap) or not inner.softmax_kernel:
-            raise TypeError(
-                f"Centred wants a map for the softmax kernel, got {inner!r}: for other kernels moving q and k changes "
-                "the kernel; use FavorPlus, Hyperbolic, Oprf, Trigonometric or Taylor"
-            )
-        if isinstance(inner, Centred | GroupedFeatureMap):
-            raise TypeError(f"Centred got {type(inner).__name__}, which is centred already; use it without Centred")
-        super().__init__(inner.head_dim, inner.num_features)
-        self.exponential = inner.exponential
-        self.nonnegative = inner.nonnegative
-        self.scale = inner.scale
-        self.inner = inner
+        if isinstance(inner, Centred):
+            raise TypeError("Centred got a map that is centred already; give it the inner map")
+        super().__init__(inner)
         self.register_buffer("query_mean", None)
         self.register_buffer("key_mean", None)
-        self._fingerprint: str | None = None
         if query_mean is not None or key_mean is not None:
             self._set_means(query_mean, key_mean)
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
-        """Take the means of sample queries and keys, one per key/value head, and fit an `Oprf` inside on what is left.
+        """Take the means of sample queries and keys, one per key/value head, and fit the map inside on what is left.
 
-        Cost: O(B·(H·Lq + Hkv·Lk)·D) time.
+        Cost: O(B·(H·Lq + Hkv·Lk)·D) time, and that of the inner map's `fit` where it has one.
 
         Args:
             query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's mean.
@@ -104,8 +91,7 @@ class Centred(FeatureMap):
             grouped = group_queries(query, key.shape[1])
             query_mean, key_mean = token_mean(grouped, None).mean(0), token_mean(key, None).mean(0)
             self._set_means(query_mean, key_mean)
-            if isinstance(self.inner, Oprf):
-                self.inner.fit(grouped - query_mean, key - key_mean)
+            self._fit_inner(grouped, key)
         return self
 
     def call_tensors(
@@ -140,6 +126,16 @@ class Centred(FeatureMap):
             query_mask = key_mask.repeat(1, query.shape[1] // key.shape[1])
         grouped = group_queries(query, key.shape[1])
         return {"query_mean": token_mean(grouped, query_mask), "key_mean": token_mean(key, key_mask)}
+
+    def inner_query(self, x: Tensor) -> Tensor:
+        """q - q̄: (..., Lq, D) -> (..., Lq, D)."""
+        x, query_mean, _ = self._operands(x)
+        return x - query_mean
+
+    def inner_key(self, x: Tensor) -> Tensor:
+        """k - k̄: (..., Lk, D) -> (..., Lk, D)."""
+        x, _, key_mean = self._operands(x)
+        return x - key_mean
 
     def query(self, x: Tensor) -> Tensor:
         """Features, or their exponents, of queries: (..., L, D) -> (..., L, R)."""
@@ -196,11 +192,8 @@ class Centred(FeatureMap):
         return self.inner.kernel(centred_q, centred_k) * torch.exp(query_weight + key_weight.mT)
 
     def extra_repr(self) -> str:
-        """A digest of the means, which waits for the device once after each change of them."""
-        if self._fingerprint is None:
-            means = [mean for mean in (self.query_mean, self.key_mean) if mean is not None]
-            self._fingerprint = f"means={digest(*means) if means else None}"
-        return self._fingerprint
+        """A digest of the means."""
+        return f"means={self._fitted_digest()}"
 
     def _pulled(self, x: Tensor, grad: Tensor, pull: Callable[[Tensor, Tensor], Tensor], side: str) -> Tensor:
         """The gradient of an input, through the centred input and through the weight."""
@@ -229,12 +222,7 @@ class Centred(FeatureMap):
                 "Centred has no means: call fit(query, key) on sample inputs, give query_mean and key_mean, or use the "
                 "map through attention that is not causal, which takes them from the call"
             )
-        num_heads = self.query_mean.shape[-3] if self.query_mean.dim() > 2 else 1
-        if num_heads > 1 and (x.dim() < 3 or x.shape[-3] != num_heads):
-            raise ValueError(
-                f"Centred has means for {num_heads} key/value heads, got inputs of shape {tuple(x.shape)}, wanted "
-                f"(..., {num_heads}, L, {self.head_dim}); fit it on inputs with as many key/value heads"
-            )
+        self._check_heads(x, self.query_mean.shape[-3] if self.query_mean.dim() > 2 else 1)
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32)
         return x, self.query_mean.to(x.dtype), self.key_mean.to(x.dtype)
@@ -251,19 +239,4 @@ class Centred(FeatureMap):
             )
         self.query_mean = query_mean.detach().to(torch.promote_types(query_mean.dtype, torch.float32), copy=True)
         self.key_mean = key_mean.detach().to(torch.promote_types(key_mean.dtype, torch.float32), copy=True)
-        self._fingerprint = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast with the model; a cast changes the means, hence the digest."""
-        super()._apply(fn, recurse)
-        self._fingerprint = None
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load means even where none, or means for another number of heads, were held before."""
-        for name in ("query_mean", "key_mean"):
-            saved = state_dict.get(prefix + name)
-            if saved is not None:
-                self._buffers[name] = torch.empty_like(saved, device=next(self.inner.buffers()).device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._fingerprint = None
+        self._refresh()

@@ -5,15 +5,15 @@ Letters: B batch, H heads, Hkv key/value heads, L tokens, N queries, D head widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self, final
+from collections.abc import Mapping
+from typing import Self, final
 
 import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, temperature
-from linattn.feature_maps._clusters import kmeans, means
-from linattn.feature_maps._fingerprint import digest
+from linattn.feature_maps._clusters import kmeans, means, nearest
+from linattn.feature_maps._fitted import FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap
 from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
 
@@ -21,10 +21,11 @@ from linattn.feature_maps._statistics import check_fit, group_queries, token_mea
 _MOST_POINTS = 4096
 # Ridge on the keys' covariance, relative to its mean diagonal: only the order of distances depends on it.
 _RIDGE = 1e-6
+_NUM_ROUNDS = 10
 
 
 @final
-class Expansion(GroupedFeatureMap):
+class Expansion(GroupedFeatureMap, FittedMap):
     """The Taylor expansion of softmax attention in the query, around the nearest of C query centres.
 
     With the scale in δ = scale·(q - c), weights p_j ∝ exp(scale·c·k_j) and their mean key k̄ = Σ p_j k_j,
@@ -69,6 +70,7 @@ class Expansion(GroupedFeatureMap):
     """
 
     softmax_kernel = True
+    fitted_buffers = ("centres", "probes", "key_mean")
     centres: Tensor | None
     probes: Tensor | None
     key_mean: Tensor | None
@@ -93,9 +95,8 @@ class Expansion(GroupedFeatureMap):
         self.scale = temperature(scale, head_dim)
         self.nonnegative = order != 1
         self.register_buffer("pairs", torch.triu_indices(head_dim, head_dim, device="cpu"), persistent=False)
-        for name in ("centres", "probes", "key_mean"):
+        for name in self.fitted_buffers:
             self.register_buffer(name, None)
-        self._fingerprint: str | None = None
         if centres is not None:
             self._check_centres(centres)
             self._set(centres, centres, centres.new_zeros(*centres.shape[:-2], 1, head_dim))
@@ -124,7 +125,7 @@ class Expansion(GroupedFeatureMap):
             seed: of the k-means++ start.
 
         Returns:
-            The map itself, to be used with Hkv key/value heads from now on.
+            The map itself, to be used with Hkv key/value heads from now on; centres of one head serve any number.
 
         Raises:
             ValueError: if the shapes are not these, or a value is not finite.
@@ -143,7 +144,9 @@ class Expansion(GroupedFeatureMap):
             queries = group_queries(query, key.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
             keys = key.transpose(0, 1).flatten(1, 2).unsqueeze(0)
             found = self._find(queries, keys, None, None, seed)
-            self._set(*(found[name].squeeze(0) for name in ("centres", "probes", "key_mean")))
+            # Those of one head serve any number.
+            one = key.shape[1] == 1
+            self._set(*(found[name][0, 0] if one else found[name][0] for name in self.fitted_buffers))
         return self
 
     def raised(self) -> Expansion:
@@ -260,13 +263,10 @@ class Expansion(GroupedFeatureMap):
         return torch.exp(weight) * series
 
     def extra_repr(self) -> str:
-        """Every setting, and a digest of the centres, which waits for the device once after each change of them."""
-        if self._fingerprint is None:
-            held = [x for x in (self.centres, self.probes, self.key_mean) if x is not None]
-            self._fingerprint = repr(digest(*held)) if held else "None"
+        """Every setting, and a digest of the centres."""
         return (
             f"head_dim={self.head_dim}, num_centres={self.num_centres}, order={self.order}, scale={self.scale}, "
-            f"centres={self._fingerprint}"
+            f"centres={self._fitted_digest()}"
         )
 
     def _find(
@@ -283,7 +283,8 @@ class Expansion(GroupedFeatureMap):
         ridge = torch.where(size > 0, size * _RIDGE, 1)[..., None, None]
         metric = covariance + ridge * torch.eye(self.head_dim, dtype=keys.dtype, device=keys.device)
         factor, _ = torch.linalg.cholesky_ex(metric)
-        cluster = kmeans(queries @ factor, weight, self.num_centres, seed=seed)
+        points = queries @ factor
+        cluster = nearest(points, kmeans(points, weight, self.num_centres, seed=seed, num_rounds=_NUM_ROUNDS))
         total = (queries * weight.unsqueeze(-1)).sum(-2, keepdim=True)
         overall = total / weight.sum(-1).clamp(min=1)[..., None, None]
         centres = means(queries, weight, cluster, overall.expand(*overall.shape[:-2], self.num_centres, -1))
@@ -293,11 +294,7 @@ class Expansion(GroupedFeatureMap):
         """The input in at least float32, and centres, probes and mean key in its dtype."""
         self._check_width(x)
         held = self._fitted()
-        if held[0].ndim > 2 and (x.ndim < 3 or x.shape[-3] not in (1, held[0].shape[-3])):
-            raise ValueError(
-                f"Expansion has centres for {held[0].shape[-3]} key/value heads, got inputs of shape {tuple(x.shape)}, "
-                f"wanted (..., {held[0].shape[-3]}, L, {self.head_dim}); fit it on inputs with as many heads"
-            )
+        self._check_heads(x, held[0].shape[-3] if held[0].ndim > 2 else 1)
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32)
         centres, probes, key_mean = (tensor.to(x.dtype) for tensor in held)
@@ -325,22 +322,7 @@ class Expansion(GroupedFeatureMap):
         for name, x in (("centres", centres), ("probes", probes), ("key_mean", key_mean)):
             kept = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
             setattr(self, name, kept.to(self.pairs.device))
-        self._fingerprint = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast with the model; a cast changes the centres, hence the digest."""
-        super()._apply(fn, recurse)
-        self._fingerprint = None
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load centres even where none, or centres for another number of heads, were held before."""
-        for name in ("centres", "probes", "key_mean"):
-            saved = state_dict.get(prefix + name)
-            if saved is not None:
-                self._buffers[name] = torch.empty_like(saved, device=self.pairs.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._fingerprint = None
+        self._refresh()
 
 
 def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

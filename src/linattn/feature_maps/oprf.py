@@ -13,13 +13,14 @@ from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
 from linattn.feature_maps._draw import Draw, Lengths
+from linattn.feature_maps._fitted import FittedMap
 from linattn.feature_maps._moments import combine, exponential_variance, log_mean_exp, pair_excess
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
 
 
 @final
-class Oprf(ExponentialEstimator):
+class Oprf(ExponentialEstimator, FittedMap):
     """FAVOR++: positive random features tilted for the data's mean |x + y|², unbiased for the softmax kernel.
 
     φ_i(x) = (1 - 4A)^(D/4)·exp(A|w_i|² + √(1 - 4A)·w_i·x̃ - |x̃|²/2)/√R with x̃ = √scale·x and, for f = mean_square/D,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from linattn.feature_maps import FEATURE_MAPS, Centred, FeatureMap
+from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
 
-# What an audit sets itself, so that widths and draws are comparable between maps.
-_SET_BY_AUDIT = ("head_dim", "num_features", "seed", "num_heads")
+# What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
+_SET_BY_AUDIT = ("head_dim", "seed", "num_heads", "second_moment", "landmarks")
 
 
 @dataclass(frozen=True)
@@ -23,24 +24,24 @@ class MapSpec:
     Attributes:
         name: a key of `linattn.feature_maps.FEATURE_MAPS`.
         options: keyword options as written, in the order written.
-        centred: whether the map is wrapped in `Centred`.
+        wrappers: keys of `linattn.feature_maps.WRAPPERS`, the outermost first.
     """
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
-    centred: bool = False
+    wrappers: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """The written form, with exact names."""
         options = ", ".join(f"{key}={value!r}" for key, value in self.options)
         inner = f"{self.name}({options})" if options else self.name
-        return f"Centred({inner})" if self.centred else inner
+        return "".join(f"{wrapper}(" for wrapper in self.wrappers) + inner + ")" * len(self.wrappers)
 
     @property
     def takes_features(self) -> bool:
-        """Whether the number of features is free; else the head width fixes it."""
-        return "num_features" in self._parameters
+        """Whether the number of features is free; else the head width or an option fixes it."""
+        return "num_features" in self._parameters and "num_features" not in dict(self.options)
 
     @property
     def is_random(self) -> bool:
@@ -69,7 +70,7 @@ class MapSpec:
         Raises:
             ValueError: if `num_features` is given to a map of fixed width or missing for the others, or the map's own
                 constructor refuses its arguments.
-            TypeError: if the map cannot be centred.
+            TypeError: if the map cannot be wrapped so.
 
         Example:
             >>> parse_map("taylor(order=1)").build(4, num_features=None, scale=0.5, seed=0).num_features
@@ -88,18 +89,20 @@ class MapSpec:
         if "scale" in self._parameters:
             arguments.setdefault("scale", scale)
         feature_map = FEATURE_MAPS[self.name](head_dim, **arguments)
-        return Centred(feature_map) if self.centred else feature_map
+        for wrapper in reversed(self.wrappers):
+            feature_map = WRAPPERS[wrapper](feature_map)
+        return feature_map
 
 
 def parse_map(text: str) -> MapSpec:
-    """A map's written form, read: a name, a name with literal keyword options, or either inside Centred(…).
+    """A map's written form, read: a name, a name with literal keyword options, or either inside wrappers.
 
     Names may be written in any case. Nothing is evaluated.
 
     Cost: linear in the text.
 
     Args:
-        text: such as "favorplus" or "Centred(Hyperbolic(lengths='fixed'))".
+        text: such as "favorplus" or "Centred(Balanced(Hyperbolic(lengths='fixed')))".
 
     Returns:
         The specification; its `label` is the canonical written form.
@@ -117,18 +120,20 @@ def parse_map(text: str) -> MapSpec:
         node = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
         raise ValueError(f"{text!r} is not a feature map's written form; {_forms()}") from None
-    if isinstance(node, ast.Call) and _is_name(node.func, "centred"):
+    wrappers = []
+    while isinstance(node, ast.Call) and (wrapper := _exact(node.func, WRAPPERS)):
         if len(node.args) != 1 or node.keywords:
-            raise ValueError(f"{text!r}: Centred takes one feature map and no options, as in Centred(FavorPlus)")
-        name, options = _read(node.args[0], text)
-        return MapSpec(name, options, centred=True)
+            raise ValueError(f"{text!r}: {wrapper} takes one feature map and no options, as in {wrapper}(FavorPlus)")
+        wrappers.append(wrapper)
+        node = node.args[0]
     name, options = _read(node, text)
-    return MapSpec(name, options)
+    return MapSpec(name, options, tuple(wrappers))
 
 
-def _is_name(node: ast.expr, lowered: str) -> bool:
-    """Whether an expression is that name, in any case."""
-    return isinstance(node, ast.Name) and node.id.lower() == lowered
+def _exact(node: ast.expr, known: Iterable[str]) -> str | None:
+    """The known name that an expression is, written in any case."""
+    written = node.id.lower() if isinstance(node, ast.Name) else None
+    return next((name for name in known if name.lower() == written), None)
 
 
 def _read(node: ast.expr, text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
@@ -136,7 +141,7 @@ def _read(node: ast.expr, text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     head = node.func if isinstance(node, ast.Call) else node
     if not isinstance(head, ast.Name):
         raise ValueError(f"{text!r} is not a feature map's written form; {_forms()}")
-    exact = {name.lower(): name for name in FEATURE_MAPS}.get(head.id.lower())
+    exact = _exact(head, FEATURE_MAPS)
     if exact is None:
         raise ValueError(f"{text!r}: there is no feature map {head.id!r}; {_forms()}")
     if not isinstance(node, ast.Call):
@@ -163,4 +168,5 @@ def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:
 
 def _forms() -> str:
     """What may be written."""
-    return f"write one of {', '.join(FEATURE_MAPS)}, with options as in Taylor(order=2), or Centred(…) around one"
+    around = " or ".join(f"{wrapper}(…)" for wrapper in WRAPPERS)
+    return f"write one of {', '.join(FEATURE_MAPS)}, with options as in Taylor(order=2), or {around} around one"

@@ -17,8 +17,12 @@ DEFAULT_MAPS = (
     "EluPlusOne",
     "Exponential",
     "Taylor(order=1)",
+    "Nystrom(num_features=128)",
     "Centred(FavorPlus)",
     "Centred(Hyperbolic(lengths='fixed'))",
+    "Centred(Balanced(FavorPlus))",
+    "Centred(Balanced(Sderf))",
+    "Centred(Balanced(Nystrom(num_features=128)))",
     "Centred(Taylor(order=1))",
     "Centred(Taylor(order=2))",
 )
@@ -33,7 +37,7 @@ class Configuration:
 
     Attributes:
         spec: the map.
-        num_features: its width, or None where the head width fixes it.
+        num_features: its width, or None where the head width or the map's own options fix it.
         draw: number of the draw, from 0.
         first_seed: seed of layer 0's draw; layer l's is l more.
     """
@@ -113,6 +117,7 @@ def default_maps() -> tuple[MapSpec, ...]:
         >>> default_maps()[0].label
         'FavorPlus'
 
-    Source: arXiv 2009.14794 (FavorPlus, Hyperbolic, RandomRelu, Trigonometric), 2006.16236 (EluPlusOne).
+    Source: arXiv 2009.14794 (FavorPlus, Hyperbolic, RandomRelu, Trigonometric), 2006.16236 (EluPlusOne), 2302.00787
+    (Sderf, Balanced).
     """
     return tuple(parse_map(text) for text in DEFAULT_MAPS)

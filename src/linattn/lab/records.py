@@ -70,7 +70,7 @@ class HeadRow:
         uniform_total_variation: the same for uniform rows.
         kl: mean KL divergence (nats) of the approximate rows from the exact ones; null where a weight is not positive.
         uniform_kl: the same for uniform rows.
-        query_norm: mean |x|, x = √scale · q, as the map sees it (centred for centred maps).
+        query_norm: mean |x|, x = √scale · q, as the innermost map sees it (centred, balanced).
         key_norm: mean |y|, y = √scale · k.
         sum_square: mean |x + y|².
         logit_std: standard deviation of the logits over the keys a query sees.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention import attention_rows, linear_attention, softmax_attention
-from linattn.feature_maps import Centred, FeatureMap, Oprf, RandomFeatureMap
+from linattn.feature_maps import FeatureMap, FittedMap, RandomFeatureMap, Sderf, Wrapper
 from linattn.lab import measures
 from linattn.lab.moments import logit_std, pair_moments, predicted_ratio
 
@@ -61,12 +61,12 @@ def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
     Cost: O(B H L D).
 
     Args:
-        feature_map: any map; changed in place where it is `Centred` or `Oprf`.
+        feature_map: any map; changed in place where it is a `FittedMap`.
         query: (B, H, L, D), the queries it may learn from.
         key: (B, Hkv, L, D).
 
     Example:
-        >>> from linattn.feature_maps import Taylor
+        >>> from linattn.feature_maps import Centred, Taylor
         >>> centred = Centred(Taylor(1))
         >>> fit(centred, torch.zeros(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1))
         >>> centred.key_mean.tolist()
@@ -74,7 +74,7 @@ def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
 
     Source: none, a choice by type.
     """
-    if isinstance(feature_map, Centred | Oprf):
+    if isinstance(feature_map, FittedMap):
         feature_map.fit(query, key)
 
 
@@ -175,18 +175,22 @@ class LayerTruth:
 
     def _predict(self, feature_map: FeatureMap, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Error over uniform error from the norms alone; nan where no closed form is known."""
-        inner = feature_map.inner if isinstance(feature_map, Centred) else feature_map
-        if not (isinstance(inner, RandomFeatureMap) and inner.softmax_kernel):
+        while isinstance(feature_map, Wrapper):
+            feature_map = feature_map.inner
+        # An Sderf's variance takes more than lengths.
+        if not isinstance(feature_map, RandomFeatureMap) or isinstance(feature_map, Sderf):
             return torch.full_like(sum_square, torch.nan)
-        return predicted_ratio(inner.relative_variance(sum_square, difference_square), self.logit_std)
+        if not feature_map.softmax_kernel:
+            return torch.full_like(sum_square, torch.nan)
+        return predicted_ratio(feature_map.relative_variance(sum_square, difference_square), self.logit_std)
 
 
 def _as_seen(feature_map: FeatureMap, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys as the random features see them: less their means in a centred map."""
-    if not isinstance(feature_map, Centred):
-        return query, key
-    query_mean, key_mean = feature_map.query_mean, feature_map.key_mean
-    if query_mean is None or key_mean is None:
-        raise ValueError("the centred map has no means yet; fit it on queries and keys before measuring")
-    group = query.shape[1] // query_mean.shape[-3]
-    return query - query_mean.repeat_interleave(group, dim=-3), key - key_mean
+    """Queries and keys as the innermost map sees them: moved by every wrapper in turn."""
+    # The queries of a group share their key head's statistics.
+    grouped = query.double().reshape(key.shape[0], key.shape[1], -1, key.shape[3])
+    seen_key = key.double()
+    while isinstance(feature_map, Wrapper):
+        grouped, seen_key = feature_map.inner_query(grouped), feature_map.inner_key(seen_key)
+        feature_map = feature_map.inner
+    return grouped.reshape(query.shape), seen_key

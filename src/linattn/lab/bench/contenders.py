@@ -89,7 +89,7 @@ def fitted_map(settings: Settings, inputs: Inputs) -> FeatureMap:
 
     Raises:
         ValueError: if the map refuses its arguments.
-        TypeError: if the map cannot be centred.
+        TypeError: if the map cannot be wrapped so.
 
     Example:
         >>> settings = Settings(map="Centred(Taylor(order=1))", heads=2, head_dim=4)

@@ -40,7 +40,7 @@ class Bench:
 
         Raises:
             ValueError: if the map refuses its arguments.
-            TypeError: if the map cannot be centred.
+            TypeError: if the map cannot be wrapped so.
         """
         self._settings = settings
         feature_map = settings.build_map()

@@ -99,7 +99,7 @@ class Settings:
 
         Raises:
             ValueError: if the map refuses its arguments.
-            TypeError: if the map cannot be centred.
+            TypeError: if the map cannot be wrapped so.
 
         Example:
             >>> Settings(map="Taylor(order=1)", head_dim=4).build_map().num_features

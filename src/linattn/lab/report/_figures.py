@@ -16,6 +16,9 @@ _DIVERGING = ((0.0, "#08519c"), (0.25, "#6baed6"), (0.5, "#f5f5f5"), (0.75, "#fd
 
 _MOST_LABELLED_HEADS = 16
 
+# The line of a map by what is wrapped around it.
+_DASHES = {"": "dash", "Centred(": "solid", "Balanced(": "longdash", "Centred(Balanced(": "dashdot"}
+
 
 def head_map(summary: Summary, chosen: Line) -> go.Figure:
     """Layer × head, coloured by error over averaging's: 1 is averaging, 0 exact; the scale ends at 2."""
@@ -91,13 +94,19 @@ def beyond(summary: Summary) -> tuple[str, ...]:
 
 
 def _base(label: str) -> str:
-    """The map inside Centred(…), or the map itself: both get one colour."""
-    return label.removeprefix("Centred(").removesuffix(")") if label.startswith("Centred(") else label
+    """The map inside all wrappers, or the map itself: all get one colour."""
+    wrappers = _wrappers(label)
+    return label.removeprefix(wrappers).removesuffix(")" * wrappers.count("("))
+
+
+def _wrappers(label: str) -> str:
+    """What stands before the innermost map, "Centred(Balanced(" for example."""
+    return max((start for start in _DASHES if label.startswith(start)), key=len)
 
 
 def _curve(label: str, lines: list[Line], base: int) -> go.Scatter:
-    """One map's errors; centred maps filled and solid, the others open and dashed."""
-    centred = label.startswith("Centred(")
+    """One map's errors; wrapped maps filled, the others open, and a dash for each way to wrap."""
+    wrappers = _wrappers(label)
     colour = COLOURS[base % len(COLOURS)]
     symbol = SYMBOLS[base % len(SYMBOLS)]
     spreads: list[Any] = [line.error.spread or 0.0 for line in lines]
@@ -107,7 +116,7 @@ def _curve(label: str, lines: list[Line], base: int) -> go.Scatter:
         y=[line.error.mean if math.isfinite(line.error.mean) else None for line in lines],
         error_y={"array": spreads, "thickness": 1.5, "width": 4} if any(spreads) else None,
         mode="lines+markers" if len(lines) > 1 else "markers",
-        line={"color": colour, "dash": "solid" if centred else "dash", "width": 2},
-        marker={"symbol": symbol if centred else f"{symbol}-open", "size": 10, "line": {"width": 2}, "color": colour},
+        line={"color": colour, "dash": _DASHES[wrappers], "width": 2},
+        marker={"symbol": symbol if wrappers else f"{symbol}-open", "size": 10, "line": {"width": 2}, "color": colour},
         hovertemplate="%{x} features: %{y:.3f}<extra>" + label + "</extra>",
     )

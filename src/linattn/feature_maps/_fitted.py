@@ -1,0 +1,82 @@
+"""What maps that learn from sample queries and keys share: fitted tensors, their digest, their life in checkpoints.
+
+Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps._base import FeatureMap, own_buffers, uncast_
+
+
+class FittedMap(FeatureMap):
+    """A map that takes statistics of sample queries and keys with `fit`.
+
+    Abstract: the concrete maps say which. Fitted tensors keep their dtype when a model is cast, live in `state_dict`
+    and can be loaded where nothing was fitted; `repr` holds a digest of them.
+
+    Attributes:
+        fitted_buffers: names of the buffers that `fit` sets; None before.
+    """
+
+    fitted_buffers: tuple[str, ...] = ()
+    _fingerprint: str | None = None
+
+    @abstractmethod
+    def fit(self, query: Tensor, key: Tensor) -> Self:
+        """Take statistics of query (B, H, Lq, D) and key (B, Hkv, Lk, D), H a multiple of Hkv; the map itself."""
+
+    def _check_heads(self, x: Tensor, num_heads: int) -> None:
+        """Refuse inputs with another number of heads than there are statistics, unless those are of one head."""
+        if num_heads > 1 and (x.dim() < 3 or x.shape[-3] != num_heads):
+            raise ValueError(
+                f"{type(self).__name__} was fitted for {num_heads} key/value heads, got inputs of shape "
+                f"{tuple(x.shape)}, wanted (..., {num_heads}, L, {self.head_dim}); fit it on inputs with as many "
+                "key/value heads"
+            )
+
+    def _fitted_digest(self) -> str:
+        """A digest of the fitted tensors, or "None"; it waits for the device once after each change of them."""
+        if self._fingerprint is None:
+            held = [t for t in (getattr(self, name) for name in self.fitted_buffers) if t is not None]
+            self._fingerprint = digest(*held) if held else str(None)
+        return self._fingerprint
+
+    def _refresh(self) -> None:
+        """Forget or derive anew what depends on the fitted tensors; called after each change of them."""
+        self._fingerprint = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model; fitted tensors keep their dtype when the model is cast."""
+        masters = own_buffers(self)
+        super()._apply(fn, recurse)
+        uncast_(self, masters)
+        self._refresh()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load fitted tensors even where none, or those of another number of heads, were held before."""
+        for name in self.fitted_buffers:
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                device = next((buffer.device for buffer in self.buffers()), saved.device)
+                self._buffers[name] = torch.empty_like(saved, device=device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._refresh()
+
+
+def digest(*tensors: Tensor) -> str:
+    """A digest of the shapes and values of tensors, the same on every device."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        values = tensor.detach().to(device="cpu", dtype=torch.float64).contiguous()
+        found.update(repr(tuple(values.shape)).encode())
+        found.update(bytes(values.flatten().view(torch.uint8).tolist()))
+    return found.hexdigest()[:16]

@@ -1,0 +1,239 @@
+"""Balancing: queries and keys moved to coordinates where their second moments agree, the softmax kernel kept exactly.
+
+Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features.
+"""
+
+from __future__ import annotations
+
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps._arguments import check_number
+from linattn.feature_maps._base import FeatureMap
+from linattn.feature_maps._spectral import geometric_mean, raised, spectral
+from linattn.feature_maps._statistics import check_fit, group_queries, second_moment
+from linattn.feature_maps._wrapper import Wrapper
+
+# Beyond this condition number the inverse of M in float64 no longer keeps q·k to the digits float32 has.
+_LARGEST_CONDITION = 1e8
+
+
+@final
+class Balanced(Wrapper):
+    """Any map for the softmax kernel, applied to balanced queries and keys.
+
+    q -> M q and k -> M⁻ᵀ k keep q·k, hence the kernel, for every invertible M. `fit` takes M = (Σq⁻¹ # Σk)^½, with
+    Σq = E q qᵀ, Σk = E k kᵀ and # the geometric mean of matrices: then M Σq Mᵀ = M⁻ᵀ Σk M⁻¹, and
+    E|Mq|² + E|M⁻ᵀk|² = 2·tr (Σq^½ Σk Σq^½)^½ is the smallest any M gives. The variance of random features grows with
+    |q + k|², whose mean falls with it. `Centred(Balanced(…))` balances what is left once the means are gone.
+    With `diagonal` M is the diagonal matrix of (E k_l²/E q_l²)^¼, the best among those.
+
+    Before, eigenvalues (with `diagonal`, entries) of Σq and Σk below `ridge` times the largest are raised to that. It
+    bounds the condition number of M by ridge^-½, and with it rounding: q·k loses at most that factor. q·k is kept
+    whatever `ridge` is; only E|Mq|² + E|M⁻ᵀk|² is then the smallest up to ridge·D times its value before. Queries or
+    keys that are all 0 leave M = I.
+
+    M is a constant for gradients.
+
+    Cost: the inner map's, and O(L·D²) time more, O(L·D) with `diagonal`; `fit` O(D³) for each head.
+
+    Args:
+        inner: a map with `softmax_kernel` that is neither `Balanced` nor `Centred`, for example `FavorPlus`.
+        diagonal: whether M is diagonal.
+        ridge: smallest eigenvalue of a second moment relative to its largest, 0 < ridge ≤ 1.
+        transform: M, (Hkv, D, D) or (D, D), floating and invertible; (Hkv, 1, D) or (1, D), its diagonal, with
+            `diagonal`; None to measure it with `fit`.
+
+    Raises:
+        TypeError: if `inner` does not stand for the softmax kernel, or is balanced or centred itself.
+        ValueError: if `ridge` is not in that range, or `transform` has another shape or is not invertible. Using the
+            map before the transform is known raises too.
+
+    Example:
+        >>> import torch
+        >>> from linattn.feature_maps import Taylor
+        >>> balanced = Balanced(Taylor(1, scale=1.0))
+        >>> q, k = torch.full((1, 1, 2, 1), 8.0), torch.full((1, 1, 2, 1), 2.0)
+        >>> balanced.fit(q, k).transform.tolist()  # (2²/8²)^¼
+        [[[0.5]]]
+        >>> balanced.inner_query(q)[0, 0, 0].item(), balanced.inner_key(k)[0, 0, 0].item()  # 8·2 = 4·4
+        (4.0, 4.0)
+
+    Source: Likhosherstov et al. 2023 (arXiv 2302.00787), ADERF, and SADERF for `diagonal`; the name is that of
+    balanced realisations, Moore 1981.
+    """
+
+    fitted_buffers = ("transform",)
+    transform: Tensor | None
+
+    def __init__(
+        self, inner: FeatureMap, *, diagonal: bool = False, ridge: float = 1e-6, transform: Tensor | None = None
+    ) -> None:
+        if isinstance(inner, Wrapper):
+            raise TypeError(
+                f"Balanced wants a map without a wrapper, got {type(inner).__name__}; give it the inner map, and "
+                "centre outside, as in Centred(Balanced(inner))"
+            )
+        super().__init__(inner)
+        self.diagonal = diagonal
+        self.ridge = check_number("ridge", ridge, positive=True)
+        if self.ridge > 1:
+            raise ValueError(f"ridge is relative to the largest eigenvalue, at most 1, got {ridge!r}")
+        self.register_buffer("transform", None)
+        self._prepared: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        if transform is not None:
+            self._set_transform(transform)
+
+    def fit(self, query: Tensor, key: Tensor) -> Self:
+        """Take M from second moments of sample queries and keys, one per key/value head, and fit the map inside.
+
+        Cost: O(B·(H·Lq + Hkv·Lk)·D² + Hkv·D³) time, and that of the inner map's `fit` where it has one.
+
+        Args:
+            query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's M.
+            key: (B, Hkv, Lk, D), H a multiple of Hkv.
+
+        Returns:
+            The map itself, to be used with Hkv key/value heads from now on.
+
+        Raises:
+            ValueError: if the shapes are not these, or a value is not finite.
+
+        Example:
+            See the class.
+        """
+        check_fit(query, key, self.head_dim)
+        with torch.no_grad():
+            grouped = group_queries(query, key.shape[1])
+            moments = second_moment(grouped), second_moment(key)
+            self._set_transform(_diagonal(*moments, self.ridge) if self.diagonal else _full(*moments, self.ridge))
+            self._fit_inner(grouped, key)
+        return self
+
+    def inner_query(self, x: Tensor) -> Tensor:
+        """M q: (..., Lq, D) -> (..., Lq, D)."""
+        x, forward, _ = self._operands(x)
+        return self._product(x, forward)
+
+    def inner_key(self, x: Tensor) -> Tensor:
+        """M⁻ᵀ k: (..., Lk, D) -> (..., Lk, D)."""
+        x, _, backward = self._operands(x)
+        return self._product(x, backward)
+
+    def query(self, x: Tensor) -> Tensor:
+        """The inner map's features, or exponents, of M q: (..., L, D) -> (..., L, R)."""
+        return self.inner.query(self.inner_query(x))
+
+    def key(self, x: Tensor) -> Tensor:
+        """The inner map's features, or exponents, of M⁻ᵀ k: (..., L, D) -> (..., L, R)."""
+        return self.inner.key(self.inner_key(x))
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` written into `out`."""
+        return self.inner.write_query(self.inner_query(x), out)
+
+    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
+        """`key` written into `out`."""
+        return self.inner.write_key(self.inner_key(x), out)
+
+    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Mᵀ applied to the inner map's."""
+        x, forward, _ = self._operands(x)
+        return self._turned(self.inner.pull_query(self._product(x, forward), grad), forward)
+
+    def pull_key(self, x: Tensor, grad: Tensor) -> Tensor:
+        """M⁻¹ applied to the inner map's."""
+        x, _, backward = self._operands(x)
+        return self._turned(self.inner.pull_key(self._product(x, backward), grad), backward)
+
+    def query_log_weight(self, x: Tensor) -> Tensor | None:
+        """The inner map's, of M q."""
+        return None if self.exponential else self.inner.query_log_weight(self.inner_query(x))
+
+    def key_log_weight(self, x: Tensor) -> Tensor | None:
+        """The inner map's, of M⁻ᵀ k."""
+        return None if self.exponential else self.inner.key_log_weight(self.inner_key(x))
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        """The inner kernel of balanced inputs, in float64: -> (..., Lq, Lk)."""
+        return self.inner.kernel(self.inner_query(q.double()), self.inner_key(k.double()))
+
+    def extra_repr(self) -> str:
+        """Every setting, and a digest of M."""
+        return f"diagonal={self.diagonal}, ridge={self.ridge}, transform={self._fitted_digest()}"
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The input in at least float32; what multiplies queries and what multiplies keys from the right, as it."""
+        self._check_width(x)
+        if self.transform is None:
+            raise ValueError(
+                "Balanced has no transform: call fit(query, key) on sample inputs, or give transform to the constructor"
+            )
+        self._check_heads(x, self.transform.shape[0] if self.transform.dim() == 3 else 1)
+        if x.dtype not in self._prepared:
+            x = x.to(torch.float32)
+        forward, backward = self._prepared[x.dtype]
+        return x, forward, backward
+
+    def _product(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x times a matrix from the right, or times its diagonal."""
+        return x * factor if self.diagonal else torch.matmul(x, factor)
+
+    def _turned(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x times the transpose."""
+        return self._product(x, factor if self.diagonal else factor.mT)
+
+    def _set_transform(self, transform: Tensor) -> None:
+        """Take a copy of M, in float64."""
+        rows = 1 if self.diagonal else self.head_dim
+        if transform.dim() not in (2, 3) or tuple(transform.shape[-2:]) != (rows, self.head_dim):
+            raise ValueError(
+                f"transform must be (Hkv, {rows}, {self.head_dim}) or ({rows}, {self.head_dim}) with "
+                f"diagonal={self.diagonal}, got {tuple(transform.shape)}"
+            )
+        matrix = torch.diag_embed(transform.double().squeeze(-2)) if self.diagonal else transform.double()
+        if not bool(matrix.isfinite().all()) or not bool((torch.linalg.cond(matrix) <= _LARGEST_CONDITION).all()):
+            raise ValueError(
+                f"transform must be finite and invertible, its condition number at most {_LARGEST_CONDITION:g}; raise "
+                "ridge, or give another"
+            )
+        self.transform = transform.detach().to(torch.float64, copy=True)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """M and its exact inverse, for the dtypes they are used with, as they multiply from the right."""
+        super()._refresh()
+        self._prepared = {}
+        if self.transform is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            # One set is shared by any number of heads.
+            matrix = self.transform.squeeze(0) if self.transform.shape[:-2] == (1,) else self.transform
+            forward = matrix if self.diagonal else matrix.mT.contiguous()
+            backward = matrix.reciprocal() if self.diagonal else torch.linalg.inv(matrix)
+            self._prepared = {
+                dtype: (forward.to(dtype), backward.to(dtype)) for dtype in (torch.float64, torch.float32)
+            }
+
+
+def _full(query: Tensor, key: Tensor, ridge: float) -> Tensor:
+    """(Σq⁻¹ # Σk)^½, (Hkv, D, D)."""
+    query, key = (raised(moment, ridge) for moment in _both(query, key))
+    return spectral(geometric_mean(spectral(query, torch.reciprocal), key), torch.sqrt)
+
+
+def _diagonal(query: Tensor, key: Tensor, ridge: float) -> Tensor:
+    """(Σk_ll/Σq_ll)^¼, (Hkv, 1, D)."""
+    squares = (moment.diagonal(dim1=-2, dim2=-1) for moment in _both(query, key))
+    query, key = (torch.maximum(square, ridge * square.amax(-1, keepdim=True)) for square in squares)
+    return (key / query).pow(0.25).unsqueeze(-2)
+
+
+def _both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both second moments; one that is 0 is replaced by the other, two by I, so that nothing is moved."""
+    size = [moment.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] for moment in (query, key)]
+    identity = torch.eye(query.shape[-1], dtype=query.dtype, device=query.device)
+    either = torch.where(size[0] > 0, query, torch.where(size[1] > 0, key, identity))
+    return either, torch.where(size[1] > 0, key, either)

@@ -1,0 +1,209 @@
+"""Positive random features with a tilt of its own in every direction of the data.
+
+Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features, m rows of W.
+"""
+
+from __future__ import annotations
+
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps._draw import Draw
+from linattn.feature_maps._fitted import FittedMap
+from linattn.feature_maps._softmax_estimator import ExponentialEstimator
+from linattn.feature_maps._spectral import spectral
+from linattn.feature_maps._statistics import check_fit, group_queries, second_moment, token_mean
+
+
+@final
+class Sderf(ExponentialEstimator, FittedMap):
+    """SDERF (FAVOR#): positive random features tilted by the second moments of x + y, unbiased for the softmax kernel.
+
+    φ_i(x) = det(I - 4A)^¼·exp(w_iᵀA w_i + w_iᵀ(I - 4A)^½ x̃ - |x̃|²/2)/√R with x̃ = √scale·x. A is a function of the
+    matrix S = E(x̃ + ỹ)(x̃ + ỹ)ᵀ: the same eigenvectors, and for each eigenvalue λ of S the eigenvalue
+    a = (1 - 2λ - √((2λ + 1)² + 8λ))/16 ≤ 0, which minimises the mean logarithm of the second moment among independent
+    rows. E φ(q)·φ(k) = exp(scale·q·k) for every A; S = s·I/D is `Oprf` with mean_square = s, A = 0 is FAVOR+.
+
+    With independent rows and ρ = (1 - 8a)⁻¹ for each eigenvalue, the relative variance at z = x̃ + ỹ is
+    (exp(Σ_l [½·log((1 + ρ_l)²/(4ρ_l)) + ρ_l·z_l²]) - 1)/R, z_l the coordinates along the eigenvectors: the more S is
+    concentrated in few directions, the lower. For orthogonal rows no closed form is known: a tilt that differs between
+    directions leaves them no longer orthogonal.
+
+    Cost: O(L·R·D) time, O(L·R) memory; `fit` O(L·D² + D³) for each head.
+
+    Args:
+        head_dim: D, the width of a query or key.
+        num_features: R.
+        draw: "orthogonal" or "iid".
+        scale: factor on q·k, > 0; D**-0.5 if None.
+        seed: of the draw, 0 ≤ seed < 2**63.
+        num_heads: draw one W per key/value head; one for all if None.
+        second_moment: S, (Hkv, D, D) or (D, D), floating, symmetric and positive semidefinite; None to measure it with
+            `fit`.
+
+    Raises:
+        ValueError: if a size is not a positive integer, an option is not one of those above, or `second_moment` is not
+            such a matrix. Using the map before `second_moment` is known raises too.
+
+    Example:
+        >>> sderf = Sderf(2, 4, second_moment=torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+        >>> (16 * sderf.tilt + torch.eye(2)).round(decimals=4).tolist()  # 1 + (1 - 2 - √17), and nothing to tilt
+        [[-4.1231, 0.0], [0.0, 1.0]]
+
+    Source: Likhosherstov et al. 2023 (arXiv 2302.00787), SDERF; restated as functions of one matrix, so that no choice
+    of eigenvectors enters.
+    """
+
+    fitted_buffers = ("second_moment",)
+    second_moment: Tensor | None
+    _tilt: Tensor | None = None
+    _stretch: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int,
+        *,
+        draw: Draw = "orthogonal",
+        scale: float | None = None,
+        seed: int = 0,
+        num_heads: int | None = None,
+        second_moment: Tensor | None = None,
+    ) -> None:
+        super().__init__(head_dim, num_features, draw=draw, lengths="chi", scale=scale, seed=seed, num_heads=num_heads)
+        self.register_buffer("second_moment", None)
+        if second_moment is not None:
+            self._set_second_moment(second_moment)
+
+    @property
+    def tilt(self) -> Tensor:
+        """A, (D, D) or (Hkv, D, D), in float64; its eigenvalues are ≤ 0."""
+        if self._tilt is None:
+            raise ValueError(
+                "Sderf does not know the data's second moments: call fit(query, key) on sample inputs, or give "
+                "second_moment to the constructor"
+            )
+        return self._tilt
+
+    def fit(self, query: Tensor, key: Tensor) -> Self:
+        """Measure S: the mean of (x̃ + ỹ)(x̃ + ỹ)ᵀ over all pairs of a query and a key of its head, one per key head.
+
+        S = E x̃x̃ᵀ + E ỹỹᵀ + x̄ȳᵀ + ȳx̄ᵀ. Cost: O(B·(H·Lq + Hkv·Lk)·D² + Hkv·D³) time.
+
+        Args:
+            query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's S.
+            key: (B, Hkv, Lk, D), H a multiple of Hkv.
+
+        Returns:
+            The map itself, to be used with Hkv key/value heads from now on.
+
+        Raises:
+            ValueError: if the shapes are not these, or a value is not finite, or the map was drawn for another number
+                of heads.
+
+        Example:
+            >>> one, two = torch.ones(1, 1, 5, 1), 2 * torch.ones(1, 1, 3, 1)
+            >>> Sderf(1, 8, scale=1.0).fit(one, two).second_moment.tolist()  # (1 + 2)²
+            [[[9.0]]]
+        """
+        check_fit(query, key, self.head_dim)
+        with torch.no_grad():
+            x, y = group_queries(query, key.shape[1]).double(), key.double()
+            cross = (token_mean(x, None).mT @ token_mean(y, None)).mean(0)
+            self._set_second_moment(self.scale * (second_moment(x) + second_moment(y) + cross + cross.mT))
+        return self
+
+    def variance(self, q: Tensor, k: Tensor) -> Tensor:
+        """Variance of φ(q)·φ(k) over independent rows, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
+        if self._rows().num_pairs:
+            raise ValueError(
+                "the variance of Sderf with orthogonal rows has no known closed form: a tilt that differs between "
+                'directions leaves the rows no longer orthogonal; build it with draw="iid", or estimate it over redraw'
+            )
+        self._check_width(q)
+        self._check_width(k)
+        # 1 - 8a = 2(1 - 4a) - 1: ρ and the constant from one matrix function each.
+        decay = spectral(self.tilt, lambda a: 1 / (1 - 8 * a))
+        constant = torch.linalg.slogdet(torch.eye(self.head_dim).to(decay) + decay)[1]
+        constant = constant - torch.linalg.slogdet(4 * decay)[1] / 2
+        x, y = q.double(), k.double()
+        squares = [((side @ decay) * side).sum(-1) for side in (x, y)]
+        between = 2 * (x @ decay @ y.mT) + squares[0].unsqueeze(-1) + squares[1].unsqueeze(-2)
+        relative = torch.expm1(constant[..., None, None] + self.scale * between) / self.num_rows
+        return relative * self.kernel(q, k).square()
+
+    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
+        """Refused: the variance depends on the direction of x̃ + ỹ, which these do not tell."""
+        raise ValueError(
+            "the variance of Sderf depends on the direction of q + k, not on its length alone; call variance(q, k)"
+        )
+
+    def extra_repr(self) -> str:
+        """Every setting, and a digest of S."""
+        return f"{super().extra_repr()}, second_moment={self._fitted_digest()}"
+
+    def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+        """The same, and wᵀA w + ¼·log det(I - 4A)."""
+        self._check_heads(x, self.tilt.shape[0] if self.tilt.dim() == 3 else 1)
+        swapped = self._prepared_from is not self.projection
+        own = self._own_constants(self.projection).to(x.dtype) if swapped else self._constants[x.dtype]
+        return super()._shifted_(exponents, x, weights).add_(own)
+
+    def _own_constants(self, projection: Tensor) -> Tensor:
+        """wᵀA w + ¼·log det(I - 4A) of each row, (1, R) or (Hkv, 1, R)."""
+        quadratic = ((projection @ self.tilt) * projection).sum(-1)
+        constants: Tensor = quadratic + torch.linalg.slogdet(self._stretch)[1].unsqueeze(-1) / 2
+        return constants.unsqueeze(-2)
+
+    def _weights(self, projection: Tensor) -> Tensor:
+        """W·(I - 4A)^½ as it multiplies inputs."""
+        return super()._weights(projection if self._tilt is None else projection @ self._stretch)
+
+    def _prepare(self) -> None:
+        """W and the constants for the dtypes they are used with."""
+        super()._prepare()
+        if self._tilt is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                constants = self._own_constants(self.projection)
+                self._constants = {torch.float64: constants, torch.float32: constants.to(torch.float32)}
+
+    def _set_second_moment(self, moment: Tensor) -> None:
+        """Take a copy of S, in float64, and derive what depends on it."""
+        dim = self.head_dim
+        if moment.dim() not in (2, 3) or tuple(moment.shape[-2:]) != (dim, dim):
+            raise ValueError(f"second_moment must be (Hkv, {dim}, {dim}) or ({dim}, {dim}), got {tuple(moment.shape)}")
+        if moment.dim() == 3 and self.num_heads is not None and moment.shape[0] not in (1, self.num_heads):
+            raise ValueError(
+                f"Sderf was drawn for num_heads={self.num_heads}, got second moments of {moment.shape[0]} heads; build "
+                f"it with num_heads={moment.shape[0]}, or num_heads=None to share one draw"
+            )
+        moment = moment.detach().to(torch.float64, copy=True)
+        size = moment.abs().amax((-2, -1), keepdim=True)
+        if not bool(moment.isfinite().all()) or not bool(((moment - moment.mT).abs() <= 1e-6 * size).all()):
+            raise ValueError("second_moment must be finite and symmetric; give E (x + y)(x + y)ᵀ, or call fit")
+        if bool((torch.linalg.eigvalsh(moment) < -1e-6 * size.squeeze(-1)).any()):
+            raise ValueError("second_moment must be positive semidefinite; give E (x + y)(x + y)ᵀ, or call fit")
+        self.second_moment = moment
+        self._refresh()
+        self._prepare()
+
+    def _refresh(self) -> None:
+        """A and (I - 4A)^½ for the current S."""
+        super()._refresh()
+        moment = self.second_moment
+        self._tilt = None
+        if moment is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            # One set is shared by any number of heads.
+            moment = moment.squeeze(0) if moment.shape[:-2] == (1,) else moment
+            self._tilt = spectral(moment, _best_tilt)
+            self._stretch = spectral(self._tilt, lambda a: (1 - 4 * a).sqrt())
+
+
+def _best_tilt(moments: Tensor) -> Tensor:
+    """The coefficient of w² in a direction where (x̃ + ỹ)² has this mean; rounding may leave a mean below 0."""
+    f = moments.clamp(min=0)
+    return (1 - 2 * f - ((2 * f + 1).square() + 8 * f).sqrt()) / 16
