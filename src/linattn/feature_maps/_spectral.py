@@ -19,10 +19,8 @@ def spectral(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def raised(matrix: Tensor, floor: float) -> Tensor:
-    """The matrix with eigenvalues below `floor` times its largest raised to that; itself where none are."""
-    values = torch.linalg.eigvalsh(matrix)
-    inactive = values[..., :1, None] >= floor * values[..., -1:, None]
-    return torch.where(inactive, matrix, spectral(matrix, lambda x: torch.maximum(x, floor * x.amax(-1, keepdim=True))))
+    """The matrix with eigenvalues below `floor` times its largest raised to that."""
+    return spectral(matrix, lambda x: torch.maximum(x, floor * x.amax(-1, keepdim=True)))
 
 
 def geometric_mean(first: Tensor, second: Tensor) -> Tensor:
