@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_number, check_seed, temperature
+from linattn.feature_maps._clusters import kmeans
 from linattn.feature_maps._fitted import FittedMap
-from linattn.feature_maps._landmarks import choose_landmarks
 from linattn.feature_maps._spectral import spectral
 from linattn.feature_maps._statistics import check_fit
 
@@ -113,8 +113,9 @@ class Nystrom(FittedMap):
         """
         check_fit(query, key, self.head_dim)
         with torch.no_grad():
-            points = key.transpose(0, 1).flatten(1, 2)
-            self._set_landmarks(choose_landmarks(points, self.num_features, seed=self._seed, num_steps=self.num_steps))
+            points = key.transpose(0, 1).flatten(1, 2).double()
+            weight = torch.ones_like(points[..., 0])
+            self._set_landmarks(kmeans(points, weight, self.num_features, seed=self._seed, num_rounds=self.num_steps))
         return self
 
     def query(self, x: Tensor) -> Tensor:
