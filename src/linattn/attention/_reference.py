@@ -1,8 +1,8 @@
 """The quadratic truth: every weight φ(q_i)·φ(k_j) is formed, in any dtype; slow and clear, differentiable by autograd
 alone.
 
-Shares nothing with the blocked backend. Memory O(Lq·Lk·R) for exponential maps, whose weights are formed as
-log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows. Letters as in _blocked.
+Shares nothing with the blocked backend but the shape of a state. Memory O(Lq·Lk·R) for exponential maps, whose weights
+are formed as log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows. Letters as in _blocked.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from linattn.attention._blocked import Moments
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-
-_Moments = tuple[Tensor, Tensor, Tensor]
 
 
 class _Host(nn.Module):
@@ -37,11 +36,11 @@ def attend(
     key: Tensor,  # (B, H, Lk, D)
     value: Tensor,  # (B, H, Lk, Dv)
     mask: Tensor | None,  # (B, H or 1, Lk)
-    before: _Moments,  # S, z, m
+    before: Moments,  # S, z, m
     *,
     is_causal: bool,
     span: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, _Moments]:
+) -> tuple[Tensor, Tensor, Tensor, Moments]:
     """Output, denominator, its exponent, and the moments after all keys; causal is aligned bottom-right.
 
     With `span`, for as many queries as keys, causal rows see the keys of earlier spans of so many tokens only.
@@ -53,7 +52,7 @@ def attend(
 
     with torch.autocast(query.device.type, enabled=False):
         swapped = {f"map.{name}": tensor for name, tensor in own.items()}
-        found: tuple[Tensor, Tensor, Tensor, _Moments] = torch.func.functional_call(
+        found: tuple[Tensor, Tensor, Tensor, Moments] = torch.func.functional_call(
             _Host(feature_map), swapped, (compute,)
         )
     return found
@@ -72,9 +71,9 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    before: _Moments,  # S, z, m
+    before: Moments,  # S, z, m
     visible: Tensor,  # broadcasting to (B, H, G, Lq, Lk)
-) -> tuple[Tensor, Tensor, Tensor, _Moments]:
+) -> tuple[Tensor, Tensor, Tensor, Moments]:
     """The same with the map's tensors in place."""
     m = before[2]
     sums = torch.cat((before[0], before[1].unsqueeze(-1)), -1)
@@ -164,10 +163,10 @@ def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
     return out, den
 
 
-def _moments(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> _Moments:
+def _moments(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> Moments:
     """Σ φ(k)[v, 1]ᵀ·exp(-m) over the state and the keys as S and z, and m."""
     if log_k.shape[-2] == 0:
-        return sums[..., :-1], sums[..., -1], m
+        return Moments(sums[..., :-1], sums[..., -1], m)
     peak = torch.maximum(m, log_k.detach().amax(-2))
     features = torch.exp(log_k - peak.unsqueeze(-2))
     if phi_k is not None and features.shape[-1] > 1:
@@ -178,4 +177,4 @@ def _moments(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, exten
     if features.ndim > extended.ndim:
         features, decay = features.flatten(-2), decay.repeat_interleave(features.shape[-1], -1)
     sums = sums * decay.unsqueeze(-1) + features.mT @ extended
-    return sums[..., :-1], sums[..., -1], peak
+    return Moments(sums[..., :-1], sums[..., -1], peak)

@@ -10,10 +10,11 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from linattn.attention import _blocked, _reference
-from linattn.attention._check import check_key_mask, check_map, check_tensors, per_head
+from linattn.attention._check import check_exact_part, check_key_mask, check_map, check_tensors, per_head
+from linattn.attention._exact import ExactKeys, Far, Stream, attend_bidirectional, attend_causal
 from linattn.attention._own import own_tensors
-from linattn.attention.partial import Partial
-from linattn.attention.state import State, as_partial, check_built_with
+from linattn.attention.partial import Partial, as_partial
+from linattn.attention.state import State, check_built_with, check_exact_keys
 from linattn.feature_maps import FeatureMap
 
 Backend = Literal["auto", "blocked", "reference"]
@@ -41,6 +42,8 @@ def linear_attention(
     key_mask: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    window: int | None = None,
+    num_heavy: int = 0,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attention with the kernel of a feature map, in linear time.
@@ -61,6 +64,10 @@ def linear_attention(
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns
             top-left, which differs when Lq ≠ Lk.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one state per key/value head.
+        window: exact softmax attention, without the map, between blocks of so many tokens, a power of two: a query sees
+            its own block and both neighbours, causally its own up to itself and the one before. None for no window.
+        num_heavy: exact softmax attention on so many keys, those of the largest estimated column mass; causally, with
+            a window, those of the largest score so far (`attention/_exact/causal.py` has the rule).
         backend: "blocked" (plain torch, linear), "reference" (quadratic, for checking) or "auto", which takes
             "blocked". A named backend runs or raises.
 
@@ -85,10 +92,10 @@ def linear_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794),
         section 2.
     """
-    _check(query, key, value, feature_map, key_mask, enable_gqa=enable_gqa, backend=backend)
-    return _attend(query, key, value, feature_map, None, key_mask, is_causal=is_causal, backend=backend)[0].flatten(
-        1, 2
-    )
+    call = _checked(query, key, value, feature_map, key_mask, enable_gqa, window, num_heavy, backend, is_causal)
+    if call.is_plain:
+        return call.attend(None)[0].flatten(1, 2)
+    return call.attend_partly_exactly(None).partial.ungrouped().out
 
 
 def linear_partial(
@@ -100,6 +107,8 @@ def linear_partial(
     key_mask: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    window: int | None = None,
+    num_heavy: int = 0,
     backend: Backend = "auto",
 ) -> Partial:
     """`linear_attention` with its log-normaliser, to be combined with attention over other keys.
@@ -118,13 +127,11 @@ def linear_partial(
         >>> round(linear_partial(q, k, v, relu).log_normalizer.exp().item(), 4)
         4.0
     """
-    _check(query, key, value, feature_map, key_mask, enable_gqa=enable_gqa, backend=backend)
-    out, den, reference, _ = _attend(
-        query, key, value, feature_map, None, key_mask, is_causal=is_causal, backend=backend
-    )
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    own = own_tensors(feature_map, query, key, key_mask, is_causal=is_causal)
-    return as_partial(feature_map, own, grouped, out, den, reference)
+    call = _checked(query, key, value, feature_map, key_mask, enable_gqa, window, num_heavy, backend, is_causal)
+    if not call.is_plain:
+        return call.attend_partly_exactly(None).partial.ungrouped()
+    rows = call.attend(None)[:3]
+    return as_partial(feature_map, call.own, call.grouped, *rows).ungrouped()
 
 
 def linear_attention_with_state(
@@ -136,6 +143,8 @@ def linear_attention_with_state(
     *,
     key_mask: Tensor | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
+    num_heavy: int = 0,
     backend: Backend = "auto",
 ) -> Attended:
     """Causal attention over the state's keys and these, and the state after them.
@@ -173,53 +182,86 @@ def linear_attention_with_state(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
-    _check(query, key, value, feature_map, key_mask, enable_gqa=enable_gqa, backend=backend)
+    call = _checked(query, key, value, feature_map, key_mask, enable_gqa, window, num_heavy, backend, True)
     fingerprint = repr(feature_map)
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
         check_built_with(state, fingerprint)
         state.check_fits(key, value)
-    out, _, _, moments = _attend(query, key, value, feature_map, state, key_mask, is_causal=True, backend=backend)
-    return Attended(out.flatten(1, 2), State(*moments, fingerprint))
+        check_exact_keys(state.exact, window, num_heavy)
+    if call.is_plain:
+        out, _, _, moments = call.attend(state)
+        return Attended(out.flatten(1, 2), State(*moments, fingerprint))
+    found = call.attend_partly_exactly(state)
+    return Attended(found.partial.ungrouped().out, State(*found.moments, fingerprint, found.exact))
 
 
-def _check(
+class _Call(NamedTuple):
+    """One call of attention, checked, its queries grouped by key/value head."""
+
+    feature_map: FeatureMap
+    own: dict[str, Tensor]
+    grouped: Tensor  # (B, Hkv, G, Lq, D)
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None  # (B, 1, Lk)
+    window: int
+    num_heavy: int
+    backend: Backend
+    is_causal: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the map takes all keys."""
+        return not (self.window or self.num_heavy)
+
+    def before(self, state: State | None) -> _blocked.Moments:
+        """The sums before the call."""
+        if state is not None:
+            return state.moments
+        kept = _blocked.accumulation_dtype(self.key.dtype)
+        batch, heads = self.key.shape[:2]
+        return _blocked.no_moments(self.feature_map, batch, heads, self.value.shape[-1], kept, self.key.device)
+
+    def attend(self, state: State | None) -> tuple[Tensor, Tensor, Tensor, _blocked.Moments]:
+        """Output, denominator and its exponent by query group, and the sums after, by the map alone."""
+        tensors = (self.grouped, self.key, self.value, self.mask, self.before(state))
+        return _BACKENDS[self.backend](self.feature_map, self.own, *tensors, is_causal=self.is_causal)
+
+    def attend_partly_exactly(self, state: State | None) -> Stream:
+        """The same with exact keys."""
+        far = Far(self.feature_map, self.own, _BACKENDS[self.backend])
+        tokens, before = (self.grouped, self.key, self.value, self.mask), self.before(state)
+        exact = None if state is None else state.exact
+        if exact is None:
+            exact = ExactKeys.empty(self.key, self.value, window=self.window, num_heavy=self.num_heavy)
+        if self.is_causal:
+            return attend_causal(far, *tokens, before, exact)
+        found = attend_bidirectional(far, *tokens, before, window=self.window, num_heavy=self.num_heavy)
+        return Stream(found, before, exact)
+
+
+def _checked(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     feature_map: FeatureMap,
     key_mask: Tensor | None,
-    *,
     enable_gqa: bool,
-    backend: str,
-) -> None:
-    """Refuse wrong input."""
+    window: int | None,
+    num_heavy: int,
+    backend: Backend,
+    is_causal: bool,
+) -> _Call:
+    """The call, wrong input refused."""
     check_map(feature_map)
     check_tensors(query, key, value, feature_map, enable_gqa=enable_gqa)
     check_key_mask(key_mask, key)
+    check_exact_part(query, key, feature_map, window, num_heavy, is_causal=is_causal)
     if backend not in _BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    feature_map: FeatureMap,
-    state: State | None,
-    key_mask: Tensor | None,
-    *,
-    is_causal: bool,
-    backend: Backend,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Call the backend with queries grouped by key/value head."""
-    if state is None:
-        kept = _blocked.accumulation_dtype(query.dtype)
-        batch, heads, value_dim = key.shape[0], key.shape[1], value.shape[-1]
-        before = _blocked.no_moments(feature_map, batch, heads, value_dim, kept, key.device)
-    else:
-        before = state.moments
-    grouped = query.unflatten(1, (key.shape[1], -1))
     own = own_tensors(feature_map, query, key, key_mask, is_causal=is_causal)
-    return _BACKENDS[backend](feature_map, own, grouped, key, value, per_head(key_mask), before, is_causal=is_causal)
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    mask = per_head(key_mask)
+    return _Call(feature_map, own, grouped, key, value, mask, window or 0, num_heavy, backend, is_causal)

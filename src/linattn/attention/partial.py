@@ -5,10 +5,14 @@ Letters: B batch, H heads, L tokens (Lq, Lk), D head width, Dv value width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from linattn.attention import _blocked
+from linattn.feature_maps import FeatureMap
 
 
 class Partial(NamedTuple):
@@ -24,6 +28,10 @@ class Partial(NamedTuple):
 
     out: Tensor
     log_normalizer: Tensor
+
+    def ungrouped(self) -> Partial:
+        """The same with query heads in one dimension: (B, Hkv, G, …) -> (B, H, …)."""
+        return Partial(self.out.flatten(1, 2), self.log_normalizer.flatten(1, 2))
 
 
 def combine(*partials: Partial) -> Partial:
@@ -70,5 +78,20 @@ def combine(*partials: Partial) -> Partial:
     weights = torch.exp(logs - peak)
     total = weights.sum(0)
     shares = weights / torch.where(total == 0, 1, total)
-    outs = torch.stack([p.out.to(shares.dtype) for p in partials])
-    return Partial((shares.unsqueeze(-1) * outs).sum(0).to(partials[0].out.dtype), torch.log(total) + peak)
+    out = shares[0].unsqueeze(-1) * partials[0].out.to(shares.dtype)
+    for share, part in zip(shares[1:], partials[1:], strict=True):
+        out = out + share.unsqueeze(-1) * part.out.to(shares.dtype)
+    return Partial(out.to(partials[0].out.dtype), torch.log(total) + peak)
+
+
+def as_partial(
+    feature_map: FeatureMap, own: Mapping[str, Tensor], query: Tensor, out: Tensor, den: Tensor, reference: Tensor
+) -> Partial:
+    """Rows (B, H, G, L, …) of queries (B, H, G, L, D) as a partial result of that shape, on the kernel's true scale."""
+    # The guarded logarithm keeps the gradient of rows that saw no key at 0 instead of NaN.
+    dead = den == 0
+    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, den).log() + reference)
+    weight = _blocked.query_log_weight(feature_map, own, query.to(den.dtype))
+    if weight is not None:
+        log_normalizer = log_normalizer + weight
+    return Partial(out, log_normalizer)

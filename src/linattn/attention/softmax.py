@@ -102,17 +102,26 @@ def softmax_partial(
     check_key_mask(key_mask, key)
     if key_mask is not None:
         key, value = _inert(key, key_mask), _inert(value, key_mask)
-    dtype = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // max(key.shape[1], 1)
-    k, v = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (key, value))
-    logits = (query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     visible = _visible(query, key, key_mask, is_causal=is_causal)
+    weights, log_normalizer = softmax_weights(query, k, visible, query.shape[-1] ** -0.5 if scale is None else scale)
+    return Partial((weights @ v.to(weights.dtype)).to(query.dtype), log_normalizer)
+
+
+def softmax_weights(query: Tensor, key: Tensor, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Weights (..., n, K) of queries (..., n, D) over keys (..., K, D), and their log-normalisers (..., n).
+
+    In at least float32; rows that see no key have weights 0 and log-normaliser -inf.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    logits = (query.to(dtype) * scale) @ key.to(dtype).mT
     if visible is not None:
         logits = torch.where(visible, logits, -torch.inf)
     log_normalizer = torch.logsumexp(logits, -1)
     # A row that sees no key has log-normaliser -inf; any finite reference gives it weights 0.
     reference = torch.where(log_normalizer == -torch.inf, 0, log_normalizer)
-    return Partial((torch.exp(logits - reference.unsqueeze(-1)) @ v).to(query.dtype), log_normalizer)
+    return torch.exp(logits - reference.unsqueeze(-1)), log_normalizer
 
 
 def _visible(query: Tensor, key: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor | None:

@@ -6,8 +6,9 @@ maps, one per group for grouped ones, else 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from torch.utils import _pytree as pytree
 
 from linattn.attention import _blocked
 from linattn.attention._check import check_key_mask, check_map, check_tensors, per_head
+from linattn.attention._exact.heavy import attend_to_all
+from linattn.attention._exact.keys import ExactKeys
 from linattn.attention._own import own_tensors
-from linattn.attention.partial import Partial
+from linattn.attention.partial import Partial, as_partial, combine
 from linattn.feature_maps import FeatureMap
 
 
@@ -36,6 +39,8 @@ class State:
         z: Σ φ(k)·exp(-m): (B, H, R).
         m: (B, H, M): the exponents both are relative to, each for R/M features; a constant for gradients.
         built_with: the feature map's fingerprint, its `repr`; a map with another one is refused.
+        exact: the latest and the heavy keys of a stream with a window, which are attended to exactly and are not in the
+            sums; None without a window.
 
     Example:
         >>> import torch, linattn
@@ -52,6 +57,7 @@ class State:
     z: Tensor
     m: Tensor
     built_with: str
+    exact: ExactKeys | None = None
 
     @classmethod
     def empty(
@@ -98,15 +104,42 @@ class State:
         check_tensors(key, key, value, feature_map, enable_gqa=False)
         check_key_mask(key_mask, key)
         self.check_fits(key, value)
+        if self.exact is not None:
+            raise ValueError(
+                "a state with a window chooses its heavy keys by what queries attend to, and absorb has no queries; "
+                "call linear_attention_with_state, or flush the state first"
+            )
         own = own_tensors(feature_map, key, key, key_mask, is_causal=True)
         return State(*_blocked.absorb(feature_map, own, key, value, per_head(key_mask), self.moments), self.built_with)
+
+    def flush(self, feature_map: FeatureMap) -> State:
+        """The state with its exact keys in the sums too, hence one that merges; O((w + g)·R·(D + Dv)).
+
+        Args:
+            feature_map: the map the state was built with.
+
+        Raises:
+            ValueError: another map or draw.
+        """
+        if self.exact is None:
+            return self
+        key, value, live = self.exact.tokens()
+        self._check(feature_map, key)
+        own = own_tensors(feature_map, key, key, None, is_causal=True)
+        return State(*_blocked.absorb(feature_map, own, key, value, live, self.moments), self.built_with)
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys; O(R·Dv).
 
         Raises:
-            ValueError: the states were built with different maps or draws, or differ in shape.
+            ValueError: the states were built with different maps or draws, differ in shape, or hold exact keys: two
+                streams have no common window; `flush` them first.
         """
+        if self.exact is not None or other.exact is not None:
+            raise ValueError(
+                "states of streams with a window do not merge, since a window is the end of one stream; merge "
+                "state.flush(feature_map) of each, which puts their exact keys into the sums"
+            )
         if self.built_with != other.built_with:
             raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
         if self.S.shape != other.S.shape:
@@ -146,7 +179,10 @@ class State:
             )
         grouped = query.unflatten(1, (heads, -1))
         own = own_tensors(feature_map, query, query, None, is_causal=True)
-        return as_partial(feature_map, own, grouped, *_blocked.read(feature_map, own, grouped, self.moments))
+        part = as_partial(feature_map, own, grouped, *_blocked.read(feature_map, own, grouped, self.moments))
+        if self.exact is not None:
+            part = combine(attend_to_all(grouped, *self.exact.tokens(), feature_map.scale), part)
+        return part.ungrouped()
 
     def select(self, indices: Tensor) -> State:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
@@ -167,7 +203,8 @@ class State:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> State:
         """The state with each of its tensors changed alike."""
-        return State(change(self.S), change(self.z), change(self.m), self.built_with)
+        exact = None if self.exact is None else self.exact.each(change)
+        return State(change(self.S), change(self.z), change(self.m), self.built_with, exact)
 
     @property
     def moments(self) -> _blocked.Moments:
@@ -207,28 +244,24 @@ def check_built_with(state: State, fingerprint: str) -> None:
         )
 
 
-def as_partial(
-    feature_map: FeatureMap, own: Mapping[str, Tensor], query: Tensor, out: Tensor, den: Tensor, reference: Tensor
-) -> Partial:
-    """Rows (B, H, G, L, …) of queries (B, H, G, L, D) as a partial result on the kernel's true scale."""
-    # The guarded logarithm keeps the gradient of rows that saw no key at 0 instead of NaN.
-    dead = den == 0
-    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, den).log() + reference)
-    weight = _blocked.query_log_weight(feature_map, own, query.to(den.dtype))
-    if weight is not None:
-        log_normalizer = log_normalizer + weight
-    return Partial(out.flatten(1, 2), log_normalizer.flatten(1, 2))
+def check_exact_keys(exact: ExactKeys | None, window: int | None, num_heavy: int) -> None:
+    """Refuse another exact part than the state's."""
+    held = (None, 0) if exact is None else (exact.window, exact.num_heavy)
+    if held != (window, num_heavy):
+        raise ValueError(
+            f"the state was built with (window, num_heavy) = {held}, got {(window, num_heavy)}; give the same ones"
+        )
 
 
-def _from_leaves(leaves: Iterable[Tensor], built_with: str) -> State:
-    """A state from the tensors torch's tree utilities took out of one."""
-    S, z, m = leaves
-    return State(S, z, m, built_with)
+def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:
+    """A state from what torch's tree utilities took out of one."""
+    S, z, m, *exact = leaves
+    return State(S, z, m, built_with, *exact)
 
 
 pytree.register_pytree_node(
     State,
-    lambda state: ([state.S, state.z, state.m], state.built_with),
+    lambda state: ([state.S, state.z, state.m, *([state.exact] if state.exact else [])], state.built_with),
     _from_leaves,
     serialized_type_name="linattn.State",
 )

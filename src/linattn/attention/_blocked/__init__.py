@@ -96,3 +96,20 @@ def query_log_weight(feature_map: FeatureMap, own: Mapping[str, Tensor], query: 
         lambda hosted_map, x: hosted_map.query_log_weight(x), feature_map, own, query.device, query.flatten(2, 3)
     )
     return None if weight is None else weight.unflatten(-1, query.shape[2:4])
+
+
+def column_mass(
+    feature_map: FeatureMap,
+    own: Mapping[str, Tensor],
+    query: Tensor,  # (B, H, G, Lq, D)
+    key: Tensor,  # (B, H, Lk, D)
+    mask: Tensor | None,  # (B, H or 1, Lk)
+) -> Tensor:
+    """How much all queries attend to each key, (B, H, Lk), by the map's own estimate; a constant for gradients."""
+    query, key, own = query.detach(), key.detach(), {name: x.detach() for name, x in own.items()}
+    with torch.no_grad():
+        kept = accumulation_dtype(key.dtype)
+        before = no_moments(feature_map, key.shape[0], key.shape[1], 0, kept, key.device)
+        after = absorb(feature_map, own, key, key[..., :0], mask, before)
+        (mass,) = _run(fold.Task("mass"), feature_map, own, mask, query, key, *after)
+    return mass

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linattn.attention._blocked import absorption, causal, causal_backward, grouped_causal, grouped_reading, reading
+from linattn.attention._blocked import (
+    absorption,
+    causal,
+    causal_backward,
+    grouped_causal,
+    grouped_reading,
+    mass,
+    reading,
+)
 from linattn.feature_maps import FeatureMap
 
 
@@ -55,6 +63,7 @@ FOLDS = {
     "absorb": Fold(absorption.forward, absorption.backward, 5, 3, (2,)),
     "read": Fold(reading.forward, reading.backward, 4, 3, (2,)),
     "causal": Fold(causal.forward, causal_backward.backward, 6, 9, (2, 5, 6, 7, 8)),
+    "mass": Fold(mass.forward, mass.backward, 5, 1, (0,)),
     "grouped_read": Fold(grouped_reading.forward, grouped_reading.backward, 4, 3, ()),
     "grouped_causal": Fold(grouped_causal.forward, grouped_causal.backward, 6, 9, (5, 6, 7, 8)),
 }

@@ -90,8 +90,8 @@ def flat_groups(feature_map: GroupedFeatureMap, S: Tensor, z: Tensor, m: Tensor)
     anchors = feature_map.anchors().to(S.dtype).expand(*m.shape, -1)
     return Flat(
         anchors.reshape(-1, 1, width),
-        S.reshape(-1, num_local, S.shape[-1]),
-        z.reshape(-1, 1, num_local),
+        S.reshape(m.numel(), num_local, S.shape[-1]),
+        z.reshape(m.numel(), 1, num_local),
         m.flatten(),
     )
 

@@ -34,6 +34,8 @@ def _(
     """The outputs' shapes."""
     *_, S, z, m = inputs
     state = [x.new_empty(x.shape) for x in (S, z, m)]
+    if name == "mass":
+        return [z.new_empty(inputs[1].shape[:3])]
     if name == "absorb":
         return state
     query = inputs[0]

@@ -1,0 +1,141 @@
+"""Exact keys and the map's in a stream, cut anywhere; letters as in _exact/__init__.py.
+
+The stream is cut into blocks of w tokens. A query sees the keys of its own block up to itself and of the block before
+exactly. As its block begins, the keys of the block before those leave the neighbourhood: the g of the largest score
+among them and the heavy keys so far are kept exactly, the others go into the map's sums for good. A key's score is its
+mean weight in the softmax over a query's neighbourhood, over the queries whose neighbourhood it was in: past queries
+alone decide, and the same ones however the stream is cut.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention._blocked import Moments
+from linattn.attention._exact.far import Far, joined
+from linattn.attention._exact.heavy import Schedule, attend_by_block, picked, schedule
+from linattn.attention._exact.keys import ExactKeys
+from linattn.attention._exact.neighbourhood import near
+from linattn.attention.partial import Partial, combine
+
+
+class Tokens(NamedTuple):
+    """Keys (B, H, n, D), values (B, H, n, Dv), and which of them are there (B, H, n)."""
+
+    key: Tensor
+    value: Tensor
+    live: Tensor
+
+    def then(self, *other: Tensor) -> Tokens:
+        """These and then others."""
+        key, value, live = (torch.cat(pair, 2) for pair in zip(self, other, strict=True))
+        return Tokens(key, value, live)
+
+    def pick(self, index: Tensor) -> Tokens:
+        """Those of the numbers (B, H, n)."""
+        return Tokens(picked(self.key, index), picked(self.value, index), self.live.gather(-1, index))
+
+    def cut(self, start: int, stop: int) -> Tokens:
+        """Consecutive ones."""
+        return Tokens(self.key[:, :, start:stop], self.value[:, :, start:stop], self.live[:, :, start:stop])
+
+    def filled(self, length: int) -> Tokens:
+        """As many as asked for, the last of which are not there."""
+        short, pad = length - self.live.shape[2], torch.nn.functional.pad
+        key, value = (pad(x, (0, 0, 0, short)) for x in (self.key, self.value))
+        return Tokens(key, value, pad(self.live, (0, short)))
+
+
+class Stream(NamedTuple):
+    """What causal attention with exact keys returns."""
+
+    partial: Partial  # (B, H, G, Lq, ·)
+    moments: Moments
+    exact: ExactKeys
+
+
+def attend(
+    far: Far,
+    query: Tensor,  # (B, H, G, Lq, D), Lq ≤ Lk: the last tokens'
+    key: Tensor,  # (B, H, Lk, D)
+    value: Tensor,  # (B, H, Lk, Dv)
+    mask: Tensor | None,  # (B, 1, Lk)
+    before: Moments,
+    exact: ExactKeys,
+) -> Stream:
+    """Rows of the queries, and the state after the keys."""
+    window, scale = exact.window, far.feature_map.scale
+    live = key.new_ones(1, 1, key.shape[2], dtype=torch.bool) if mask is None else mask
+    if mask is not None:
+        key, value = (torch.where(mask.unsqueeze(-1), x, 0) for x in (key, value))
+    recent = Tokens(exact.recent_key, exact.recent_value, exact.recent_live)
+    tokens = recent.then(key, value, live.expand(*key.shape[:3]))
+    length = tokens.key.shape[2]
+    first = length - query.shape[3]
+    # Rows of tokens whose queries are not asked for are filled in and dropped.
+    rows = torch.nn.functional.pad(query, (0, 0, first, 0))
+    local = near(rows, *tokens, window=window, scale=scale, is_causal=True, first=first)
+    mass = local.mass + torch.nn.functional.pad(exact.recent_mass, (0, length - recent.key.shape[2]))
+    leaving = max(-(-length // window) - 2, 0) * window
+    parts, left, chosen = [_rows(local.partial, first)], tokens.cut(0, leaving), None
+    if exact.num_heavy:
+        chosen = schedule(_score(mass, tokens.live, leaving, window), exact.heavy_score, window)
+        heavy = Tokens(exact.heavy_key, exact.heavy_value, exact.heavy_score > -torch.inf)
+        pool = heavy.then(*tokens)
+        parts.append(_heavy_rows(rows, pool, chosen, first, window, scale))
+        left = pool.pick(chosen.left.flatten(2))
+        picked_last = pool.pick(chosen.heavy[:, :, -1])
+    distant, after = _far_rows(far, rows, left, first, before, window)
+    kept = tokens.cut(leaving, length)
+    exact = ExactKeys(
+        *(
+            (exact.heavy_key, exact.heavy_value, exact.heavy_score)
+            if chosen is None
+            else (*picked_last[:2], chosen.score)
+        ),
+        *kept,
+        mass[..., leaving:],
+        window,
+    )
+    return Stream(combine(*parts, distant), after, exact)
+
+
+def _rows(partial: Partial, first: int) -> Partial:
+    """The rows from `first` on."""
+    return Partial(partial.out[:, :, :, first:], partial.log_normalizer[:, :, :, first:])
+
+
+def _score(mass: Tensor, live: Tensor, count: int, window: int) -> Tensor:
+    """Mean mass of the tokens that leave, over the queries whose neighbourhood each was in: (B, H, n)."""
+    places = torch.arange(count, device=mass.device) % window
+    score = mass[..., :count] / (2 * window - places)
+    return torch.where(live[..., :count], score, -torch.inf)
+
+
+def _heavy_rows(rows: Tensor, pool: Tokens, chosen: Schedule, first: int, window: int, scale: float) -> Partial:
+    """The rows over the heavy keys of their block."""
+    number, last = first // window, -(-rows.shape[3] // window)
+    # The first two blocks share the heavy keys the stream came with.
+    which = torch.arange(number, last, device=rows.device).sub(1).clamp(min=0)
+    begin = number * window
+    part = attend_by_block(rows[:, :, :, begin:], *pool, chosen.heavy[:, :, which], window, scale)
+    return _rows(part, first - begin)
+
+
+def _far_rows(
+    far: Far, rows: Tensor, left: Tokens, first: int, before: Moments, window: int
+) -> tuple[Partial, Moments]:
+    """The rows over the map's keys: the state's, and those left to it as blocks begin, w at a time."""
+    length, parts, state = rows.shape[3], [], before
+    if first < 2 * window:
+        parts.append(far.read(rows[:, :, :, first : 2 * window], before, left.value.shape[-1]))
+    if length > 2 * window:
+        # The third block sees the keys left first; later ones lie a span behind their readers.
+        state = far.absorb(*left.cut(0, window), before)
+        later = left.cut(window, length).filled(length - 2 * window)
+        part, state = far.earlier_spans(rows[:, :, :, 2 * window :], *later, state, window)
+        parts.append(_rows(part, max(first - 2 * window, 0)))
+    return joined(parts), state

@@ -1,0 +1,126 @@
+"""Exact attention between neighbouring blocks of tokens; letters as in _exact/__init__.py, n blocks of a chunk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention._exact.far import joined
+from linattn.attention.partial import Partial
+from linattn.attention.softmax import softmax_weights
+
+# Weights held at once.
+_CHUNK = 2**22
+
+
+class Near(NamedTuple):
+    """What `near` returns.
+
+    Attributes:
+        partial: (B, H, G, L, ·) over the keys of the neighbourhood.
+        mass: how much the live queries attend to each key among those of their neighbourhood, (B, H, L).
+    """
+
+    partial: Partial
+    mass: Tensor
+
+
+def near(
+    query: Tensor,  # (B, H, G, L, D)
+    key: Tensor,  # (B, H, L, D)
+    value: Tensor,  # (B, H, L, Dv)
+    mask: Tensor | None,  # (B, H or 1, L)
+    *,
+    window: int,
+    scale: float,
+    is_causal: bool,
+    first: int = 0,
+) -> Near:
+    """Softmax over a query's own block of tokens and the next ones on both sides; causal: up to itself and before.
+
+    O(L·w·(D + Dv)) time. Queries before `first` carry no mass.
+    """
+    batch, heads, groups, length, _ = query.shape
+    per_block = batch * heads * groups * window * window * (2 if is_causal else 3)
+    size = max(_CHUNK // max(per_block, 1), 1) * window
+    mass = torch.zeros(batch, heads, length + 2 * window, dtype=torch.promote_types(key.dtype, torch.float32))
+    mass = mass.to(key.device)
+    parts = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        chunk = _Chunk(start, stop, -(-(stop - start) // window), window, is_causal)
+        out, log, weights = chunk.attend(query, key, value, mask, scale)
+        live = torch.arange(start, start + chunk.num_blocks * window, device=key.device) >= first
+        live = live & (torch.arange(start, start + chunk.num_blocks * window, device=key.device) < length)
+        columns = torch.where(live.view(-1, 1, window, 1), weights.detach().unflatten(3, (groups, window)), 0)
+        chunk.add_columns(mass, columns.sum((3, 4)))
+        parts.append(Partial(out, log))
+    return Near(joined(parts), mass[..., window : window + length])
+
+
+class _Chunk(NamedTuple):
+    """Consecutive blocks of queries and the keys around them."""
+
+    start: int
+    stop: int
+    num_blocks: int
+    window: int
+    is_causal: bool
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Which blocks a query sees, counted from its own."""
+        return (-1, 0) if self.is_causal else (-1, 0, 1)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Out (B, H, G, n·w, Dv), log-normaliser, and weights (B, H, n, G·w, K) that sum to 1."""
+        groups, length = query.shape[2], self.stop - self.start
+        rows = _padded(query[..., self.start : self.stop, :], 0, self.num_blocks * self.window - length)
+        rows = rows.unflatten(3, (self.num_blocks, self.window)).transpose(2, 3).flatten(3, 4)
+        k, v = self._context(key), self._context(value)
+        weights, log = softmax_weights(rows, k, self._visible(key, mask, groups), scale)
+        out = weights @ v.to(weights.dtype)
+        out, log = (
+            x.unflatten(3, (groups, self.window)).transpose(2, 3).flatten(3, 4)[:, :, :, :length] for x in (out, log)
+        )
+        return out.to(query.dtype), log, weights
+
+    def add_columns(self, mass: Tensor, columns: Tensor) -> None:
+        """Add the blocks' columns (B, H, n, K) to the keys' masses (B, H, w + L + w)."""
+        for place, side in enumerate(self.sides):
+            part = columns[..., place * self.window : (place + 1) * self.window].flatten(2, 3)
+            first = self.start + (1 + side) * self.window
+            room = min(part.shape[-1], mass.shape[-1] - first)
+            mass[..., first : first + room] += part[..., :room]
+
+    def _context(self, x: Tensor) -> Tensor:
+        """The keys around each block, (B, H, L, ·) -> (B, H, n, K, ·), zeros beyond the ends."""
+        blocks = self._around(x, 2).unflatten(2, (-1, self.window))
+        return torch.cat([blocks[:, :, 1 + side : 1 + side + self.num_blocks] for side in self.sides], 3)
+
+    def _around(self, x: Tensor, dim: int) -> Tensor:
+        """Tokens from a block before the chunk to a block after it."""
+        low, high = self.start - self.window, self.start + (self.num_blocks + 1) * self.window
+        inside = x.narrow(dim, max(low, 0), min(high, x.shape[dim]) - max(low, 0))
+        pads = (max(-low, 0), max(high - x.shape[dim], 0))
+        return _padded(inside, *pads) if dim != x.ndim - 1 else torch.nn.functional.pad(inside, pads)
+
+    def _visible(self, key: Tensor, mask: Tensor | None, groups: int) -> Tensor:
+        """Which of the keys around a block its rows see: (B or 1, H or 1, n, G·w or 1, K)."""
+        if mask is None:
+            mask = key.new_ones(1, 1, key.shape[2], dtype=torch.bool)
+        blocks = self._around(mask, 2).unflatten(2, (-1, self.window))
+        seen = torch.cat([blocks[:, :, 1 + side : 1 + side + self.num_blocks] for side in self.sides], 3).unsqueeze(3)
+        if not self.is_causal:
+            return seen
+        past = torch.ones(self.window, 2 * self.window, dtype=torch.bool, device=key.device).tril(self.window)
+        return seen & past.repeat(groups, 1)
+
+
+def _padded(x: Tensor, before: int, after: int) -> Tensor:
+    """Zeros before and after the tokens of (…, L, ·)."""
+    return torch.nn.functional.pad(x, (0, 0, before, after)) if before or after else x
