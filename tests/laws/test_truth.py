@@ -54,7 +54,12 @@ def expansion(feature_map: Expansion, query: Tensor, key: Tensor, value: Tensor,
     centre = torch.take_along_dim(centres.expand(*query.shape[:2], -1, -1), nearest.unsqueeze(-1), -2)
     logits = torch.where(visible, scale * centre @ key.mT, -torch.inf)
     p = torch.nan_to_num(torch.softmax(logits, -1))
-    products = scale * (query - centre) @ key.mT
+    step = scale * (query - centre)
+    if feature_map.order == 1:
+        # Steps of more than 1.5 standard deviations of the logits are shortened.
+        spread = feature_map.spread.repeat_interleave(groups, -3)
+        step = step * (1.5 / (step.norm(dim=-1, keepdim=True) * spread)).clamp(max=1)
+    products = step @ key.mT
     t = products - (p * products).sum(-1, keepdim=True)
     weights = p * (1 + t * (feature_map.order > 0) + t**2 / 2 * (feature_map.order > 1))
     total = weights.sum(-1, keepdim=True)

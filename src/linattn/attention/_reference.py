@@ -118,7 +118,7 @@ def _grouped_rows(
     q = q.flatten(2, 3)
     group = feature_map.group(q)
     number = group.unsqueeze(-1)
-    anchors = feature_map.anchors().to(q.dtype).expand(*m.shape[:2], -1, -1)
+    places = feature_map.places().to(q.dtype).expand(*m.shape[:2], -1, -1)
     psi, log_k = feature_map.key(k), feature_map.key_log_weight(k)
     exponents = torch.take_along_dim(log_k.mT, number, -2).unflatten(2, shape)
     exponents = torch.where(visible, exponents, -torch.inf).flatten(2, 3)
@@ -129,7 +129,7 @@ def _grouped_rows(
     # The sums of each query's own group, as its keys leave them.
     own = torch.take_along_dim(sums.unflatten(2, (num_groups, -1)), number.unsqueeze(-1), 2) * decay.unsqueeze(-1)
     z = weights @ psi + own[..., -1]
-    phi_q, log_weight = feature_map.local_query(q - torch.take_along_dim(anchors, number, -2), z)
+    phi_q, log_weight = feature_map.local_query(q, torch.take_along_dim(places, number, -2), z)
     found = (weights * (phi_q @ psi.mT)) @ extended + (phi_q.unsqueeze(-2) @ own).squeeze(-2)
     return found.unflatten(2, shape), (reference + log_weight).unflatten(2, shape)
 

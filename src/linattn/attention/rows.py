@@ -135,7 +135,7 @@ def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor,
     logs = torch.where(visible, logs.unflatten(2, shape), -torch.inf).flatten(2, 3)
     peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
     weights, psi = torch.exp(logs - torch.where(peak == -torch.inf, 0, peak)), feature_map.key(key)
-    anchors = feature_map.anchors().to(query.dtype).expand(*number.shape[:2], -1, -1)
-    phi_q, _ = feature_map.local_query(query - torch.take_along_dim(anchors, number, -2), weights @ psi)
+    places = feature_map.places().to(query.dtype).expand(*number.shape[:2], -1, -1)
+    phi_q, _ = feature_map.local_query(query, torch.take_along_dim(places, number, -2), weights @ psi)
     found: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)
     return found

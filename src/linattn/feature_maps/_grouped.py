@@ -14,11 +14,11 @@ from linattn.feature_maps._base import FeatureMap
 
 
 class GroupedFeatureMap(FeatureMap):
-    """φ(k) = [exp(ℓ_c(k))·ψ(k)] for c = 1 … C, and φ(q) = one-hot(c(q)) ⊗ χ(q - a_c; z_c).
+    """φ(k) = [exp(ℓ_c(k))·ψ(k)] for c = 1 … C, and φ(q) = one-hot(c(q)) ⊗ χ(q; place_c, z_c).
 
-    Abstract. A query reads the F features of one group alone, the nearest anchor's, and may look at that group's sums z
-    of the keys it sees before it reads: its features are those of one query in one state. Hence a state costs C·F·Dv
-    multiply-adds per key and F·Dv per query.
+    Abstract. A query reads the F features of one group alone, which depends on where it lies, and may look at that
+    group's sums z of the keys it sees before it reads: its features are those of one query in one state. Hence a state
+    costs C·F·Dv multiply-adds per key and F·Dv per query.
 
     Attributes:
         num_groups: C.
@@ -39,19 +39,20 @@ class GroupedFeatureMap(FeatureMap):
         return self.num_groups
 
     @abstractmethod
-    def anchors(self) -> Tensor:
-        """The groups' anchors a_c in query space: (C, D), (Hkv, C, D) or (B, Hkv, C, D)."""
+    def places(self) -> Tensor:
+        """What χ needs to know of each group, such as its centre: (C, W), (Hkv, C, W) or (B, Hkv, C, W), any W."""
 
     @abstractmethod
     def group(self, x: Tensor) -> Tensor:
         """The group each query reads: (..., L, D) -> (..., L), integers in [0, C)."""
 
     @abstractmethod
-    def local_query(self, offset: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """χ (..., N, F) and the logarithm (..., N) of a factor left out of it, of queries less their anchor.
+    def local_query(self, x: Tensor, place: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """χ (..., N, F) of queries and the logarithm (..., N) of a factor left out of it.
 
         Args:
-            offset: q - a_c, (..., N, D).
+            x: queries, (..., N, D).
+            place: of their groups, (..., N, W) or (..., 1, W).
             z: sums Σ exp(ℓ_c(k))·ψ(k) of the query's group over the keys it sees, (..., N, F) or (..., 1, F), on any
                 scale; 0 where it sees none.
         """
@@ -67,8 +68,8 @@ class GroupedFeatureMap(FeatureMap):
     def query(self, x: Tensor) -> Tensor:
         """φ(q) before any key was seen, all groups written out: (..., L, D) -> (..., L, R)."""
         group = self.group(x)
-        anchors = self.anchors().expand(*group.shape[:-1], -1, -1)
-        offset = x - torch.take_along_dim(anchors, group.unsqueeze(-1), dim=-2)
-        local, _ = self.local_query(offset, offset.new_zeros(self.num_local))
+        places = self.places().expand(*group.shape[:-1], -1, -1)
+        place = torch.take_along_dim(places, group.unsqueeze(-1), dim=-2)
+        local, _ = self.local_query(x, place, place.new_zeros(self.num_local))
         chosen = group.unsqueeze(-1) == torch.arange(self.num_groups, device=x.device)
         return (chosen.unsqueeze(-1) * local.unsqueeze(-2)).flatten(-2)

@@ -44,8 +44,8 @@ def rows(feature_map: GroupedFeatureMap, block: Block, visible: Tensor, before: 
     S, z, m = before
     groups, heads = feature_map.num_groups, m.shape[:2]
     group = feature_map.group(block.query)
-    anchors = feature_map.anchors().to(S.dtype).expand(*heads, -1, -1)
-    offset = block.query - torch.take_along_dim(anchors, group.unsqueeze(-1), dim=-2)
+    places = feature_map.places().to(S.dtype).expand(*heads, -1, -1)
+    place = torch.take_along_dim(places, group.unsqueeze(-1), dim=-2)
     psi, log = feature_map.key(block.key), feature_map.key_log_weight(block.key)
     exponents = torch.take_along_dim(log.mT, group.unsqueeze(-1), dim=-2)
     exponents = torch.where(visible, exponents, -torch.inf)
@@ -55,7 +55,7 @@ def rows(feature_map: GroupedFeatureMap, block: Block, visible: Tensor, before: 
     decay = torch.exp(from_state - reference).unsqueeze(-1)
     own_z = torch.take_along_dim(z.unflatten(-1, (groups, -1)), group.unsqueeze(-1), dim=-2)
     own_z = torch.matmul(weights, psi) + decay * own_z
-    phi_q, log_weight = feature_map.local_query(offset, own_z)
+    phi_q, log_weight = feature_map.local_query(block.query, place, own_z)
     num = torch.matmul(weights * torch.matmul(phi_q, psi.mT), block.value)
     num = num + decay * read_groups(phi_q, group, S.reshape(-1, feature_map.num_local, S.shape[-1]))
     return num, (phi_q * own_z).sum(-1), reference + log_weight

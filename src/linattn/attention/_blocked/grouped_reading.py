@@ -67,29 +67,28 @@ def tiles(group: Tensor, num_groups: int) -> Tiles:
 
 
 def read_tiles(
-    feature_map: GroupedFeatureMap, x: Tensor, anchor: Tensor, S: Tensor, z: Tensor
+    feature_map: GroupedFeatureMap, x: Tensor, place: Tensor, S: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Num (t, T, Dv), den and the rows' own exponents (t, T), of queries (t, T, D) in states (t, F, Dv), (t, 1, F)."""
-    phi_q, log_weight = feature_map.local_query(x - anchor, z)
+    """Num (t, T, Dv), den and own exponents (t, T) of queries (t, T, D); place (t, 1, W) and state per tile."""
+    phi_q, log_weight = feature_map.local_query(x, place, z)
     den = (phi_q * z).sum(-1)
     return torch.bmm(phi_q, S), den, log_weight
 
 
 class Flat(NamedTuple):
-    """The groups of all heads in one row: anchors (B·H·C, 1, D), S (B·H·C, F, Dv), z (B·H·C, 1, F), m (B·H·C,)."""
+    """The groups of all heads in one row: places (B·H·C, 1, W), S (B·H·C, F, Dv), z (B·H·C, 1, F), m (B·H·C,)."""
 
-    anchors: Tensor
+    places: Tensor
     S: Tensor
     z: Tensor
     m: Tensor
 
 
 def flat_groups(feature_map: GroupedFeatureMap, S: Tensor, z: Tensor, m: Tensor) -> Flat:
-    """The state and the map's anchors, group by group."""
-    num_local, width = feature_map.num_local, feature_map.head_dim
-    anchors = feature_map.anchors().to(S.dtype).expand(*m.shape, -1)
+    """The state and the map's places, group by group."""
+    num_local, places = feature_map.num_local, feature_map.places().to(S.dtype).expand(*m.shape, -1)
     return Flat(
-        anchors.reshape(-1, 1, width),
+        places.reshape(m.numel(), 1, places.shape[-1]),
         S.reshape(m.numel(), num_local, S.shape[-1]),
         z.reshape(m.numel(), 1, num_local),
         m.flatten(),
@@ -154,7 +153,7 @@ def backward(
     with torch.enable_grad():
         flat = flat_groups(feature_map, S.detach(), z.detach(), m)
     grad_rows, grad_S, grad_z = spare_row(query), torch.zeros_like(flat.S), torch.zeros_like(flat.z)
-    grad_anchors = torch.zeros_like(flat.anchors)
+    grad_places = torch.zeros_like(flat.places)
     given = [grads[0].reshape(-1, S.shape[-1]), grads[1].flatten(), grads[2].flatten()]
     for part in cut.chunks(flat.S[0].numel() + part_width(cut, feature_map)):
         leaves = [rows[part.query].to(S.dtype), *(y[part.group].detach() for y in flat[:3])]
@@ -167,14 +166,14 @@ def backward(
         wanted[1:] = [x.masked_fill(part.free, 0) for x in wanted[1:]]
         found = pulled((out, den, own), leaves, wanted)
         grad_rows[part.target] = found[0].flatten(0, 1).to(grad_rows.dtype)
-        for total, grad in zip((grad_anchors, grad_S, grad_z), found[1:], strict=True):
+        for total, grad in zip((grad_places, grad_S, grad_z), found[1:], strict=True):
             total.index_add_(0, part.group, grad)
-    totals = pulled_anchors(flat.anchors, grad_anchors, tensors)
+    totals = pulled_places(flat.places, grad_places, tensors)
     return [grad_rows[:-1].view(query.shape), grad_S.view(S.shape), grad_z.view(z.shape)], totals
 
 
-def pulled_anchors(anchors: Tensor, grad: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """From the anchors' gradient to those of the map's tensors, in at least float32."""
+def pulled_places(places: Tensor, grad: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """From the places' gradient to those of the map's tensors, in at least float32."""
     if not tensors:
         return []
-    return [x.to(accumulation_dtype(x.dtype)) for x in pulled([anchors], tensors, [grad])]
+    return [x.to(accumulation_dtype(x.dtype)) for x in pulled([places], tensors, [grad])]

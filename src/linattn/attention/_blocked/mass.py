@@ -63,7 +63,7 @@ def _grouped_queries(feature_map: GroupedFeatureMap, query: Tensor, state: Momen
     for part in cut.chunks(flat.S[0].numel() + part_width(cut, feature_map)):
         x = rows[part.query].to(total.dtype)
         z = flat.z[part.group]
-        phi_q, _ = feature_map.local_query(x - flat.anchors[part.group], z)
+        phi_q, _ = feature_map.local_query(x, flat.places[part.group], z)
         den = (phi_q * z).sum(-1)
         den = den.masked_fill((den == 0) | part.free, torch.inf)
         total.index_add_(0, part.group, (phi_q / den.unsqueeze(-1)).sum(1))
