@@ -28,22 +28,29 @@ class Tiles(NamedTuple):
         query: (t, T), which of the B·H·N queries; a tile's free places repeat one of its own.
         group: (t,), which of the B·H·C groups.
         free: (t, T) bool, places that only repeat.
+        spare: B·H·N.
     """
 
     query: Tensor
     group: Tensor
     free: Tensor
+    spare: int
 
     def chunks(self, widest: int) -> Iterator[Tiles]:
         """Consecutive tiles, so many that a tensor of `widest` numbers per tile stays small."""
         size = max(_CHUNK // max(widest, 1), 1)
-        for parts in zip(*(x.split(size) for x in self), strict=True):
-            yield Tiles(*parts)
+        for start in range(0, len(self.group), size):
+            part = slice(start, start + size)
+            yield Tiles(self.query[part], self.group[part], self.free[part], self.spare)
 
     @property
     def target(self) -> Tensor:
         """(t·T,): where a tile's rows go in a tensor with one row to spare, which takes the free places'."""
-        return torch.where(self.free, -1, self.query).flatten()
+        return torch.where(self.free, self.spare, self.query).flatten()
+
+    def pick(self, rows: Tensor) -> Tensor:
+        """The tiles' rows (t, T, ·) of rows (B·H·N, ·)."""
+        return rows.index_select(0, self.query.flatten()).view(*self.query.shape, -1)
 
 
 def tiles(group: Tensor, num_groups: int) -> Tiles:
@@ -63,7 +70,7 @@ def tiles(group: Tensor, num_groups: int) -> Tiles:
     ends = counts.cumsum(0)
     place = ((ends - counts)[which] + ordinal * size).unsqueeze(-1) + torch.arange(size, device=device)
     last = ends[which].unsqueeze(-1) - 1
-    return Tiles(order[torch.minimum(place, last)], which, place > last)
+    return Tiles(order[torch.minimum(place, last)], which, place > last, len(order))
 
 
 def read_tiles(
@@ -120,15 +127,16 @@ def forward(
     count = shape.numel()
     cut, flat = tiles(groups_of(feature_map, rows, S.dtype), feature_map.num_groups), flat_groups(feature_map, S, z, m)
     rows = rows.reshape(-1, rows.shape[-1])
-    out, sums = query.new_empty(count + 1, S.shape[-1]), S.new_empty(2, count + 1)
+    out, sums = query.new_empty(count + 1, S.shape[-1]), S.new_empty(count + 1, 2)
     for part in cut.chunks(flat.S[0].numel() + part_width(cut, feature_map)):
-        x = rows[part.query].to(S.dtype)
-        num, den, own = read_tiles(feature_map, x, *(y[part.group] for y in flat[:3]))
+        x = part.pick(rows).to(S.dtype)
+        num, den, own = read_tiles(feature_map, x, *(y.index_select(0, part.group) for y in flat[:3]))
         num.div_(den.masked_fill(den == 0, torch.inf).unsqueeze(-1))
         target = part.target
-        out[target] = num.flatten(0, 1).to(out.dtype)
-        sums[:, target] = torch.stack((den, own.add_(flat.m[part.group].unsqueeze(-1)))).flatten(1)
-    den, reference = sums[:, :count].unflatten(1, shape)
+        out.index_copy_(0, target, num.flatten(0, 1).to(out.dtype))
+        own = own + flat.m[part.group].unsqueeze(-1)
+        sums.index_copy_(0, target, torch.stack((den.flatten(), own.flatten()), -1))
+    den, reference = (x.contiguous().view(shape) for x in sums[:count].unbind(-1))
     return out[:count].view(*shape, S.shape[-1]), den, reference
 
 
@@ -156,7 +164,7 @@ def backward(
     grad_places = torch.zeros_like(flat.places)
     given = [grads[0].reshape(-1, S.shape[-1]), grads[1].flatten(), grads[2].flatten()]
     for part in cut.chunks(flat.S[0].numel() + part_width(cut, feature_map)):
-        leaves = [rows[part.query].to(S.dtype), *(y[part.group].detach() for y in flat[:3])]
+        leaves = [part.pick(rows).to(S.dtype), *(y.index_select(0, part.group).detach() for y in flat[:3])]
         with torch.enable_grad():
             leaves = [leaf.requires_grad_() for leaf in leaves]
             num, den, own = read_tiles(feature_map, *leaves)
@@ -165,7 +173,7 @@ def backward(
         wanted[0] = wanted[0].masked_fill(part.free.unsqueeze(-1), 0)
         wanted[1:] = [x.masked_fill(part.free, 0) for x in wanted[1:]]
         found = pulled((out, den, own), leaves, wanted)
-        grad_rows[part.target] = found[0].flatten(0, 1).to(grad_rows.dtype)
+        grad_rows.index_copy_(0, part.target, found[0].flatten(0, 1).to(grad_rows.dtype))
         for total, grad in zip((grad_places, grad_S, grad_z), found[1:], strict=True):
             total.index_add_(0, part.group, grad)
     totals = pulled_places(flat.places, grad_places, tensors)

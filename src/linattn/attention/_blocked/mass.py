@@ -61,9 +61,8 @@ def _grouped_queries(feature_map: GroupedFeatureMap, query: Tensor, state: Momen
     cut = tiles(groups_of(feature_map, rows, state.z.dtype), feature_map.num_groups)
     rows, total = rows.reshape(-1, rows.shape[-1]), torch.zeros_like(flat.z).squeeze(1)
     for part in cut.chunks(flat.S[0].numel() + part_width(cut, feature_map)):
-        x = rows[part.query].to(total.dtype)
-        z = flat.z[part.group]
-        phi_q, _ = feature_map.local_query(x, flat.places[part.group], z)
+        x, z = part.pick(rows).to(total.dtype), flat.z.index_select(0, part.group)
+        phi_q, _ = feature_map.local_query(x, flat.places.index_select(0, part.group), z)
         den = (phi_q * z).sum(-1)
         den = den.masked_fill((den == 0) | part.free, torch.inf)
         total.index_add_(0, part.group, (phi_q / den.unsqueeze(-1)).sum(1))
