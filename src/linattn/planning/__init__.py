@@ -1,0 +1,1 @@
+"""Which method for which head: written forms, costs, measures of error, and the plan that chooses."""
