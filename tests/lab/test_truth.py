@@ -53,7 +53,9 @@ def test_the_error_of_the_weights_falls_with_the_rank():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("label", ["FavorPlus", "FavorPlus + window 2 + heavy 2", "Expansion(num_centres=2) + window 2"])
+@pytest.mark.parametrize(
+    "label", ["FavorPlus", "FavorPlus + window 2 + heavy 2", "Expansion(num_centres=2) + window 2"]
+)
 def test_rows_are_those_that_make_the_output(label, is_causal):
     recorded = call(is_causal=is_causal)
     truth = LayerTruth(recorded, first=0, num_rows=LENGTH)

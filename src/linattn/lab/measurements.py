@@ -26,6 +26,10 @@ DEFAULT_METHODS = (
     "Expansion(num_centres=64)",
     "Expansion(num_centres=16, order=0)",
     "Expansion(num_centres=16, order=2)",
+    "Centred(Balanced(FavorPlus)) + window 16 + heavy 32",
+    "Expansion(num_centres=16) + window 32",
+    "Expansion(num_centres=16) + window 16 + heavy 32",
+    "Expansion(num_centres=16, order=2) + window 16 + heavy 32",
 )
 
 # Seeds of two draws differ by more than any model has layers.

@@ -80,7 +80,16 @@ class Method:
             )
         return feature_map
 
-    def attend(self, feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    def attend(
+        self,
+        feature_map: FeatureMap,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        is_causal: bool,
+    ) -> Tensor:
         """`linattn.linear_attention` with this method's exact part, grouped queries allowed.
 
         Cost: that of the op.
@@ -90,6 +99,7 @@ class Method:
             query: (B, H, L, D).
             key: (B, Hkv, L, D).
             value: (B, Hkv, L, Dv).
+            key_mask: (B, L) bool, True = attend, or None.
             is_causal: whether later keys are hidden.
 
         Returns:
@@ -108,7 +118,17 @@ class Method:
 
         Source: `linattn.linear_attention`.
         """
-        return linear_attention(query, key, value, feature_map, is_causal=is_causal, enable_gqa=True)
+        return linear_attention(
+            query,
+            key,
+            value,
+            feature_map,
+            key_mask=key_mask,
+            is_causal=is_causal,
+            enable_gqa=True,
+            window=self.window,
+            num_heavy=self.num_heavy,
+        )
 
 
 def parse_method(text: str) -> Method:
