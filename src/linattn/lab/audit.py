@@ -10,7 +10,8 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept
 from linattn.lab.measurements import Configuration, Measurements
-from linattn.lab.records import EXACT, UNIFORM, Header, HeadRow, ModelRow, RankRow, Row
+from linattn.lab.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row
 from linattn.lab.text import Text
 from linattn.lab.truth import LayerTruth, Measurement
 from linattn.lab.versions import versions
+from linattn.planning import Plan
 from linattn.planning.costs import flops_per_token, state_numbers
 from linattn.planning.measures import uniform_average
 from linattn.planning.methods import Method, fit
@@ -31,6 +33,21 @@ _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
 _RANKS = tuple(2**power for power in range(9))
 _MOST_RANKED = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """Plans to be measured too.
+
+    Attributes:
+        plans: one per layer.
+        target: the error each head was to meet.
+        calibration: source of the text they were made on.
+    """
+
+    plans: tuple[Plan, ...]
+    target: float
+    calibration: str
 
 
 class Audit:
@@ -44,7 +61,15 @@ class Audit:
     header: Header
     measurements: Measurements
 
-    def __init__(self, loaded: LoadedModel, text: Text, measurements: Measurements, *, num_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        text: Text,
+        measurements: Measurements,
+        *,
+        num_tokens: int = 512,
+        planned: Planned | None = None,
+    ) -> None:
         """Record the model's attention and compute what is exact about it.
 
         Cost: two forward passes, and exact attention in float64 once per layer; memory for all layers' q, k, v and
@@ -55,13 +80,14 @@ class Audit:
             text: the text; a shorter one than asked for is used whole, and the header says how many tokens it gave.
             measurements: what to measure; every map is built once here, so that a bad option fails at once.
             num_tokens: tokens to read, special tokens included.
+            planned: plans made on another text, to be measured on this one; None for none.
 
         Raises:
             ValueError: if the text gives fewer than 8 tokens, a map refuses its arguments, or the model cannot be
                 intercepted.
         """
         self.measurements = measurements
-        self._model = loaded.model
+        self._model, self._planned = loaded.model, planned
         self._inputs = loaded.encode(text.content, num_tokens)
         length = self._inputs["input_ids"].shape[1]
         if length < _FEWEST_TOKENS:
@@ -89,6 +115,8 @@ class Audit:
             features=list(measurements.features),
             draws=measurements.draws,
             seed=measurements.seed,
+            target=None if planned is None else planned.target,
+            calibration=None if planned is None else planned.calibration,
         )
 
     def rows(self) -> Iterator[Row]:
@@ -100,7 +128,7 @@ class Audit:
         and one forward pass.
 
         Returns:
-            An iterator that measures as it goes; a configuration's `ModelRow` is its last row.
+            An iterator that measures as it goes; a configuration's `ModelRow` is its last row. A plan's rows end it.
 
         Example:
             See `tests/lab/test_audit.py`.
@@ -120,6 +148,29 @@ class Audit:
                 )
             answer = _linear(configuration.method, maps)
             yield self._end_to_end(configuration.method.label, maps[0].num_features, configuration.draw, answer)
+        if self._planned is not None:
+            yield from self._measure_plans(self._planned.plans)
+
+    def _measure_plans(self, plans: Sequence[Plan]) -> Iterator[Row]:
+        """One row per head, then the whole model."""
+        for number, (layer, plan) in enumerate(zip(self._layers, plans, strict=True)):
+            call = layer.call
+            errors = layer.error(plan.attend(call.query, call.key, call.value)).tolist()
+            for head, (chosen, error) in enumerate(zip(plan.heads, errors, strict=True)):
+                yield PlanRow(
+                    layer=number,
+                    head=head,
+                    method=chosen.method,
+                    expected_error=chosen.expected_error,
+                    next_order_error=chosen.next_order_error,
+                    error=error,
+                    uniform_error=float(layer.uniform_error[head]),
+                    state_numbers=chosen.state_numbers,
+                    flops_per_token=chosen.flops_per_token,
+                )
+        yield self._end_to_end(
+            PLANNED, None, 0, lambda call: plans[call.layer].attend(call.query, call.key, call.value)
+        )
 
     def _record(self) -> tuple[Tensor, tuple[AttentionCall, ...]]:
         """The model's output and its attention calls, which must be plain self-attention on one unpadded text."""

@@ -29,7 +29,7 @@ DEFAULT_METHODS = (
     "Centred(Balanced(FavorPlus)) + window 16 + heavy 32",
     "Expansion(num_centres=16) + window 32",
     "Expansion(num_centres=16) + window 16 + heavy 32",
-    "Expansion(num_centres=16, order=2) + window 16 + heavy 32",
+    "Expansion(num_centres=64) + window 32 + heavy 64",
 )
 
 # Seeds of two draws differ by more than any model has layers.

@@ -10,6 +10,7 @@ from linattn.lab.jsonl import Form
 
 EXACT = "exact"
 UNIFORM = "uniform"
+PLANNED = "planned"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Header:
         features: feature counts asked for.
         draws: draws per random map.
         seed: seed of the audit.
+        target: the error a plan was made for; null without a plan.
+        calibration: source of the text the plan was made on; null without a plan.
     """
 
     versions: dict[str, str]
@@ -53,6 +56,8 @@ class Header:
     features: list[int]
     draws: int
     seed: int
+    target: float | None = None
+    calibration: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,8 @@ class ModelRow:
     """The whole model with every layer's attention replaced.
 
     Attributes:
-        map: the method's written form, or "exact" or "uniform" for the baselines.
-        features: the map's width; null for the baselines.
+        map: the method's written form, "exact" or "uniform" for the baselines, "planned" for a method per head.
+        features: the map's width; null where there is no single one.
         draw: from 0.
         embedding_cosine: cosine of the mean of the last hidden states to the exact model's.
         token_cosine: mean over tokens of the cosine of a last hidden state to the exact model's.
@@ -140,9 +145,37 @@ class RankRow:
     error: float
 
 
-Row = HeadRow | ModelRow | RankRow
+@dataclass(frozen=True)
+class PlanRow:
+    """The method a plan chose for one head, measured on a text the plan was not made on.
 
-AUDIT: Form[Header, Row] = Form("an audit", Header, {"head": HeadRow, "model": ModelRow, "rank": RankRow})
+    Attributes:
+        layer: from 0.
+        head: from 0.
+        method: its written form, or "exact".
+        expected_error: as the plan has it.
+        next_order_error: as the plan has it; null where there is no next order.
+        error: measured, relative Frobenius error of the head's output.
+        uniform_error: the same for averaging the values.
+        state_numbers: numbers kept for the head.
+        flops_per_token: its operations per token.
+    """
+
+    layer: int
+    head: int
+    method: str
+    expected_error: float
+    next_order_error: float | None
+    error: float
+    uniform_error: float
+    state_numbers: int
+    flops_per_token: int
+
+
+Row = HeadRow | ModelRow | RankRow | PlanRow
+
+_KINDS: dict[str, type[Row]] = {"head": HeadRow, "model": ModelRow, "rank": RankRow, "plan": PlanRow}
+AUDIT: Form[Header, Row] = Form("an audit", Header, _KINDS)
 
 
 def write_records(path: Path, header: Header, rows: Iterable[Row]) -> None:

@@ -136,7 +136,7 @@ class LayerTruth:
         query, key = _as_seen(feature_map, call.query, call.key)
         moments = pair_moments(query, key, scale=call.scale, first_query=self.first, is_causal=call.is_causal)
         return Measurement(
-            error=measures.relative_error(out[:, :, self.first :], self._exact),
+            error=self.error(out),
             total_variation=measures.total_variation(log_exact, weights),
             kl=measures.kl_divergence(log_exact, weights),
             query_norm=moments.query_norm,
@@ -144,6 +144,10 @@ class LayerTruth:
             sum_square=moments.sum_square,
             predicted_ratio=self._predict(feature_map, moments.sum_square, moments.difference_square),
         )
+
+    def error(self, out: Tensor) -> Tensor:
+        """Relative errors (H,) of an output (1, H, L, Dv) of this layer's call, over the measured queries."""
+        return measures.relative_error(out[:, :, self.first :], self._exact)
 
     def rank_errors(self, ranks: Sequence[int]) -> Tensor:
         """Errors of the output when the exact attention matrix A is replaced by its best approximation of each rank.
@@ -193,12 +197,10 @@ class LayerTruth:
         # Row i of the matrix is what query i makes of one-hot values.
         columns = torch.eye(length, dtype=torch.float64, device=key.device).split(_COLUMNS, dim=1)
         parts = [
-            method.attend(feature_map, query, key, part.expand(*key.shape[:2], -1, -1), is_causal=call.is_causal)[
-                :, :, self.query_index
-            ]
+            method.attend(feature_map, query, key, part.expand(*key.shape[:2], -1, -1), is_causal=call.is_causal)
             for part in columns
         ]
-        return torch.cat(parts, -1)
+        return torch.cat([part[:, :, self.query_index] for part in parts], -1)
 
     def _log_exact(self) -> Tensor:
         """Logarithms of the exact rows; recomputed each time, since for large models they would not fit together."""

@@ -1,28 +1,11 @@
-"""Tables as text, the same in the terminal and on the page; those of an audit."""
+"""The tables of an audit, the same in the terminal and on the page."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
+from linattn.lab.report._text import Table, number
 from linattn.lab.report.summary import Figure, Summary
 
 _BASELINES = ("exact", "uniform averaging")
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of texts.
-
-    Attributes:
-        columns: headings; the first column is left-aligned, the others are numbers.
-        rows: one text per column.
-        baselines: how many of the first rows are baselines, set apart from the others.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    baselines: int = 0
 
 
 def overview(summary: Summary, *, spreads: bool = True) -> Table:
@@ -147,15 +130,6 @@ def heads(summary: Summary) -> Table:
         (*baselines, *lines),
         len(baselines),
     )
-
-
-def number(value: float, digits: int = 2) -> str:
-    """A number for reading: fixed digits while it is small, two significant ones when it is huge."""
-    if math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞" if value > 0 else "-∞"
-    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.1e}"
 
 
 def with_spread(figure: Figure, digits: int = 2) -> str:

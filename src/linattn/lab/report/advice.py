@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from linattn.lab.report._frontier import RANDOM, family
-from linattn.lab.report._tables import number
+from linattn.lab.report._text import number
 from linattn.lab.report.summary import SMALL_GAIN, Line, Summary
 
 # Mean errors that are asked for: fair, and good.

@@ -38,6 +38,7 @@ def write_page(summary: Summary, path: Path) -> None:
         "advice": advise(summary),
         "end_to_end": _tables.end_to_end(summary),
         "heads": _tables.heads(summary),
+        "planned": summary.planned,
         "limited": bool(summary.limits),
         "chosen": f"{chosen.map} · {chosen.features:,}",
         "cells": _figures.head_cells(summary),

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.lab.records import EXACT, UNIFORM, Header, HeadRow, ModelRow, RankRow, Row, read_records
+from linattn.lab.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row, read_records
+from linattn.lab.report.plan_summary import PlanSummary
+from linattn.planning.costs import exact_flops_per_token
 
 # Less gain over averaging than this is not worth a map.
 SMALL_GAIN = 0.05
@@ -127,6 +129,7 @@ class Summary:
         head_ratios: per map and width, error over uniform error of [layer][head], mean over draws.
         uniform_errors: error of averaging of [layer][head].
         limits: of the attention matrices cut to a rank, narrowest first; none where the text was too long for them.
+        planned: a plan, measured; None where there was none.
     """
 
     header: Header
@@ -135,6 +138,7 @@ class Summary:
     head_ratios: dict[tuple[str, int], list[list[float]]]
     uniform_errors: list[list[float]]
     limits: tuple[Limit, ...]
+    planned: PlanSummary | None = None
 
 
 def summarise(path: Path) -> Summary:
@@ -172,6 +176,7 @@ def summarise(path: Path) -> Summary:
             heads.setdefault((row.map, row.features), []).append(row)
         elif isinstance(row, ModelRow):
             models.setdefault((row.map, row.features), []).append(row)
+    planned = models.pop((PLANNED, None), [])
     baselines = {name: models.pop((name, None), []) for name in (EXACT, UNIFORM)}
     if not heads or set(models) != set(heads) or not all(baselines.values()):
         raise ValueError(f"{path} is no whole audit: rows of some map or baseline are missing; run the audit again")
@@ -187,6 +192,7 @@ def summarise(path: Path) -> Summary:
         },
         uniform_errors=_by_head(header, reference, lambda row: row.uniform_error),
         limits=_limits(rows),
+        planned=_planned(header, rows, planned),
     )
 
 
@@ -244,6 +250,17 @@ def _limits(rows: Iterable[Row]) -> tuple[Limit, ...]:
     return tuple(
         Limit(rank, found[rank][0].state_numbers, _mean(row.error for row in found[rank])) for rank in sorted(found)
     )
+
+
+def _planned(header: Header, rows: Iterable[Row], models: list[ModelRow]) -> PlanSummary | None:
+    """The plan that was measured, if there was one."""
+    if header.target is None or header.calibration is None or not models:
+        return None
+    exact = exact_flops_per_token(
+        header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
+    )
+    heads = tuple(row for row in rows if isinstance(row, PlanRow))
+    return PlanSummary(header.target, header.calibration, heads, models[0], exact)
 
 
 def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], float]) -> list[list[float]]:
