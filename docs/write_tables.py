@@ -35,7 +35,7 @@ def audit_table() -> str:
         f"`linattn audit` on {header.model}, {header.num_tokens} tokens of {header.text}, mean over "
         f"{header.num_layers * header.num_heads} heads:",
         "",
-        "| method | numbers per head | FLOPs per token | relative output error | error / averaging's | cosine of the embedding |",
+        "| method | numbers per head | FLOPs per token | relative output error | error over averaging's | cosine |",
         "|---|---|---|---|---|---|",
     ]
     for base in summary.baselines:

@@ -166,6 +166,11 @@ def test_words_of_targets(summary):
     )
     assert "The fewest operations has FavorPlus (16 features): error 0.20 with 20 numbers" in fair.text
     assert good.text.startswith("No method measured reaches it")
+    # 48 tokens of width 4 and 4: exact attention takes 2·48·8 operations.
+    assert "exact attention itself" not in fair.text
+    slow = replace(fast, flops_per_token=768)
+    fair, _ = advise(replace(summary, lines=(worse, slow, small))).targets
+    assert fair.text.endswith("At 48 tokens exact attention itself takes fewer, 768: this pays on longer texts.")
     broken = tuple(replace(line, error=replace(line.error, mean=math.nan)) for line in summary.lines)
     assert advise(replace(summary, lines=broken)).targets[0].text == "No method measured reaches it."
 

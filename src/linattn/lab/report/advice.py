@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from linattn.lab.report._frontier import RANDOM, family
 from linattn.lab.report._text import number
 from linattn.lab.report.summary import SMALL_GAIN, Line, Summary
+from linattn.planning.costs import exact_flops_per_token
 
 # Mean errors that are asked for: fair, and good.
 TARGETS = (0.3, 0.1)
@@ -104,7 +105,18 @@ def _at_target(summary: Summary, target: float) -> Point:
     text = f"The smallest state has {_found(small)}; cosine of the embedding {cosine}."
     if fast is not small:
         text += f" The fewest operations has {_found(fast)}."
-    return Point(heading, text)
+    return Point(heading, f"{text}{_against_exact(summary, fast)}")
+
+
+def _against_exact(summary: Summary, fast: Line) -> str:
+    """A warning where exact attention takes fewer operations than the fastest method that meets a target."""
+    header = summary.header
+    exact = exact_flops_per_token(
+        header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
+    )
+    if fast.flops_per_token < exact:
+        return ""
+    return f" At {header.num_tokens:,} tokens exact attention itself takes fewer, {exact:,}: this pays on longer texts."
 
 
 def _found(line: Line) -> str:
