@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: demo test check fmt bench readme clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/linattn audit --out report
+	$(BIN)/linattn audit --target 0.1 --out report
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2

@@ -1,4 +1,4 @@
-"""Write the README's tables from report/audit.jsonl (make demo) and benchmarks/results.jsonl (make bench)."""
+"""Write the README's figures from report/audit.jsonl (make demo) and benchmarks/results.jsonl (make bench)."""
 
 from __future__ import annotations
 
@@ -12,39 +12,52 @@ from linattn.lab.report import summarise
 ROOT = Path(__file__).parents[1]
 SHOWN = (
     ("FavorPlus", 256),
-    ("Oprf", 256),
     ("Hyperbolic(lengths='fixed')", 256),
-    ("RandomRelu", 256),
     ("EluPlusOne", None),
-    ("Exponential", None),
-    ("Centred(FavorPlus)", 256),
-    ("Centred(Hyperbolic(lengths='fixed'))", 256),
+    ("Centred(Balanced(Sderf))", 256),
     ("Centred(Taylor(order=2))", None),
+    ("Expansion(num_centres=1)", None),
+    ("Expansion(num_centres=4)", None),
+    ("Expansion(num_centres=16)", None),
+    ("Expansion(num_centres=64)", None),
+    ("Centred(Balanced(FavorPlus)) + window 16 + heavy 32", 256),
+    ("Expansion(num_centres=16) + window 32", None),
+    ("Expansion(num_centres=16) + window 16 + heavy 32", None),
+    ("Expansion(num_centres=64) + window 32 + heavy 64", None),
 )
 
 
 def audit_table() -> str:
-    """Each map's error beside both baselines."""
+    """Each method's error and costs beside both baselines."""
     summary = summarise(ROOT / "report" / "audit.jsonl")
     header = summary.header
     rows = [
         f"`linattn audit` on {header.model}, {header.num_tokens} tokens of {header.text}, mean over "
         f"{header.num_layers * header.num_heads} heads:",
         "",
-        "| map | features | relative output error | error / averaging's | cosine of the embedding |",
-        "|---|---|---|---|---|",
+        "| method | numbers per head | FLOPs per token | relative output error | error over averaging's | cosine |",
+        "|---|---|---|---|---|---|",
     ]
     for base in summary.baselines:
         averaging = summary.baselines[1].error
         name = {"exact": "*exact softmax*", "uniform": "*averaging the values*"}[base.name]
-        rows.append(f"| {name} | | {base.error:.2f} | {base.error / averaging:.2f} | {base.embedding_cosine:.3f} |")
+        rows.append(f"| {name} | | | {base.error:.2f} | {base.error / averaging:.2f} | {base.embedding_cosine:.3f} |")
     for name, features in SHOWN:
         line = next(x for x in summary.lines if x.map == name and features in (None, x.features))
+        width = f", {features} features" if features else ""
         rows.append(
-            f"| `{line.map}` | {line.features} | {line.error.mean:.2f} | {line.ratio:.2f} | "
-            f"{line.embedding_cosine.mean:.3f} |"
+            f"| `{line.map}`{width} | {line.state_numbers:,} | {line.flops_per_token:,} | {line.error.mean:.2f} | "
+            f"{line.ratio:.2f} | {line.embedding_cosine.mean:.3f} |"
         )
     return "\n".join(rows)
+
+
+def plan_words() -> str:
+    """What a plan for each head reaches."""
+    planned = summarise(ROOT / "report" / "audit.jsonl").planned
+    if planned is None:
+        sys.exit("report/audit.jsonl holds no plan; write it with `linattn audit --target 0.1 --out report`")
+    return f"For a target of {planned.target}: {planned.words()}"
 
 
 def benchmark_table() -> str:
@@ -76,7 +89,7 @@ def main() -> None:
     """Replace what stands between the markers."""
     path = ROOT / "README.md"
     text = path.read_text()
-    for name, table in (("audit", audit_table()), ("benchmarks", benchmark_table())):
+    for name, table in (("audit", audit_table()), ("plan", plan_words()), ("benchmarks", benchmark_table())):
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
         if not pattern.search(text):
             sys.exit(f"README.md has no place for the table {name!r}")

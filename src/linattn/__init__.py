@@ -12,5 +12,10 @@ from linattn.attention import linear_partial as linear_partial
 from linattn.attention import softmax_attention as softmax_attention
 from linattn.attention import softmax_partial as softmax_partial
 from linattn.feature_maps import FEATURE_MAPS as FEATURE_MAPS
+from linattn.planning import HeadPlan as HeadPlan
+from linattn.planning import Plan as Plan
+from linattn.planning import plan as plan
+from linattn.planning import read_plans as read_plans
+from linattn.planning import write_plans as write_plans
 
 __version__ = "0.1.0"

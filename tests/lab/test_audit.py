@@ -11,10 +11,11 @@ import torch
 from linattn.feature_maps import features
 from linattn.hf import capture, load
 from linattn.lab.audit import Audit
-from linattn.lab.map_specs import parse_map
-from linattn.lab.plan import Plan
-from linattn.lab.records import HeadRow, ModelRow
+from linattn.lab.measurements import Measurements
+from linattn.lab.records import HeadRow, ModelRow, RankRow
 from linattn.lab.text import Text
+from linattn.planning.costs import flops_per_token, state_numbers
+from linattn.planning.methods import parse_method
 
 LABELS = (
     "FavorPlus",
@@ -26,8 +27,11 @@ LABELS = (
     "Centred(Balanced(FavorPlus))",
     "Centred(Balanced(Sderf))",
     "Centred(Balanced(Nystrom(num_features=8)))",
+    "Expansion(num_centres=4)",
 )
-PLAN = Plan(tuple(map(parse_map, LABELS)), features=(8, 16), draws=2, seed=1)
+WANTED = Measurements(tuple(map(parse_method, LABELS)), features=(8, 16), draws=2, seed=1)
+OWN_WIDTH = {"Centred(Taylor(order=1))": 9, "Expansion(num_centres=4)": 36}
+DRAWN_ONCE = ("EluPlusOne", "Centred(Taylor(order=1))", "Expansion(num_centres=4)")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def audited(folder, prose):
 
     def of(family):
         if family not in made:
-            audit = Audit(load(folder(family)), Text("words", prose), PLAN, num_tokens=48)
+            audit = Audit(load(folder(family)), Text("words", prose), WANTED, num_tokens=48)
             made[family] = audit, list(audit.rows())
         return made[family]
 
@@ -57,12 +61,15 @@ def test_rows_are_complete(audited, folder, family, causal):
     wanted = {
         (label, width, draw)
         for label in LABELS
-        for width in ((8, 16) if parse_map(label).takes_features else (9 if "Taylor" in label else 8,))
-        for draw in range(2 if parse_map(label).is_random else 1)
+        for width in ((8, 16) if parse_method(label).map.takes_features else (OWN_WIDTH.get(label, 8),))
+        for draw in range(2 if parse_method(label).map.is_random else 1)
     }
     models = [row for row in rows if isinstance(row, ModelRow)]
     assert [row.map for row in models[:2]] == ["exact", "uniform"]
     assert {(row.map, row.features, row.draw) for row in models[2:]} == wanted
+    ranks = {(row.layer, row.head, row.rank) for row in rows if isinstance(row, RankRow)}
+    most = 24 if causal else 48
+    assert ranks == {(a, b, 2**c) for a in range(2) for b in range(4) for c in range(6) if 2**c <= most}
     heads = [row for row in rows if isinstance(row, HeadRow)]
     assert {(row.map, row.features, row.draw, row.layer, row.head) for row in heads} == {
         (*configuration, layer, head) for configuration in wanted for layer in range(2) for head in range(4)
@@ -72,7 +79,8 @@ def test_rows_are_complete(audited, folder, family, causal):
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
 def test_figures_are_in_their_ranges(audited, family):
-    _, rows = audited(family)
+    audit, rows = audited(family)
+    audited_header = audit.header
     exact, uniform = rows[:2]
     assert exact.embedding_cosine == pytest.approx(1.0, abs=1e-6)
     assert exact.token_cosine == pytest.approx(1.0, abs=1e-6)
@@ -81,11 +89,17 @@ def test_figures_are_in_their_ranges(audited, family):
         numbers = [getattr(row, field.name) for field in fields(row)]
         assert all(math.isfinite(value) for value in numbers if isinstance(value, float))
         if isinstance(row, HeadRow):
+            method = parse_method(row.map)
+            width = row.features if method.map.takes_features else None
+            built = method.build(8, num_features=width, scale=1.0, seed=0)
+            assert row.state_numbers == state_numbers(method, built, value_dim=8)
+            causal = audited_header.is_causal
+            assert row.flops_per_token == flops_per_token(method, built, value_dim=8, is_causal=causal)
             assert row.uniform_error > 0
             assert 0 <= row.uniform_total_variation <= 1
-            signed = row.map == "Trigonometric" or "Taylor" in row.map or "Nystrom" in row.map
+            signed = any(name in row.map for name in ("Trigonometric", "Taylor", "Nystrom", "Expansion"))
             assert signed or (row.kl > 0 and row.total_variation <= 1)
-            assert (row.seed is None) == (row.map in ("EluPlusOne", "Centred(Taylor(order=1))"))
+            assert (row.seed is None) == (row.map in DRAWN_ONCE)
             unknown = row.seed is None or "Sderf" in row.map or "Nystrom" in row.map
             assert (row.predicted_ratio is None) == unknown
 
@@ -97,7 +111,7 @@ def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
     loaded = audit._model
     calls = capture(loaded, audit._inputs).calls
     first = audit.header.first_measured
-    spec = parse_map(label)
+    spec = parse_method(label).map
     draw = 1 if spec.is_random else 0
     for row in rows:
         if not isinstance(row, HeadRow) or (row.map, row.draw) != (label, draw) or row.features == 16:
@@ -141,8 +155,8 @@ def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
 def test_a_causal_model_tells_its_maps_nothing_of_the_measured_tokens(folder, prose):
     words = prose.split()
     texts = [" ".join(words), " ".join(words[:24] + words[:23:-1])]
-    audits = [Audit(load(folder("llama")), Text("words", text), PLAN, num_tokens=48) for text in texts]
-    for configuration in PLAN.configurations():
+    audits = [Audit(load(folder("llama")), Text("words", text), WANTED, num_tokens=48) for text in texts]
+    for configuration in WANTED.configurations():
         for layer in range(2):
             one, other = (audit._build(configuration, layer) for audit in audits)
             assert repr(one) == repr(other)
@@ -150,16 +164,16 @@ def test_a_causal_model_tells_its_maps_nothing_of_the_measured_tokens(folder, pr
 
 def test_the_same_seed_gives_the_same_audit(audited, folder, prose):
     audit, rows = audited("bert")
-    again = Audit(load(folder("bert")), Text("words", prose), PLAN, num_tokens=48)
+    again = Audit(load(folder("bert")), Text("words", prose), WANTED, num_tokens=48)
     assert again.header == audit.header
     assert list(again.rows()) == rows
 
 
 def test_a_model_that_breaks_down_is_recorded_and_not_fatal(folder, prose, monkeypatch):
-    plan = Plan((parse_map("Centred(Taylor(order=1))"),))
-    audit = Audit(load(folder("bert")), Text("words", prose), plan, num_tokens=48)
+    wanted = Measurements((parse_method("Centred(Taylor(order=1))"),))
+    audit = Audit(load(folder("bert")), Text("words", prose), wanted, num_tokens=48)
     monkeypatch.setattr(
-        "linattn.lab.audit.linear_attention", lambda q, k, v, feature_map, **_: torch.full_like(q, math.inf)
+        "linattn.planning.methods.linear_attention", lambda q, k, v, feature_map, **_: torch.full_like(q, math.inf)
     )
     row = list(audit.rows())[-1]
     assert math.isnan(row.embedding_cosine)
@@ -167,16 +181,16 @@ def test_a_model_that_breaks_down_is_recorded_and_not_fatal(folder, prose, monke
 
 
 def test_a_short_text_is_read_whole(folder):
-    audit = Audit(load(folder("bert")), Text("words", "w1 w2 w3 w4 w5 w6 w7 w8"), PLAN, num_tokens=48)
+    audit = Audit(load(folder("bert")), Text("words", "w1 w2 w3 w4 w5 w6 w7 w8"), WANTED, num_tokens=48)
     assert audit.header.num_tokens == 8
 
 
 def test_refusals(folder, prose):
     loaded = load(folder("bert"))
     with pytest.raises(ValueError, match="gives 2 tokens; an audit needs at least 8"):
-        Audit(loaded, Text("words", "w1 w2"), PLAN)
-    odd = Plan((parse_map("Hyperbolic"),), features=(7,))
+        Audit(loaded, Text("words", "w1 w2"), WANTED)
+    odd = Measurements((parse_method("Hyperbolic"),), features=(7,))
     with pytest.raises(ValueError, match="multiple of 2"):
         Audit(loaded, Text("words", prose), odd, num_tokens=48)
     with pytest.raises(ValueError, match="600 tokens were asked for"):
-        Audit(loaded, Text("words", prose), PLAN, num_tokens=600)
+        Audit(loaded, Text("words", prose), WANTED, num_tokens=600)

@@ -53,9 +53,11 @@ def test_audit(run, tmp_path, family):
     header, rows = read_records(tmp_path / "out" / "audit.jsonl")
     assert (header.features, header.draws, header.seed, header.num_tokens) == ([8, 16], 2, 3, 32)
     assert header.maps == ["FavorPlus", "Centred(Taylor(order=1))"]
-    assert len(rows) == 2 + (2 * 2 + 1) * (2 * 4 + 1)
+    heads = 2 * 4
+    ranks = 6 if family == "bert" else 5
+    assert len(rows) == 2 + ranks * heads + (2 * 2 + 1) * (heads + 1)
     assert "uniform averaging" in result.output
-    assert "Up to 8 features per head" in result.output
+    assert "Up to 80 numbers per head, what 8 random features keep" in result.output
     assert str(tmp_path / "out" / "index.html") in result.output.replace("\n", "")
 
 

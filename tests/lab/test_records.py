@@ -8,18 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.files import replacing
-from linattn.lab.records import Header, HeadRow, ModelRow, read_records, write_records
+from linattn.lab.records import Header, HeadRow, ModelRow, RankRow, read_records, write_records
 from linattn.lab.text import read_text
+from linattn.planning.files import replacing
 
-HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)
-HEAD = HeadRow(0, 0, "Relu", 2, 0, None, 0.1, 0.7, 0.2, 0.6, None, 0.3, 1.0, 1.5, 4.0, 0.9, None)
+HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)
+HEAD = HeadRow(0, 0, "Relu", 2, 0, None, 0.1, 0.7, 0.2, 0.6, None, 0.3, 1.0, 1.5, 4.0, 0.9, None, 6, 20)
 MODEL = ModelRow("Relu", 2, 0, 0.25, 0.125)
 
 
 def test_round_trip(tmp_path):
     path = tmp_path / "new" / "audit.jsonl"
     rows = [MODEL, HEAD, replace(HEAD, error=math.inf, total_variation=0.1 + 0.2), replace(HEAD, kl=1e-300)]
+    rows.append(RankRow(0, 0, 4, 12, 0.5))
     write_records(path, HEADER, rows)
     assert read_records(path) == (HEADER, rows)
     assert [name.name for name in path.parent.iterdir()] == ["audit.jsonl"]

@@ -9,14 +9,31 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.records import Header, HeadRow, ModelRow, write_records
+from linattn.lab.records import Header, HeadRow, ModelRow, RankRow, write_records
 from linattn.lab.report import advise, overview, summarise, write_page
-from linattn.lab.report._figures import beyond
+from linattn.lab.report._frontier import family, least
 from linattn.lab.report._tables import end_to_end, heads
 from pages import Page
 
+LABELS = ["FavorPlus", "Taylor"]
 HEADER = Header(
-    {"torch": "2.13"}, "tiny", "TinyModel", False, 2, 2, 4, "words", "ab" * 32, 48, 0, 48, ["A", "B"], [8, 16], 2, 0
+    {"torch": "2.13"},
+    "tiny",
+    "TinyModel",
+    False,
+    2,
+    2,
+    4,
+    4,
+    "words",
+    "ab" * 32,
+    48,
+    0,
+    48,
+    ["FavorPlus", "Taylor"],
+    [8, 16],
+    2,
+    0,
 )
 
 
@@ -39,6 +56,8 @@ def head(layer, number, label, features, draw, error, uniform=0.8, kl=0.5, predi
         4.0,
         1.0,
         predicted,
+        5 * features,
+        36 * features,
     )
 
 
@@ -60,9 +79,11 @@ def summary(tmp_path):
     """Two maps: A with two draws at two widths, good at 16; B signed, of its own width 40, with one huge error."""
     rows = [
         *BASELINES,
-        *rows_of("A", 8, [0.7, 0.9], [0.5, 0.7]),
-        *rows_of("A", 16, [0.4, 0.44], [0.8, 0.9]),
-        *rows_of("B", 40, [20.0], [0.1], kl=None, predicted=None),
+        *rows_of("FavorPlus", 8, [0.7, 0.9], [0.5, 0.7]),
+        *rows_of("FavorPlus", 16, [0.4, 0.44], [0.8, 0.9]),
+        *rows_of("Taylor", 40, [20.0], [0.1], kl=None, predicted=None),
+        *(RankRow(0, number, 2, 10, 0.1 + 0.2 * number) for number in range(2)),
+        RankRow(0, 0, 1, 5, 0.5),
     ]
     path = tmp_path / "audit.jsonl"
     write_records(path, HEADER, rows)
@@ -71,7 +92,8 @@ def summary(tmp_path):
 
 def test_means_spreads_and_shares(summary):
     narrow, wide, fixed = summary.lines
-    assert (narrow.map, narrow.features, narrow.draws) == ("A", 8, 2)
+    assert (narrow.map, narrow.features, narrow.draws) == ("FavorPlus", 8, 2)
+    assert (narrow.state_numbers, narrow.flops_per_token) == (40, 288)
     assert narrow.error.mean == pytest.approx(1.25 * 0.8)  # heads 1, 1, 1, 2
     assert narrow.error.spread == pytest.approx(1.25 * 0.2 / 2**0.5)
     assert narrow.median_error == pytest.approx(0.8)
@@ -85,7 +107,7 @@ def test_means_spreads_and_shares(summary):
     exact, uniform = summary.baselines
     assert (exact.error, exact.total_variation, exact.kl) == (0.0, 0.0, 0.0)
     assert (uniform.error, uniform.total_variation, uniform.kl) == pytest.approx((0.8, 0.4, 0.9))
-    assert summary.head_ratios["A", 8] == [[pytest.approx(1.0)] * 2, [pytest.approx(1.0), pytest.approx(2.0)]]
+    assert summary.head_ratios["FavorPlus", 8] == [[pytest.approx(1.0)] * 2, [pytest.approx(1.0), pytest.approx(2.0)]]
 
 
 def test_verdicts(summary):
@@ -96,57 +118,128 @@ def test_verdicts(summary):
     assert replace(line, error=replace(line.error, mean=math.nan)).verdict == "no better"
 
 
+def test_limits_are_means_over_heads_narrowest_first(summary):
+    assert [(limit.rank, limit.state_numbers) for limit in summary.limits] == [(1, 5), (2, 10)]
+    assert [limit.error for limit in summary.limits] == pytest.approx([0.5, 0.2])
+
+
 def test_words(summary):
-    narrow, wide, widest = advise(summary).budgets
-    assert narrow.heading == "Up to 8 features per head"
-    assert narrow.text.startswith("No single map is better than averaging. The least error has A (8 features)")
+    narrow, wide = advise(summary).budgets
+    assert narrow.heading == "Up to 48 numbers per head, what 8 random features keep"
+    assert narrow.text.startswith(
+        "No single method is better than averaging. The least error has FavorPlus (8 features)"
+    )
     assert "Keep exact attention" in narrow.text
-    assert wide.text.startswith("Take A (16 features): relative output error 0.53, averaging the values 0.80;")
+    assert wide.text.startswith("Take FavorPlus (16 features): relative output error 0.53, averaging the values 0.80;")
     assert "embedding 0.850, averaging 0.500" in wide.text
-    assert widest.heading == "Up to 40 features per head"
-    # A on three heads (0.42), averaging on the fourth (0.80).
-    assert "head by head, on this text: error 0.51 (A on 3, averaging on 1 of 4 heads)" in widest.text
-    (doubt,) = advise(summary).doubts
-    assert doubt.heading == "No better than averaging the values"
-    assert doubt.text.startswith("A at 8 (38%); B at 40 (0%) features")
+    found = {point.heading: point.text for point in advise(summary).doubts}
+    lost = found["No better than averaging the values"]
+    assert lost.startswith("FavorPlus at 8 (38%); Taylor at 40 (0%) features")
+    alone = found["Random features alone"]
+    assert alone.startswith("1 of the 2 random maps and widths measured are no better than averaging")
+    assert alone.endswith("FavorPlus at 16 features, has 0.66 of averaging's error.")
+    bad = found["Heads that stay above 0.3"]
+    assert bad.startswith(
+        "With FavorPlus, the best method measured, 4 of 4 heads: layer 1 head 1 (0.84); layer 0 head 0"
+    )
 
 
-def test_words_when_another_map_serves_the_whole_model(summary):
+def test_words_where_nothing_is_to_be_said(summary):
+    good = replace(summary.lines[1], error=replace(summary.lines[1].error, mean=0.05, spread=None))
+    ratios = {(good.map, good.features): [[0.1, 0.1], [0.1, 0.1]]}
+    advice = advise(replace(summary, lines=(good,), head_ratios=ratios))
+    assert advice.doubts == ()
+
+
+def test_words_of_targets(summary):
+    fair, good = advise(summary).targets
+    assert (fair.heading, good.heading) == ("For a mean error of 0.3", "For a mean error of 0.1")
+    assert fair.text.startswith(
+        "No method measured reaches it; the least error has FavorPlus (16 features): error 0.53"
+    )
+    small, fast, worse = (replace(line, error=replace(line.error, mean=0.2)) for line in summary.lines)
+    small = replace(small, state_numbers=10, flops_per_token=900)
+    fast = replace(fast, state_numbers=20, flops_per_token=100)
+    fair, good = advise(replace(summary, lines=(worse, fast, small))).targets
+    assert fair.text.startswith(
+        "The smallest state has FavorPlus (8 features): error 0.20 with 10 numbers kept per head"
+    )
+    assert "The fewest operations has FavorPlus (16 features): error 0.20 with 20 numbers" in fair.text
+    assert good.text.startswith("No method measured reaches it")
+    # 48 tokens of width 4 and 4: exact attention takes 2·48·8 operations.
+    assert "exact attention itself" not in fair.text
+    slow = replace(fast, flops_per_token=768)
+    fair, _ = advise(replace(summary, lines=(worse, slow, small))).targets
+    assert fair.text.endswith("At 48 tokens exact attention itself takes fewer, 768: this pays on longer texts.")
+    broken = tuple(replace(line, error=replace(line.error, mean=math.nan)) for line in summary.lines)
+    assert advise(replace(summary, lines=broken)).targets[0].text == "No method measured reaches it."
+
+
+def test_words_when_a_choice_by_head_or_another_method_is_better(summary):
     fixed = summary.lines[2]
-    other = replace(fixed, embedding_cosine=replace(fixed.embedding_cosine, mean=0.95))
-    lines = (*summary.lines[:2], other)
-    text = advise(replace(summary, lines=lines)).budgets[2].text
-    assert "The whole model keeps a higher cosine, 0.950, with B (40 features; error 25.00)." in text
-    broken = replace(fixed, embedding_cosine=replace(fixed.embedding_cosine, mean=math.nan))
-    text = advise(replace(summary, lines=(broken, *summary.lines[:2]))).budgets[2].text
+    small = replace(fixed, state_numbers=90, embedding_cosine=replace(fixed.embedding_cosine, mean=0.95))
+    lines = (*summary.lines[:2], small)
+    text = advise(replace(summary, lines=lines)).budgets[1].text
+    assert "The whole model keeps a higher cosine, 0.950, with Taylor (40 features; error 25.00)." in text
+    # FavorPlus on three heads (0.42), averaging on the fourth (0.80).
+    assert "head by head, on this text: error 0.51 (FavorPlus on 3, averaging on 1 of 4 heads)" in text
+    broken = replace(small, embedding_cosine=replace(fixed.embedding_cosine, mean=math.nan))
+    text = advise(replace(summary, lines=(broken, *summary.lines[:2]))).budgets[1].text
     assert "higher cosine" not in text
 
 
-def test_words_where_no_map_is_narrow_enough(summary):
+def test_words_where_no_method_is_small_enough(summary):
     header = replace(summary.header, features=[4, 16])
-    assert advise(replace(summary, header=header)).budgets[0].text == "None of the maps is that narrow."
+    assert advise(replace(summary, header=header)).budgets[0].text == "No method measured keeps so few."
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("Expansion(num_centres=4)", "Expansion, order 1"),
+        ("Expansion(num_centres=4, order=2) + window 16", "Expansion, order 2, with exact part"),
+        ("Centred(Balanced(Nystrom(num_features=8)))", "Nyström landmarks"),
+        ("Centred(Balanced(Sderf))", "random features"),
+        ("FavorPlus + heavy 3", "random features, with exact part"),
+        ("RandomRelu", "random features"),
+        ("EluPlusOne", "elementwise and polynomial maps"),
+    ],
+)
+def test_families(label, name):
+    assert family(label) == name
+
+
+def test_a_curve_joins_what_nothing_beats(summary):
+    def line(numbers, error):
+        return replace(summary.lines[0], state_numbers=numbers, error=replace(summary.lines[0].error, mean=error))
+
+    lines = [line(3, 0.5), line(1, 0.9), line(2, 1.0), line(2, math.inf), line(5, 0.4), line(3, 0.6), line(4, math.nan)]
+    found = [(one.state_numbers, one.error.mean) for one in least(lines, lambda one: one.state_numbers)]
+    assert found == [(1, 0.9), (3, 0.5), (5, 0.4)]
 
 
 def test_tables(summary):
     table = overview(summary)
-    assert table.rows[0][:5] == ("exact", "", "0.00", "0.80", "0.00")
-    assert table.rows[1][:5] == ("uniform averaging", "", "0.80", "0.80", "1.00")
-    assert table.rows[2] == ("A", "8", "1.00 ± 0.18", "0.80", "1.25", "38%", "0.50", "0.600 ± 0.141")
-    assert overview(summary, spreads=False).rows[2][2] == "1.00"
+    assert table.rows[0][:5] == ("exact", "", "", "0.00", "0.00")
+    assert table.rows[1][:5] == ("uniform averaging", "", "", "0.80", "1.00")
+    assert table.rows[2] == ("FavorPlus", "8", "40", "1.00 ± 0.18", "1.25", "38%", "0.50", "0.600 ± 0.141")
+    assert heads(summary).rows[2][:4] == ("FavorPlus", "8", "40", "288")
+    assert overview(summary, spreads=False).rows[2][3] == "1.00"
     assert end_to_end(summary).rows[0] == ("exact", "", "", "1.000", "1.000")
-    assert end_to_end(summary).rows[4] == ("B", "40", "1", "0.100", "0.050")
+    assert end_to_end(summary).rows[4] == ("Taylor", "40", "1", "0.100", "0.050")
     assert heads(summary).rows[4][-2:] == ("–", "no better")
     for content in (table, end_to_end(summary), heads(summary)):
         assert {len(row) for row in content.rows} == {len(content.columns)}
 
 
-def test_errors_beyond_the_chart_are_named(summary):
-    assert beyond(summary) == ("B at 40 features (25.00)",)
-
-
 def test_a_file_with_rows_missing(tmp_path):
     path = tmp_path / "audit.jsonl"
-    for rows in ([], BASELINES, [*BASELINES, *rows_of("A", 8, [0.7], [0.5])][:-1], [*rows_of("A", 8, [0.7], [0.5])]):
+    for rows in (
+        [],
+        BASELINES,
+        [*BASELINES, *rows_of("FavorPlus", 8, [0.7], [0.5])][:-1],
+        [*rows_of("FavorPlus", 8, [0.7], [0.5])],
+    ):
         write_records(path, HEADER, rows)
         with pytest.raises(ValueError, match="is no whole audit"):
             summarise(path)
@@ -169,25 +262,50 @@ def test_the_page_escapes_what_it_was_given(page):
     assert "alert(1)" in "".join(page.words)
 
 
-def test_the_page_holds_the_heat_map_and_the_curves(page):
+def test_the_page_holds_the_heat_map(page):
     script = page.scripts[-1]
     cells = json.loads(re.search(r"const cells = (.*);", script).group(1))
-    assert set(cells) == {"A · 8", "A · 16", "B · 40"}
-    assert cells["A · 8"] == [[1.0, 1.0], [1.0, 2.0]]
-    figures = re.search(r"const figures = \{ \"head-map\": (\{.*\}), \"error-curves\": (\{.*\}) \};", script)
-    heat, curves = (json.loads(figures.group(number)) for number in (1, 2))
+    assert set(cells) == {"FavorPlus · 8", "FavorPlus · 16", "Taylor · 40"}
+    assert cells["FavorPlus · 8"] == [[1.0, 1.0], [1.0, 2.0]]
+    heat = page.figure("head-map")
     assert heat["data"][0]["type"] == "heatmap"
-    assert heat["data"][0]["z"] == cells["A · 16"]
-    assert [trace["name"] for trace in curves["data"]] == ["A", "B"]
+    assert heat["data"][0]["z"] == cells["FavorPlus · 16"]
     ids = {attributes.get("id") for _, attributes in page.tags}
-    assert {"head-map", "error-curves"} <= ids
+    assert {"head-map", "state-frontier", "flops-frontier"} <= ids
     options = [attributes for tag, attributes in page.tags if tag == "option"]
     assert [("selected" in attributes) for attributes in options] == [False, True, False]
 
 
+def test_the_page_holds_the_frontier(page):
+    state, flops = page.figure("state-frontier"), page.figure("flops-frontier")
+    limit = "matrix cut to a rank (SVD)"
+    both = ["random features", "elementwise and polynomial maps"]
+    baselines = ["averaging the values", "exact attention over 48 tokens"]
+    assert [trace["name"] for trace in state["data"]] == [*both, limit, *baselines]
+    assert [trace["name"] for trace in flops["data"]] == [*both, *baselines]
+    random = state["data"][0]
+    assert random["x"] == [40, 80]
+    assert random["y"] == pytest.approx([1.0, 0.525])
+    assert random["customdata"] == ["FavorPlus · 8", "FavorPlus · 16"]
+    assert flops["data"][0]["x"] == [288, 576]
+    assert state["data"][2]["y"] == pytest.approx([0.5, 0.2])
+    assert state["data"][3]["y"] == pytest.approx([0.8, 0.8])
+    assert state["data"][4]["x"] == [48 * 8] * 2
+    assert flops["data"][3]["x"] == [2 * 48 * 8] * 2
+    for figure in (state, flops):
+        assert (figure["layout"]["xaxis"]["type"], figure["layout"]["yaxis"]["type"]) == ("log", "log")
+    assert "cut to its best rank" in page.text
+
+
+def test_the_page_of_a_text_too_long_for_the_limit(summary, tmp_path):
+    write_page(replace(summary, limits=()), tmp_path / "long.html")
+    page = Page((tmp_path / "long.html").read_text(encoding="utf-8"))
+    assert "The limit of the rank is left out" in page.text
+    assert "matrix cut to a rank (SVD)" not in {trace["name"] for trace in page.figure("state-frontier")["data"]}
+
+
 def test_the_page_has_the_words_and_the_end_to_end_table(page):
     words = " ".join("".join(page.words).split())
-    assert "Take A (16 features)" in words
+    assert "Take FavorPlus (16 features)" in words
     assert "No better than averaging the values" in words
     assert "uniform averaging" in words
-    assert "Above the upper edge: B at 40 features (25.00)." in words

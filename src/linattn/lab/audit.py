@@ -1,4 +1,4 @@
-"""The audit: record a model's attention on a text, and measure every map on every head and on the whole model.
+"""The audit: record a model's attention on a text, and measure every method on every head and on the whole model.
 
 Causal models: maps that need statistics of queries and keys (means, norms) take them from the first half of the text,
 as the exact model computes it, and every figure, the baselines' included, is measured on the second half alone. No
@@ -10,23 +10,44 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from linattn.attention import linear_attention, softmax_attention
+from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept
-from linattn.lab.measures import uniform_average
-from linattn.lab.plan import Configuration, Plan
-from linattn.lab.records import EXACT, UNIFORM, Header, HeadRow, ModelRow, Row
+from linattn.lab.measurements import Configuration, Measurements
+from linattn.lab.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row
 from linattn.lab.text import Text
-from linattn.lab.truth import LayerTruth, Measurement, fit
+from linattn.lab.truth import LayerTruth, Measurement
 from linattn.lab.versions import versions
+from linattn.planning import Plan
+from linattn.planning.costs import flops_per_token, state_numbers
+from linattn.planning.measures import uniform_average
+from linattn.planning.methods import Method, fit
 
 _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
+_RANKS = tuple(2**power for power in range(9))
+_MOST_RANKED = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """Plans to be measured too.
+
+    Attributes:
+        plans: one per layer.
+        target: the error each head was to meet.
+        calibration: source of the text they were made on.
+    """
+
+    plans: tuple[Plan, ...]
+    target: float
+    calibration: str
 
 
 class Audit:
@@ -34,13 +55,21 @@ class Audit:
 
     Attributes:
         header: the circumstances, complete before anything is measured.
-        plan: what `rows` will measure.
+        measurements: what `rows` will measure.
     """
 
     header: Header
-    plan: Plan
+    measurements: Measurements
 
-    def __init__(self, loaded: LoadedModel, text: Text, plan: Plan, *, num_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        text: Text,
+        measurements: Measurements,
+        *,
+        num_tokens: int = 512,
+        planned: Planned | None = None,
+    ) -> None:
         """Record the model's attention and compute what is exact about it.
 
         Cost: two forward passes, and exact attention in float64 once per layer; memory for all layers' q, k, v and
@@ -49,22 +78,23 @@ class Audit:
         Args:
             loaded: model and tokenizer.
             text: the text; a shorter one than asked for is used whole, and the header says how many tokens it gave.
-            plan: what to measure; every map is built once here, so that a bad option fails before the work begins.
+            measurements: what to measure; every map is built once here, so that a bad option fails at once.
             num_tokens: tokens to read, special tokens included.
+            planned: plans made on another text, to be measured on this one; None for none.
 
         Raises:
             ValueError: if the text gives fewer than 8 tokens, a map refuses its arguments, or the model cannot be
                 intercepted.
         """
-        self.plan = plan
-        self._model = loaded.model
+        self.measurements = measurements
+        self._model, self._planned = loaded.model, planned
         self._inputs = loaded.encode(text.content, num_tokens)
         length = self._inputs["input_ids"].shape[1]
         if length < _FEWEST_TOKENS:
             raise ValueError(f"{text.source} gives {length} tokens; an audit needs at least {_FEWEST_TOKENS}")
         self._output, calls = self._record()
         first = length // 2 if calls[0].is_causal else 0
-        for configuration in (one for one in plan.configurations() if one.draw == 0):
+        for configuration in (one for one in measurements.configurations() if one.draw == 0):
             configuration.build(calls[0].query.shape[-1], scale=calls[0].scale, layer=0)
         self._layers = [LayerTruth(call, first=first, num_rows=_NUM_ROWS) for call in calls]
         self.header = Header(
@@ -75,24 +105,30 @@ class Audit:
             num_layers=len(calls),
             num_heads=calls[0].query.shape[1],
             head_dim=calls[0].query.shape[-1],
+            value_dim=calls[0].value.shape[-1],
             text=text.source,
             text_sha256=text.sha256,
             num_tokens=length,
             first_measured=first,
             num_rows=len(self._layers[0].query_index),
-            maps=[spec.label for spec in plan.maps],
-            features=list(plan.features),
-            draws=plan.draws,
-            seed=plan.seed,
+            maps=[method.label for method in measurements.methods],
+            features=list(measurements.features),
+            draws=measurements.draws,
+            seed=measurements.seed,
+            target=None if planned is None else planned.target,
+            calibration=None if planned is None else planned.calibration,
         )
 
     def rows(self) -> Iterator[Row]:
-        """Measure: the baselines first, then for every configuration its heads and the whole model.
+        """Measure: the baselines and the ranks first, then for every configuration its heads and the whole model.
 
-        Cost: per configuration, for each layer what `LayerTruth.measure` costs, and one forward pass.
+        Ranks are left out of texts with more than 1024 measured tokens, whose decompositions would take the most time.
+
+        Cost: what `LayerTruth.rank_errors` costs; per configuration, for each layer what `LayerTruth.measure` costs,
+        and one forward pass.
 
         Returns:
-            An iterator that measures as it goes; a configuration's `ModelRow` is its last row.
+            An iterator that measures as it goes; a configuration's `ModelRow` is its last row. A plan's rows end it.
 
         Example:
             See `tests/lab/test_audit.py`.
@@ -101,12 +137,40 @@ class Audit:
         """
         yield self._end_to_end(EXACT, None, 0, _exact)
         yield self._end_to_end(UNIFORM, None, 0, _uniform)
-        for configuration in self.plan.configurations():
+        if self.header.num_tokens - self.header.first_measured <= _MOST_RANKED:
+            for number, layer in enumerate(self._layers):
+                yield from _rank_rows(number, layer)
+        for configuration in self.measurements.configurations():
             maps = [self._build(configuration, number) for number in range(len(self._layers))]
             for number, (layer, feature_map) in enumerate(zip(self._layers, maps, strict=True)):
-                yield from _head_rows(configuration, number, feature_map, layer, layer.measure(feature_map))
-            answer = _linear(maps)
-            yield self._end_to_end(configuration.spec.label, maps[0].num_features, configuration.draw, answer)
+                yield from _head_rows(
+                    configuration, number, feature_map, layer, layer.measure(configuration.method, feature_map)
+                )
+            answer = _linear(configuration.method, maps)
+            yield self._end_to_end(configuration.method.label, maps[0].num_features, configuration.draw, answer)
+        if self._planned is not None:
+            yield from self._measure_plans(self._planned.plans)
+
+    def _measure_plans(self, plans: Sequence[Plan]) -> Iterator[Row]:
+        """One row per head, then the whole model."""
+        for number, (layer, plan) in enumerate(zip(self._layers, plans, strict=True)):
+            call = layer.call
+            errors = layer.error(plan.attend(call.query, call.key, call.value)).tolist()
+            for head, (chosen, error) in enumerate(zip(plan.heads, errors, strict=True)):
+                yield PlanRow(
+                    layer=number,
+                    head=head,
+                    method=chosen.method,
+                    expected_error=chosen.expected_error,
+                    next_order_error=chosen.next_order_error,
+                    error=error,
+                    uniform_error=float(layer.uniform_error[head]),
+                    state_numbers=chosen.state_numbers,
+                    flops_per_token=chosen.flops_per_token,
+                )
+        yield self._end_to_end(
+            PLANNED, None, 0, lambda call: plans[call.layer].attend(call.query, call.key, call.value)
+        )
 
     def _record(self) -> tuple[Tensor, tuple[AttentionCall, ...]]:
         """The model's output and its attention calls, which must be plain self-attention on one unpadded text."""
@@ -142,12 +206,15 @@ def _head_rows(
     configuration: Configuration, layer: int, feature_map: FeatureMap, truth: LayerTruth, measured: Measurement
 ) -> Iterator[HeadRow]:
     """One row per head of a layer."""
-    seed = configuration.first_seed + layer if configuration.spec.is_random else None
+    seed = configuration.first_seed + layer if configuration.method.map.is_random else None
+    method, value_dim = configuration.method, truth.call.value.shape[-1]
+    numbers = state_numbers(method, feature_map, value_dim=value_dim)
+    flops = flops_per_token(method, feature_map, value_dim=value_dim, is_causal=truth.call.is_causal)
     for head in range(len(measured.error)):
         yield HeadRow(
             layer=layer,
             head=head,
-            map=configuration.spec.label,
+            map=configuration.method.label,
             features=feature_map.num_features,
             draw=configuration.draw,
             seed=seed,
@@ -162,7 +229,18 @@ def _head_rows(
             sum_square=float(measured.sum_square[head]),
             logit_std=float(truth.logit_std[head]),
             predicted_ratio=_existing(measured.predicted_ratio[head]),
+            state_numbers=numbers,
+            flops_per_token=flops,
         )
+
+
+def _rank_rows(layer: int, truth: LayerTruth) -> Iterator[RankRow]:
+    """The limit of every rank on every head of a layer."""
+    value_dim = truth.call.value.shape[-1]
+    ranks = [rank for rank in _RANKS if rank <= truth.call.query.shape[2] - truth.first]
+    for rank, errors in zip(ranks, truth.rank_errors(ranks), strict=True):
+        for head, error in enumerate(errors.tolist()):
+            yield RankRow(layer, head, rank, rank * (value_dim + 1), error)
 
 
 def _existing(value: Tensor) -> float | None:
@@ -189,8 +267,8 @@ def _uniform(call: AttentionCall) -> Tensor:
     return uniform_average(call.value, num_heads=num_heads, num_queries=num_queries, is_causal=call.is_causal)
 
 
-def _linear(maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
-    """Linear attention with one map per layer."""
+def _linear(method: Method, maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
+    """A method with one map per layer."""
 
     def answer(call: AttentionCall) -> Tensor:
         """One layer's answer; bidirectional maps take their statistics from the queries and keys that arrive."""
@@ -200,8 +278,6 @@ def _linear(maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
             return call.query.new_full((*call.query.shape[:-1], call.value.shape[-1]), torch.nan)
         if not call.is_causal:
             fit(feature_map, call.query, call.key)
-        return linear_attention(
-            call.query, call.key, call.value, feature_map, is_causal=call.is_causal, enable_gqa=True
-        )
+        return method.attend(feature_map, call.query, call.key, call.value, is_causal=call.is_causal)
 
     return answer

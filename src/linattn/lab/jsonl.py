@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from linattn.lab.files import replacing
+from linattn.planning.files import replacing
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -122,7 +122,7 @@ class Form(Generic[H, R]):
             >>> import tempfile
             >>> from linattn.lab.records import AUDIT, Header, ModelRow
             >>> path = Path(tempfile.mkdtemp()) / "audit.partial.jsonl"
-            >>> header = Header({}, "m", "M", False, 1, 1, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
+            >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
             >>> AUDIT.extend(path, header, [], [ModelRow("exact", None, 0, 1.0, 1.0)])
             >>> AUDIT.unfinished(path)[1]
             [ModelRow(map='exact', features=None, draw=0, embedding_cosine=1.0, token_cosine=1.0)]

@@ -10,6 +10,7 @@ from linattn.lab.jsonl import Form
 
 EXACT = "exact"
 UNIFORM = "uniform"
+PLANNED = "planned"
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,18 @@ class Header:
         num_layers: attention calls per forward pass.
         num_heads: query heads, of the first layer.
         head_dim: width of a query, of the first layer.
+        value_dim: width of a value, of the first layer.
         text: source of the text.
         text_sha256: digest of the whole text.
         num_tokens: tokens read.
         first_measured: queries from this one on are measured; those before serve to fit maps of a causal model.
         num_rows: attention rows per head behind total variation and KL divergence.
-        maps: written forms of the maps.
+        maps: written forms of the methods: maps, with their exact parts.
         features: feature counts asked for.
         draws: draws per random map.
         seed: seed of the audit.
+        target: the error a plan was made for; null without a plan.
+        calibration: source of the text the plan was made on; null without a plan.
     """
 
     versions: dict[str, str]
@@ -42,6 +46,7 @@ class Header:
     num_layers: int
     num_heads: int
     head_dim: int
+    value_dim: int
     text: str
     text_sha256: str
     num_tokens: int
@@ -51,16 +56,18 @@ class Header:
     features: list[int]
     draws: int
     seed: int
+    target: float | None = None
+    calibration: str | None = None
 
 
 @dataclass(frozen=True)
 class HeadRow:
-    """One map on one head, with one draw.
+    """One method on one head, with one draw.
 
     Attributes:
         layer: from 0.
         head: from 0.
-        map: the map's written form.
+        map: the method's written form.
         features: R, the map's width.
         draw: from 0; 0 for maps that are not random.
         seed: seed of this layer's draw; null for maps that are not random.
@@ -75,6 +82,8 @@ class HeadRow:
         sum_square: mean |x + y|².
         logit_std: standard deviation of the logits over the keys a query sees.
         predicted_ratio: error / uniform_error as the norms predict it; null where no closed form is known.
+        state_numbers: numbers the method keeps per head, see `linattn.planning.costs`.
+        flops_per_token: its operations per head and token.
     """
 
     layer: int
@@ -94,6 +103,8 @@ class HeadRow:
     sum_square: float
     logit_std: float
     predicted_ratio: float | None
+    state_numbers: int
+    flops_per_token: int
 
 
 @dataclass(frozen=True)
@@ -101,8 +112,8 @@ class ModelRow:
     """The whole model with every layer's attention replaced.
 
     Attributes:
-        map: the map's written form, or "exact" or "uniform" for the baselines.
-        features: the map's width; null for the baselines.
+        map: the method's written form, "exact" or "uniform" for the baselines, "planned" for a method per head.
+        features: the map's width; null where there is no single one.
         draw: from 0.
         embedding_cosine: cosine of the mean of the last hidden states to the exact model's.
         token_cosine: mean over tokens of the cosine of a last hidden state to the exact model's.
@@ -115,9 +126,56 @@ class ModelRow:
     token_cosine: float
 
 
-Row = HeadRow | ModelRow
+@dataclass(frozen=True)
+class RankRow:
+    """What no state of so many features could beat in the mean square of its weights: a head's matrix cut to a rank.
 
-AUDIT: Form[Header, Row] = Form("an audit", Header, {"head": HeadRow, "model": ModelRow})
+    Attributes:
+        layer: from 0.
+        head: from 0.
+        rank: r, of the best approximation of the head's exact attention matrix (singular values cut after r).
+        state_numbers: r·(Dv + 1), what a map of r features keeps.
+        error: relative Frobenius error of the output that the cut matrix gives.
+    """
+
+    layer: int
+    head: int
+    rank: int
+    state_numbers: int
+    error: float
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The method a plan chose for one head, measured on a text the plan was not made on.
+
+    Attributes:
+        layer: from 0.
+        head: from 0.
+        method: its written form, or "exact".
+        expected_error: as the plan has it.
+        next_order_error: as the plan has it; null where there is no next order.
+        error: measured, relative Frobenius error of the head's output.
+        uniform_error: the same for averaging the values.
+        state_numbers: numbers kept for the head.
+        flops_per_token: its operations per token.
+    """
+
+    layer: int
+    head: int
+    method: str
+    expected_error: float
+    next_order_error: float | None
+    error: float
+    uniform_error: float
+    state_numbers: int
+    flops_per_token: int
+
+
+Row = HeadRow | ModelRow | RankRow | PlanRow
+
+_KINDS: dict[str, type[Row]] = {"head": HeadRow, "model": ModelRow, "rank": RankRow, "plan": PlanRow}
+AUDIT: Form[Header, Row] = Form("an audit", Header, _KINDS)
 
 
 def write_records(path: Path, header: Header, rows: Iterable[Row]) -> None:
@@ -136,7 +194,7 @@ def write_records(path: Path, header: Header, rows: Iterable[Row]) -> None:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
+        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
         >>> write_records(path, header, [ModelRow("exact", None, 0, 1.0, 1.0)])
         >>> read_records(path)[1]
         [ModelRow(map='exact', features=None, draw=0, embedding_cosine=1.0, token_cosine=1.0)]

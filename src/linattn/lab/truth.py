@@ -6,16 +6,21 @@ R features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from linattn.attention import attention_rows, linear_attention, softmax_attention
-from linattn.feature_maps import FeatureMap, FittedMap, RandomFeatureMap, Sderf, Wrapper
-from linattn.lab import measures
+from linattn.attention import attention_rows, softmax_attention
+from linattn.feature_maps import FeatureMap, RandomFeatureMap, Sderf, Wrapper
 from linattn.lab.moments import logit_std, pair_moments, predicted_ratio
+from linattn.planning import measures
+from linattn.planning.methods import Method
+
+# One-hot values attended to at once where rows are read off the op.
+_COLUMNS = 128
 
 
 class Call(Protocol):
@@ -44,7 +49,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """One map on one layer; every field (H,) float64, as the fields of `linattn.lab.records.HeadRow`."""
+    """One method on one layer; every field (H,) float64, as the fields of `linattn.lab.records.HeadRow`."""
 
     error: Tensor
     total_variation: Tensor
@@ -53,29 +58,6 @@ class Measurement:
     key_norm: Tensor
     sum_square: Tensor
     predicted_ratio: Tensor
-
-
-def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
-    """Give a map the statistics it needs, where it needs any.
-
-    Cost: O(B H L D).
-
-    Args:
-        feature_map: any map; changed in place where it is a `FittedMap`.
-        query: (B, H, L, D), the queries it may learn from.
-        key: (B, Hkv, L, D).
-
-    Example:
-        >>> from linattn.feature_maps import Centred, Taylor
-        >>> centred = Centred(Taylor(1))
-        >>> fit(centred, torch.zeros(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1))
-        >>> centred.key_mean.tolist()
-        [[[2.0]]]
-
-    Source: none, a choice by type.
-    """
-    if isinstance(feature_map, FittedMap):
-        feature_map.fit(query, key)
 
 
 class LayerTruth:
@@ -123,12 +105,14 @@ class LayerTruth:
         """The tokens a map may learn from: the whole text, or, if causal, what precedes the measured queries."""
         return slice(0, self.first if self.call.is_causal else None)
 
-    def measure(self, feature_map: FeatureMap) -> Measurement:
-        """Every measure of one map on this layer.
+    def measure(self, method: Method, feature_map: FeatureMap) -> Measurement:
+        """Every measure of one method on this layer.
 
-        Cost: one linear attention, O(H L R (D + Dv)), and n rows of the implied matrix, O(H (L + n) R D + H n L R).
+        Cost: one linear attention, O(H L R (D + Dv)), and n rows of the implied matrix, O(H (L + n) R D + H n L R);
+        beside an exact part all rows, O(H L R (D + L)).
 
         Args:
+            method: the map's exact part.
             feature_map: a map for this head width and scale, fitted if it needs to be.
 
         Returns:
@@ -137,29 +121,22 @@ class LayerTruth:
         Example:
             >>> from linattn.feature_maps import Taylor
             >>> from linattn.hf import AttentionCall
+            >>> from linattn.planning.methods import parse_method
             >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
             >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
-            >>> truth.measure(Taylor(4, order=1)).error.tolist()  # every logit is 0: both are the mean
+            >>> truth.measure(parse_method("Taylor"), Taylor(4, order=1)).error.tolist()  # every logit is 0
             [0.0]
 
-        Source: the functions in `linattn.lab.measures`.
+        Source: the functions in `linattn.planning.measures`.
         """
         call = self.call
-        out = linear_attention(call.query, call.key, call.value, feature_map, is_causal=call.is_causal, enable_gqa=True)
-        # In float64, where a small positive weight does not vanish and spoil the divergence.
-        weights = attention_rows(
-            call.query.double(),
-            call.key.double(),
-            feature_map,
-            self.query_index,
-            is_causal=call.is_causal,
-            enable_gqa=True,
-        )
+        out = method.attend(feature_map, call.query, call.key, call.value, is_causal=call.is_causal)
+        weights = self._rows(method, feature_map)
         log_exact = self._log_exact()
         query, key = _as_seen(feature_map, call.query, call.key)
         moments = pair_moments(query, key, scale=call.scale, first_query=self.first, is_causal=call.is_causal)
         return Measurement(
-            error=measures.relative_error(out[:, :, self.first :], self._exact),
+            error=self.error(out),
             total_variation=measures.total_variation(log_exact, weights),
             kl=measures.kl_divergence(log_exact, weights),
             query_norm=moments.query_norm,
@@ -167,6 +144,63 @@ class LayerTruth:
             sum_square=moments.sum_square,
             predicted_ratio=self._predict(feature_map, moments.sum_square, moments.difference_square),
         )
+
+    def error(self, out: Tensor) -> Tensor:
+        """Relative errors (H,) of an output (1, H, L, Dv) of this layer's call, over the measured queries."""
+        return measures.relative_error(out[:, :, self.first :], self._exact)
+
+    def rank_errors(self, ranks: Sequence[int]) -> Tensor:
+        """Errors of the output when the exact attention matrix A is replaced by its best approximation of each rank.
+
+            ‖A_r V − A V‖_F / ‖A V‖_F,   A = U Σ Wᵀ,   A_r = U_r Σ_r W_rᵀ
+
+        Best for the entries of A; the least error of A V at rank r may be smaller still. Float64.
+
+        Cost: one singular value decomposition of the measured rows per head, O(H L³).
+
+        Args:
+            ranks: r ≥ 1; a rank beyond the matrix's leaves rounding.
+
+        Returns:
+            (len(ranks), H).
+
+        Example:
+            >>> from linattn.hf import AttentionCall
+            >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
+            >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
+            >>> bool(truth.rank_errors([1]) < 1e-12)  # every weight is ½: rank 1
+            True
+
+        Source: Eckart and Young 1936.
+        """
+        call, length = self.call, self.call.query.shape[2]
+        queries = torch.arange(self.first, length, device=call.query.device)
+        visible = measures.visible_keys(queries, num_queries=length, num_keys=length, is_causal=call.is_causal)
+        errors = []
+        for head in range(call.query.shape[1]):
+            shared = head // (call.query.shape[1] // call.key.shape[1])
+            key, value = call.key[:, shared : shared + 1], call.value[:, shared : shared + 1].double()
+            query = call.query[:, head : head + 1, self.first :]
+            rows = measures.softmax_log_rows(query, key, visible, scale=call.scale).exp()
+            U, sizes, Wh = torch.linalg.svd(rows, full_matrices=False)
+            along = sizes.unsqueeze(-1) * (Wh @ value)
+            exact = self._exact[:, head : head + 1]
+            errors.append([measures.relative_error(U[..., :r] @ along[..., :r, :], exact) for r in ranks])
+        return torch.stack([torch.cat(found) for found in errors], 1)
+
+    def _rows(self, method: Method, feature_map: FeatureMap) -> Tensor:
+        """The chosen rows of the implied matrix, in float64, where a small positive weight does not vanish."""
+        call, length = self.call, self.call.query.shape[2]
+        query, key = call.query.double(), call.key.double()
+        if not method.has_exact_part:
+            return attention_rows(query, key, feature_map, self.query_index, is_causal=call.is_causal, enable_gqa=True)
+        # Row i of the matrix is what query i makes of one-hot values.
+        columns = torch.eye(length, dtype=torch.float64, device=key.device).split(_COLUMNS, dim=1)
+        parts = [
+            method.attend(feature_map, query, key, part.expand(*key.shape[:2], -1, -1), is_causal=call.is_causal)
+            for part in columns
+        ]
+        return torch.cat([part[:, :, self.query_index] for part in parts], -1)
 
     def _log_exact(self) -> Tensor:
         """Logarithms of the exact rows; recomputed each time, since for large models they would not fit together."""

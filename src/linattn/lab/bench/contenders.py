@@ -15,7 +15,7 @@ from linattn.attention import linear_attention, softmax_attention
 from linattn.attention.functional import Backend
 from linattn.feature_maps import FeatureMap
 from linattn.lab.bench.settings import Settings
-from linattn.lab.truth import fit
+from linattn.planning.methods import fit
 
 LINEAR = "linear"
 EXACT = "exact"

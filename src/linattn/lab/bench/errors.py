@@ -10,7 +10,7 @@ from torch import Tensor
 from linattn.feature_maps import FeatureMap
 from linattn.lab.bench.contenders import Inputs, exact_run, linear_run
 from linattn.lab.bench.settings import Settings
-from linattn.lab.measures import relative_error, uniform_average
+from linattn.planning.measures import relative_error, uniform_average
 
 NUM_VERIFIED = 512
 
@@ -49,7 +49,7 @@ def verify(settings: Settings, inputs: Inputs, feature_map: FeatureMap) -> Error
         >>> verify(settings, inputs, fitted_map(settings, inputs)).error < 1e-4
         True
 
-    Source: `linattn.lab.measures`.
+    Source: `linattn.planning.measures`.
     """
     few = inputs.first(NUM_VERIFIED)
     in_double = few.double()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from linattn.feature_maps import FeatureMap
-from linattn.lab.map_specs import MapSpec, parse_map
+from linattn.planning.map_specs import MapSpec, parse_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda")
@@ -105,7 +105,7 @@ class Settings:
             >>> Settings(map="Taylor(order=1)", head_dim=4).build_map().num_features
             5
 
-        Source: `linattn.lab.map_specs`.
+        Source: `linattn.planning.map_specs`.
         """
         width = (_FEATURES if self.features is None else self.features) if self.spec.takes_features else None
         feature_map = self.spec.build(self.head_dim, num_features=width, scale=self.head_dim**-0.5, seed=self.seed)

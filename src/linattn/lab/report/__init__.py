@@ -1,7 +1,7 @@
 """The reports of an audit and of a benchmark: they read its file and nothing else, and measure nothing."""
 
-from linattn.lab.report._tables import Table as Table
 from linattn.lab.report._tables import overview as overview
+from linattn.lab.report._text import Table as Table
 from linattn.lab.report.advice import Advice as Advice
 from linattn.lab.report.advice import Point as Point
 from linattn.lab.report.advice import advise as advise

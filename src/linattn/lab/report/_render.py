@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from linattn.lab.files import replacing
+from linattn.planning.files import replacing
 
 
 def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], values: Mapping[str, object]) -> None:

@@ -1,32 +1,15 @@
-"""Tables as text, the same in the terminal and on the page; those of an audit."""
+"""The tables of an audit, the same in the terminal and on the page."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
+from linattn.lab.report._text import Table, number
 from linattn.lab.report.summary import Figure, Summary
 
 _BASELINES = ("exact", "uniform averaging")
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of texts.
-
-    Attributes:
-        columns: headings; the first column is left-aligned, the others are numbers.
-        rows: one text per column.
-        baselines: how many of the first rows are baselines, set apart from the others.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    baselines: int = 0
-
-
 def overview(summary: Summary, *, spreads: bool = True) -> Table:
-    """One row per map and width, baselines first: the heads' errors beside the whole model's cosine.
+    """One row per method and width, baselines first: the heads' errors beside the whole model's cosine.
 
     Cost: none.
 
@@ -43,12 +26,12 @@ def overview(summary: Summary, *, spreads: bool = True) -> Table:
         >>> from linattn.lab.records import Header, HeadRow, ModelRow, write_records
         >>> from linattn.lab.report import summarise
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
-        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None)
+        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
+        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> overview(summarise(path)).rows[2]
-        ('Relu', '2', '0.20', '0.80', '0.25', '100%', '0.10', '0.900')
+        ('Relu', '2', '6', '0.20', '0.25', '100%', '0.10', '0.900')
 
     Source: none, a layout.
     """
@@ -58,8 +41,8 @@ def overview(summary: Summary, *, spreads: bool = True) -> Table:
         (
             name,
             "",
+            "",
             number(row.error),
-            number(uniform.error),
             number(row.error / uniform.error),
             better,
             number(row.total_variation),
@@ -71,8 +54,8 @@ def overview(summary: Summary, *, spreads: bool = True) -> Table:
         (
             line.map,
             f"{line.features:,}",
+            f"{line.state_numbers:,}",
             show(line.error),
-            number(line.uniform_error),
             number(line.ratio),
             f"{line.better_heads:.0%}",
             number(line.total_variation.mean),
@@ -80,7 +63,7 @@ def overview(summary: Summary, *, spreads: bool = True) -> Table:
         )
         for line in summary.lines
     ]
-    columns = ("map", "R", "error", "uniform", "error / uniform", "heads better", "total variation", "cosine")
+    columns = ("map", "R", "numbers kept", "error", "error / uniform", "heads better", "total variation", "cosine")
     return Table(columns, (*baselines, *lines), len(baselines))
 
 
@@ -111,6 +94,8 @@ def heads(summary: Summary) -> Table:
         (
             name,
             "",
+            "",
+            "",
             number(row.error),
             "",
             number(row.error / uniform.error),
@@ -126,6 +111,8 @@ def heads(summary: Summary) -> Table:
         (
             line.map,
             f"{line.features:,}",
+            f"{line.state_numbers:,}",
+            f"{line.flops_per_token:,}",
             with_spread(line.error),
             number(line.median_error),
             number(line.ratio),
@@ -138,16 +125,11 @@ def heads(summary: Summary) -> Table:
         for line in summary.lines
     ]
     measures = ("error", "median error", "error / uniform", "predicted", "heads better", "total variation", "KL (nats)")
-    return Table(("map", "features", *measures, "verdict"), (*baselines, *lines), len(baselines))
-
-
-def number(value: float, digits: int = 2) -> str:
-    """A number for reading: fixed digits while it is small, two significant ones when it is huge."""
-    if math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞" if value > 0 else "-∞"
-    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.1e}"
+    return Table(
+        ("map", "features", "numbers kept", "FLOPs per token", *measures, "verdict"),
+        (*baselines, *lines),
+        len(baselines),
+    )
 
 
 def with_spread(figure: Figure, digits: int = 2) -> str:

@@ -1,13 +1,20 @@
-"""What an audit says, in words: which map to take at which budget, and where none is worth it."""
+"""What an audit says, in words: which method to take for which error or budget, and where none is worth it."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linattn.lab.report._tables import number
+from linattn.lab.report._frontier import RANDOM, family
+from linattn.lab.report._text import number
 from linattn.lab.report.summary import SMALL_GAIN, Line, Summary
+from linattn.planning.costs import exact_flops_per_token
+
+# Mean errors that are asked for: fair, and good.
+TARGETS = (0.3, 0.1)
+_NAMED_HEADS = 5
 
 
 @dataclass(frozen=True)
@@ -28,10 +35,13 @@ class Advice:
     """The words of a report.
 
     Attributes:
-        budgets: what to take, one point per budget of features.
-        doubts: which maps are no better than averaging the values, and which hardly better; one point each, if any.
+        targets: which method meets a mean error at the smallest state, one point per error.
+        budgets: what to take, one point per budget of numbers kept.
+        doubts: how random features alone stand, which heads stay bad, which maps are no better than averaging
+            the values and which hardly better; one point each, if any.
     """
 
+    targets: tuple[Point, ...]
     budgets: tuple[Point, ...]
     doubts: tuple[Point, ...]
 
@@ -56,8 +66,8 @@ def advise(summary: Summary) -> Advice:
         >>> from linattn.lab.records import Header, HeadRow, ModelRow, write_records
         >>> from linattn.lab.report import summarise
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
-        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None)
+        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
+        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> advise(summarise(path)).budgets[0].text.split(",")[0]
@@ -65,45 +75,126 @@ def advise(summary: Summary) -> Advice:
 
     Source: none, comparisons.
     """
-    asked = set(summary.header.features)
-    wider = {line.features for line in summary.lines if line.features > max(asked)}
+    budgets = [(width, width * (summary.header.value_dim + 2)) for width in sorted(summary.header.features)]
+    doubts = (_random_features(summary), _bad_heads(summary))
+    verdicts = (_doubt(summary, verdict) for verdict in ("no better", "hardly better"))
     return Advice(
-        tuple(_at_budget(summary, budget) for budget in sorted(asked | wider)),
-        tuple(point for verdict in ("no better", "hardly better") if (point := _doubt(summary, verdict))),
+        tuple(_at_target(summary, target) for target in TARGETS),
+        tuple(_at_budget(summary, width, numbers) for width, numbers in budgets),
+        tuple(point for point in (*doubts, *verdicts) if point),
     )
 
 
-def best_at(summary: Summary, budget: int) -> Line | None:
-    """The line with the least error among those of at most so many features, or None where there is none."""
-    return min(_affordable(summary, budget), key=lambda line: line.error.mean, default=None)
+def best_line(lines: Iterable[Line]) -> Line | None:
+    """The line with the least mean error, or None where no error is finite."""
+    finite = [line for line in lines if math.isfinite(line.error.mean)]
+    return min(finite, key=lambda line: line.error.mean, default=None)
 
 
-def _affordable(summary: Summary, budget: int) -> list[Line]:
-    """The lines within a budget."""
-    return [line for line in summary.lines if line.features <= budget]
+def _at_target(summary: Summary, target: float) -> Point:
+    """The method that meets a mean error with the fewest numbers, and the one with the fewest operations."""
+    heading = f"For a mean error of {target}"
+    met = [line for line in summary.lines if line.error.mean <= target]
+    if not met:
+        best = best_line(summary.lines)
+        nearest = f"; the least error has {_found(best)}" if best else ""
+        return Point(heading, f"No method measured reaches it{nearest}.")
+    small = min(met, key=lambda line: (line.state_numbers, line.flops_per_token))
+    fast = min(met, key=lambda line: (line.flops_per_token, line.state_numbers))
+    cosine = number(small.embedding_cosine.mean, 3)
+    text = f"The smallest state has {_found(small)}; cosine of the embedding {cosine}."
+    if fast is not small:
+        text += f" The fewest operations has {_found(fast)}."
+    return Point(heading, f"{text}{_against_exact(summary, fast)}")
 
 
-def _at_budget(summary: Summary, budget: int) -> Point:
-    """What to take at a budget: one map for all heads, for the whole model, and head by head."""
-    heading = f"Up to {budget:,} features per head"
-    best = best_at(summary, budget)
+def _against_exact(summary: Summary, fast: Line) -> str:
+    """A warning where exact attention takes fewer operations than the fastest method that meets a target."""
+    header = summary.header
+    exact = exact_flops_per_token(
+        header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
+    )
+    if fast.flops_per_token < exact:
+        return ""
+    return f" At {header.num_tokens:,} tokens exact attention itself takes fewer, {exact:,}: this pays on longer texts."
+
+
+def _found(line: Line) -> str:
+    """A method with its error and its costs."""
+    return (
+        f"{line.map} ({line.features:,} features): error {number(line.error.mean)} with {line.state_numbers:,} numbers "
+        f"kept per head and {line.flops_per_token:,} FLOPs per token"
+    )
+
+
+def _random_features(summary: Summary) -> Point | None:
+    """How random features alone stand to averaging, where some of them are no better."""
+    alone = [line for line in summary.lines if family(line.map) == RANDOM]
+    lost = [line for line in alone if line.verdict == "no better"]
+    best = best_line(alone)
+    if best is None or not lost:
+        return None
+    return Point(
+        "Random features alone",
+        f"{len(lost)} of the {len(alone)} random maps and widths measured are no better than averaging the values; "
+        f"the best, {best.map} at {best.features:,} features, has {number(best.ratio)} of averaging's error.",
+    )
+
+
+def _bad_heads(summary: Summary) -> Point | None:
+    """The heads on which even the best method's error stays high."""
+    best = best_line(summary.lines)
     if best is None:
-        return Point(heading, "None of the maps is that narrow.")
+        return None
+    ratios = summary.head_ratios[best.map, best.features]
+    errors = {
+        (layer, head): ratio * summary.uniform_errors[layer][head]
+        for layer, found in enumerate(ratios)
+        for head, ratio in enumerate(found)
+    }
+    bad = sorted((key for key in errors if errors[key] > TARGETS[0]), key=lambda key: -errors[key])
+    if not bad:
+        return None
+    named = "; ".join(
+        f"layer {layer} head {head} ({number(errors[layer, head])})" for layer, head in bad[:_NAMED_HEADS]
+    )
+    more = "" if len(bad) <= _NAMED_HEADS else f"; and {len(bad) - _NAMED_HEADS} more"
+    return Point(
+        f"Heads that stay above {TARGETS[0]}",
+        f"With {best.map}, the best method measured, {len(bad)} of {len(errors)} heads: {named}{more}. "
+        "Leave those exact, or let --target choose head by head.",
+    )
+
+
+def _affordable(summary: Summary, numbers: int) -> list[Line]:
+    """The lines within a budget."""
+    return [line for line in summary.lines if line.state_numbers <= numbers]
+
+
+def _at_budget(summary: Summary, width: int, numbers: int) -> Point:
+    """What to take at a budget: one method for all heads, for the whole model, and head by head."""
+    heading = f"Up to {numbers:,} numbers per head, what {width:,} random features keep"
+    affordable = _affordable(summary, numbers)
+    best = best_line(affordable)
+    if best is None:
+        return Point(heading, "No method measured keeps so few.")
     found = f"{best.map} ({best.features:,} features): relative output error {number(best.error.mean)}"
     against = f"averaging the values {number(best.uniform_error)}"
     if best.verdict == "no better":
-        first = f"No single map is better than averaging. The least error has {found}; {against}. Keep exact attention."
+        first = (
+            f"No single method is better than averaging. The least error has {found}; {against}. Keep exact attention."
+        )
     else:
         verb = "Take" if best.verdict == "better" else "Nothing is much better than averaging. The least error has"
         cosine, other = best.embedding_cosine.mean, summary.baselines[1].embedding_cosine
         first = f"{verb} {found}, {against}; cosine of the embedding {number(cosine, 3)}, averaging {number(other, 3)}."
-    parts = (first, _for_whole_model(summary, budget, best), _head_by_head(summary, budget))
+    parts = (first, _for_whole_model(affordable, best), _head_by_head(summary, affordable))
     return Point(heading, " ".join(filter(None, parts)))
 
 
-def _for_whole_model(summary: Summary, budget: int, best: Line) -> str | None:
-    """The map with the highest cosine, where that is another one."""
-    finite = [line for line in _affordable(summary, budget) if math.isfinite(line.embedding_cosine.mean)]
+def _for_whole_model(lines: list[Line], best: Line) -> str | None:
+    """The method with the highest cosine, where that is another one."""
+    finite = [line for line in lines if math.isfinite(line.embedding_cosine.mean)]
     whole = max(finite, key=lambda line: line.embedding_cosine.mean, default=best)
     if whole is best:
         return None
@@ -113,9 +204,8 @@ def _for_whole_model(summary: Summary, budget: int, best: Line) -> str | None:
     )
 
 
-def _head_by_head(summary: Summary, budget: int) -> str | None:
+def _head_by_head(summary: Summary, lines: list[Line]) -> str | None:
     """What a choice per head would reach, averaging among the choices; judged on the heads it is made on."""
-    lines = _affordable(summary, budget)
     if len({line.map for line in lines}) < 2:
         return None
     chosen: Counter[str] = Counter()

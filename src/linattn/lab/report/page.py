@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from linattn.lab.report import _figures, _tables
+from linattn.lab.report import _figures, _frontier, _tables
 from linattn.lab.report._render import write_html
-from linattn.lab.report.advice import advise, best_at
+from linattn.lab.report.advice import advise, best_line
 from linattn.lab.report.summary import SMALL_GAIN, Summary
 
 
@@ -27,14 +27,19 @@ def write_page(summary: Summary, path: Path) -> None:
 
     Source: none, a layout.
     """
-    chosen = best_at(summary, max(summary.header.features)) or summary.lines[0]
-    figures = {"head-map": _figures.head_map(summary, chosen), "error-curves": _figures.error_curves(summary)}
+    chosen = best_line(summary.lines) or summary.lines[0]
+    figures = {
+        "head-map": _figures.head_map(summary, chosen),
+        "state-frontier": _frontier.state_frontier(summary),
+        "flops-frontier": _frontier.flops_frontier(summary),
+    }
     values = {
         "header": summary.header,
         "advice": advise(summary),
         "end_to_end": _tables.end_to_end(summary),
         "heads": _tables.heads(summary),
-        "beyond": _figures.beyond(summary),
+        "planned": summary.planned,
+        "limited": bool(summary.limits),
         "chosen": f"{chosen.map} · {chosen.features:,}",
         "cells": _figures.head_cells(summary),
         "small_gain": SMALL_GAIN,

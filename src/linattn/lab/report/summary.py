@@ -1,4 +1,4 @@
-"""From an audit's rows to one line per map and width."""
+"""From an audit's rows to one line per method and width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.lab.records import EXACT, UNIFORM, Header, HeadRow, ModelRow, read_records
+from linattn.lab.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row, read_records
+from linattn.lab.report.plan_summary import PlanSummary
+from linattn.planning.costs import exact_flops_per_token
 
 # Less gain over averaging than this is not worth a map.
 SMALL_GAIN = 0.05
@@ -29,11 +31,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Line:
-    """One map at one width, over all heads and draws.
+    """One method at one width, over all heads and draws.
 
     Attributes:
-        map: the map's written form.
-        features: its width R.
+        map: the method's written form.
+        features: R, the map's width.
+        state_numbers: numbers kept per head.
+        flops_per_token: operations per head and token.
         draws: how many draws were measured.
         error: relative output error, mean over heads.
         median_error: median over heads, mean over draws.
@@ -48,6 +52,8 @@ class Line:
 
     map: str
     features: int
+    state_numbers: int
+    flops_per_token: int
     draws: int
     error: Figure
     median_error: float
@@ -98,6 +104,21 @@ class Baseline:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """The attention matrices cut to one rank.
+
+    Attributes:
+        rank: r.
+        state_numbers: what a map of r features keeps.
+        error: of the output, mean over heads.
+    """
+
+    rank: int
+    state_numbers: int
+    error: float
+
+
+@dataclass(frozen=True)
 class Summary:
     """An audit, summed up.
 
@@ -107,6 +128,8 @@ class Summary:
         baselines: exact, then uniform.
         head_ratios: per map and width, error over uniform error of [layer][head], mean over draws.
         uniform_errors: error of averaging of [layer][head].
+        limits: of the attention matrices cut to a rank, narrowest first; none where the text was too long for them.
+        planned: a plan, measured; None where there was none.
     """
 
     header: Header
@@ -114,6 +137,8 @@ class Summary:
     baselines: tuple[Baseline, Baseline]
     head_ratios: dict[tuple[str, int], list[list[float]]]
     uniform_errors: list[list[float]]
+    limits: tuple[Limit, ...]
+    planned: PlanSummary | None = None
 
 
 def summarise(path: Path) -> Summary:
@@ -134,8 +159,8 @@ def summarise(path: Path) -> Summary:
         >>> import tempfile
         >>> from linattn.lab.records import write_records
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
-        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None)
+        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
+        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> summarise(path).lines[0].ratio
@@ -149,8 +174,9 @@ def summarise(path: Path) -> Summary:
     for row in rows:
         if isinstance(row, HeadRow):
             heads.setdefault((row.map, row.features), []).append(row)
-        else:
+        elif isinstance(row, ModelRow):
             models.setdefault((row.map, row.features), []).append(row)
+    planned = models.pop((PLANNED, None), [])
     baselines = {name: models.pop((name, None), []) for name in (EXACT, UNIFORM)}
     if not heads or set(models) != set(heads) or not all(baselines.values()):
         raise ValueError(f"{path} is no whole audit: rows of some map or baseline are missing; run the audit again")
@@ -165,6 +191,8 @@ def summarise(path: Path) -> Summary:
             key: _by_head(header, found, lambda row: row.error / row.uniform_error) for key, found in heads.items()
         },
         uniform_errors=_by_head(header, reference, lambda row: row.uniform_error),
+        limits=_limits(rows),
+        planned=_planned(header, rows, planned),
     )
 
 
@@ -181,6 +209,8 @@ def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow
     return Line(
         map=label,
         features=features,
+        state_numbers=heads[0].state_numbers,
+        flops_per_token=heads[0].flops_per_token,
         draws=len(draws),
         error=_figure(over_heads(lambda row: row.error)),
         median_error=_mean(statistics.median(row.error for row in rows) for rows in draws.values()),
@@ -209,6 +239,28 @@ def _uniform(row: ModelRow, heads: list[HeadRow]) -> Baseline:
         row.embedding_cosine,
         row.token_cosine,
     )
+
+
+def _limits(rows: Iterable[Row]) -> tuple[Limit, ...]:
+    """Mean errors by rank."""
+    found: dict[int, list[RankRow]] = {}
+    for row in rows:
+        if isinstance(row, RankRow):
+            found.setdefault(row.rank, []).append(row)
+    return tuple(
+        Limit(rank, found[rank][0].state_numbers, _mean(row.error for row in found[rank])) for rank in sorted(found)
+    )
+
+
+def _planned(header: Header, rows: Iterable[Row], models: list[ModelRow]) -> PlanSummary | None:
+    """The plan that was measured, if there was one."""
+    if header.target is None or header.calibration is None or not models:
+        return None
+    exact = exact_flops_per_token(
+        header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
+    )
+    heads = tuple(row for row in rows if isinstance(row, PlanRow))
+    return PlanSummary(header.target, header.calibration, heads, models[0], exact)
 
 
 def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], float]) -> list[list[float]]:

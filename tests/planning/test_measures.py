@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import linattn
-from linattn.lab import measures
 from linattn.lab.moments import logit_std, pair_moments, predicted_ratio
+from linattn.planning import measures
 
 # float64 throughout; sums of at most a few hundred terms.
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}

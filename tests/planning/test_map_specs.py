@@ -7,8 +7,7 @@ import re
 import pytest
 
 from linattn.feature_maps import FEATURE_MAPS, Balanced, Centred, Oprf
-from linattn.lab.map_specs import parse_map
-from linattn.lab.plan import DEFAULT_MAPS, Plan, default_maps
+from linattn.planning.map_specs import parse_map
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
@@ -21,11 +20,6 @@ def test_every_map_by_name_in_any_case(name):
         assert built.head_dim == 8
     if spec.takes_features:
         assert built.num_features == 16
-
-
-@pytest.mark.parametrize("label", DEFAULT_MAPS)
-def test_defaults_are_their_own_labels(label):
-    assert parse_map(label).label == label
 
 
 def test_options_reach_the_map():
@@ -96,31 +90,3 @@ def test_building_refusals():
             spec.build(8, num_features=8 if spec.takes_features else None, scale=1.0, seed=0)
     with pytest.raises(TypeError, match="softmax kernel"):
         parse_map("Centred(Relu)").build(8, num_features=None, scale=1.0, seed=0)
-
-
-def test_plan_measures_fixed_maps_once():
-    plan = Plan(default_maps(), features=(64, 256), draws=3, seed=5)
-    found = [(c.spec.label, c.num_features, c.draw) for c in plan.configurations()]
-    assert len(found) == len(set(found)) == 9 * 2 * 3 + 2 * 3 + 5
-    assert ("FavorPlus", 256, 2) in found
-    assert ("Centred(Taylor(order=2))", None, 0) in found
-    assert ("Nystrom(num_features=128)", None, 2) in found
-    seeds = {c.first_seed + layer for c in plan.configurations() for layer in range(100)}
-    assert len(seeds) == 3 * 100
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"maps": ()}, "got none"),
-        ({"maps": (parse_map("Relu"), parse_map("relu"))}, "got Relu twice"),
-        ({"features": ()}, "different positive integers"),
-        ({"features": (64, 64)}, "different positive integers"),
-        ({"features": (0,)}, "different positive integers"),
-        ({"draws": 0}, "draws must be at least 1"),
-        ({"seed": -1}, "seed must be at least 0"),
-    ],
-)
-def test_plan_refusals(options, words):
-    with pytest.raises(ValueError, match=words):
-        Plan(**{"maps": (parse_map("Relu"),), **options})

@@ -1,0 +1,30 @@
+"""Tables and numbers as text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Attributes:
+        columns: headings; the first column is left-aligned, the others are numbers.
+        rows: one text per column.
+        baselines: how many of the first rows are baselines, set apart from the others.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    baselines: int = 0
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A number for reading: fixed digits while it is small, two significant ones when it is huge."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.1e}"

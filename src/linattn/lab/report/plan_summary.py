@@ -1,0 +1,128 @@
+"""What an audit found of a plan: whether its heads keep what was expected of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from linattn.lab.records import ModelRow, PlanRow
+from linattn.lab.report._text import Table, number
+from linattn.planning.plans import EXACT
+
+# A head keeps its target if its error on another text is within this of it, and its expectation if within a factor.
+TOLERANCE, FACTOR = 1.5, 2.0
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """A plan, measured.
+
+    Attributes:
+        target: the error each head was to meet.
+        calibration: source of the text it was made on.
+        heads: one row per head.
+        model: the whole model with the plan in every layer.
+        exact_flops: operations of exact attention per head and token, at the length measured.
+    """
+
+    target: float
+    calibration: str
+    heads: tuple[PlanRow, ...]
+    model: ModelRow
+    exact_flops: int
+
+    @property
+    def approximate(self) -> tuple[PlanRow, ...]:
+        """The heads that are not left exact."""
+        return tuple(row for row in self.heads if row.method != EXACT)
+
+    @property
+    def kept(self) -> float:
+        """Share of all heads whose measured error is at most 1.5 times the target."""
+        return _share(row.error <= TOLERANCE * self.target for row in self.heads)
+
+    @property
+    def foretold(self) -> float | None:
+        """Share of approximated heads whose expected error is within twice the measured; None where all are exact."""
+        ours = self.approximate
+        return _share(row.error / FACTOR <= row.expected_error <= row.error * FACTOR for row in ours) if ours else None
+
+    def words(self) -> str:
+        """The plan in a few sentences.
+
+        Cost: none.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> row = PlanRow(0, 0, "Expansion(num_centres=1)", 0.08, None, 0.1, 0.8, 100, 50)
+            >>> model = ModelRow("planned", None, 0, 0.99, 0.98)
+            >>> PlanSummary(0.1, "a text", (row,), model, 200).words().split(" with ")[0]
+            'Of 1 heads, 0 stay exact and 1 are approximated,'
+
+        Source: none, comparisons.
+        """
+        heads, ours = self.heads, self.approximate
+        flops = sum(row.flops_per_token for row in heads) / len(heads)
+        bound, cosine = TOLERANCE * self.target, self.model.embedding_cosine
+        text = (
+            f"Of {len(heads)} heads, {len(heads) - len(ours)} stay exact and {len(ours)} are approximated, with "
+            f"{number(flops / self.exact_flops)} of exact attention's operations in all. Made on {self.calibration}, "
+            f"measured on this text: {self.kept:.0%} of all heads have an error of at most {number(bound)}; cosine of "
+            f"the embedding {number(cosine, 3)}."
+        )
+        if self.foretold is None:
+            return text
+        within = _share(row.error <= bound for row in ours)
+        return (
+            f"{text} Of the approximated heads alone, {within:.0%} do, and for {self.foretold:.0%} of them the "
+            f"expected error is within a factor of {FACTOR:.0f} of the measured one."
+        )
+
+    def table(self) -> Table:
+        """One row per method, the most frequent first."""
+        methods: dict[str, list[PlanRow]] = {}
+        for row in self.heads:
+            methods.setdefault(row.method, []).append(row)
+        rows = [
+            (
+                label,
+                str(len(found)),
+                number(_mean([row.expected_error for row in found])),
+                number(_mean([row.error for row in found])),
+                number(max(row.error for row in found)),
+                f"{found[0].state_numbers:,}",
+                f"{found[0].flops_per_token:,}",
+            )
+            for label, found in sorted(methods.items(), key=lambda item: -len(item[1]))
+        ]
+        return Table(
+            ("method", "heads", "expected", "measured", "worst", "numbers kept", "FLOPs per token"), tuple(rows)
+        )
+
+    def by_head(self) -> Table:
+        """One row per head."""
+        rows = [
+            (
+                f"{row.layer}.{row.head}",
+                row.method,
+                number(row.expected_error, 3),
+                "–" if row.next_order_error is None else number(row.next_order_error, 3),
+                number(row.error, 3),
+                number(row.uniform_error, 3),
+            )
+            for row in self.heads
+        ]
+        return Table(("layer.head", "method", "expected", "by the next order", "measured", "averaging"), tuple(rows))
+
+
+def _share(found: Iterable[bool]) -> float:
+    """Share of truths."""
+    truths = list(found)
+    return sum(truths) / len(truths)
+
+
+def _mean(values: list[float]) -> float:
+    """Arithmetic mean."""
+    return sum(values) / len(values)

@@ -1,0 +1,128 @@
+"""What a method costs: the numbers it keeps and the operations it makes, counted alike for every family.
+
+Counts, not timings: exponentials, comparisons and the division are left out, a multiply-add is two operations.
+
+Letters: L tokens, D head width, Dv value width, R features, M exponents, C centres, F = R/C, W window, G heavy keys.
+"""
+
+from __future__ import annotations
+
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.planning.methods import Method
+
+# Blocks of W tokens that a query sees exactly: its own and its neighbours.
+_BLOCKS, _CAUSAL_BLOCKS = 3, 2
+
+
+def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int) -> int:
+    """Numbers kept per head, whatever the length of the text.
+
+        R·(Dv + 1) + M + (2W + G)·(D + Dv)
+
+    S and z of the map, its running maxima, and the keys and values of the window's two blocks and of the heavy keys.
+
+    Cost: none.
+
+    Args:
+        method: the map's exact part.
+        feature_map: the map.
+        value_dim: Dv.
+
+    Returns:
+        The count.
+
+    Example:
+        >>> from linattn.feature_maps import Expansion
+        >>> from linattn.planning.methods import parse_method
+        >>> state_numbers(parse_method("Expansion + window 16"), Expansion(4, 2), value_dim=3)  # 10·4 + 2 + 32·7
+        266
+
+    Source: `linattn.State`, counted.
+    """
+    kept = 2 * (method.window or 0) + method.num_heavy
+    sums = feature_map.num_features * (value_dim + 1) + feature_map.num_exponents
+    return sums + kept * (feature_map.head_dim + value_dim)
+
+
+def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, is_causal: bool) -> int:
+    """Floating-point operations per head for one more token, as a key and as a query.
+
+        maps with centres    2·C·D + 2·C·F·(Dv + 1) + 2·F·(Dv + 1)     exponents, absorbing, reading one centre
+        other maps           4·R·D + 4·R·(Dv + 1)                      features of query and key, absorbing and reading
+        exact part           2·(3W + G)·(D + Dv), causal 2·(2W + G)·(D + Dv)
+
+    The features of every other map are counted as one product with R·D numbers; elementwise maps need less.
+
+    Cost: none.
+
+    Args:
+        method: the map's exact part.
+        feature_map: the map.
+        value_dim: Dv.
+        is_causal: a causal query's window has its own block and the one before, another's also the one after.
+
+    Returns:
+        The count.
+
+    Example:
+        >>> from linattn.feature_maps import FavorPlus
+        >>> from linattn.planning.methods import parse_method
+        >>> method = parse_method("FavorPlus")
+        >>> flops_per_token(method, FavorPlus(4, 8), value_dim=3, is_causal=False)  # 4·8·4 + 4·8·4
+        256
+
+    Source: none, a count.
+    """
+    head_dim, width = feature_map.head_dim, value_dim + 1
+    if isinstance(feature_map, GroupedFeatureMap):
+        centres, local = feature_map.num_groups, feature_map.num_local
+        count = 2 * centres * head_dim + 2 * centres * local * width + 2 * local * width
+    else:
+        count = 4 * feature_map.num_features * (head_dim + width)
+    seen = (_CAUSAL_BLOCKS if is_causal else _BLOCKS) * (method.window or 0) + method.num_heavy
+    return count + 2 * seen * (head_dim + value_dim)
+
+
+def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> int:
+    """Numbers exact attention keeps per head: L·(D + Dv), every key and value.
+
+    Cost: none.
+
+    Args:
+        num_tokens: L.
+        head_dim: D.
+        value_dim: Dv.
+
+    Returns:
+        The count.
+
+    Example:
+        >>> exact_state_numbers(10, head_dim=4, value_dim=3)
+        70
+
+    Source: none, a count.
+    """
+    return num_tokens * (head_dim + value_dim)
+
+
+def exact_flops_per_token(num_tokens: int, *, head_dim: int, value_dim: int, is_causal: bool) -> int:
+    """Operations of exact attention per head and token: 2·L·(D + Dv), causal (L + 1)·(D + Dv), the mean over queries.
+
+    Cost: none.
+
+    Args:
+        num_tokens: L.
+        head_dim: D.
+        value_dim: Dv.
+        is_causal: whether later keys are hidden.
+
+    Returns:
+        The count.
+
+    Example:
+        >>> exact_flops_per_token(10, head_dim=4, value_dim=3, is_causal=False)
+        140
+
+    Source: none, a count.
+    """
+    return (num_tokens + 1 if is_causal else 2 * num_tokens) * (head_dim + value_dim)

@@ -1,0 +1,66 @@
+"""Counts of numbers and operations, against the tensors and products themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from linattn.attention import State
+from linattn.feature_maps import Expansion, FavorPlus, Relu
+from linattn.planning.costs import exact_flops_per_token, exact_state_numbers, flops_per_token, state_numbers
+from linattn.planning.methods import parse_method
+
+D, DV = 5, 3
+MAPS = {
+    "Expansion": Expansion(D, 4, order=1),
+    "Expansion(order=2)": Expansion(D, 2, order=2),
+    "FavorPlus": FavorPlus(D, 8),
+    "Relu": Relu(D),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_state_numbers_are_those_of_a_state(name):
+    state = State.empty(MAPS[name], batch_size=1, num_heads=1, value_dim=DV)
+    kept = sum(x.numel() for x in (state.S, state.z, state.m))
+    assert state_numbers(parse_method(name), MAPS[name], value_dim=DV) == kept
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_exact_part_keeps_and_multiplies_its_tokens(is_causal):
+    window, heavy = 4, 3
+    method, plain = parse_method(f"FavorPlus + window {window} + heavy {heavy}"), parse_method("FavorPlus")
+    feature_map = MAPS["FavorPlus"]
+    tokens = torch.zeros(2 * window + heavy, D + DV)
+    more = state_numbers(method, feature_map, value_dim=DV) - state_numbers(plain, feature_map, value_dim=DV)
+    assert more == tokens.numel()
+    blocks = 2 if is_causal else 3
+    seen = torch.arange(100)[: blocks * window + heavy]
+    flops = [flops_per_token(x, feature_map, value_dim=DV, is_causal=is_causal) for x in (method, plain)]
+    assert flops[0] - flops[1] == sum(2 * D + 2 * DV for _ in seen)
+
+
+def products(*shapes):
+    """Two operations for every entry multiplied: (rows, inner, columns) of each matrix product."""
+    return sum(2 * rows * inner * columns for rows, inner, columns in shapes)
+
+
+def test_flops_are_those_of_the_products():
+    expansion = MAPS["Expansion"]
+    groups, local = 4, 1 + D
+    absorbing = [(local, 1, DV + 1)] * groups
+    count = products((groups, D, 1), *absorbing, (1, local, DV + 1))
+    assert flops_per_token(parse_method("Expansion"), expansion, value_dim=DV, is_causal=True) == count
+    favor = MAPS["FavorPlus"]
+    count = products((1, D, 8), (1, D, 8), (8, 1, DV + 1), (1, 8, DV + 1))
+    assert flops_per_token(parse_method("FavorPlus"), favor, value_dim=DV, is_causal=False) == count
+
+
+def test_exact_attention_keeps_every_token_and_sees_every_visible_one():
+    length = 7
+    keys = torch.zeros(length, D + DV)
+    assert exact_state_numbers(length, head_dim=D, value_dim=DV) == keys.numel()
+    for is_causal in (False, True):
+        visible = torch.ones(length, length).tril() if is_causal else torch.ones(length, length)
+        mean = 2 * (D + DV) * float(visible.sum()) / length
+        assert exact_flops_per_token(length, head_dim=D, value_dim=DV, is_causal=is_causal) == mean
