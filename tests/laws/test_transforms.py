@@ -133,14 +133,19 @@ def test_what_does_not_compose_raises() -> None:
         torch.func.vmap(loss, in_dims=(0, None))(weights, q)
 
 
-@pytest.mark.parametrize("name", ["absorb", "read", "causal"])
-def test_the_compiler_is_told_the_right_shapes(name: str, blocks_of) -> None:
+FOLDS = [("FavorPlus", name) for name in ("absorb", "read", "causal", "mass")]
+FOLDS += [("Expansion", name) for name in ("absorb", "grouped_read", "grouped_causal", "mass")]
+
+
+@pytest.mark.parametrize(("map_name", "name"), FOLDS)
+def test_the_compiler_is_told_the_right_shapes(map_name: str, name: str, blocks_of) -> None:
     """Over seven blocks, hence two states kept."""
     blocks_of(3)
-    feature_map = build("FavorPlus")
+    feature_map = build(map_name)
     query, key, value = qkv(num_queries=20, num_keys=20)
-    tokens = {"absorb": [key, value], "read": [query.unflatten(1, (2, -1))]}
-    inputs = [*tokens.get(name, [query.unflatten(1, (2, -1)), key, value]), *_state(feature_map).moments]
+    grouped = query.unflatten(1, (2, -1))
+    tokens = {"absorb": [key, value], "mass": [grouped, key], "read": [grouped], "grouped_read": [grouped]}
+    inputs = [*tokens.get(name, [grouped, key, value]), *_state(feature_map).moments]
     arguments = (name, 0, feature_map.handle, "", None, inputs, [])
     torch.library.opcheck(torch.ops.linattn.fold.default, arguments, test_utils="test_faketensor")
 

@@ -41,7 +41,9 @@ def combine(*partials: Partial) -> Partial:
 
     Exact, and associative, whichever kernels produced the parts, exact softmax included, as long as each part's
     weights are on the same scale: maps with `softmax_kernel` and `softmax_partial` are on that of exp(scale · q·k).
-    Nothing is subtracted, so parts with small normalisers lose no digits. Cost O(P·Lq·Dv) for P parts.
+    Nothing is subtracted, so parts with small normalisers lose no digits. Cost O(P·Lq·Dv) for P parts. Parts of an
+    `Expansion` are each expanded around the means of their own keys: together they are no less accurate than the whole's
+    expansion, but not the same.
 
     Args:
         *partials: at least one; `out` (B, H, Lq, Dv) and `log_normalizer` (B, H, Lq) of the same shapes. The sets of
@@ -80,7 +82,7 @@ def combine(*partials: Partial) -> Partial:
     shares = weights / torch.where(total == 0, 1, total)
     out = shares[0].unsqueeze(-1) * partials[0].out.to(shares.dtype)
     for share, part in zip(shares[1:], partials[1:], strict=True):
-        out = out + share.unsqueeze(-1) * part.out.to(shares.dtype)
+        out.addcmul_(share.unsqueeze(-1), part.out.to(shares.dtype))
     return Partial(out.to(partials[0].out.dtype), torch.log(total) + peak)
 
 

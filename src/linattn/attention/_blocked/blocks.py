@@ -102,7 +102,7 @@ def block_size(rows: int, num_features: int, device: torch.device, *, is_causal:
     budget = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     size = max(budget // max(rows * num_features, 1), 64)
     size = min(size, 128 if is_causal else 1024)
-    return max(size // span, 1) * span if span else size
+    return -(-size // span) * span if span else size
 
 
 def blocks(length: int, size: int) -> Iterator[tuple[int, int]]:
