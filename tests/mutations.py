@@ -87,7 +87,7 @@ FAULTS = (
     Fault(
         "sum over heads instead of tokens",
         BLOCKED + "causal.py",
-        "scores.unflatten(1, (groups, -1)).tril_()",
+        "rows.tril_()",
         "scores.transpose(0, 1).tril_()",
         "tests/laws/test_truth.py",
     ),
@@ -107,8 +107,8 @@ FAULTS = (
     Fault(
         "do not rescale the state when the maximum rises",
         BLOCKED + "blocks.py",
-        "decay = (self.m - c).exp_().flatten(0, 1)",
-        "decay = torch.ones_like(c).flatten(0, 1)",
+        "decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)",
+        "decay = torch.ones_like(self.z[..., :1])",
         "tests/laws/test_fold.py",
     ),
     Fault(
@@ -138,8 +138,8 @@ FAULTS = (
     Fault(
         "ignore the incoming state",
         "attention/functional.py",
-        "    if state is None:\n        kept",
-        "    if True:\n        kept",
+        "        if state is not None:\n            return state.moments",
+        "        if state is not None:\n            pass",
         "tests/laws/test_fold.py",
     ),
     Fault(
@@ -225,6 +225,69 @@ FAULTS = (
         "if state.built_with != fingerprint:",
         "if False:",
         "tests/laws/test_fold.py tests/laws/test_refusals.py",
+    ),
+    Fault(
+        "expand around 0 instead of the mean key",
+        "feature_maps/expansion.py",
+        "u = (delta * mean).sum(-1, keepdim=True)",
+        "u = (delta * mean * 0).sum(-1, keepdim=True)",
+        "tests/laws/test_truth.py",
+    ),
+    Fault(
+        "take any step for granted",
+        "feature_maps/expansion.py",
+        "share = _REACH / deviation.clamp(min=_REACH)",
+        "share = torch.ones_like(deviation)",
+        "tests/feature_maps/test_expansion.py",
+    ),
+    Fault(
+        "read the state at another scale than the block",
+        BLOCKED + "grouped_causal.py",
+        "decay = torch.exp(from_state - reference).unsqueeze(-1)",
+        "decay = torch.ones_like(reference).unsqueeze(-1)",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "count a repeated query twice in a key's mass",
+        BLOCKED + "mass.py",
+        "(den == 0) | part.free",
+        "den == 0",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "see one's own span of tokens",
+        BLOCKED + "causal.py",
+        "return number.unsqueeze(-1) > number",
+        "return number.unsqueeze(-1) >= number",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "leave heavy keys to the map too",
+        "attention/_exact/bidirectional.py",
+        "rest = seen.scatter(-1, chosen, False)",
+        "rest = seen",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "see one key ahead in the window",
+        "attention/_exact/neighbourhood.py",
+        ".tril(self.window)",
+        ".tril(self.window + 1)",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "keep the lightest keys",
+        "attention/_exact/heavy.py",
+        "descending=True",
+        "descending=False",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "favour keys that many queries saw",
+        "attention/_exact/causal.py",
+        "(2 * window - places)",
+        "(2 * window)",
+        "tests/laws/test_exact_part.py",
     ),
 )
 

@@ -95,9 +95,7 @@ def test_moving_all_keys_changes_nothing() -> None:
     for order in (0, 1, 2):
         expansion = Expansion(D, 3, order=order).fit(query, key)
         moved = linattn.linear_attention(query, key + 5.0, value, expansion)
-        torch.testing.assert_close(
-            moved, linattn.linear_attention(query, key, value, expansion), rtol=1e-9, atol=1e-9
-        )
+        torch.testing.assert_close(moved, linattn.linear_attention(query, key, value, expansion), rtol=1e-9, atol=1e-9)
 
 
 def test_a_long_step_is_shortened_to_the_spread_at_order_1() -> None:

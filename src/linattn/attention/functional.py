@@ -52,7 +52,8 @@ def linear_attention(
 
     Time O((Lq + Lk)·R·(D + Dv)) per head; memory beyond inputs and output O(R·Dv) per head and one block of features,
     forward and backward: features are recomputed, never stored for the whole sequence. Exponents, sums and the
-    division run in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0.
+    division run in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0. An exact part
+    adds O(L·(3·window + num_heavy)·(D + Dv)) time; with a window on both sides the map's part is two folds.
 
     Args:
         query: (B, H, Lq, D), any floating dtype, any strides.
@@ -78,7 +79,8 @@ def linear_attention(
         TypeError: `feature_map` is no FeatureMap instance; tensors are not floating point or differ in dtype;
             `key_mask` is not bool.
         ValueError: shapes, devices, the map's width or heads do not fit; unknown `backend`; a map that takes
-            statistics from the call is used causally.
+            statistics from the call is used causally; an exact part beside a map that is not one for the softmax kernel
+            with a positive normaliser; a window where queries and keys differ in number.
 
     Example:
         >>> import torch, linattn
@@ -163,6 +165,9 @@ def linear_attention_with_state(
         state: what was seen before, from an earlier call or `State`; None is the empty one. It is not changed.
         key_mask: (B, Lk) bool, True = attend; masked keys do not enter the state.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
+        window: as in `linear_attention`, for the stream's own blocks, wherever it is cut: the state keeps the keys of
+            the last one or two.
+        num_heavy: as in `linear_attention`: the state keeps so many keys more.
         backend: as in `linear_attention`.
 
     Returns:
@@ -170,7 +175,8 @@ def linear_attention_with_state(
 
     Raises:
         TypeError: as `linear_attention`; `state` is not a State.
-        ValueError: as `linear_attention`; the state was built with another map or draw, or for other shapes.
+        ValueError: as `linear_attention`; the state was built with another map or draw, for other shapes, or with
+            another exact part.
 
     Example:
         >>> import torch, linattn

@@ -42,8 +42,7 @@ def combine(*partials: Partial) -> Partial:
     Exact, and associative, whichever kernels produced the parts, exact softmax included, as long as each part's
     weights are on the same scale: maps with `softmax_kernel` and `softmax_partial` are on that of exp(scale · q·k).
     Nothing is subtracted, so parts with small normalisers lose no digits. Cost O(P·Lq·Dv) for P parts. Parts of an
-    `Expansion` are each expanded around the means of their own keys: together they are no less accurate than the whole's
-    expansion, but not the same.
+    `Expansion` are each expanded around the mean of their own keys: together they are not the expansion of the whole.
 
     Args:
         *partials: at least one; `out` (B, H, Lq, Dv) and `log_normalizer` (B, H, Lq) of the same shapes. The sets of

@@ -118,10 +118,14 @@ def softmax_weights(query: Tensor, key: Tensor, visible: Tensor | None, scale: f
     logits = (query.to(dtype) * scale) @ key.to(dtype).mT
     if visible is not None:
         logits = torch.where(visible, logits, -torch.inf)
-    log_normalizer = torch.logsumexp(logits, -1)
-    # A row that sees no key has log-normaliser -inf; any finite reference gives it weights 0.
-    reference = torch.where(log_normalizer == -torch.inf, 0, log_normalizer)
-    return torch.exp(logits - reference.unsqueeze(-1)), log_normalizer
+    # A row that sees no key has peak -inf; any finite reference gives it weights 0.
+    peak = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.new_zeros(1)
+    peak = torch.where(peak == -torch.inf, 0, peak)
+    weights = torch.exp(logits - peak)
+    total = weights.sum(-1, keepdim=True)
+    dead = total == 0
+    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, total).log() + peak)
+    return weights / torch.where(dead, 1, total), log_normalizer.squeeze(-1)
 
 
 def _visible(query: Tensor, key: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor | None:

@@ -3,7 +3,8 @@
 Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`, `Dpfp`) have kernels of
 their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
 `Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
-approximates the softmax kernel through landmarks; `Centred` and `Balanced` wrap any map for the softmax kernel.
+approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres; `Centred`
+and `Balanced` wrap any map for the softmax kernel.
 """
 
 from linattn.feature_maps._base import FeatureMap as FeatureMap

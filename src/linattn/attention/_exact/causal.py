@@ -77,7 +77,7 @@ def attend(
     first = length - query.shape[3]
     # Rows of tokens whose queries are not asked for are filled in and dropped.
     rows = torch.nn.functional.pad(query, (0, 0, first, 0))
-    local = near(rows, *tokens, window=window, scale=scale, is_causal=True, first=first)
+    local = near(rows, *tokens, window=window, scale=scale, is_causal=True, first=first if exact.num_heavy else None)
     mass = local.mass + torch.nn.functional.pad(exact.recent_mass, (0, length - recent.key.shape[2]))
     leaving = max(-(-length // window) - 2, 0) * window
     parts, left, chosen = [_rows(local.partial, first)], tokens.cut(0, leaving), None

@@ -20,7 +20,8 @@ class Near(NamedTuple):
 
     Attributes:
         partial: (B, H, G, L, ·) over the keys of the neighbourhood.
-        mass: how much the live queries attend to each key among those of their neighbourhood, (B, H, L).
+        mass: how much the live queries attend to each key among those of their neighbourhood, (B, H, L); 0 unless asked
+            for.
     """
 
     partial: Partial
@@ -36,11 +37,11 @@ def near(
     window: int,
     scale: float,
     is_causal: bool,
-    first: int = 0,
+    first: int | None = None,
 ) -> Near:
     """Softmax over a query's own block of tokens and the next ones on both sides; causal: up to itself and before.
 
-    O(L·w·(D + Dv)) time. Queries before `first` carry no mass.
+    O(L·w·(D + Dv)) time. With `first`, the queries from it on carry mass.
     """
     batch, heads, groups, length, _ = query.shape
     per_block = batch * heads * groups * window * window * (2 if is_causal else 3)
@@ -52,10 +53,11 @@ def near(
         stop = min(start + size, length)
         chunk = _Chunk(start, stop, -(-(stop - start) // window), window, is_causal)
         out, log, weights = chunk.attend(query, key, value, mask, scale)
-        live = torch.arange(start, start + chunk.num_blocks * window, device=key.device) >= first
-        live = live & (torch.arange(start, start + chunk.num_blocks * window, device=key.device) < length)
-        columns = torch.where(live.view(-1, 1, window, 1), weights.detach().unflatten(3, (groups, window)), 0)
-        chunk.add_columns(mass, columns.sum((3, 4)))
+        if first is not None:
+            places = torch.arange(start, start + chunk.num_blocks * window, device=key.device)
+            live = ((places >= first) & (places < length)).view(-1, 1, window, 1)
+            columns = torch.where(live, weights.detach().unflatten(3, (groups, window)), 0)
+            chunk.add_columns(mass, columns.sum((3, 4)))
         parts.append(Partial(out, log))
     return Near(joined(parts), mass[..., window : window + length])
 
