@@ -233,7 +233,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
             return torch.cat((1 - share * u, share * delta), -1), u.squeeze(-1)
         first, second = self.pairs.unbind()
         halves = torch.where(first == second, 0.5, 1.0).to(delta.dtype)
-        squares = delta[..., first] * delta[..., second] * halves
+        squares = delta.index_select(-1, first) * delta.index_select(-1, second) * halves
         return torch.cat((1 - u + u.square() / 2, (1 - u) * delta, squares), -1), u.squeeze(-1)
 
     def key(self, x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         if self.order == 1:
             return torch.cat((ones, centred), -1)
         first, second = self.pairs.unbind()
-        return torch.cat((ones, centred, centred[..., first] * centred[..., second]), -1)
+        return torch.cat((ones, centred, centred.index_select(-1, first) * centred.index_select(-1, second)), -1)
 
     def key_log_weight(self, x: Tensor) -> Tensor:
         """scale·c·k of every centre, keys less their mean: (..., L, D) -> (..., L, C)."""

@@ -30,8 +30,9 @@ class Tokens(NamedTuple):
     live: Tensor
 
     def then(self, *other: Tensor) -> Tokens:
-        """These and then others."""
-        key, value, live = (torch.cat(pair, 2) for pair in zip(self, other, strict=True))
+        """These and then others, which are not copied where these are none."""
+        pairs = zip(self, other, strict=True)
+        key, value, live = other if self.live.shape[2] == 0 else (torch.cat(pair, 2) for pair in pairs)
         return Tokens(key, value, live)
 
     def pick(self, index: Tensor) -> Tokens:
@@ -41,12 +42,6 @@ class Tokens(NamedTuple):
     def cut(self, start: int, stop: int) -> Tokens:
         """Consecutive ones."""
         return Tokens(self.key[:, :, start:stop], self.value[:, :, start:stop], self.live[:, :, start:stop])
-
-    def filled(self, length: int) -> Tokens:
-        """As many as asked for, the last of which are not there."""
-        short, pad = length - self.live.shape[2], torch.nn.functional.pad
-        key, value = (pad(x, (0, 0, 0, short)) for x in (self.key, self.value))
-        return Tokens(key, value, pad(self.live, (0, short)))
 
 
 class Stream(NamedTuple):
@@ -76,7 +71,7 @@ def attend(
     length = tokens.key.shape[2]
     first = length - query.shape[3]
     # Rows of tokens whose queries are not asked for are filled in and dropped.
-    rows = torch.nn.functional.pad(query, (0, 0, first, 0))
+    rows = torch.nn.functional.pad(query, (0, 0, first, 0)) if first else query
     local = near(rows, *tokens, window=window, scale=scale, is_causal=True, first=first if exact.num_heavy else None)
     mass = local.mass + torch.nn.functional.pad(exact.recent_mass, (0, length - recent.key.shape[2]))
     leaving = max(-(-length // window) - 2, 0) * window
@@ -88,7 +83,9 @@ def attend(
         parts.append(_heavy_rows(rows, pool, chosen, first, window, scale))
         left = pool.pick(chosen.left.flatten(2))
         picked_last = pool.pick(chosen.heavy[:, :, -1])
-    distant, after = _far_rows(far, rows, left, first, before, window)
+    # Without a mask the folds copy nothing.
+    all_there = mask is None and exact.recent_live.shape[2] == 0 and not exact.num_heavy
+    distant, after = _far_rows(far, rows, left, first, before, window, all_there=all_there)
     kept = tokens.cut(leaving, length)
     exact = ExactKeys(
         *(
@@ -126,16 +123,20 @@ def _heavy_rows(rows: Tensor, pool: Tokens, chosen: Schedule, first: int, window
 
 
 def _far_rows(
-    far: Far, rows: Tensor, left: Tokens, first: int, before: Moments, window: int
+    far: Far, rows: Tensor, left: Tokens, first: int, before: Moments, window: int, *, all_there: bool
 ) -> tuple[Partial, Moments]:
     """The rows over the map's keys: the state's, and those left to it as blocks begin, w at a time."""
-    length, parts, state = rows.shape[3], [], before
+    count, value_dim, parts, state = left.live.shape[2], left.value.shape[-1], [], before
     if first < 2 * window:
-        parts.append(far.read(rows[:, :, :, first : 2 * window], before, left.value.shape[-1]))
-    if length > 2 * window:
-        # The third block sees the keys left first; later ones lie a span behind their readers.
-        state = far.absorb(*left.cut(0, window), before)
-        later = left.cut(window, length).filled(length - 2 * window)
-        part, state = far.earlier_spans(rows[:, :, :, 2 * window :], *later, state, window)
+        parts.append(far.read(rows[:, :, :, first : 2 * window], before, value_dim))
+    if count:
+        # The third block sees the keys left first, the last one all of them; between, keys lie a span behind.
+        key, value, live = left
+        mask = None if all_there else live
+        head, tail = (None if mask is None else mask[..., part] for part in (slice(window), slice(window, None)))
+        state = far.absorb(key[:, :, :window], value[:, :, :window], head, before)
+        middle = rows[:, :, :, 2 * window : count + window]
+        part, state = far.earlier_spans(middle, key[:, :, window:], value[:, :, window:], tail, state, window)
         parts.append(_rows(part, max(first - 2 * window, 0)))
+        parts.append(far.read(rows[:, :, :, max(first, count + window) :], state, value_dim))
     return joined(parts), state
