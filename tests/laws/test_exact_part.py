@@ -137,9 +137,16 @@ def test_float64_equals_the_definition(name: str, part: str, length: int, masked
         if causal and (window is None or name not in CAUSAL_MAPS):
             continue
         found = linattn.linear_attention(
-            query, key, value, build(name), key_mask=mask, is_causal=causal, enable_gqa=True, window=window,
+            query,
+            key,
+            value,
+            build(name),
+            key_mask=mask,
+            is_causal=causal,
+            enable_gqa=True,
+            window=window,
             num_heavy=count,
-        )  # fmt: skip
+        )
         truth = by_hand(name, query, key, value, mask, PARTS[part], causal)
         torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
 
@@ -257,11 +264,14 @@ def test_low_precision_stays_near(dtype: torch.dtype) -> None:
     """Parts are rounded to the dtype before they meet: at most as many units in the last place as there are parts."""
     truth, found = (
         linattn.linear_attention(
-            *(x.to(kept) for x in qkv(num_queries=64, num_keys=64, dtype=dtype)), build("Expansion-0"),
-            enable_gqa=True, window=4, num_heavy=3,
+            *(x.to(kept) for x in qkv(num_queries=64, num_keys=64, dtype=dtype)),
+            build("Expansion-0"),
+            enable_gqa=True,
+            window=4,
+            num_heavy=3,
         )
         for kept in (torch.float64, dtype)
-    )  # fmt: skip
+    )
     assert relative_error(found, truth) <= 4 * torch.finfo(dtype).eps
 
 
