@@ -199,6 +199,11 @@ def test_the_size_of_a_stream_s_state_does_not_grow() -> None:
         ).state
         sizes.add(state.exact.tokens()[0].shape[2])
     assert max(sizes) == 2 * 4 + 3
+    whole = linattn.linear_attention_with_state(
+        query, key, value, feature_map, enable_gqa=True, window=4, num_heavy=3
+    ).state
+    for x in torch.utils._pytree.tree_leaves(whole):
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 @pytest.mark.parametrize("name", ["FavorPlus", "Expansion"])

@@ -75,29 +75,21 @@ def attend(
     local = near(rows, *tokens, window=window, scale=scale, is_causal=True, first=first if exact.num_heavy else None)
     mass = local.mass + torch.nn.functional.pad(exact.recent_mass, (0, length - recent.key.shape[2]))
     leaving = max(-(-length // window) - 2, 0) * window
-    parts, left, chosen = [_rows(local.partial, first)], tokens.cut(0, leaving), None
+    parts, left = [_rows(local.partial, first)], tokens.cut(0, leaving)
+    heavy = (exact.heavy_key, exact.heavy_value, exact.heavy_score)
     if exact.num_heavy:
         chosen = schedule(_score(mass, tokens.live, leaving, window), exact.heavy_score, window)
-        heavy = Tokens(exact.heavy_key, exact.heavy_value, exact.heavy_score > -torch.inf)
-        pool = heavy.then(*tokens)
+        pool = Tokens(exact.heavy_key, exact.heavy_value, exact.heavy_score > -torch.inf).then(*tokens)
         parts.append(_heavy_rows(rows, pool, chosen, first, window, scale))
         left = pool.pick(chosen.left.flatten(2))
-        picked_last = pool.pick(chosen.heavy[:, :, -1])
+        last = pool.pick(chosen.heavy[:, :, -1])
+        heavy = (last.key, last.value, chosen.score.clone())
     # Without a mask the folds copy nothing.
     all_there = mask is None and exact.recent_live.shape[2] == 0 and not exact.num_heavy
     distant, after = _far_rows(far, rows, left, first, before, window, all_there=all_there)
-    kept = tokens.cut(leaving, length)
-    exact = ExactKeys(
-        *(
-            (exact.heavy_key, exact.heavy_value, exact.heavy_score)
-            if chosen is None
-            else (*picked_last[:2], chosen.score)
-        ),
-        *kept,
-        mass[..., leaving:],
-        window,
-    )
-    return Stream(combine(*parts, distant), after, exact)
+    # Copies: views would keep all keys of the call in memory.
+    key, value, live, mass = (x.clone() for x in (*tokens.cut(leaving, length), mass[..., leaving:]))
+    return Stream(combine(*parts, distant), after, ExactKeys(*heavy, key, value, live, mass, window))
 
 
 def _rows(partial: Partial, first: int) -> Partial:
