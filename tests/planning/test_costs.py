@@ -34,10 +34,20 @@ def test_the_exact_part_keeps_and_multiplies_its_tokens(is_causal):
     tokens = torch.zeros(2 * window + heavy, D + DV)
     more = state_numbers(method, feature_map, value_dim=DV) - state_numbers(plain, feature_map, value_dim=DV)
     assert more == tokens.numel()
-    blocks = 2 if is_causal else 3
+    blocks, folds = (2, 1) if is_causal else (3, 2)
     seen = torch.arange(100)[: blocks * window + heavy]
-    flops = [flops_per_token(x, feature_map, value_dim=DV, is_causal=is_causal) for x in (method, plain)]
-    assert flops[0] - flops[1] == sum(2 * D + 2 * DV for _ in seen)
+    with_it, alone = (flops_per_token(x, feature_map, value_dim=DV, is_causal=is_causal) for x in (method, plain))
+    # The keys' features twice and the queries' once, each against one vector.
+    masses = 0 if is_causal else products(*[(1, D, 8), (8, 1, 1)] * 3)
+    assert with_it - folds * alone - masses == sum(2 * D + 2 * DV for _ in seen)
+
+
+def test_the_masses_of_an_expansion_s_keys_are_counted():
+    heavy, plain = (parse_method(name) for name in ("Expansion + heavy 3", "Expansion"))
+    expansion, groups, local = MAPS["Expansion"], 4, 1 + D
+    with_it, alone = (flops_per_token(x, expansion, value_dim=DV, is_causal=False) for x in (heavy, plain))
+    masses = products(*[(groups, D, 1), (groups, local, 1)] * 2, (1, local, 1))
+    assert with_it - alone == masses + 3 * (2 * D + 2 * DV)
 
 
 def products(*shapes):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.feature_maps import FeatureMap
 
 
 def check_map(feature_map: object) -> None:
@@ -135,8 +135,7 @@ def check_exact_part(
         raise ValueError(f"window must be a power of two, or None for no window, got {window}")
     if window is None and num_heavy == 0:
         return
-    additive = feature_map.nonnegative or isinstance(feature_map, GroupedFeatureMap)
-    if not (feature_map.softmax_kernel and additive):
+    if not (feature_map.softmax_kernel and feature_map.positive_normalizer):
         raise ValueError(
             f"window and num_heavy need a map whose weights share the softmax kernel's scale and sum to a positive "
             f"number, got {type(feature_map).__name__}; use Expansion, or FavorPlus, Hyperbolic, Oprf or Sderf"

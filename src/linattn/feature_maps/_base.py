@@ -64,6 +64,11 @@ class FeatureMap(nn.Module, ABC):
         self._register_handle()
 
     @property
+    def positive_normalizer(self) -> bool:
+        """Whether Σ_j φ(q)·φ(k_j) is positive whatever the keys, so that an exact part may share it."""
+        return self.nonnegative
+
+    @property
     def num_exponents(self) -> int:
         """M: how many running maxima of the keys' exponents attention keeps per head, each for R/M features."""
         return self.num_features if self.exponential else 1

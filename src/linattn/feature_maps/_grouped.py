@@ -34,6 +34,11 @@ class GroupedFeatureMap(FeatureMap):
         self.num_groups, self.num_local = num_groups, num_local
 
     @property
+    def positive_normalizer(self) -> bool:
+        """True: query features are centred on the z they are divided by."""
+        return True
+
+    @property
     def num_exponents(self) -> int:
         """C: one running maximum for each group."""
         return self.num_groups

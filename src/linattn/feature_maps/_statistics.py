@@ -28,6 +28,17 @@ def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
     return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * length, dim)
 
 
+def call_queries(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The queries of a call, grouped as above, and which of them count, (B, G·Lq).
+
+    In self-attention a masked position is padding among the queries too.
+    """
+    grouped = group_queries(query, key.shape[1])
+    if key_mask is None or query.shape[2] != key.shape[2]:
+        return grouped, None
+    return grouped, key_mask.repeat(1, query.shape[1] // key.shape[1])
+
+
 def token_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over tokens, (B, H, L, D) -> (B, H, 1, D), in at least float32; what `mask` (B, L) hides is never read.
 

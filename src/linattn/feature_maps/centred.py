@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap
-from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
+from linattn.feature_maps._statistics import call_queries, check_fit, group_queries, token_mean
 from linattn.feature_maps._wrapper import Wrapper
 
 
@@ -121,10 +121,7 @@ class Centred(Wrapper):
                 "Centred would take the mean of all tokens, later ones included, and leak the future into causal "
                 "attention; call fit(query, key) on sample inputs first, or give query_mean and key_mean"
             )
-        query_mask = None
-        if key_mask is not None and query.shape[2] == key.shape[2]:
-            query_mask = key_mask.repeat(1, query.shape[1] // key.shape[1])
-        grouped = group_queries(query, key.shape[1])
+        grouped, query_mask = call_queries(query, key, key_mask)
         return {"query_mean": token_mean(grouped, query_mask), "key_mean": token_mean(key, key_mask)}
 
     def inner_query(self, x: Tensor) -> Tensor:

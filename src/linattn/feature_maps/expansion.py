@@ -15,7 +15,7 @@ from linattn.feature_maps._arguments import check_count, temperature
 from linattn.feature_maps._clusters import kmeans, means, nearest
 from linattn.feature_maps._fitted import FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap
-from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
+from linattn.feature_maps._statistics import call_queries, check_fit, group_queries, token_mean
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.
 _MOST_POINTS = 4096
@@ -200,9 +200,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
                 "Expansion would take centres of all queries, later ones included, and leak the future into causal "
                 "attention; call fit(query, key) on sample inputs first, or give centres"
             )
-        grouped, query_mask = group_queries(query, key.shape[1]), None
-        if key_mask is not None and query.shape[2] == key.shape[2]:
-            query_mask = key_mask.repeat(1, query.shape[1] // key.shape[1])
+        grouped, query_mask = call_queries(query, key, key_mask)
         with torch.no_grad():
             return self._find(grouped.detach(), key.detach(), query_mask, key_mask, seed=0)
 

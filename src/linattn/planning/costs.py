@@ -51,6 +51,10 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
         other maps           4·R·D + 4·R·(Dv + 1)                      features of query and key, absorbing and reading
         exact part           2·(3W + G)·(D + Dv), causal 2·(2W + G)·(D + Dv)
 
+    A window that is not causal takes the map's part twice, from both ends. Heavy keys that are not causal take the
+    masses of all keys: keys once for z and once for their masses, queries once between, 4·C·D + 4·C·F + 2·F or
+    6·R·(D + 1).
+
     The features of every other map are counted as one product with R·D numbers; elementwise maps need less.
 
     Cost: none.
@@ -77,8 +81,12 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
     if isinstance(feature_map, GroupedFeatureMap):
         centres, local = feature_map.num_groups, feature_map.num_local
         count = 2 * centres * head_dim + 2 * centres * local * width + 2 * local * width
+        masses = 4 * centres * head_dim + 4 * centres * local + 2 * local
     else:
         count = 4 * feature_map.num_features * (head_dim + width)
+        masses = 6 * feature_map.num_features * (head_dim + 1)
+    if not is_causal:
+        count = count * (2 if method.window else 1) + (masses if method.num_heavy else 0)
     seen = (_CAUSAL_BLOCKS if is_causal else _BLOCKS) * (method.window or 0) + method.num_heavy
     return count + 2 * seen * (head_dim + value_dim)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from linattn.attention import linear_attention
-from linattn.feature_maps import FeatureMap, FittedMap, GroupedFeatureMap
+from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.planning.map_specs import MapSpec, parse_map
 
 # A plus outside brackets: "scale=1e+2" holds one inside.
@@ -72,8 +72,7 @@ class Method:
         Source: the constructors in `linattn.feature_maps`.
         """
         feature_map = self.map.build(head_dim, num_features=num_features, scale=scale, seed=seed)
-        positive = feature_map.nonnegative or isinstance(feature_map, GroupedFeatureMap)
-        if self.has_exact_part and not (feature_map.softmax_kernel and positive):
+        if self.has_exact_part and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
             raise ValueError(
                 f"{self.label}: {self.map.name} cannot share a normaliser with exact attention; take a map for the "
                 "softmax kernel with positive weights, as Expansion or FavorPlus, or leave window and heavy out"
