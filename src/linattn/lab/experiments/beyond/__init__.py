@@ -1,0 +1,1 @@
+"""What the texts and the paper leave out."""

@@ -1,0 +1,1 @@
+"""Claims of "Starting from an Expandable Term: Derivation from Softmax to Performer Linear Attention"."""

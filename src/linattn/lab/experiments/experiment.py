@@ -1,0 +1,121 @@
+"""What one file of this folder is: a claim, its source, how it is measured and how the figures decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Status = Literal["holds", "fails", "undecided"]
+
+EXACT = "exact"
+UNIFORM = "averaging the values"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How a claim's figures are drawn.
+
+    Attributes:
+        x: what the abscissa is, with its unit.
+        y: what the values are, with their unit.
+        log_x: whether the abscissa is logarithmic.
+        log_y: whether the values are.
+        names: names of the abscissae 0, 1, 2, … where they are no numbers but cases.
+    """
+
+    x: str
+    y: str
+    log_x: bool = False
+    log_y: bool = False
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number.
+
+    Attributes:
+        value: as measured, or as counted.
+        standard_error: of the value, where it was sampled.
+        expected: what theory, or the claim itself, says it is; None where there is nothing to compare with.
+    """
+
+    value: float
+    standard_error: float | None = None
+    expected: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One figure still to be taken.
+
+    Attributes:
+        series: which curve the figure belongs to; `EXACT` and `UNIFORM` are the two baselines.
+        x: its abscissa; no two measurements of a claim share both.
+        take: takes it: a function of the configuration alone, whatever was measured before, so that an interrupted run
+            goes on to the same figures.
+    """
+
+    series: str
+    x: float
+    take: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure taken, as the file keeps it.
+
+    Attributes:
+        claim: name of the experiment.
+        series: as in `Measurement`.
+        x: as in `Measurement`.
+        value: as in `Figure`.
+        standard_error: as in `Figure`.
+        expected: as in `Figure`.
+        seconds: how long it took.
+    """
+
+    claim: str
+    series: str
+    x: float
+    value: float
+    standard_error: float | None
+    expected: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the figures say of a claim.
+
+    Attributes:
+        status: "holds", "fails", or "undecided" where the sampling error is too large to tell.
+        figure: one sentence with the figure that decides.
+        tolerance: one sentence: how far the figure may lie from the claim, and where that comes from.
+    """
+
+    status: Status
+    figure: str
+    tolerance: str
+
+
+class Experiment(Protocol):
+    """A module of this folder: one file, one claim."""
+
+    CLAIM: str
+    """One sentence, as its source has it."""
+    SOURCE: str
+    """Paper and section, or the text and its section."""
+    AXES: Axes
+    """How its figures are drawn."""
+    QUICK: Any
+    """A frozen `Config`, taken within seconds; its `seconds` says how many, on two cores."""
+    FULL: Any
+    """A frozen `Config` at the size of the source."""
+
+    def rows(self, config: Any) -> Iterator[Measurement]:
+        """What is to be measured; taking nothing yet."""
+
+    def verdict(self, rows: Sequence[Row]) -> Verdict:
+        """What the figures say: a function of the rows alone."""

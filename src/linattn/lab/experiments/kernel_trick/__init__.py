@@ -1,0 +1,1 @@
+"""Claims of "The Kernel Trick: Math Behind Linearization"."""

@@ -1,0 +1,1 @@
+"""Claims of an overview of linear attention, in Chinese."""

@@ -1,0 +1,1 @@
+"""Claims of "Time to Perform" (Howell 2022)."""
