@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from linattn.lab.report import summarise
+from linattn.lab.report import summarise_audit
 
 ROOT = Path(__file__).parents[1]
 SHOWN = (
@@ -29,7 +29,7 @@ SHOWN = (
 
 def audit_table() -> str:
     """Each method's error and costs beside both baselines."""
-    summary = summarise(ROOT / "report" / "audit.jsonl")
+    summary = summarise_audit(ROOT / "report" / "audit.jsonl")
     header = summary.header
     rows = [
         f"`linattn audit` on {header.model}, {header.num_tokens} tokens of {header.text}, mean over "
@@ -54,7 +54,7 @@ def audit_table() -> str:
 
 def plan_words() -> str:
     """What a plan for each head reaches."""
-    planned = summarise(ROOT / "report" / "audit.jsonl").planned
+    planned = summarise_audit(ROOT / "report" / "audit.jsonl").planned
     if planned is None:
         sys.exit("report/audit.jsonl holds no plan; write it with `linattn audit --target 0.1 --out report`")
     return f"For a target of {planned.target}: {planned.words()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -60,7 +61,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how much of the grid the laws covered."""
+    """Say how much of the grid the laws covered, and what was left out for want of a browser."""
+    if shutil.which("chromium") is None:
+        terminalreporter.write_line("no browser: the report's page was not opened; apt-get install chromium")
     covered: dict[str, set[str]] = {}
     for report in terminalreporter.stats.get("passed", []):
         for key, value in report.user_properties:

@@ -42,7 +42,8 @@ class Page(HTMLParser):
         """No tag, attribute or style that makes a browser ask for a file, and a policy that forbids it."""
         for tag, attributes in self.tags:
             assert tag not in {"link", "img", "iframe", "object", "embed", "base", "form"}
-            assert not {"src", "href", "srcset", "action", "data", "background"} & set(attributes)
+            assert not {"src", "srcset", "action", "data", "background"} & set(attributes)
+            assert attributes.get("href", "#").startswith("#")
         assert not re.search(r"@import|url\(", "".join(self.styles))
         policies = [at["content"] for tag, at in self.tags if at.get("http-equiv") == "Content-Security-Policy"]
         (policy,) = policies

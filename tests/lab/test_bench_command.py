@@ -61,14 +61,14 @@ def files(folder):
 def test_bench(run, tmp_path, words, features):
     result = run(*words)
     assert result.exit_code == 0, result.output
-    assert files(tmp_path / "out") == ["bench.html", "bench.jsonl"]
+    assert files(tmp_path / "out") == ["bench.jsonl", "index.html"]
     header, rows = BENCH.read(tmp_path / "out" / "bench.jsonl")
     assert header.lengths == [row.length for row in rows] == [8, 16, 24]
     assert (header.num_features, header.repeats, header.num_heads, header.head_dim) == (features, 2, 2, 8)
     assert (header.is_causal, header.backward) == ("--causal" in words, "--backward" in words)
     for wanted in ("Crossover.", "Growth.", "Verified.", "How wrong.", "not measured, as asked for", "averaging"):
         assert wanted in result.output
-    assert str(tmp_path / "out" / "bench.html") in result.output.replace("\n", "")
+    assert str(tmp_path / "out" / "index.html") in result.output.replace("\n", "")
 
 
 def test_an_interrupted_run_goes_on_where_it_was(run, tmp_path, timed):
@@ -85,7 +85,7 @@ def test_an_interrupted_run_goes_on_where_it_was(run, tmp_path, timed):
     assert result.exit_code == 0, result.output
     assert "Measured before the interrupt, and kept: 8, 16 tokens." in result.output
     assert timed == [24]
-    assert files(tmp_path / "out") == ["bench.html", "bench.jsonl"]
+    assert files(tmp_path / "out") == ["bench.jsonl", "index.html"]
     _, rows = BENCH.read(tmp_path / "out" / "bench.jsonl")
     assert rows[:2] == kept
     timed.clear()

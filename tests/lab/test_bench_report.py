@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
-from linattn.lab.report import conclude, length_table, summarise_bench, write_bench_page
-from linattn.lab.report.bench_summary import Crossover, find_crossover, slope
+from linattn.lab.report import Report, conclude, length_table, summarise_bench, write_page
+from linattn.lab.report.bench.summary import Crossover, find_crossover, slope
 from pages import Page
 
 LENGTHS = [256, 1024, 2048, 8192]
@@ -196,8 +196,8 @@ def page_of(tmp_path):
     """A function that writes a summary's page and reads it."""
 
     def of(summary):
-        path = tmp_path / "bench.html"
-        write_bench_page(summary, path)
+        path = tmp_path / "index.html"
+        write_page(Report(bench=summary), path)
         return Page(path.read_text(encoding="utf-8"))
 
     return of
@@ -209,7 +209,6 @@ def test_the_page_loads_nothing_and_escapes_what_it_was_given(summary, page_of):
     page.check_that_nothing_is_loaded()
     assert sum(tag == "script" for tag, _ in page.tags) == 2
     assert "alert(1)" in page.text
-    assert "prefers-color-scheme: dark" in "".join(page.styles)
 
 
 def test_the_page_holds_both_charts(summary, page_of):

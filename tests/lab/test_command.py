@@ -124,7 +124,7 @@ def test_an_interrupt_while_the_page_is_written(run, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("linattn.lab.audit_command.write_page", interrupted)
+    monkeypatch.setattr("linattn.lab.audit_command.write_report", interrupted)
     assert run("--map", "Relu").exit_code == 130
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["audit.jsonl"]
     read_records(tmp_path / "out" / "audit.jsonl")

@@ -12,8 +12,8 @@ from linattn.hf import capture, load
 from linattn.lab.command import app
 from linattn.lab.planned import plan_model, second_half
 from linattn.lab.records import ModelRow, PlanRow, read_records
-from linattn.lab.report import summarise, write_page
-from linattn.lab.report.plan_summary import PlanSummary
+from linattn.lab.report import Report, summarise_audit, write_page
+from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.lab.text import Text
 from linattn.planning import read_plans
 from linattn.planning.measures import relative_error
@@ -137,7 +137,7 @@ def test_shares_and_words():
 
 def test_without_a_plan_the_page_has_no_such_part(run, tmp_path):
     assert run().exit_code == 0
-    summary = summarise(tmp_path / "out" / "audit.jsonl")
+    summary = summarise_audit(tmp_path / "out" / "audit.jsonl")
     assert summary.planned is None
-    write_page(summary, tmp_path / "page.html")
+    write_page(Report(audit=summary), tmp_path / "page.html")
     assert "A method for each head" not in Page((tmp_path / "page.html").read_text(encoding="utf-8")).text

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from linattn.lab.records import Header, HeadRow, ModelRow, RankRow, write_records
-from linattn.lab.report import advise, overview, summarise, write_page
-from linattn.lab.report._frontier import family, least
-from linattn.lab.report._tables import end_to_end, heads
+from linattn.lab.report import Report, advise, overview, summarise_audit, write_page
+from linattn.lab.report.audit.frontier import family, least
+from linattn.lab.report.audit.tables import end_to_end, heads
 from pages import Page
 
 LABELS = ["FavorPlus", "Taylor"]
@@ -87,7 +87,7 @@ def summary(tmp_path):
     ]
     path = tmp_path / "audit.jsonl"
     write_records(path, HEADER, rows)
-    return summarise(path)
+    return summarise_audit(path)
 
 
 def test_means_spreads_and_shares(summary):
@@ -242,14 +242,14 @@ def test_a_file_with_rows_missing(tmp_path):
     ):
         write_records(path, HEADER, rows)
         with pytest.raises(ValueError, match="is no whole audit"):
-            summarise(path)
+            summarise_audit(path)
 
 
 @pytest.fixture
 def page(summary, tmp_path):
     path = tmp_path / "index.html"
     hostile = replace(summary, header=replace(summary.header, model="</script><script>alert(1)</script>"))
-    write_page(hostile, path)
+    write_page(Report(audit=hostile), path)
     return Page(path.read_text(encoding="utf-8"))
 
 
@@ -298,7 +298,7 @@ def test_the_page_holds_the_frontier(page):
 
 
 def test_the_page_of_a_text_too_long_for_the_limit(summary, tmp_path):
-    write_page(replace(summary, limits=()), tmp_path / "long.html")
+    write_page(Report(audit=replace(summary, limits=())), tmp_path / "long.html")
     page = Page((tmp_path / "long.html").read_text(encoding="utf-8"))
     assert "The limit of the rank is left out" in page.text
     assert "matrix cut to a rank (SVD)" not in {trace["name"] for trace in page.figure("state-frontier")["data"]}

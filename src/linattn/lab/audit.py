@@ -19,11 +19,11 @@ from torch import Tensor
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept
+from linattn.lab.circumstances import versions
 from linattn.lab.measurements import Configuration, Measurements
 from linattn.lab.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row
 from linattn.lab.text import Text
 from linattn.lab.truth import LayerTruth, Measurement
-from linattn.lab.versions import versions
 from linattn.planning import Plan
 from linattn.planning.costs import flops_per_token, state_numbers
 from linattn.planning.measures import uniform_average

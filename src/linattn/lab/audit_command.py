@@ -15,7 +15,7 @@ from linattn.lab.audit import Audit, Planned
 from linattn.lab.measurements import Measurements, default_methods
 from linattn.lab.planned import plan_model, second_half
 from linattn.lab.records import HeadRow, ModelRow, Row, write_records
-from linattn.lab.report import Point, Summary, advise, overview, summarise, write_page
+from linattn.lab.report import AuditSummary, Point, advise, overview, summarise_audit, write_report
 from linattn.lab.terminal import ending, interrupts, print_table, progress_bar, whole_numbers
 from linattn.lab.text import Text, read_text
 from linattn.planning import write_plans
@@ -61,7 +61,7 @@ def audit(
     Everything is measured next to exact attention and to averaging the values uniformly.
     """
     console = Console()
-    records, page, plans = out / "audit.jsonl", out / "index.html", plan_out or out / "plan.json"
+    records, plans = out / "audit.jsonl", plan_out or out / "plan.json"
     with ending("audit", console, lambda: f"Nothing half-written is left in {out}."):
         if target is None and (plan_out or calibration):
             raise ValueError("--plan-out and --calibration belong to a plan; give --target too, as in --target 0.1")
@@ -77,8 +77,8 @@ def audit(
         write_records(records, header, _shown(measured, console))
         if planned is not None:
             write_plans(plans, planned.plans)
-        summary = summarise(records)
-        write_page(summary, page)
+        summary = summarise_audit(records)
+        page = write_report(out)
     _print(console, summary)
     written = [records, page] if planned is None else [records, plans, page]
     console.print(f"Written: {escape(' and '.join(map(str, written)))}", highlight=False)
@@ -90,7 +90,7 @@ def _planned(loaded: LoadedModel, text: Text, calibration: Path | None, tokens: 
     return Planned(plan_model(loaded, other, target_error=target, num_tokens=tokens), target, other.source)
 
 
-def _print(console: Console, summary: Summary) -> None:
+def _print(console: Console, summary: AuditSummary) -> None:
     """The report's words and its first table."""
     print_table(console, overview(summary, spreads=console.width >= _WIDE))
     advice = advise(summary)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from linattn.lab.bench.measuring import Bench
 from linattn.lab.bench.records import BENCH, LengthRow, partial_path
 from linattn.lab.bench.settings import Settings
-from linattn.lab.report import conclude, length_table, summarise_bench, write_bench_page
+from linattn.lab.report import conclude, length_table, summarise_bench, write_report
 from linattn.lab.terminal import ending, interrupts, print_table, progress_bar, whole_numbers
 
 # From this many columns on the table has room for fastest and slowest.
@@ -40,14 +40,14 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Timed calls of each contender at each length.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the map's draw and of the inputs.")] = 0,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, each figure in a process of its own.")] = True,
-    out: Annotated[Path, typer.Option(help="Folder for bench.jsonl and bench.html.")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Folder for bench.jsonl and index.html.")] = Path("report"),
 ) -> None:
     """Measure from which length on linear attention is faster than exact attention, on your shapes.
 
     Every result is verified before it is timed. An interrupted run goes on where it was when started again.
     """
     console = Console()
-    records, page = out / "bench.jsonl", out / "bench.html"
+    records = out / "bench.jsonl"
     with ending("bench", console, lambda: _what_is_left(partial_path(records))):
         settings = Settings(
             lengths=whole_numbers(lengths, "--lengths", "512,1024,2048"),
@@ -66,7 +66,7 @@ def bench(
         )
         _measure(Bench(settings), records, console)
         summary = summarise_bench(records)
-        write_bench_page(summary, page)
+        page = write_report(out)
     print_table(console, length_table(summary, spreads=console.width >= _WIDE))
     for point in conclude(summary):
         console.print(f"[bold]{escape(point.heading)}.[/bold] {escape(point.text)}", highlight=False)

@@ -6,6 +6,7 @@ import typer
 
 from linattn.lab.audit_command import audit
 from linattn.lab.bench_command import bench
+from linattn.lab.reproduce_command import reproduce
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -17,3 +18,4 @@ def linattn() -> None:
 
 app.command()(audit)
 app.command()(bench)
+app.command()(reproduce)

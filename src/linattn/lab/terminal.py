@@ -11,7 +11,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 
 from linattn.lab.report import Table
@@ -85,6 +85,12 @@ def progress_bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
+def time_bar(console: Console) -> Progress:
+    """A bar whose steps are seconds of work, with the time left, which vanishes when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=600)
+
+
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
     """Ctrl-C raises as ever and is noted: Python swallows what is raised while an object is being destroyed."""
@@ -99,6 +105,16 @@ def interrupts() -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def print_words(console: Console, content: Table) -> None:
+    """A table of sentences, every column folded to the terminal's width, the first one whole."""
+    table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 1, 0))
+    for number, column in enumerate(content.columns):
+        table.add_column(column, overflow="fold", no_wrap=number == 0)
+    for row in content.rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 def print_table(console: Console, content: Table) -> None:

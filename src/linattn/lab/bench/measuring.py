@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
@@ -14,8 +13,8 @@ from linattn.lab.bench.contenders import EXACT, LINEAR, Inputs, draw_inputs, exa
 from linattn.lab.bench.errors import NUM_VERIFIED, verify
 from linattn.lab.bench.records import BenchHeader, LengthRow
 from linattn.lab.bench.settings import Settings
+from linattn.lab.circumstances import processor, versions
 from linattn.lab.timing import seconds
-from linattn.lab.versions import versions
 
 _EXACT_LIMIT = 60.0
 
@@ -44,12 +43,12 @@ class Bench:
         """
         self._settings = settings
         feature_map = settings.build_map()
-        processor = _processor()
+        machine = processor()
         self.header = BenchHeader(
             versions=versions("torch", "linattn"),
-            processor=processor,
+            processor=machine,
             device=settings.device,
-            device_name=torch.cuda.get_device_name() if settings.device == "cuda" else processor,
+            device_name=torch.cuda.get_device_name() if settings.device == "cuda" else machine,
             threads=torch.get_num_threads(),
             map=settings.spec.label,
             map_repr=repr(feature_map),
@@ -142,9 +141,3 @@ class Bench:
             return None
         last = max(timed, key=lambda row: row.length)
         return median(last.exact_seconds or []) * (length / last.length) ** 2
-
-
-def _processor() -> str:
-    """The processor's name as torch knows it, else as the system does."""
-    name = torch.cpu.get_capabilities().get("cpu_name")
-    return str(name or platform.processor() or platform.machine())

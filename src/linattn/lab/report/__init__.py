@@ -1,15 +1,19 @@
-"""The reports of an audit and of a benchmark: they read its file and nothing else, and measure nothing."""
+"""The report: it reads the files of audit, reproduce and bench and nothing else, and measures nothing."""
 
-from linattn.lab.report._tables import overview as overview
+from linattn.lab.report._text import Point as Point
 from linattn.lab.report._text import Table as Table
-from linattn.lab.report.advice import Advice as Advice
-from linattn.lab.report.advice import Point as Point
-from linattn.lab.report.advice import advise as advise
-from linattn.lab.report.bench_page import write_bench_page as write_bench_page
-from linattn.lab.report.bench_summary import BenchSummary as BenchSummary
-from linattn.lab.report.bench_summary import conclude as conclude
-from linattn.lab.report.bench_summary import length_table as length_table
-from linattn.lab.report.bench_summary import summarise_bench as summarise_bench
+from linattn.lab.report.audit.advice import Advice as Advice
+from linattn.lab.report.audit.advice import advise as advise
+from linattn.lab.report.audit.summary import AuditSummary as AuditSummary
+from linattn.lab.report.audit.summary import summarise_audit as summarise_audit
+from linattn.lab.report.audit.tables import overview as overview
+from linattn.lab.report.bench.summary import BenchSummary as BenchSummary
+from linattn.lab.report.bench.summary import conclude as conclude
+from linattn.lab.report.bench.summary import length_table as length_table
+from linattn.lab.report.bench.summary import summarise_bench as summarise_bench
+from linattn.lab.report.claims.summary import ClaimsSummary as ClaimsSummary
+from linattn.lab.report.claims.summary import summarise_claims as summarise_claims
+from linattn.lab.report.claims.summary import verdict_table as verdict_table
+from linattn.lab.report.page import Report as Report
 from linattn.lab.report.page import write_page as write_page
-from linattn.lab.report.summary import Summary as Summary
-from linattn.lab.report.summary import summarise as summarise
+from linattn.lab.report.page import write_report as write_report

@@ -20,7 +20,7 @@ def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], valu
 
     Args:
         path: the file; replaced in one step.
-        template: a file of this folder that extends base.html.j2.
+        template: a file of templates/.
         figures: charts by the id of their place on the page.
         values: what else the template names.
 
@@ -37,7 +37,7 @@ def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], valu
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=PackageLoader("linattn.lab.report", ""),
+        loader=PackageLoader("linattn.lab.report", "templates"),
     )
     drawn = {name: json.loads(figure.to_json()) for name, figure in figures.items()}
     page = environment.get_template(template).render({**values, "figures": drawn, "plotly": get_plotlyjs()})

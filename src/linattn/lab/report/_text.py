@@ -1,4 +1,4 @@
-"""Tables and numbers as text."""
+"""Tables, remarks and numbers as text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     baselines: int = 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A remark with its heading.
+
+    Attributes:
+        heading: what it is about, no full stop.
+        text: one or a few sentences.
+    """
+
+    heading: str
+    text: str
 
 
 def number(value: float, digits: int = 2) -> str:

@@ -6,7 +6,7 @@ import math
 
 import plotly.graph_objects as go
 
-from linattn.lab.report.summary import Line, Summary
+from linattn.lab.report.audit.summary import AuditSummary, Line
 
 # Blue is better than averaging, orange worse; light where a map changes nothing.
 _DIVERGING = ((0.0, "#08519c"), (0.25, "#6baed6"), (0.5, "#f5f5f5"), (0.75, "#fdae6b"), (1.0, "#a63603"))
@@ -14,7 +14,7 @@ _DIVERGING = ((0.0, "#08519c"), (0.25, "#6baed6"), (0.5, "#f5f5f5"), (0.75, "#fd
 _MOST_LABELLED_HEADS = 16
 
 
-def head_map(summary: Summary, chosen: Line) -> go.Figure:
+def head_map(summary: AuditSummary, chosen: Line) -> go.Figure:
     """Layer × head, coloured by error over averaging's: 1 is averaging, 0 exact; the scale ends at 2."""
     cells = head_cells(summary)[f"{chosen.map} · {chosen.features:,}"]
     columns = max(map(len, cells))
@@ -41,7 +41,7 @@ def head_map(summary: Summary, chosen: Line) -> go.Figure:
     return figure
 
 
-def head_cells(summary: Summary) -> dict[str, list[list[float | None]]]:
+def head_cells(summary: AuditSummary) -> dict[str, list[list[float | None]]]:
     """What the heat map shows for every map and width, by "map · features"."""
     return {
         f"{label} · {features:,}": [

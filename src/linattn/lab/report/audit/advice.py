@@ -7,27 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linattn.lab.report._frontier import RANDOM, family
-from linattn.lab.report._text import number
-from linattn.lab.report.summary import SMALL_GAIN, Line, Summary
+from linattn.lab.report._text import Point, number
+from linattn.lab.report.audit.frontier import RANDOM, family
+from linattn.lab.report.audit.summary import SMALL_GAIN, AuditSummary, Line
 from linattn.planning.costs import exact_flops_per_token
 
 # Mean errors that are asked for: fair, and good.
 TARGETS = (0.3, 0.1)
 _NAMED_HEADS = 5
-
-
-@dataclass(frozen=True)
-class Point:
-    """A remark with its heading.
-
-    Attributes:
-        heading: what it is about, no full stop.
-        text: one or a few sentences.
-    """
-
-    heading: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,7 @@ class Advice:
     doubts: tuple[Point, ...]
 
 
-def advise(summary: Summary) -> Advice:
+def advise(summary: AuditSummary) -> Advice:
     """Put an audit into words.
 
     Best means the least relative output error, mean over heads and draws. A map's errors count against it by their
@@ -64,13 +51,13 @@ def advise(summary: Summary) -> Advice:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from linattn.lab.records import Header, HeadRow, ModelRow, write_records
-        >>> from linattn.lab.report import summarise
+        >>> from linattn.lab.report import summarise_audit
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
         >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
         >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
-        >>> advise(summarise(path)).budgets[0].text.split(",")[0]
+        >>> advise(summarise_audit(path)).budgets[0].text.split(",")[0]
         'Take Relu (2 features): relative output error 0.20'
 
     Source: none, comparisons.
@@ -91,7 +78,7 @@ def best_line(lines: Iterable[Line]) -> Line | None:
     return min(finite, key=lambda line: line.error.mean, default=None)
 
 
-def _at_target(summary: Summary, target: float) -> Point:
+def _at_target(summary: AuditSummary, target: float) -> Point:
     """The method that meets a mean error with the fewest numbers, and the one with the fewest operations."""
     heading = f"For a mean error of {target}"
     met = [line for line in summary.lines if line.error.mean <= target]
@@ -108,7 +95,7 @@ def _at_target(summary: Summary, target: float) -> Point:
     return Point(heading, f"{text}{_against_exact(summary, fast)}")
 
 
-def _against_exact(summary: Summary, fast: Line) -> str:
+def _against_exact(summary: AuditSummary, fast: Line) -> str:
     """A warning where exact attention takes fewer operations than the fastest method that meets a target."""
     header = summary.header
     exact = exact_flops_per_token(
@@ -127,7 +114,7 @@ def _found(line: Line) -> str:
     )
 
 
-def _random_features(summary: Summary) -> Point | None:
+def _random_features(summary: AuditSummary) -> Point | None:
     """How random features alone stand to averaging, where some of them are no better."""
     alone = [line for line in summary.lines if family(line.map) == RANDOM]
     lost = [line for line in alone if line.verdict == "no better"]
@@ -141,7 +128,7 @@ def _random_features(summary: Summary) -> Point | None:
     )
 
 
-def _bad_heads(summary: Summary) -> Point | None:
+def _bad_heads(summary: AuditSummary) -> Point | None:
     """The heads on which even the best method's error stays high."""
     best = best_line(summary.lines)
     if best is None:
@@ -166,12 +153,12 @@ def _bad_heads(summary: Summary) -> Point | None:
     )
 
 
-def _affordable(summary: Summary, numbers: int) -> list[Line]:
+def _affordable(summary: AuditSummary, numbers: int) -> list[Line]:
     """The lines within a budget."""
     return [line for line in summary.lines if line.state_numbers <= numbers]
 
 
-def _at_budget(summary: Summary, width: int, numbers: int) -> Point:
+def _at_budget(summary: AuditSummary, width: int, numbers: int) -> Point:
     """What to take at a budget: one method for all heads, for the whole model, and head by head."""
     heading = f"Up to {numbers:,} numbers per head, what {width:,} random features keep"
     affordable = _affordable(summary, numbers)
@@ -204,7 +191,7 @@ def _for_whole_model(lines: list[Line], best: Line) -> str | None:
     )
 
 
-def _head_by_head(summary: Summary, lines: list[Line]) -> str | None:
+def _head_by_head(summary: AuditSummary, lines: list[Line]) -> str | None:
     """What a choice per head would reach, averaging among the choices; judged on the heads it is made on."""
     if len({line.map for line in lines}) < 2:
         return None
@@ -225,7 +212,7 @@ def _head_by_head(summary: Summary, lines: list[Line]) -> str | None:
     return f"Chosen head by head, on this text: error {error} ({heads}{more} of {len(errors)} heads)."
 
 
-def _doubt(summary: Summary, verdict: str) -> Point | None:
+def _doubt(summary: AuditSummary, verdict: str) -> Point | None:
     """Every map and width of one verdict, with the share of heads it serves all the same; None if there is none."""
     found: dict[str, list[str]] = {}
     for line in summary.lines:

@@ -1,9 +1,11 @@
-"""Versions of what a measurement depends on."""
+"""What a measurement depends on beside its settings: versions and the machine."""
 
 from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+
+import torch
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -24,6 +26,12 @@ def versions(*packages: str) -> dict[str, str]:
     Source: `importlib.metadata`.
     """
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
+def processor() -> str:
+    """The processor's name as torch knows it, else as the system does."""
+    name = torch.cpu.get_capabilities().get("cpu_name")
+    return str(name or platform.processor() or platform.machine())
 
 
 def _version(name: str) -> str:

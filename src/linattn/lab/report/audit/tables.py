@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from linattn.lab.report._text import Table, number
-from linattn.lab.report.summary import Figure, Summary
+from linattn.lab.report.audit.summary import AuditSummary, Figure
 
 _BASELINES = ("exact", "uniform averaging")
 
 
-def overview(summary: Summary, *, spreads: bool = True) -> Table:
+def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
     """One row per method and width, baselines first: the heads' errors beside the whole model's cosine.
 
     Cost: none.
@@ -24,13 +24,13 @@ def overview(summary: Summary, *, spreads: bool = True) -> Table:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from linattn.lab.records import Header, HeadRow, ModelRow, write_records
-        >>> from linattn.lab.report import summarise
+        >>> from linattn.lab.report import summarise_audit
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
         >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
         >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
-        >>> overview(summarise(path)).rows[2]
+        >>> overview(summarise_audit(path)).rows[2]
         ('Relu', '2', '6', '0.20', '0.25', '100%', '0.10', '0.900')
 
     Source: none, a layout.
@@ -67,7 +67,7 @@ def overview(summary: Summary, *, spreads: bool = True) -> Table:
     return Table(columns, (*baselines, *lines), len(baselines))
 
 
-def end_to_end(summary: Summary) -> Table:
+def end_to_end(summary: AuditSummary) -> Table:
     """The whole model with every layer replaced: cosines to the exact model, baselines first."""
     baselines = [
         (name, "", "", number(row.embedding_cosine, 3), number(row.token_cosine, 3))
@@ -87,7 +87,7 @@ def end_to_end(summary: Summary) -> Table:
     return Table(columns, (*baselines, *lines), len(baselines))
 
 
-def heads(summary: Summary) -> Table:
+def heads(summary: AuditSummary) -> Table:
     """The heads' errors in full: median, divergence and what the norms predict beside the means."""
     uniform = summary.baselines[1]
     baselines = [

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from linattn.feature_maps import FEATURE_MAPS, RandomFeatureMap
 from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS
-from linattn.lab.report.summary import Line, Summary
+from linattn.lab.report.audit.summary import AuditSummary, Line
 from linattn.planning.costs import exact_flops_per_token, exact_state_numbers
 from linattn.planning.methods import parse_method
 
@@ -32,7 +32,7 @@ def family(label: str) -> str:
     return f"{kind}, with exact part" if method.has_exact_part else kind
 
 
-def state_frontier(summary: Summary) -> go.Figure:
+def state_frontier(summary: AuditSummary) -> go.Figure:
     """Error against the numbers kept per head, with the limit of the rank."""
     header = summary.header
     figure = _curves(summary, lambda line: line.state_numbers, "numbers")
@@ -52,7 +52,7 @@ def state_frontier(summary: Summary) -> go.Figure:
     return _laid_out(figure, summary, exact, "numbers kept per head")
 
 
-def flops_frontier(summary: Summary) -> go.Figure:
+def flops_frontier(summary: AuditSummary) -> go.Figure:
     """Error against the operations per head and token."""
     header = summary.header
     figure = _curves(summary, lambda line: line.flops_per_token, "FLOPs")
@@ -71,7 +71,7 @@ def least(lines: Iterable[Line], size: Callable[[Line], int]) -> list[Line]:
     return found
 
 
-def _curves(summary: Summary, size: Callable[[Line], int], unit: str) -> go.Figure:
+def _curves(summary: AuditSummary, size: Callable[[Line], int], unit: str) -> go.Figure:
     """One curve through the best of each family."""
     families: dict[str, list[Line]] = {}
     for line in summary.lines:
@@ -95,7 +95,7 @@ def _curves(summary: Summary, size: Callable[[Line], int], unit: str) -> go.Figu
     return figure
 
 
-def _laid_out(figure: go.Figure, summary: Summary, exact: int, title: str) -> go.Figure:
+def _laid_out(figure: go.Figure, summary: AuditSummary, exact: int, title: str) -> go.Figure:
     """Both baselines and logarithmic axes."""
     sizes = [x for trace in figure.data for x in trace.x]
     errors = [y for trace in figure.data for y in trace.y]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linattn.lab.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row, read_records
-from linattn.lab.report.plan_summary import PlanSummary
+from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.planning.costs import exact_flops_per_token
 
 # Less gain over averaging than this is not worth a map.
@@ -119,7 +119,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Summary:
+class AuditSummary:
     """An audit, summed up.
 
     Attributes:
@@ -141,7 +141,7 @@ class Summary:
     planned: PlanSummary | None = None
 
 
-def summarise(path: Path) -> Summary:
+def summarise_audit(path: Path) -> AuditSummary:
     """Read an audit's file and sum it up.
 
     Cost: linear in the file.
@@ -150,7 +150,7 @@ def summarise(path: Path) -> Summary:
         path: audit.jsonl.
 
     Returns:
-        A `Summary`.
+        A `AuditSummary`.
 
     Raises:
         ValueError: if the file is no whole audit.
@@ -163,7 +163,7 @@ def summarise(path: Path) -> Summary:
         >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
-        >>> summarise(path).lines[0].ratio
+        >>> summarise_audit(path).lines[0].ratio
         0.25
 
     Source: none, means and standard deviations.
@@ -181,7 +181,7 @@ def summarise(path: Path) -> Summary:
     if not heads or set(models) != set(heads) or not all(baselines.values()):
         raise ValueError(f"{path} is no whole audit: rows of some map or baseline are missing; run the audit again")
     reference = next(iter(heads.values()))
-    return Summary(
+    return AuditSummary(
         header=header,
         lines=tuple(
             _line(label, features, heads[label, features], models[label, features]) for label, features in heads

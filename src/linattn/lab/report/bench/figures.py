@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS, tick_texts
-from linattn.lab.report.bench_summary import BenchSummary
+from linattn.lab.report.bench.summary import BenchSummary
 from linattn.lab.timing import spread
 
 _CONTENDERS = ("linear attention", "exact attention")

@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import linear_regression
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
-from linattn.lab.report._text import Table, number
-from linattn.lab.report.advice import Point
+from linattn.lab.report._text import Point, Table, number
 from linattn.lab.timing import spread
 
 _MISSING = "—"

@@ -1,0 +1,1 @@
+"""An audit: its rows summed up, put into words, tables and charts."""

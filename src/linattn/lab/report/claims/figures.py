@@ -1,0 +1,135 @@
+"""A claim's chart, as a plotly figure without colours of its background: the page adds those of its theme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from textwrap import wrap
+from typing import Any
+
+import plotly.graph_objects as go
+
+from linattn.lab.claims import Decision
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, Row
+from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS
+from linattn.lab.report.claims.summary import Claim
+
+# Bars are drawn twice as long as a standard error.
+_BAR = 2
+_LEGEND_LINE = 22
+_TITLE_WIDTH = 40
+
+
+def claim_chart(claim: Claim) -> go.Figure:
+    """All figures of a claim: one curve per series, what is expected dashed in its colour, baselines in grey."""
+    decision = claim.decision
+    figure = go.Figure()
+    curves: dict[str, list[Row]] = {}
+    for row in claim.rows:
+        curves.setdefault(row.series, []).append(row)
+    place = 0
+    for name, rows in curves.items():
+        if name in (EXACT, UNIFORM):
+            figure.add_trace(_baseline(name, rows))
+            continue
+        colour, symbol = COLOURS[place % len(COLOURS)], SYMBOLS[place % len(SYMBOLS)]
+        figure.add_trace(_measured(name, rows, decision, colour, symbol))
+        if any(row.expected is not None for row in rows):
+            figure.add_trace(_expected(name, rows, decision, colour))
+        place += 1
+    if UNIFORM in curves and EXACT not in curves and not decision.log_y:
+        figure.add_hline(0, line={"color": GREY, "width": 2}, annotation_text=EXACT)
+    return _laid_out(figure, decision)
+
+
+def alternative(claim: Claim) -> str:
+    """The chart in a sentence, for those who do not see it."""
+    decision = claim.decision
+    curves = list(dict.fromkeys(row.series for row in claim.rows))
+    return f"Chart of {decision.y} against {decision.x}: {', '.join(curves)}. {decision.figure}"
+
+
+def _measured(name: str, rows: Sequence[Row], decision: Decision, colour: str, symbol: str) -> go.Scatter:
+    """One series with bars of two standard errors."""
+    bars = [_BAR * row.standard_error if row.standard_error else None for row in rows]
+    return go.Scatter(
+        name=name,
+        x=[row.x for row in rows],
+        y=[_finite(row.value) for row in rows],
+        mode="markers" if decision.names or len(rows) == 1 else "lines+markers",
+        line={"color": colour, "width": 2},
+        marker={"symbol": symbol, "size": 8, "color": colour},
+        error_y={"array": bars, "thickness": 1.5, "width": 4} if any(bars) else None,
+        customdata=[_where(row, decision) for row in rows],
+        hovertemplate="%{customdata}: %{y:.4~g}<extra>" + _escaped(name) + "</extra>",
+    )
+
+
+def _expected(name: str, rows: Sequence[Row], decision: Decision, colour: str) -> go.Scatter:
+    """What theory, or the claim, says of a series."""
+    known = [row for row in rows if row.expected is not None]
+    lone = decision.names or len(known) == 1
+    return go.Scatter(
+        name=f"{name}: expected",
+        x=[row.x for row in known],
+        y=[_finite(row.expected) for row in known],
+        mode="markers" if lone else "lines",
+        line={"color": colour, "width": 2, "dash": "dash"},
+        marker={"symbol": "line-ew-open", "size": 18, "color": colour, "line": {"width": 2}},
+        customdata=[_where(row, decision) for row in known],
+        hovertemplate="%{customdata}: %{y:.4~g} expected<extra>" + _escaped(name) + "</extra>",
+        showlegend=False,
+    )
+
+
+def _baseline(name: str, rows: Sequence[Row]) -> go.Scatter:
+    """Exact attention, or averaging the values."""
+    return go.Scatter(
+        name=name,
+        x=[row.x for row in rows],
+        y=[_finite(row.value) for row in rows],
+        mode="lines+markers",
+        line={"color": GREY, "width": 2, "dash": "dot" if name == UNIFORM else "solid"},
+        marker={"symbol": "line-ew-open", "size": 14, "color": GREY, "line": {"width": 2}},
+        hovertemplate="%{y:.4~g}<extra>" + name + "</extra>",
+    )
+
+
+def _laid_out(figure: go.Figure, decision: Decision) -> go.Figure:
+    """Axes, and a legend below that is given the room it takes."""
+    shown = sum(trace.showlegend is not False for trace in figure.data)
+    named = {"tickvals": list(range(len(decision.names))), "ticktext": [_escaped(name) for name in decision.names]}
+    figure.update_layout(
+        height=360 + _LEGEND_LINE * math.ceil(shown / 2),
+        margin={"l": 64, "r": 12, "t": 12, "b": 52},
+        xaxis={**_axis(decision.x, decision.log_x), **(named if decision.names else {})},
+        yaxis=_axis(decision.y, decision.log_y),
+        legend={"orientation": "h", "y": -0.22, "yanchor": "top"},
+        showlegend=shown > 1,
+        meta={"narrow_height": 380 + _LEGEND_LINE * shown},
+    )
+    return figure
+
+
+def _axis(title: str, logarithmic: bool) -> dict[str, Any]:
+    """Its kind, and a title that does not run out of the chart."""
+    lines = wrap(_escaped(title), _TITLE_WIDTH)
+    kind = "log" if logarithmic else "linear"
+    return {"type": kind, "exponentformat": "power", "title": {"text": "<br>".join(lines)}, "automargin": True}
+
+
+def _where(row: Row, decision: Decision) -> str:
+    """An abscissa in words."""
+    if decision.names and 0 <= row.x < len(decision.names):
+        return _escaped(decision.names[int(row.x)])
+    return f"{row.x:,.6g}"
+
+
+def _finite(value: float | None) -> float | None:
+    """A chart has no place for what is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _escaped(text: str) -> str:
+    """Plotly reads texts as HTML."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,139 @@
+"""The report in a browser: what a reader sees and can do."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+WIDTHS = [380, 1280]
+LARGEST_PAGE = 8_000_000
+
+
+def shown(page):
+    """Names of the claims in the table that are not filtered away."""
+    return [row.get_attribute("data-claim") for row in page.locator("table.claims tbody tr").all() if row.is_visible()]
+
+
+def open_all(page):
+    """Open every fold."""
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+
+
+def test_one_file_of_bearable_size(report):
+    assert report.stat().st_size <= LARGEST_PAGE
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_chart_is_drawn_and_nothing_is_cut_off(opened, width, theme):
+    page = opened(width, theme)
+    open_all(page)
+    names = page.evaluate("Object.keys(figures)")
+    assert {"head-map", "state-frontier", "flops-frontier", "time-curves", "chart-reassociation-is-exact"} <= set(names)
+    for name in names:
+        chart = page.locator(f"[id='{name}']")
+        expect(chart.locator("svg.main-svg").first).to_be_visible()
+        marks = chart.locator(".scatterlayer .trace path, .heatmaplayer image")
+        assert marks.count() > 0, f"{name} is empty"
+        box = chart.bounding_box()
+        assert box["width"] > 0.8 * (min(width, 1056) - 70)
+        assert box["height"] > 200
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(255, 255, 255)" if theme == "light" else "rgb(20, 23, 27)"
+    )
+
+
+def test_charts_have_words_for_those_who_do_not_see_them(opened):
+    page = opened()
+    for chart in page.locator("[role=img]").all():
+        assert len(chart.get_attribute("aria-label")) > 20
+
+
+def test_claims_are_filtered_by_verdict_and_by_words(opened):
+    page = opened()
+    assert shown(page) == ["product-is-free-of-n", "reassociation-is-exact", "elementwise-exp-is-softmax"]
+    page.get_by_role("button", name="Holds").click()
+    assert shown(page) == ["reassociation-is-exact"]
+    assert page.get_by_role("button", name="Holds").get_attribute("aria-pressed") == "true"
+    expect(page.locator("#claim-product-is-free-of-n")).to_be_hidden()
+    page.get_by_role("button", name="Fails").click()
+    assert shown(page) == ["product-is-free-of-n", "elementwise-exp-is-softmax"]
+    page.get_by_label("Search claims").fill("ELEMENTWISE")
+    assert shown(page) == ["elementwise-exp-is-softmax"]
+    expect(page.get_by_role("status")).to_have_text("1 shown")
+    page.get_by_role("button", name="All").click()
+    page.get_by_label("Search claims").fill("no such words")
+    assert shown(page) == []
+
+
+def test_tables_sort_both_ways_and_baselines_stay_on_top(opened):
+    page = opened()
+    heads = page.locator("table#heads")
+    column = heads.get_by_role("button", name="numbers kept")
+    place = column.locator("xpath=..").evaluate("(head) => head.cellIndex")
+
+    def numbers():
+        rows = heads.locator("tbody tr:not(.baseline)").all()
+        return [float(row.locator("th, td").nth(place).inner_text().replace(",", "")) for row in rows]
+
+    column.click()
+    assert numbers() == sorted(numbers())
+    assert len(set(numbers())) > 1
+    column.click()
+    assert numbers() == sorted(numbers(), reverse=True)
+    assert column.locator("xpath=..").get_attribute("aria-sort") == "descending"
+    assert "baseline" in heads.locator("tbody tr").first.get_attribute("class")
+
+
+def test_long_tables_filter(opened):
+    page = opened()
+    page.locator("input[data-filters=heads]").fill("relu")
+    visible = [row.inner_text() for row in page.locator("table#heads tbody tr").all() if row.is_visible()]
+    assert visible
+    assert all("Relu" in text for text in visible)
+
+
+def test_the_theme_changes_page_and_charts(opened):
+    page = opened(theme="light")
+    ink = "document.querySelector('#head-map .xtick text').style.fill"
+    before = page.evaluate(ink)
+    page.get_by_role("button", name="Switch to dark colours").click()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+    assert page.evaluate(ink) != before
+    page.get_by_role("button", name="Switch to light colours").click()
+    assert page.evaluate(ink) == before
+
+
+def test_a_claim_opens_from_the_table_with_its_chart(opened):
+    page = opened()
+    page.locator("table.claims a").first.click()
+    chart = page.locator("#chart-product-is-free-of-n")
+    expect(chart.locator("svg.main-svg").first).to_be_visible()
+    expect(chart).to_be_in_viewport()
+
+
+def test_the_heat_map_follows_the_choice(opened):
+    page = opened()
+    drawn = "JSON.stringify(document.getElementById('head-map').data[0].z)"
+    before = page.evaluate(drawn)
+    labels = page.locator("#choice option").all_inner_texts()
+    page.locator("#choice").select_option(label=labels[0] if "EluPlusOne" in labels[-1] else labels[-1])
+    assert page.evaluate(drawn) != before
+
+
+def test_everything_that_acts_is_reached_by_keyboard(opened):
+    page = opened()
+    reached = set()
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        found = page.evaluate(
+            "(() => { const one = document.activeElement; return one.id || one.dataset.status || one.tagName; })()"
+        )
+        reached.add(found)
+        if found == "choice":
+            break
+    assert {"theme", "A", "all", "fails", "claim-search", "SUMMARY", "choice"} <= reached
+    page.locator("#claim-reassociation-is-exact summary").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#chart-reassociation-is-exact svg.main-svg").first).to_be_visible()

@@ -1,0 +1,120 @@
+"""The report's claims: their summary, their charts and their section of the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from linattn.lab import reproduction
+from linattn.lab.claims import CLAIMS
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, Row
+from linattn.lab.report import Report, summarise_claims, verdict_table, write_page, write_report
+from linattn.lab.report.claims.figures import alternative, claim_chart
+from linattn.lab.reproduction import Reproduction
+from pages import Page
+from trials import Trial
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A folder with a run of three claims, the last one unfinished."""
+    found = {"first": Trial(), "second": Trial(status="fails"), "third": Trial(raises={3: ArithmeticError()})}
+    monkeypatch.setattr(reproduction, "EXPERIMENTS", found)
+    run = Reproduction([], "full")
+    CLAIMS.write(tmp_path / "claims.jsonl", run.header, run.records([]))
+    return tmp_path
+
+
+@pytest.fixture
+def summary(folder):
+    """That run, summed up."""
+    return summarise_claims(folder / "claims.jsonl")
+
+
+def test_the_summary(summary):
+    assert [claim.name for claim in summary.claims] == ["first", "second"]
+    assert [summary.count(status) for status in ("holds", "fails", "undecided")] == [1, 1, 0]
+    assert summary.unfinished == ("third",)
+    assert summary.claims[0].command == "linattn reproduce first --full --again"
+    assert len(summary.claims[0].rows) == 6
+
+
+def test_the_table(summary):
+    table = verdict_table(summary, ("second",))
+    assert table.rows == (("fails", f"{Trial.CLAIM}\nthe largest area is 25", "second"),)
+
+
+def test_a_file_that_is_no_run(tmp_path):
+    (tmp_path / "claims.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="is not a run of linattn reproduce"):
+        summarise_claims(tmp_path / "claims.jsonl")
+
+
+def test_the_chart(summary):
+    chart = claim_chart(summary.claims[0])
+    area, expected, uniform = chart.data
+    assert list(area.x) == [1, 2, 3, 4, 5]
+    assert list(area.y) == [1, 4, 9, 16, 25]
+    assert list(area.error_y.array) == [1.0] * 5  # two standard errors of a half
+    assert list(expected.y) == [1.25, 4.25, 9.25, 16.25, 25.25]
+    assert (expected.line.dash, expected.showlegend) == ("dash", False)
+    assert (uniform.name, list(uniform.y)) == (UNIFORM, [7.0])
+    assert (chart.layout.xaxis.type, chart.layout.yaxis.type) == ("log", "linear")
+    # Exact attention, the other baseline, is the line at 0.
+    assert [shape.y0 for shape in chart.layout.shapes] == [0]
+    assert chart.layout.annotations[0].text == EXACT
+
+
+def test_a_chart_of_cases_and_of_what_is_not_finite(summary):
+    claim = summary.claims[0]
+    decision = replace(claim.decision, names=["small & <wide>", "large"], log_x=False, log_y=True)
+    rows = (
+        Row("first", "a<b", 0, float("inf"), None, None, 0.0),
+        Row("first", "a<b", 1, 2.0, None, None, 0.0),
+    )
+    chart = claim_chart(replace(claim, decision=decision, rows=rows))
+    (trace,) = chart.data
+    assert trace.mode == "markers"
+    assert list(trace.y) == [None, 2.0]
+    assert list(trace.customdata) == ["small &amp; &lt;wide>", "large"]
+    assert list(chart.layout.xaxis.ticktext) == ["small &amp; &lt;wide>", "large"]
+    assert not chart.layout.shapes
+
+
+def test_the_chart_in_words(summary):
+    assert alternative(summary.claims[0]) == (
+        "Chart of area against side: area, averaging the values. the largest area is 25"
+    )
+
+
+def test_the_page(summary, folder):
+    path = write_report(folder)
+    page = Page(path.read_text(encoding="utf-8"))
+    page.check_that_nothing_is_loaded()
+    assert "Of 2 claims made for linear attention, 1 hold, 1 fail" in page.text
+    assert "A square grows with its side <for certain>." in page.text
+    assert "Begun and not finished: third." in page.text
+    assert "Not measured here: linattn audit." in page.text
+    statuses = [at["data-of"] for tag, at in page.tags if tag == "tr" and "data-of" in at]
+    assert statuses == ["holds", "fails"]
+    links = {at["href"] for tag, at in page.tags if tag == "a" and at["href"].startswith("#claim-")}
+    assert links == {"#claim-first", "#claim-second"}
+    ids = {at.get("id") for _, at in page.tags}
+    assert {"claim-first", "chart-first", "claim-second", "chart-second"} <= ids
+    labels = [at["aria-label"] for _, at in page.tags if at.get("role") == "img"]
+    assert all(label.startswith("Chart of area") for label in labels)
+
+
+def test_a_file_that_cannot_be_read_is_named_on_the_page(folder):
+    (folder / "audit.jsonl").write_text('{"kind": "of another time"}\n')
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert "audit.jsonl could not be read." in page.text
+    assert "Of 2 claims" in page.text
+
+
+def test_a_page_of_nothing(tmp_path):
+    write_page(Report(), tmp_path / "index.html")
+    page = Page((tmp_path / "index.html").read_text(encoding="utf-8"))
+    for command in ("reproduce", "audit", "bench"):
+        assert f"Not measured here: linattn {command}." in page.text

@@ -1,0 +1,193 @@
+"""The command `linattn reproduce`, from the words of the command line to the files."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+from typer.testing import CliRunner
+
+from linattn.lab import reproduce_command, reproduction
+from linattn.lab.claims import CLAIMS, Decision
+from linattn.lab.command import app
+from linattn.lab.experiments import EXPERIMENTS
+from linattn.lab.experiments.experiment import Row
+from pages import Page
+from trials import Trial
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb"}
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """Two experiments in the place of the real ones."""
+    found = {"first": Trial(), "second": Trial(status="fails")}
+    monkeypatch.setattr(reproduction, "EXPERIMENTS", found)
+    monkeypatch.setattr(reproduce_command, "EXPERIMENTS", found)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path, trials):
+    """A function that runs `linattn reproduce` with more words."""
+
+    def with_words(*words):
+        return CliRunner(env=WIDE).invoke(app, ["reproduce", "--out", str(tmp_path / "out"), *words])
+
+    return with_words
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A function that reads what is in claims.jsonl, and checks that nothing is there twice."""
+
+    def read():
+        header, records = CLAIMS.read(tmp_path / "out" / "claims.jsonl")
+        keys = Counter((one.claim, one.series, one.x) if isinstance(one, Row) else one.claim for one in records)
+        assert set(keys.values()) <= {1}
+        return header, records
+
+    return read
+
+
+def files(folder):
+    """The names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run(run, kept, tmp_path, trials):
+    result = run()
+    assert result.exit_code == 0, result.output
+    header, records = kept()
+    assert header.setting == "quick"
+    assert [record.status for record in records if isinstance(record, Decision)] == ["holds", "fails"]
+    assert files(tmp_path / "out") == ["claims.jsonl", "index.html"]
+    assert "the largest area is 9" in result.output
+    page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    assert "linattn reproduce second --again" in page.text
+    assert page.figure("chart-first")["data"][0]["y"] == [1, 4, 9]
+
+
+def test_the_list_measures_nothing(run, trials, tmp_path):
+    result = run("--list")
+    assert result.exit_code == 0
+    assert "first" in result.output
+    assert Trial.SOURCE in result.output
+    assert not (tmp_path / "out").exists()
+    assert trials["first"].taken == []
+
+
+def test_the_real_list():
+    result = CliRunner(env=WIDE).invoke(app, ["reproduce", "--list"])
+    assert result.exit_code == 0
+    assert all(name in result.output for name in EXPERIMENTS)
+
+
+def test_an_interrupted_run_goes_on(run, kept, trials):
+    trials["first"].raises[3] = KeyboardInterrupt()
+    result = run()
+    assert result.exit_code == 130
+    assert "All figures so far are in" in result.output
+    assert len(kept()[1]) == 2
+    del trials["first"].raises[3]
+    result = run()
+    assert result.exit_code == 0
+    assert "2 figures were measured before and are kept." in result.output
+    assert trials["first"].taken == [1, 2, 3]
+    assert len(kept()[1]) == 10
+
+
+def test_claims_chosen_one_after_the_other_share_a_file(run, kept, trials):
+    assert run("second").exit_code == 0
+    assert run("first").exit_code == 0
+    assert {record.claim for record in kept()[1]} == {"first", "second"}
+    assert trials["second"].taken == [1, 2, 3]
+
+
+def test_another_setting_starts_anew_and_loses_nothing(run, kept, tmp_path):
+    run()
+    before = (tmp_path / "out" / "claims.jsonl").read_text()
+    result = run("--full")
+    assert "another setting" in result.output.replace("\n", " ")
+    assert kept()[0].setting == "full"
+    assert (tmp_path / "out" / "claims.1.jsonl").read_text() == before
+    run()
+    assert files(tmp_path / "out") == ["claims.1.jsonl", "claims.2.jsonl", "claims.jsonl", "index.html"]
+
+
+def test_again_measures_anew_what_was_chosen(run, kept, trials, tmp_path):
+    run()
+    assert run("first", "--again").exit_code == 0
+    assert trials["first"].taken == [1, 2, 3, 1, 2, 3]
+    assert trials["second"].taken == [1, 2, 3]
+    assert len(kept()[1]) == 10
+    assert len(CLAIMS.read(tmp_path / "out" / "claims.1.jsonl")[1]) == 10
+
+
+def test_a_damaged_file_is_kept_aside(run, kept, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "claims.jsonl").write_text("something else\n")
+    assert run().exit_code == 0
+    assert (tmp_path / "out" / "claims.1.jsonl").read_text() == "something else\n"
+    assert len(kept()[1]) == 10
+
+
+def test_undecided_ends_with_one(run, trials):
+    trials["second"].status = "undecided"
+    result = run()
+    assert result.exit_code == 1
+    assert "Could not decide: second." in result.output
+
+
+def test_a_crash_ends_with_one_and_shows_where(run, kept, trials):
+    trials["first"].raises[2] = ArithmeticError("no square of two")
+    result = run()
+    assert result.exit_code == 1
+    assert "first crashed" in result.output
+    assert "no square of two" in result.output
+    assert [record.claim for record in kept()[1] if isinstance(record, Decision)] == ["second"]
+
+
+def test_a_claim_that_does_not_exist(run):
+    result = run("third")
+    assert result.exit_code == 1
+    assert "no claim is called third" in result.output
+
+
+SLOW = """
+import sys, time
+sys.path.insert(0, sys.argv.pop(1))
+from trials import Trial
+from linattn.lab import reproduction
+class Slow(Trial):
+    def _area(self, size):
+        time.sleep(0.2)
+        return super()._area(size)
+reproduction.EXPERIMENTS = {"first": Slow(), "second": Slow(status="fails")}
+from linattn.cli import main
+main()
+"""
+
+
+def test_a_run_that_is_killed_goes_on(kept, tmp_path):
+    tests = str(__file__).rpartition("/lab/")[0]
+    command = [sys.executable, "-c", SLOW, tests, "reproduce", "--full", "--out", str(tmp_path / "out")]
+    file = tmp_path / "out" / "claims.jsonl"
+    for figures in (1, 4, 8):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            deadline = time.monotonic() + 120
+            while not file.exists() or len(file.read_text().splitlines()) < 1 + figures:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+        with file.open("a") as cut:
+            cut.write('{"kind": "figure", "cla')
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    records = kept()[1]
+    assert [record.status for record in records if isinstance(record, Decision)] == ["holds", "fails"]
+    assert len(records) == 14
