@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from linattn.lab.experiments.derivation.a_draw_is_typical import BELOW, MEDIAN
+from linattn.lab.experiments.judging import STANDARD_ERRORS, value_at
+
 # Experiment, its verdict, the verdict of doctored rows, how each value is doctored.
 CASES = [
     ("output-converges", "holds", "fails", lambda row: 1.0),
+    ("exact-expectation", "holds", "fails", lambda row: 1e-12 if row.x == 24 and row.series == "d = 2" else None),
+    ("unbiased-kernel", "holds", "fails", lambda row: 1 + 9 * row.standard_error if row.x == 90 else None),
+    ("unbiased-kernel", "holds", "undecided", lambda row: 1 + 6 * row.standard_error if row.x == 90 else None),
+    ("a-draw-is-typical", "fails", "holds", lambda row: 1.1 if row.series == MEDIAN else None),
+    ("a-draw-is-typical", "fails", "undecided", lambda row: max(row.value, 0.5) if row.series == MEDIAN else None),
 ]
 
 
@@ -15,3 +23,10 @@ def test_the_figures_decide(taken, decided, doctored, name, status, other, new_v
     rows = taken(name)
     assert decided(name, rows) == status
     assert decided(name, doctored(rows, new_value)) == other
+
+
+def test_lognormal_tails_put_the_median_far_below_the_mean(taken) -> None:
+    rows = taken("a-draw-is-typical")
+    for series, printed in ((MEDIAN, 0.20), (BELOW, 0.78)):
+        row = value_at(rows, series, 16)
+        assert abs(row.value - printed) < 0.005 + STANDARD_ERRORS * row.standard_error
