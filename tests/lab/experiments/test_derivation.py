@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from linattn.lab.experiments.derivation.a_draw_is_typical import BELOW, MEDIAN
+from linattn.lab.experiments.derivation.constant_time_lookup import NUMBERS, OPERATIONS
+from linattn.lab.experiments.derivation.linear_time import LINEAR
+from linattn.lab.experiments.derivation.query_costs_r import QUERY
+from linattn.lab.experiments.experiment import EXACT, Row
 from linattn.lab.experiments.judging import STANDARD_ERRORS, value_at
 
 # Experiment, its verdict, the verdict of doctored rows, how each value is doctored.
@@ -15,6 +19,10 @@ CASES = [
     ("unbiased-kernel", "holds", "undecided", lambda row: 1 + 6 * row.standard_error if row.x == 90 else None),
     ("a-draw-is-typical", "fails", "holds", lambda row: 1.1 if row.series == MEDIAN else None),
     ("a-draw-is-typical", "fails", "undecided", lambda row: max(row.value, 0.5) if row.series == MEDIAN else None),
+    ("query-costs-r", "fails", "holds", lambda row: 1000.0 if row.series == QUERY else None),
+    ("query-costs-r", "fails", "undecided", lambda row: row.x**0.5 if row.series == QUERY else None),
+    ("constant-time-lookup", "holds", "fails", lambda row: row.x if row.series == NUMBERS else None),
+    ("constant-time-lookup", "holds", "fails", lambda row: row.x if row.series == OPERATIONS else None),
 ]
 
 
@@ -30,3 +38,13 @@ def test_lognormal_tails_put_the_median_far_below_the_mean(taken) -> None:
     for series, printed in ((MEDIAN, 0.20), (BELOW, 0.78)):
         row = value_at(rows, series, 16)
         assert abs(row.value - printed) < 0.005 + STANDARD_ERRORS * row.standard_error
+
+
+@pytest.mark.parametrize(
+    ("linear", "exact", "status"),
+    [(1.0, 2.0, "holds"), (1.2, 1.7, "holds"), (2.0, 2.0, "fails"), (1.0, 1.0, "fails"), (1.4, 2.0, "undecided")],
+)
+def test_powers_of_time_decide(decided, linear, exact, status) -> None:
+    powers = ((LINEAR, linear), (EXACT, exact))
+    rows = [Row("linear-time", name, n, n**power, None, None, 0.0) for name, power in powers for n in (64, 128, 256)]
+    assert decided("linear-time", rows) == status
