@@ -51,3 +51,14 @@ def pair_at_angle(norm_x: float, norm_y: float, degrees: float, head_dim: int) -
 def mean_square(difference: Tensor) -> float:
     """Mean of the squares of all entries."""
     return difference.double().square().mean().item()
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """|found - exact| / |exact| in the Frobenius norm; `found` may be broadcast."""
+    return math.sqrt(mean_square(found - exact) / mean_square(exact))
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Mean of independent figures, and its standard error; of two at least."""
+    found = torch.tensor(values, dtype=torch.float64)
+    return found.mean().item(), found.std().item() / math.sqrt(len(values))
