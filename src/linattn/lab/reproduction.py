@@ -89,7 +89,7 @@ class Reproduction:
             The new records. An experiment that ends in an error is noted in `crashes` and left.
 
         Example:
-            >>> *figures, decision = Reproduction(["rank-of-attention"], "quick").records([])
+            >>> *figures, decision = Reproduction(["constant-time-lookup"], "quick").records([])
             >>> decision.status
             'holds'
 

@@ -17,7 +17,7 @@ collect_ignore_glob = [] if CHROMIUM else ["test_*.py"]
 
 # Nothing but the page: no sandbox for root, no look-ups of the browser's own.
 _SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-_CLAIMS = ("reassociation-is-exact", "product-is-free-of-n", "elementwise-exp-is-softmax")
+_CLAIMS = ("constant-time-lookup", "query-costs-r", "elementwise-exp-is-softmax")
 
 
 @pytest.fixture(scope="session")

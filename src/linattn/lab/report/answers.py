@@ -45,9 +45,9 @@ def _claims(claims: ClaimsSummary | None) -> str:
     """How the claims fare."""
     if claims is None or not claims.claims:
         return _missing("reproduce")
-    verbs: dict[Status, str] = {"holds": "hold", "fails": "fail", "undecided": "could not be decided"}
-    parts = [f"{claims.count(status)} {verb}" for status, verb in verbs.items() if claims.count(status)]
-    return f"Of {len(claims.claims)} claims made for linear attention, {', '.join(parts)}: the table below says which."
+    words: dict[Status, str] = {"holds": "borne out", "fails": "refuted", "undecided": "undecided"}
+    parts = [f"{claims.count(status)} {word}" for status, word in words.items() if claims.count(status)]
+    return f"Of {len(claims.claims)} claims made for linear attention: {', '.join(parts)}. The table below says which."
 
 
 def _errors(audit: AuditSummary | None) -> str:
