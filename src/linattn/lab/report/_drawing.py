@@ -13,12 +13,12 @@ GREY = "#8C8C8C"
 _NEAREST_TICKS = 1.3
 
 
-def tick_texts(values: Sequence[int]) -> list[str]:
+def tick_texts(values: Sequence[float]) -> list[str]:
     """Ascending numbers as labels of a logarithmic axis, those too near the one before left out."""
     texts: list[str] = []
     last = 0.0
     for value in values:
         near = last > 0 and value / last < _NEAREST_TICKS
-        texts.append("" if near else f"{value:,}")
+        texts.append("" if near else f"{value:,.6g}")
         last = last if near else value
     return texts

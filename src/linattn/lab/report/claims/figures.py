@@ -11,13 +11,16 @@ import plotly.graph_objects as go
 
 from linattn.lab.claims import Decision
 from linattn.lab.experiments.experiment import EXACT, UNIFORM, Row
-from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS
+from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS, tick_texts
 from linattn.lab.report.claims.summary import Claim
 
 # Bars are drawn twice as long as a standard error.
 _BAR = 2
 _LEGEND_LINE = 22
 _TITLE_WIDTH = 40
+_NAME_WIDTH = 16
+# More abscissae than these are told by round numbers.
+_MOST_TICKS = 12
 
 
 def claim_chart(claim: Claim) -> go.Figure:
@@ -30,7 +33,7 @@ def claim_chart(claim: Claim) -> go.Figure:
     place = 0
     for name, rows in curves.items():
         if name in (EXACT, UNIFORM):
-            figure.add_trace(_baseline(name, rows))
+            figure.add_trace(_baseline(name, rows, decision))
             continue
         colour, symbol = COLOURS[place % len(COLOURS)], SYMBOLS[place % len(SYMBOLS)]
         figure.add_trace(_measured(name, rows, decision, colour, symbol))
@@ -39,7 +42,7 @@ def claim_chart(claim: Claim) -> go.Figure:
         place += 1
     if UNIFORM in curves and EXACT not in curves and not decision.log_y:
         figure.add_hline(0, line={"color": GREY, "width": 2}, annotation_text=EXACT)
-    return _laid_out(figure, decision)
+    return _laid_out(figure, claim)
 
 
 def alternative(claim: Claim) -> str:
@@ -82,40 +85,52 @@ def _expected(name: str, rows: Sequence[Row], decision: Decision, colour: str) -
     )
 
 
-def _baseline(name: str, rows: Sequence[Row]) -> go.Scatter:
+def _baseline(name: str, rows: Sequence[Row], decision: Decision) -> go.Scatter:
     """Exact attention, or averaging the values."""
     return go.Scatter(
         name=name,
         x=[row.x for row in rows],
         y=[_finite(row.value) for row in rows],
-        mode="lines+markers",
+        mode="markers" if decision.names else "lines+markers",
         line={"color": GREY, "width": 2, "dash": "dot" if name == UNIFORM else "solid"},
         marker={"symbol": "line-ew-open", "size": 14, "color": GREY, "line": {"width": 2}},
         hovertemplate="%{y:.4~g}<extra>" + name + "</extra>",
     )
 
 
-def _laid_out(figure: go.Figure, decision: Decision) -> go.Figure:
+def _laid_out(figure: go.Figure, claim: Claim) -> go.Figure:
     """Axes, and a legend below that is given the room it takes."""
+    decision = claim.decision
     shown = sum(trace.showlegend is not False for trace in figure.data)
-    named = {"tickvals": list(range(len(decision.names))), "ticktext": [_escaped(name) for name in decision.names]}
     figure.update_layout(
         height=360 + _LEGEND_LINE * math.ceil(shown / 2),
         margin={"l": 64, "r": 12, "t": 12, "b": 52},
-        xaxis={**_axis(decision.x, decision.log_x), **(named if decision.names else {})},
+        xaxis={**_axis(decision.x, decision.log_x), **_abscissae(claim)},
         yaxis=_axis(decision.y, decision.log_y),
-        legend={"orientation": "h", "y": -0.22, "yanchor": "top"},
+        legend={"orientation": "h", "y": -0.25, "yanchor": "top"},
         showlegend=shown > 1,
-        meta={"narrow_height": 380 + _LEGEND_LINE * shown},
+        meta={"narrow_height": 400 + _LEGEND_LINE * shown},
     )
     return figure
 
 
 def _axis(title: str, logarithmic: bool) -> dict[str, Any]:
     """Its kind, and a title that does not run out of the chart."""
-    lines = wrap(_escaped(title), _TITLE_WIDTH)
     kind = "log" if logarithmic else "linear"
-    return {"type": kind, "exponentformat": "power", "title": {"text": "<br>".join(lines)}, "automargin": True}
+    text = _folded(title, _TITLE_WIDTH)
+    return {"type": kind, "exponentformat": "power", "title": {"text": text}, "automargin": True}
+
+
+def _abscissae(claim: Claim) -> dict[str, Any]:
+    """Ticks: names of cases, or the abscissae themselves where they are few and the axis logarithmic."""
+    names = claim.decision.names
+    if names:
+        texts = [_folded(name, _NAME_WIDTH) for name in names]
+        return {"tickvals": list(range(len(names))), "ticktext": texts, "range": [-0.5, len(names) - 0.5]}
+    found = sorted({row.x for row in claim.rows})
+    if claim.decision.log_x and len(found) <= _MOST_TICKS:
+        return {"tickvals": found, "ticktext": tick_texts(found)}
+    return {}
 
 
 def _where(row: Row, decision: Decision) -> str:
@@ -128,6 +143,11 @@ def _where(row: Row, decision: Decision) -> str:
 def _finite(value: float | None) -> float | None:
     """A chart has no place for what is not finite."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _folded(text: str, width: int) -> str:
+    """Broken into lines, which plotly does not do."""
+    return "<br>".join(map(_escaped, wrap(text, width)))
 
 
 def _escaped(text: str) -> str:
