@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` (set up, audit a real model) and `make test` (set up, all laws).
+# Two commands matter: `make demo` (set up, audit a real model, measure the claims) and `make test` (set up, all laws).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/linattn audit --target 0.1 --out report
+	$(BIN)/linattn bench --lengths 512,2048,8192 --repeats 3 --no-memory --out report
+	$(BIN)/linattn reproduce --quick --out report
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2

@@ -1,4 +1,7 @@
-"""Write the README's figures from report/audit.jsonl (make demo) and benchmarks/results.jsonl (make bench)."""
+"""Write the figures of README.md and docs/claims.md.
+
+From report/audit.jsonl and report/claims.jsonl (make demo) and benchmarks/results.jsonl (make bench).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from linattn.lab.report import summarise_audit
+from linattn.lab.report import ClaimsSummary, summarise_audit, summarise_claims
+from linattn.planning.files import replacing
 
 ROOT = Path(__file__).parents[1]
 SHOWN = (
@@ -24,6 +28,21 @@ SHOWN = (
     ("Expansion(num_centres=16) + window 32", None),
     ("Expansion(num_centres=16) + window 16 + heavy 32", None),
     ("Expansion(num_centres=64) + window 32 + heavy 64", None),
+)
+
+REFUTED = (
+    "elementwise-exp-is-softmax",
+    "only-exp-survives-reordering",
+    "polynomial-product",
+    "kl-of-the-polynomial-map",
+    "product-is-free-of-n",
+    "query-costs-r",
+    "rank-of-causal-attention",
+    "figure-4-beats-averaging",
+    "positive-wins-where-the-kernel-is-small",
+    "theorem-4",
+    "raw-qr-is-haar",
+    "global-key-maximum-is-causal",
 )
 
 
@@ -78,6 +97,45 @@ def benchmark_table() -> str:
     return "\n".join(rows)
 
 
+def claims_words(summary: ClaimsSummary) -> str:
+    """How many claims there are and how they fare, and those of the founding texts and the paper that fail."""
+    counts = {status: summary.count(status) for status in ("holds", "fails", "undecided")}
+    rows = [
+        f"Of {len(summary.claims)} claims {counts['holds']} hold and {counts['fails']} fail, {counts['undecided']} are "
+        "undecided; all of them, with their figures, are in [docs/claims.md](docs/claims.md). Among those that fail:",
+        "",
+        "| claim | source | what was measured |",
+        "|---|---|---|",
+    ]
+    refuted = (claim.decision for claim in summary.claims if claim.name in REFUTED)
+    rows += [_row(one.sentence, one.source, one.figure) for one in refuted]
+    return "\n".join(rows)
+
+
+def claims_page(summary: ClaimsSummary) -> str:
+    """Every claim with its verdict, and the command that measures it again."""
+    header = summary.header
+    rows = [
+        "# What is said of linear attention, and what holds",
+        "",
+        f"Written by `make readme` from a run of `linattn reproduce --{header.setting}`; {header.processor}, "
+        f"{header.threads} threads, torch {header.versions['torch']}. Every claim is one file in "
+        "`src/linattn/lab/experiments/`, with its setting, its figures and how they decide; `linattn reproduce NAME` "
+        "takes them again.",
+        "",
+        "| claim | verdict | the figure that decides | source | name |",
+        "|---|---|---|---|---|",
+    ]
+    decisions = (claim.decision for claim in summary.claims)
+    rows += [_row(one.sentence, f"**{one.status}**", one.figure, one.source, f"`{one.claim}`") for one in decisions]
+    return "\n".join(rows) + "\n"
+
+
+def _row(*cells: str) -> str:
+    """One row of a table."""
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
 def _figure(figure: float | dict[str, float], unit: str) -> str:
     """A number, or a median with its spread, with its unit."""
     if isinstance(figure, float):
@@ -86,17 +144,24 @@ def _figure(figure: float | dict[str, float], unit: str) -> str:
 
 
 def main() -> None:
-    """Replace what stands between the markers."""
+    """Replace what stands between the README's markers, and the page of claims."""
     path = ROOT / "README.md"
     text = path.read_text()
-    for name, table in (("audit", audit_table()), ("plan", plan_words()), ("benchmarks", benchmark_table())):
+    claims = summarise_claims(ROOT / "report" / "claims.jsonl")
+    tables = {
+        "audit": audit_table(),
+        "plan": plan_words(),
+        "claims": claims_words(claims),
+        "benchmarks": benchmark_table(),
+    }
+    for name, table in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
         if not pattern.search(text):
             sys.exit(f"README.md has no place for the table {name!r}")
         text = pattern.sub(lambda match, table=table: match[1] + table + match[2], text)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    for file, content in ((path, text), (ROOT / "docs" / "claims.md", claims_page(claims))):
+        with replacing(file) as written:
+            written.write(content)
 
 
 if __name__ == "__main__":

@@ -27,5 +27,5 @@ def test_the_code_runs_and_the_six_lines_equal_the_op() -> None:
 def test_every_table_has_figures() -> None:
     """Figures are written by docs/write_tables.py; an empty table would be a place-holder."""
     tables = re.findall(r"<!-- \w+ -->\n(.*?)\n<!-- end -->", README.read_text(), re.DOTALL)
-    assert len(tables) == 3
+    assert len(tables) == 4
     assert all(re.search(r"\d", table) for table in tables)
