@@ -1,8 +1,8 @@
 """Fewer samples than tokens make it faster; they make it right only where q and k are small.
 
 Faster by operations: r < L/2. As for right, averaging the values costs nothing, and is off by about (e^{τ²} - 1)/e^{τ²}
-where τ is the deviation of a row's logits; in the same unit r samples are off by (e^s - 1)/r, the relative variance of a
-kernel entry. To do better takes
+where τ is the deviation of a row's logits; in the same unit r samples are off by (e^s - 1)/r, the relative variance of
+a kernel entry. To do better takes
 
     r > (e^s - 1)·e^{τ²}/(e^{τ²} - 1).
 
