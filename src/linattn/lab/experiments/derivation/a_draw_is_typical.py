@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
-from linattn.lab.experiments.derivation._ratios import ratios
+from linattn.lab.experiments.draws import kernel_ratios
 from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.inputs import pair_at_angle
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
@@ -99,5 +99,5 @@ def _ratios(config: Config, square: float) -> Tensor:
     """Estimate divided by truth over draws, ascending."""
     length = math.sqrt(square) / 2
     q, k = pair_at_angle(length, length, 0, config.head_dim)
-    found = ratios(q, k, config.num_features, "iid", config.draws, "typical", config.seed, square)
+    found = kernel_ratios(q, k, config.num_features, "iid", config.draws, "typical", config.seed, square)
     return found.flatten().sort().values

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from linattn.lab.experiments.derivation._ratios import Draw, ratios
+from linattn.lab.experiments.draws import Draw, kernel_ratios
 from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.inputs import pair_at_angle
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
@@ -79,4 +79,4 @@ def _at_all_angles(config: Config, draw: Draw, width: int) -> Tensor:
     """Estimate divided by truth, (draws, angles)."""
     pairs = [pair_at_angle(config.length, config.length, angle, config.head_dim) for angle in config.angles]
     q, k = (torch.cat(side) for side in zip(*pairs, strict=True))
-    return ratios(q, k, width, draw, config.draws, "unbiased", config.seed)
+    return kernel_ratios(q, k, width, draw, config.draws, "unbiased", config.seed)

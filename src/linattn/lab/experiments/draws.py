@@ -1,4 +1,7 @@
-"""Estimates of the kernel over many draws."""
+"""Estimates of the softmax kernel over many draws of positive random features.
+
+Letters: D head width.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Draw = Literal["iid", "orthogonal"]
 _AT_ONCE = 1000
 
 
-def ratios(q: Tensor, k: Tensor, num_features: int, draw: Draw, num_draws: int, *parts: float | str) -> Tensor:
+def kernel_ratios(q: Tensor, k: Tensor, num_features: int, draw: Draw, num_draws: int, *parts: float | str) -> Tensor:
     """φ(q)·φ(k) divided by exp(q·k), (draws, n), for n pairs, (n, D): the same draws for all of them."""
     found = []
     for start in range(0, num_draws, _AT_ONCE):

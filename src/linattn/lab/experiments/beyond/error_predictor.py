@@ -1,0 +1,121 @@
+"""What the norms of queries and keys predict of FAVOR+'s error, in units of averaging's, and how well.
+
+    MSE(FAVOR+)/MSE(averaging) ≈ (e^s - 1)/r · e^{τ²}/(e^{τ²} - 1),   s = mean |x + y|², τ = deviation of the logits
+
+The numerator of the output is taken to err as one kernel entry of mean norm does. It errs less where entries are close
+to their mean and their errors common to all keys, for these cancel between numerator and denominator; and more where s
+varies from pair to pair, for e^s at the mean s is below the mean of e^s, and attention weighs the pairs of large s.
+Large predictions saturate: an average of values is never farther off than a value.
+
+Letters: D head width, r features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from linattn.attention import linear_attention, softmax_attention
+from linattn.feature_maps import FavorPlus
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, mean_and_error, mean_square, seed
+from linattn.lab.experiments.judging import STANDARD_ERRORS, decide
+from linattn.lab.moments import pair_moments, predicted_ratio
+
+CLAIM = (
+    "MSE(FAVOR+)/MSE(averaging) is (e^s - 1)/r · e^{τ²}/(e^{τ²} - 1) within a factor of two, for Gaussian queries and "
+    "keys, while that is below 3."
+)
+SOURCE = "the square of what linattn.lab.moments.predicted_ratio gives; the delta method on numerator and denominator"
+AXES = Axes("deviation of the entries of q and k", "mean square error / averaging's", log_y=True)
+
+_SIZES = ((16, 64), (16, 256), (16, 1024), (16, 4096), (32, 256), (64, 256), (64, 1024))
+_SIGMAS = (0.3, 0.5, 0.8)
+_BELOW = 3.0
+_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the experiment: on each set of tokens every r gets `features` over r draws, one at least."""
+
+    features: int
+    tokens: int
+    num_tokens: int
+    seed: int = 0
+    seconds: float = 1.0
+
+
+QUICK = Config(features=2**9, tokens=40, num_tokens=128, seconds=4)
+FULL = Config(features=2**12, tokens=40, num_tokens=512, seconds=60)
+
+
+def rows(config: Config) -> Iterator[Measurement]:
+    """Every width and number of features at every scale."""
+    for sigma in _SIGMAS:
+        yield Measurement(UNIFORM, sigma, partial(Figure, 1.0))
+        for head_dim, width in _SIZES:
+            yield Measurement(f"D = {head_dim}, r = {width}", sigma, partial(_ratio, config, sigma, head_dim, width))
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Every figure whose prediction is below 3 within a factor of two of it, or one that is not."""
+    judged = [row for row in rows if row.expected is not None and row.expected < _BELOW]
+    within = [row for row in judged if all(edge < 0 for edge in _outside(row, STANDARD_ERRORS))]
+    beyond = [row for row in judged if any(edge > 0 for edge in _outside(row, -STANDARD_ERRORS))]
+    least, most = min(judged, key=_off), max(judged, key=_off)
+    return decide(
+        holds=len(within) == len(judged),
+        fails=bool(beyond),
+        figure=f"of {len(judged)} predictions below {_BELOW:.0f}, {len(beyond)} are off by more than {_FACTOR:.0f}: "
+        f"measured over predicted runs from {_off(least):.2f} ({least.series}, deviation {least.x}) to "
+        f"{_off(most):.2f} ({most.series}, deviation {most.x}); errors, the square roots, are within "
+        f"{max(_off(most), 1 / _off(least)) ** 0.5:.2f}",
+        tolerance=f"a factor of {_FACTOR:.0f} either way, as claimed; {STANDARD_ERRORS:.0f} standard errors over sets "
+        "of tokens and draws decide",
+    )
+
+
+def _off(row: Row) -> float:
+    """Measured over predicted."""
+    return row.value / (row.expected or 1.0)
+
+
+def _outside(row: Row, standard_errors: float) -> tuple[float, float]:
+    """How far the figure, widened by so many standard errors, lies outside the factor above and below."""
+    margin, expected = standard_errors * (row.standard_error or 0), row.expected or 1.0
+    return row.value + margin - _FACTOR * expected, expected / _FACTOR - (row.value - margin)
+
+
+def _ratio(config: Config, sigma: float, head_dim: int, width: int) -> Figure:
+    """Mean over sets of tokens of the ratio of mean square errors; expected is the mean prediction."""
+    found = [_on_tokens(config, sigma, head_dim, width, which) for which in range(config.tokens)]
+    mean, error = mean_and_error([ratio for ratio, _ in found])
+    return Figure(mean, error, expected=sum(predicted for _, predicted in found) / len(found))
+
+
+def _on_tokens(config: Config, sigma: float, head_dim: int, width: int, which: int) -> tuple[float, float]:
+    """Measured ratio over all draws, and its prediction, on one set of tokens."""
+    tokens, exact = _tokens(config, sigma, head_dim, which)
+    draws = max(config.features // width, 1)
+    # One draw a head: all draws in one call.
+    purpose = seed("predictor", config.seed, sigma, head_dim, width, which)
+    favor = FavorPlus(head_dim, width, draw="iid", seed=purpose, num_heads=draws)
+    query, key, value = (x.expand(1, draws, -1, -1) for x in tokens)
+    out = linear_attention(query, key, value, favor)
+    averaging = mean_square(tokens.value.mean(-2, keepdim=True) - exact)
+    squares = pair_moments(tokens.query, tokens.key, scale=favor.scale)
+    deviation = (tokens.query @ tokens.key.mT * favor.scale).var(-1).mean().sqrt()
+    variance = favor.relative_variance(squares.sum_square, squares.difference_square)
+    return mean_square(out - exact) / averaging, predicted_ratio(variance, deviation).square().item()
+
+
+@lru_cache(maxsize=1)
+def _tokens(config: Config, sigma: float, head_dim: int, which: int) -> tuple[Tokens, Tensor]:
+    """One set of tokens and its exact output."""
+    tokens = gaussian_tokens(config.num_tokens, head_dim, sigma, "predictor", config.seed, which)
+    return tokens, torch.as_tensor(softmax_attention(*tokens))
