@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall, capture, load
-from linattn.lab.text import read_text
+from linattn.lab.audit.text import read_text
 from linattn.planning.costs import flops_per_token, state_numbers
 from linattn.planning.measures import relative_error, softmax_log_rows
 from linattn.planning.methods import parse_method

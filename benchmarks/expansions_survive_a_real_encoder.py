@@ -15,7 +15,7 @@ import torch
 import linattn
 from linattn.feature_maps import Expansion
 from linattn.hf import AttentionCall, capture, intercept, load
-from linattn.lab.text import read_text
+from linattn.lab.audit.text import read_text
 from linattn.lab.timing import spread
 from linattn.planning.measures import relative_error, uniform_average
 from measuring import record

@@ -26,6 +26,6 @@ def main() -> None:
     if missing:
         sys.exit(f"linattn: the command needs {', '.join(missing)}, not installed here: pip install 'linattn[hf,lab]'")
     # Only here, so that a missing package ends in the sentence above and not in a traceback.
-    from linattn.lab.command import app
+    from linattn.lab.commands.app import app
 
     app()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.records import AUDIT, Header, ModelRow
+from linattn.lab.audit.records import AUDIT, Header, ModelRow
 
 HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)
 ROWS = [ModelRow("Relu", 2, draw, 0.25, 0.125) for draw in range(4)]

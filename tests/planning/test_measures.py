@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import linattn
-from linattn.lab.moments import logit_std, pair_moments, predicted_ratio
+from linattn.lab.audit.moments import logit_std, pair_moments, predicted_ratio
 from linattn.planning import measures
 
 # float64 throughout; sums of at most a few hundred terms.

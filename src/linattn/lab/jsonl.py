@@ -50,7 +50,7 @@ class Form(Generic[H, R]):
             OSError: if the file cannot be written.
 
         Example:
-            See `linattn.lab.records.write_records`.
+            See `linattn.lab.audit.records.write_records`.
 
         Source: the JSON Lines format.
         """
@@ -72,7 +72,7 @@ class Form(Generic[H, R]):
             ValueError: if a line is not such a row, or the first line alone is not the header.
 
         Example:
-            See `linattn.lab.records.write_records`.
+            See `linattn.lab.audit.records.write_records`.
 
         Source: the JSON Lines format.
         """
@@ -120,7 +120,7 @@ class Form(Generic[H, R]):
 
         Example:
             >>> import tempfile
-            >>> from linattn.lab.records import AUDIT, Header, ModelRow
+            >>> from linattn.lab.audit.records import AUDIT, Header, ModelRow
             >>> path = Path(tempfile.mkdtemp()) / "audit.partial.jsonl"
             >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
             >>> AUDIT.extend(path, header, [], [ModelRow("exact", None, 0, 1.0, 1.0)])

@@ -96,7 +96,7 @@ def fitted_map(settings: Settings, inputs: Inputs) -> FeatureMap:
         >>> fitted_map(settings, draw_inputs(settings, 8)).key_mean.shape
         torch.Size([2, 1, 4])
 
-    Source: `linattn.lab.truth.fit`.
+    Source: `linattn.lab.audit.truth.fit`.
     """
     feature_map = settings.build_map()
     fit(feature_map, inputs.tokens[0], inputs.tokens[1])

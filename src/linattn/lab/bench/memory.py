@@ -97,7 +97,7 @@ def extra_peak(run: Callable[[], object], device: str = "cpu") -> int:
         OSError: on the CPU of a system other than Linux.
 
     Example:
-        See `tests/lab/test_bench_memory.py`.
+        See `tests/lab/bench/test_memory.py`.
 
     Source: proc(5), clear_refs.
     """
@@ -138,7 +138,7 @@ def measure(settings: Settings, length: int, contender: str) -> int:
         RuntimeError: if the process fails.
 
     Example:
-        See `tests/lab/test_bench_memory.py`.
+        See `tests/lab/bench/test_memory.py`.
 
     Source: none, a process.
     """

@@ -55,7 +55,7 @@ def write_report(folder: Path) -> Path:
         OSError: if the page cannot be written.
 
     Example:
-        See `tests/lab/test_page.py`.
+        See `tests/lab/report/test_claims.py`.
 
     Source: none, a layout.
     """
@@ -84,7 +84,7 @@ def write_page(report: Report, path: Path) -> None:
         OSError: if the file cannot be written.
 
     Example:
-        See `tests/lab/test_page.py`.
+        See `tests/lab/report/test_claims.py`.
 
     Source: none, a layout.
     """

@@ -14,10 +14,10 @@ import torch
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import Centred, FavorPlus
+from linattn.lab.audit.moments import pair_moments
 from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_and_error, relative_error, seed
 from linattn.lab.experiments.judging import decide, in_series
-from linattn.lab.moments import pair_moments
 
 CLAIM = "Softmax attention does not change when all keys move by c, and c = -(q̄ + k̄) lowers mean |x + y|²."
 SOURCE = "shift invariance of softmax; linattn.feature_maps.Centred centres both sides, to the same effect"

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus
+from linattn.lab.audit.moments import pair_moments, predicted_ratio
 from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, mean_and_error, mean_square, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide
-from linattn.lab.moments import pair_moments, predicted_ratio
 
 CLAIM = (
     "MSE(FAVOR+)/MSE(averaging) is (e^s - 1)/r · e^{τ²}/(e^{τ²} - 1) within a factor of two, for Gaussian queries and "
     "keys, while that is below 3."
 )
-SOURCE = "the square of what linattn.lab.moments.predicted_ratio gives; the delta method on numerator and denominator"
+SOURCE = "the square of linattn.lab.audit.moments.predicted_ratio; the delta method on numerator and denominator"
 AXES = Axes("deviation of the entries of q and k", "mean square error / averaging's", log_y=True)
 
 _SIZES = ((16, 64), (16, 256), (16, 1024), (16, 4096), (32, 256), (64, 256), (64, 1024))

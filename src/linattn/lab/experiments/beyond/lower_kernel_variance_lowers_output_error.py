@@ -17,10 +17,10 @@ from functools import lru_cache, partial
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus, Oprf
+from linattn.lab.audit.moments import pair_moments
 from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, mean_square, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
-from linattn.lab.moments import pair_moments
 
 CLAIM = "Features with a lower variance of the kernel estimate give a lower error of the attention output."
 SOURCE = "Likhosherstov et al. 2022 (arXiv 2205.15317), whose features minimise the former for the sake of the latter"

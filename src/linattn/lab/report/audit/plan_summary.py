@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linattn.lab.records import ModelRow, PlanRow
+from linattn.lab.audit.records import ModelRow, PlanRow
 from linattn.lab.report._text import Table, number
 from linattn.planning.plans import EXACT
 

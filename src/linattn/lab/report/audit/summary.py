@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.lab.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row, read_records
+from linattn.lab.audit.records import (
+    EXACT,
+    PLANNED,
+    UNIFORM,
+    Header,
+    HeadRow,
+    ModelRow,
+    PlanRow,
+    RankRow,
+    Row,
+    read_records,
+)
 from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.planning.costs import exact_flops_per_token
 
@@ -157,7 +168,7 @@ def summarise_audit(path: Path) -> AuditSummary:
 
     Example:
         >>> import tempfile
-        >>> from linattn.lab.records import write_records
+        >>> from linattn.lab.audit.records import write_records
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
         >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
         >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)

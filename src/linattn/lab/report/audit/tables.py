@@ -23,7 +23,7 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from linattn.lab.records import Header, HeadRow, ModelRow, write_records
+        >>> from linattn.lab.audit.records import Header, HeadRow, ModelRow, write_records
         >>> from linattn.lab.report import summarise_audit
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
         >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)

@@ -66,7 +66,7 @@ def summarise_bench(path: Path) -> BenchSummary:
         ValueError: if the file is no whole benchmark.
 
     Example:
-        See `tests/lab/test_bench_report.py`.
+        See `tests/lab/report/test_bench.py`.
 
     Source: none.
     """
@@ -146,7 +146,7 @@ def conclude(summary: BenchSummary) -> tuple[Point, ...]:
         Remarks: the crossover, growth, what was left out, correctness, and how wrong the approximation is.
 
     Example:
-        See `tests/lab/test_bench_report.py`.
+        See `tests/lab/report/test_bench.py`.
 
     Source: none, comparisons.
     """
@@ -180,7 +180,7 @@ def length_table(summary: BenchSummary, *, spreads: bool = True) -> Table:
         A `Table`.
 
     Example:
-        See `tests/lab/test_bench_report.py`.
+        See `tests/lab/report/test_bench.py`.
 
     Source: none, a layout.
     """

@@ -9,8 +9,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from linattn.lab.claims import Decision
 from linattn.lab.experiments.experiment import EXACT, UNIFORM, Row
+from linattn.lab.experiments.records import Decision
 from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS, tick_texts
 from linattn.lab.report.claims.summary import Claim
 

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.lab.claims import CLAIMS, ClaimsHeader, Decision
 from linattn.lab.experiments.experiment import Row, Status
+from linattn.lab.experiments.records import CLAIMS, ClaimsHeader, Decision
 from linattn.lab.report._text import Table
 
 
@@ -70,7 +70,7 @@ def summarise_claims(path: Path) -> ClaimsSummary:
         ValueError: if the file is none of `linattn reproduce`.
 
     Example:
-        See `tests/lab/test_claims_report.py`.
+        See `tests/lab/report/test_claims.py`.
 
     Source: none.
     """

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.records import Header, HeadRow, ModelRow, RankRow, write_records
+from linattn.lab.audit.records import Header, HeadRow, ModelRow, RankRow, write_records
 from linattn.lab.report import Report, advise, overview, summarise_audit, write_page
 from linattn.lab.report.audit.frontier import family, least
 from linattn.lab.report.audit.tables import end_to_end, heads

@@ -10,10 +10,10 @@ import torch
 
 from linattn.feature_maps import features
 from linattn.hf import capture, load
-from linattn.lab.audit import Audit
-from linattn.lab.measurements import Measurements
-from linattn.lab.records import HeadRow, ModelRow, RankRow
-from linattn.lab.text import Text
+from linattn.lab.audit.measurements import Measurements
+from linattn.lab.audit.measuring import Audit
+from linattn.lab.audit.records import HeadRow, ModelRow, RankRow
+from linattn.lab.audit.text import Text
 from linattn.planning.costs import flops_per_token, state_numbers
 from linattn.planning.methods import parse_method
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from linattn.lab import reproduction
-from linattn.lab.claims import Decision
+from linattn.lab.experiments import reproduction
 from linattn.lab.experiments.experiment import UNIFORM, Row
-from linattn.lab.reproduction import Reproduction
+from linattn.lab.experiments.records import Decision
+from linattn.lab.experiments.reproduction import Reproduction
 from trials import Trial
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linattn.hf import AttentionCall
-from linattn.lab.truth import LayerTruth
+from linattn.lab.audit.truth import LayerTruth
 from linattn.planning.measures import relative_error
 from linattn.planning.methods import fit, parse_method
 

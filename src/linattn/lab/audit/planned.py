@@ -6,7 +6,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 from __future__ import annotations
 
 from linattn.hf import LoadedModel, capture
-from linattn.lab.text import Text
+from linattn.lab.audit.text import Text
 from linattn.planning import Plan, plan
 
 
@@ -27,7 +27,7 @@ def second_half(loaded: LoadedModel, text: Text, num_tokens: int) -> Text:
         ValueError: if the measured tokens reach into it.
 
     Example:
-        See `linattn.lab.audit_command`.
+        See `linattn.lab.commands.audit`.
 
     Source: none.
     """
@@ -61,7 +61,7 @@ def plan_model(loaded: LoadedModel, text: Text, *, target_error: float, num_toke
         ValueError: as `linattn.plan`, or if the text gives fewer than `num_tokens` tokens.
 
     Example:
-        See `tests/lab/test_planned.py`.
+        See `tests/lab/audit/test_planned.py`.
 
     Source: none.
     """

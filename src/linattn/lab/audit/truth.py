@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linattn.attention import attention_rows, softmax_attention
 from linattn.feature_maps import FeatureMap, RandomFeatureMap, Sderf, Wrapper
-from linattn.lab.moments import logit_std, pair_moments, predicted_ratio
+from linattn.lab.audit.moments import logit_std, pair_moments, predicted_ratio
 from linattn.planning import measures
 from linattn.planning.methods import Method
 
@@ -49,7 +49,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """One method on one layer; every field (H,) float64, as the fields of `linattn.lab.records.HeadRow`."""
+    """One method on one layer; every field (H,) float64, as the fields of `linattn.lab.audit.records.HeadRow`."""
 
     error: Tensor
     total_variation: Tensor

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from linattn.lab.bench import measuring
 from linattn.lab.bench.records import BENCH
-from linattn.lab.command import app
+from linattn.lab.commands.app import app
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 TINY = ["--lengths", "24,8,16", "--heads", "2", "--head-dim", "8", "--repeats", "2", "--no-memory"]

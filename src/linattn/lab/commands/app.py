@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from linattn.lab.audit_command import audit
-from linattn.lab.bench_command import bench
-from linattn.lab.reproduce_command import reproduce
+from linattn.lab.commands.audit import audit
+from linattn.lab.commands.bench import bench
+from linattn.lab.commands.reproduce import reproduce
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 

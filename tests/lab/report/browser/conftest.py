@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from typer.testing import CliRunner
 
-from linattn.lab.command import app
+from linattn.lab.commands.app import app
 
 CHROMIUM = shutil.which("chromium")
 collect_ignore_glob = [] if CHROMIUM else ["test_*.py"]

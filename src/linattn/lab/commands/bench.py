@@ -13,8 +13,8 @@ from rich.markup import escape
 from linattn.lab.bench.measuring import Bench
 from linattn.lab.bench.records import BENCH, LengthRow, partial_path
 from linattn.lab.bench.settings import Settings
+from linattn.lab.commands.terminal import ending, interrupts, print_table, progress_bar, whole_numbers
 from linattn.lab.report import conclude, length_table, summarise_bench, write_report
-from linattn.lab.terminal import ending, interrupts, print_table, progress_bar, whole_numbers
 
 # From this many columns on the table has room for fastest and slowest.
 _WIDE = 112

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.lab.claims import CLAIMS, Record
+from linattn.lab.commands.terminal import ending, interrupts, print_words, time_bar
 from linattn.lab.experiments import EXPERIMENTS
 from linattn.lab.experiments.experiment import Row
+from linattn.lab.experiments.records import CLAIMS, Record
+from linattn.lab.experiments.reproduction import Reproduction
 from linattn.lab.report import Table, summarise_claims, verdict_table, write_report
-from linattn.lab.reproduction import Reproduction
-from linattn.lab.terminal import ending, interrupts, print_words, time_bar
 
 
 def reproduce(

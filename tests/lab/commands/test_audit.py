@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from linattn import cli
-from linattn.lab.audit import Audit
-from linattn.lab.command import app
-from linattn.lab.records import read_records
+from linattn.lab.audit.measuring import Audit
+from linattn.lab.audit.records import read_records
+from linattn.lab.commands.app import app
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 
@@ -124,7 +124,7 @@ def test_an_interrupt_while_the_page_is_written(run, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("linattn.lab.audit_command.write_report", interrupted)
+    monkeypatch.setattr("linattn.lab.commands.audit.write_report", interrupted)
     assert run("--map", "Relu").exit_code == 130
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["audit.jsonl"]
     read_records(tmp_path / "out" / "audit.jsonl")

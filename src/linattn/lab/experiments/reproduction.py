@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from linattn.lab.circumstances import processor, versions
-from linattn.lab.claims import ClaimsHeader, Decision, Record, Setting
 from linattn.lab.experiments import EXPERIMENTS
 from linattn.lab.experiments.experiment import Experiment, Measurement, Row
+from linattn.lab.experiments.records import ClaimsHeader, Decision, Record, Setting
 
 
 @dataclass(frozen=True)

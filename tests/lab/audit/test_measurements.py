@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linattn.lab.measurements import DEFAULT_METHODS, Measurements, default_methods
+from linattn.lab.audit.measurements import DEFAULT_METHODS, Measurements, default_methods
 from linattn.planning.methods import parse_method
 
 

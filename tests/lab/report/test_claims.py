@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab import reproduction
-from linattn.lab.claims import CLAIMS
+from linattn.lab.experiments import reproduction
 from linattn.lab.experiments.experiment import EXACT, UNIFORM, Row
+from linattn.lab.experiments.records import CLAIMS
+from linattn.lab.experiments.reproduction import Reproduction
 from linattn.lab.report import Report, summarise_claims, verdict_table, write_page, write_report
 from linattn.lab.report.claims.figures import alternative, claim_chart
-from linattn.lab.reproduction import Reproduction
 from pages import Page
 from trials import Trial
 

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from linattn import softmax_attention
 from linattn.hf import capture, load
-from linattn.lab.command import app
-from linattn.lab.planned import plan_model, second_half
-from linattn.lab.records import ModelRow, PlanRow, read_records
+from linattn.lab.audit.planned import plan_model, second_half
+from linattn.lab.audit.records import ModelRow, PlanRow, read_records
+from linattn.lab.audit.text import Text
+from linattn.lab.commands.app import app
 from linattn.lab.report import Report, summarise_audit, write_page
 from linattn.lab.report.audit.plan_summary import PlanSummary
-from linattn.lab.text import Text
 from linattn.planning import read_plans
 from linattn.planning.measures import relative_error
 from pages import Page

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.records import Header, HeadRow, ModelRow, RankRow, read_records, write_records
-from linattn.lab.text import read_text
+from linattn.lab.audit.records import Header, HeadRow, ModelRow, RankRow, read_records, write_records
+from linattn.lab.audit.text import read_text
 from linattn.planning.files import replacing
 
 HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from linattn.hf import LoadedModel, load
-from linattn.lab.audit import Audit, Planned
-from linattn.lab.measurements import Measurements, default_methods
-from linattn.lab.planned import plan_model, second_half
-from linattn.lab.records import HeadRow, ModelRow, Row, write_records
+from linattn.lab.audit.measurements import Measurements, default_methods
+from linattn.lab.audit.measuring import Audit, Planned
+from linattn.lab.audit.planned import plan_model, second_half
+from linattn.lab.audit.records import HeadRow, ModelRow, Row, write_records
+from linattn.lab.audit.text import Text, read_text
+from linattn.lab.commands.terminal import ending, interrupts, print_table, progress_bar, whole_numbers
 from linattn.lab.report import AuditSummary, Point, advise, overview, summarise_audit, write_report
-from linattn.lab.terminal import ending, interrupts, print_table, progress_bar, whole_numbers
-from linattn.lab.text import Text, read_text
 from linattn.planning import write_plans
 from linattn.planning.methods import parse_method
 

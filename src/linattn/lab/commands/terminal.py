@@ -65,7 +65,7 @@ def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> I
         typer.Exit: after an interrupt or an error.
 
     Example:
-        See `linattn.lab.audit_command`.
+        See `linattn.lab.commands.audit`.
 
     Source: none.
     """

@@ -19,11 +19,11 @@ from torch import Tensor
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept
+from linattn.lab.audit.measurements import Configuration, Measurements
+from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row
+from linattn.lab.audit.text import Text
+from linattn.lab.audit.truth import LayerTruth, Measurement
 from linattn.lab.circumstances import versions
-from linattn.lab.measurements import Configuration, Measurements
-from linattn.lab.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row
-from linattn.lab.text import Text
-from linattn.lab.truth import LayerTruth, Measurement
 from linattn.planning import Plan
 from linattn.planning.costs import flops_per_token, state_numbers
 from linattn.planning.measures import uniform_average
@@ -131,7 +131,7 @@ class Audit:
             An iterator that measures as it goes; a configuration's `ModelRow` is its last row. A plan's rows end it.
 
         Example:
-            See `tests/lab/test_audit.py`.
+            See `tests/lab/audit/test_measuring.py`.
 
         Source: none, an order.
         """

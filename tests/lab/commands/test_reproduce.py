@@ -11,11 +11,11 @@ from collections import Counter
 import pytest
 from typer.testing import CliRunner
 
-from linattn.lab import reproduce_command, reproduction
-from linattn.lab.claims import CLAIMS, Decision
-from linattn.lab.command import app
-from linattn.lab.experiments import EXPERIMENTS
+from linattn.lab.commands import reproduce as reproduce_command
+from linattn.lab.commands.app import app
+from linattn.lab.experiments import EXPERIMENTS, reproduction
 from linattn.lab.experiments.experiment import Row
+from linattn.lab.experiments.records import CLAIMS, Decision
 from pages import Page
 from trials import Trial
 
@@ -162,7 +162,7 @@ SLOW = """
 import sys, time
 sys.path.insert(0, sys.argv.pop(1))
 from trials import Trial
-from linattn.lab import reproduction
+from linattn.lab.experiments import reproduction
 class Slow(Trial):
     def _area(self, size):
         time.sleep(0.2)

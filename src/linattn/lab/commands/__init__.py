@@ -1,0 +1,1 @@
+"""The `linattn` command as the terminal shows it, one file per subcommand."""
