@@ -5,7 +5,7 @@ from __future__ import annotations
 from linattn.lab.experiments.experiment import Status
 from linattn.lab.report._text import Point, number
 from linattn.lab.report.audit.advice import advise, best_line
-from linattn.lab.report.audit.summary import AuditSummary
+from linattn.lab.report.audit.summary import AuditSummary, Line
 from linattn.lab.report.bench.summary import BenchSummary, conclude
 from linattn.lab.report.claims.summary import ClaimsSummary
 
@@ -34,20 +34,35 @@ def answers(
     Source: none.
     """
     return (
-        Point("Does it work?", _claims(claims)),
+        Point("Does it work?", _works(audit, claims)),
         Point("How wrong is it?", _errors(audit)),
         Point("What should I use?", _choice(audit)),
         Point("How fast is it?", conclude(bench)[0].text if bench else _missing("bench")),
     )
 
 
-def _claims(claims: ClaimsSummary | None) -> str:
-    """How the claims fare."""
-    if claims is None or not claims.claims:
-        return _missing("reproduce")
-    words: dict[Status, str] = {"holds": "borne out", "fails": "refuted", "undecided": "undecided"}
-    parts = [f"{claims.count(status)} {word}" for status, word in words.items() if claims.count(status)]
-    return f"Of {len(claims.claims)} claims made for linear attention: {', '.join(parts)}. The table below says which."
+def _works(audit: AuditSummary | None, claims: ClaimsSummary | None) -> str:
+    """What the textbook's map and the best one make of a whole model, and how the claims fare."""
+    parts = []
+    best = None if audit is None else best_line(audit.lines)
+    if audit is not None and best is not None:
+        exact, uniform = audit.baselines
+        textbook = _textbook(audit)
+        if textbook is not None:
+            parts.append(
+                f"On {audit.header.model} the textbook's random features ({textbook.map}, {textbook.features:,}) are "
+                f"{textbook.verdict} than averaging the values."
+            )
+        parts.append(
+            f"With {best.map} the whole model, untrained, keeps a cosine of {number(best.embedding_cosine.mean, 3)} to "
+            f"its exact embedding (averaging: {number(uniform.embedding_cosine, 3)}, exact: "
+            f"{number(exact.embedding_cosine, 3)})."
+        )
+    if claims is not None and claims.claims:
+        words: dict[Status, str] = {"holds": "borne out", "fails": "refuted", "undecided": "undecided"}
+        counts = [f"{claims.count(status)} {word}" for status, word in words.items() if claims.count(status)]
+        parts.append(f"Of {len(claims.claims)} claims made for linear attention: {', '.join(counts)}.")
+    return " ".join(parts) or _missing("reproduce")
 
 
 def _errors(audit: AuditSummary | None) -> str:
@@ -55,16 +70,17 @@ def _errors(audit: AuditSummary | None) -> str:
     best = None if audit is None else best_line(audit.lines)
     if audit is None or best is None:
         return _missing("audit")
-    uniform = number(audit.baselines[1].error)
-    text = (
-        f"On {audit.header.model}, of the methods measured {best.map} has the least relative output error, "
-        f"{number(best.error.mean)}; exact attention has 0, averaging the values {uniform}."
+    textbook = _textbook(audit)
+    beside = "" if textbook is None else f", {textbook.map} {number(textbook.error.mean)}"
+    return (
+        f"Relative error of a head's output on {audit.header.model}: exact attention 0, {best.map} "
+        f"{number(best.error.mean)}, averaging the values {number(audit.baselines[1].error)}{beside}."
     )
-    textbook = [line for line in audit.lines if line.map == _TEXTBOOK]
-    if textbook:
-        line = max(textbook, key=lambda one: one.features)
-        text += f" The textbook's random features ({_TEXTBOOK}, {line.features:,}): {number(line.error.mean)}."
-    return text
+
+
+def _textbook(audit: AuditSummary) -> Line | None:
+    """The widest of the maps the texts derive."""
+    return max((line for line in audit.lines if line.map == _TEXTBOOK), key=lambda line: line.features, default=None)
 
 
 def _choice(audit: AuditSummary | None) -> str:

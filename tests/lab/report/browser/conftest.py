@@ -28,6 +28,10 @@ def report(folder: Callable[[str], Path], prose: str, tmp_path_factory: pytest.T
     text.write_text(prose, encoding="utf-8")
     where = ["--out", str(out)]
     audit = ["--text", str(text), "--calibration", str(text), "--tokens", "32", "--target", "0.5", "--features", "8"]
+    # A long name without a space: it is not to run out of a narrow page.
+    long = "Centred(Balanced(FavorPlus(draw='orthogonal',lengths='fixed')))"
+    for method in ("Relu", "FavorPlus", "Expansion(num_centres=4) + window 16", long):
+        audit += ["--map", method]
     bench = ["--lengths", "8,16", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--no-memory"]
     for words in (
         ["audit", str(folder("bert")), *audit],
