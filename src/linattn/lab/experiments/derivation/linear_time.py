@@ -6,18 +6,19 @@ attention makes of a processor, move the break-even; the source does not mention
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
+from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.experiment import EXACT, Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, seed
-from linattn.lab.experiments.judging import decide, in_series, slope
-from linattn.lab.timing import seconds
+from linattn.lab.experiments.judging import decide, in_series, slope, value_at
+from linattn.lab.timing import seconds, spread
 
 CLAIM = "Linear attention reduces the complexity from O(N²) to O(N)."
 SOURCE = 'derivation, section "Why Is Expanding |q+k|² the Key?"'
@@ -27,8 +28,8 @@ LINEAR = "linear attention"
 
 # Slopes are taken over the longest lengths: below them what a call costs at any length weighs in.
 _LONGEST = 3
-# A slope of 1.5 would be neither. A machine that is busy for part of the run moves a slope over a factor of four in
-# length by log 1.5/log 4 = 0.3 if it slows one end by half; the least of several repeats is rarely that far off.
+# A slope of 1.5 would be neither. A machine slowed by half at one end of a factor of four in length moves a slope by
+# log 1.5/log 4 = 0.3; lengths take turns, so that it is rarely slowed at one end alone.
 _LINEAR_BELOW, _QUADRATIC_ABOVE = 1.3, 1.6
 # Far above what float32 rounds, far below what a wrong result differs by.
 _AGREEMENT = 1e-4
@@ -38,60 +39,90 @@ _AGREEMENT = 1e-4
 class Config:
     """Sizes of the experiment."""
 
-    num_tokens: tuple[int, ...]
-    repeats: int
+    linear_tokens: tuple[int, ...]
+    exact_tokens: tuple[int, ...]
+    linear_repeats: int
+    exact_repeats: int
     head_dim: int = 64
     num_features: int = 64
     seed: int = 0
     seconds: float = 1.0
 
 
-QUICK = Config(num_tokens=(128, 256, 512, 1024, 2048, 4096, 8192), repeats=5, seconds=3)
-FULL = Config(num_tokens=(128, 256, 512, 1024, 2048, 4096, 8192, 16384), repeats=10, seconds=20)
+# The longest calls last longer than the slices of time a busy processor hands out, which would fall on long calls only.
+QUICK = Config(
+    linear_tokens=tuple(2**n for n in range(7, 17)),
+    exact_tokens=tuple(2**n for n in range(7, 14)),
+    linear_repeats=15,
+    exact_repeats=5,
+    seconds=4,
+)
+FULL = Config(
+    linear_tokens=tuple(2**n for n in range(7, 18)),
+    exact_tokens=tuple(2**n for n in range(7, 15)),
+    linear_repeats=25,
+    exact_repeats=9,
+    seconds=30,
+)
 
 
 def rows(config: Config) -> Iterator[Measurement]:
-    """Both at every length."""
-    for count in config.num_tokens:
-        yield Measurement(LINEAR, count, partial(_seconds, config, LINEAR, count, 1))
-        yield Measurement(EXACT, count, partial(_seconds, config, EXACT, count, 2))
+    """Both at every length, the linear one further."""
+    for count in config.linear_tokens:
+        yield Measurement(LINEAR, count, partial(_linear, config, count))
+    for count in config.exact_tokens:
+        yield Measurement(EXACT, count, partial(_exact, config, count))
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
     """Slopes in log-log of the longest lengths."""
     linear, exact = in_series(rows, LINEAR), in_series(rows, EXACT)
     (low, _), (high, _) = slope(linear[-_LONGEST:]), slope(exact[-_LONGEST:])
-    faster = [one.x for one, other in zip(linear, exact, strict=True) if one.value < other.value]
+    faster = [row.x for row in exact if value_at(rows, LINEAR, row.x).value < row.value]
     even = f"linear is the faster from {min(faster):,.0f} tokens on" if faster else "linear is never the faster"
     return decide(
         holds=low < _LINEAR_BELOW and high > _QUADRATIC_ABOVE,
         fails=low > _QUADRATIC_ABOVE or high < _LINEAR_BELOW,
-        figure=f"up to {linear[-1].x:,.0f} tokens linear attention takes N^{low:.2f}, exact attention N^{high:.2f}; "
-        f"{even}, where multiplications are equal at {2 * QUICK.num_features}",
-        tolerance=f"over the longest {_LONGEST} lengths, the least of the repeats: below {_LINEAR_BELOW} and above "
+        figure=f"linear attention takes N^{low:.2f} up to {linear[-1].x:,.0f} tokens, exact attention N^{high:.2f} up "
+        f"to {exact[-1].x:,.0f}; {even}, where multiplications are equal at {2 * QUICK.num_features}",
+        tolerance=f"over the longest {_LONGEST} lengths, medians of the repeats: below {_LINEAR_BELOW} and above "
         f"{_QUADRATIC_ABOVE}, as a machine slowed by half at one end of them moves a slope by 0.3",
     )
 
 
-def _seconds(config: Config, name: str, num_tokens: int, power: int) -> Figure:
-    """The least time of the repeats; expected is the claimed power through the longest length."""
-    times, longest = _times(config), max(config.num_tokens)
-    return Figure(times[name, num_tokens], expected=times[name, longest] * (num_tokens / longest) ** power)
+def _linear(config: Config, num_tokens: int) -> Figure:
+    """Median seconds; expected is a straight line through the longest length."""
+    times, longest = _linear_times(config), max(config.linear_tokens)
+    return Figure(times[num_tokens], expected=times[longest] * num_tokens / longest)
+
+
+def _exact(config: Config, num_tokens: int) -> Figure:
+    """Median seconds; expected is a parabola through the longest length."""
+    times, longest = _exact_times(config), max(config.exact_tokens)
+    return Figure(times[num_tokens], expected=times[longest] * (num_tokens / longest) ** 2)
 
 
 @lru_cache(maxsize=1)
-def _times(config: Config) -> dict[tuple[str, int], float]:
-    """Seconds by contender and length, all of them interleaved; the least is what nothing else disturbed."""
+def _linear_times(config: Config) -> dict[int, float]:
+    """Median seconds of linear attention by length."""
     favor = FavorPlus(config.head_dim, config.num_features, seed=seed("time", config.seed))
-    _require_agreement(favor, _tokens(config, min(config.num_tokens)))
-    calls: dict[str, Callable[[], object]] = {}
-    for count in config.num_tokens:
-        tokens = _tokens(config, count)
-        calls[f"{LINEAR} {count}"] = partial(linear_attention, *tokens, favor, backend="blocked")
-        calls[f"{EXACT} {count}"] = partial(softmax_attention, *tokens)
+    _require_agreement(favor, _tokens(config, min(config.linear_tokens)))
+    inputs = {count: _tokens(config, count) for count in config.linear_tokens}
+    return _medians(lambda x: linear_attention(*x, favor, backend="blocked"), inputs, config.linear_repeats)
+
+
+@lru_cache(maxsize=1)
+def _exact_times(config: Config) -> dict[int, float]:
+    """Median seconds of exact attention by length."""
+    inputs = {count: _tokens(config, count) for count in config.exact_tokens}
+    return _medians(lambda x: softmax_attention(*x), inputs, config.exact_repeats)
+
+
+def _medians(attend: Callable[[Tokens], Tensor], inputs: Mapping[int, Tokens], repeats: int) -> dict[int, float]:
+    """Seconds by length, all lengths in turn: a slope compares lengths, and what slows one slows all."""
     with torch.no_grad():
-        found = seconds(calls, repeats=config.repeats)
-    return {(name, count): min(found[f"{name} {count}"]) for name in (LINEAR, EXACT) for count in config.num_tokens}
+        found = seconds({str(count): partial(attend, tokens) for count, tokens in inputs.items()}, repeats=repeats)
+    return {count: spread(found[str(count)])["median"] for count in inputs}
 
 
 def _tokens(config: Config, num_tokens: int) -> Tokens:
