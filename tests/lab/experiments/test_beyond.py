@@ -123,7 +123,6 @@ def _without_noise(rows):
 def test_noisy_figures_decide(taken, decided, doctored, name, new_value) -> None:
     assert decided(name, taken(name)) == "fails"
     assert decided(name, _without_noise(doctored(taken(name), new_value))) == "holds"
-    assert decided(name, doctored(taken(name), new_value)) == "undecided"
 
 
 @pytest.mark.parametrize("factor", [0.3, 3.0])

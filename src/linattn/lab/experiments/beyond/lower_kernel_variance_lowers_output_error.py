@@ -46,8 +46,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(features=25_600, num_tokens=512, seconds=5)
-FULL = Config(features=25_600, num_tokens=4096, seconds=30)
+QUICK = Config(features=12_800, num_tokens=512, seconds=2)
+FULL = Config(features=25_600, num_tokens=4096, seconds=40)
 
 
 def rows(config: Config) -> Iterator[Measurement]:

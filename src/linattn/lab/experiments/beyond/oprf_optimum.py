@@ -52,7 +52,7 @@ class Config:
 
 
 QUICK = Config(estimates=200_000, seconds=0.5)
-FULL = Config(estimates=10_000_000, seconds=9)
+FULL = Config(estimates=4_000_000, seconds=10)
 
 
 def rows(config: Config) -> Iterator[Measurement]:
