@@ -46,8 +46,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(draws=100, num_features=(32, 64, 128, 256), seconds=2)
-FULL = Config(draws=1000, num_features=(32, 64, 128, 256, 512, 1024), seconds=40)
+QUICK = Config(draws=100, num_features=(32, 64, 128, 256), seconds=0.5)
+FULL = Config(draws=200, num_features=(32, 64, 128, 256, 512, 1024), seconds=2)
 
 
 def rows(config: Config) -> Iterator[Measurement]:
