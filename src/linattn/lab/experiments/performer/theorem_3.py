@@ -90,8 +90,8 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         holds=strict and excess <= STANDARD_ERRORS and min(large) > STANDARD_ERRORS,
         fails=not strict or excess > STANDARD_ERRORS or min(large) < -STANDARD_ERRORS,
         figure=f"with lengths √d an estimate exceeds 1.5 times exp(x·y) with probability {fixed:.4f} (orthogonal) "
-        f"against {free:.4f}, where both bounds are {bounds[1]:.3f} and differ by "
-        f"{1 - bounds[0] / bounds[1]:.0e} of it; with Gaussian lengths {one:.3f} against {other:.3f}, the least of {len(large)} such differences "
+        f"against {free:.4f}, where both bounds are {bounds[1]:.3f} and differ by {1 - bounds[0] / bounds[1]:.0e} of "
+        f"it; with Gaussian lengths {one:.3f} against {other:.3f}; the least of {len(large)} such differences is "
         f"{min(large):.1f} standard errors; 1.05 times it with probability {near[0]:.3f} against {near[1]:.3f}",
         tolerance="none between bounds, in float64; "
         f"a deviation beyond {spread:.2f}, one standard deviation, counts as large, and each difference has "
