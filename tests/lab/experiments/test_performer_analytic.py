@@ -10,19 +10,19 @@ import math
 import pytest
 
 from linattn.lab.experiments.judging import STANDARD_ERRORS, deviation, in_series, value_at
-from linattn.lab.experiments.performer._pairs import ESTIMATORS, Pair, Rows, closed_error, paper_error
+from linattn.lab.experiments.performer._pairs import ESTIMATORS, Pair, Projection, closed_error, paper_error
 from linattn.lab.experiments.performer.figure_2 import crossing
 from linattn.lab.experiments.performer.theorem_1 import ratio
-from linattn.lab.experiments.performer.theorem_4 import features_of_the_theorem
+from linattn.lab.experiments.performer.theorem_4 import projections_of_the_theorem
 
 
 def scaled(factor, *parts):
-    """Rows whose series has one of these parts, or all, multiplied by a factor."""
+    """Projection whose series has one of these parts, or all, multiplied by a factor."""
     return lambda row: row.value * factor if not parts or any(part in row.series for part in parts) else None
 
 
 def one_for(part):
-    """Rows whose series has this part, set to 1."""
+    """Projection whose series has this part, set to 1."""
     return lambda row: 1.0 if part in row.series else None
 
 
@@ -70,8 +70,10 @@ CASES = [
     ("theorem-1", "fails", "holds", lambda row: 0.99 if row.series.startswith("entries 1") else None),
     ("theorem-1", "fails", "fails", lambda row: 0.99 if row.series.startswith("entries 1") else 1.01 * row.value),
     ("theorem-1", "fails", "undecided", scaled(1.3, "sampled")),
-    ("theorem-3", "holds", "fails", lambda row: 0.5 - row.value),
-    ("theorem-3", "holds", "undecided", one_for("lengths √d")),
+    ("theorem-3", "holds", "fails", lambda row: None if "bound" in row.series else 0.5 - row.value),
+    ("theorem-3", "holds", "undecided", scaled(0, "Gaussian")),
+    ("theorem-3", "holds", "fails", scaled(1.1, "bound, orthogonal")),
+    ("theorem-3", "holds", "fails", scaled(0.01, "bound")),
     ("theorem-4", "fails", "holds", lambda row: 1 / row.x),
     ("theorem-4", "fails", "undecided", scaled(1e-12, "largest entry")),
     ("theorem-4", "fails", "undecided", one_for("variance of one entry, lengths √d")),
@@ -113,7 +115,9 @@ def test_the_papers_errors_are_the_librarys() -> None:
     """Closed forms of both at pairs near and far, of different lengths."""
     for pair in (Pair(1, 2, 90), Pair(0.5, 0.5, 30), Pair(2, 2, 120), Pair(3, 3, 90)):
         for name in ESTIMATORS:
-            assert closed_error(name, pair, Rows(1, 64, "iid")) == pytest.approx(paper_error(name, pair), rel=1e-12)
+            assert closed_error(name, pair, Projection(1, 64, "iid")) == pytest.approx(
+                paper_error(name, pair), rel=1e-12
+            )
 
 
 # |x| = |y| = 1, one row: angle, kernel, and the errors of trigonometric, positive and hyperbolic features.
@@ -130,7 +134,9 @@ def test_errors_of_the_inset(row) -> None:
     degrees, kernel, *errors = row
     pair = Pair(1, 1, degrees)
     assert pair.kernel == pytest.approx(kernel, rel=1e-3)
-    assert [closed_error(name, pair, Rows(1, 64, "iid")) for name in ESTIMATORS] == pytest.approx(errors, rel=1e-3)
+    assert [closed_error(name, pair, Projection(1, 64, "iid")) for name in ESTIMATORS] == pytest.approx(
+        errors, rel=1e-3
+    )
 
 
 # Length, then the ratio at 30, 60, 90, 120, 150, 170 and 179 degrees, to two digits.
@@ -190,6 +196,6 @@ def test_regularised_kernel_over_softmax_kernel() -> None:
     assert found == pytest.approx([0.9963, 0.9855, 0.9452, 0.8098, 0.6393, 0.4706, 0.2143], rel=5e-4)
 
 
-def test_features_that_theorem_4_asks_for() -> None:
-    found = [features_of_the_theorem(dim, math.sqrt(dim)) for dim in (16, 64, 128)]
+def test_projections_that_theorem_4_asks_for() -> None:
+    found = [projections_of_the_theorem(dim, math.sqrt(dim)) for dim in (16, 64, 128)]
     assert found == pytest.approx([5.3e7, 9.6e11, 1.8e15], rel=0.02)

@@ -65,10 +65,10 @@ class Pair(NamedTuple):
         return name == "trigonometric" or self.sum_square <= LARGEST_SQUARE + rounding
 
 
-class Rows(NamedTuple):
+class Projection(NamedTuple):
     """The rows of a random projection."""
 
-    number: int
+    num_rows: int
     head_dim: int
     draw: Draw
     lengths: Literal["chi", "fixed"] = "chi"
@@ -83,34 +83,36 @@ def paper_error(name: str, pair: Pair) -> float:
     return positive if name == "positive" else -math.expm1(-s) / 2 * positive
 
 
-def closed_error(name: str, pair: Pair, rows: Rows) -> float:
+def closed_error(name: str, pair: Pair, projection: Projection) -> float:
     """Mean squared error of an estimator, as the library has it."""
     squares = (torch.tensor(x, dtype=torch.float64) for x in (pair.sum_square, pair.difference_square))
-    return estimator(name, rows).relative_variance(*squares).item() * pair.kernel**2
+    return estimator(name, projection).relative_variance(*squares).item() * pair.kernel**2
 
 
-def estimator(name: str, rows: Rows, *, seed: int = 0, draws: int | None = None) -> RandomFeatureMap:
+def estimator(name: str, projection: Projection, *, drawn_from: int = 0, draws: int | None = None) -> RandomFeatureMap:
     """One of the three, for inputs that have absorbed the temperature; with `draws`, one draw per head."""
     kind = ESTIMATORS[name]
     return kind(
-        rows.head_dim,
-        rows.number * kind.features_per_row,
-        draw=rows.draw,
-        lengths=rows.lengths,
+        projection.head_dim,
+        projection.num_rows * kind.features_per_row,
+        draw=projection.draw,
+        lengths=projection.lengths,
         scale=1.0,
-        seed=seed,
+        seed=drawn_from,
         num_heads=draws,
     )
 
 
-@lru_cache(maxsize=16)
-def estimates(name: str, pairs: tuple[Pair, ...], rows: Rows, draws: int, at: int) -> Tensor:
+@lru_cache(maxsize=8)
+def estimates(name: str, pairs: tuple[Pair, ...], projection: Projection, draws: int, at: int) -> Tensor:
     """What `draws` draws estimate the kernel of each pair to be, (N, P); the pairs share their draws."""
-    x, y = (torch.cat(side) for side in zip(*(pair_at_angle(*pair, rows.head_dim) for pair in pairs), strict=True))
+    x, y = (
+        torch.cat(side) for side in zip(*(pair_at_angle(*pair, projection.head_dim) for pair in pairs), strict=True)
+    )
     found = []
     for batch in range(0, draws, _BATCH):
-        own = seed("pairs", name, *rows, at, batch)
-        feature_map = estimator(name, rows, seed=own, draws=min(_BATCH, draws - batch))
+        own = seed("pairs", name, *projection, at, batch)
+        feature_map = estimator(name, projection, drawn_from=own, draws=min(_BATCH, draws - batch))
         found.append((features(feature_map, x, "query") * features(feature_map, y, "key")).sum(-1))
     return torch.cat(found)
 

@@ -46,8 +46,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(lengths=(16, 65, 256, 513), seconds=2)
-FULL = Config(lengths=(16, 65, 256, 513, 1024, 2048), seconds=15)
+QUICK = Config(lengths=(16, 65, 256, 513), seconds=0.5)
+FULL = Config(lengths=(16, 65, 256, 513, 1024), seconds=1)
 
 
 def rows(config: Config) -> Iterator[Measurement]:

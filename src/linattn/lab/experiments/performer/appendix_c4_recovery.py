@@ -35,19 +35,19 @@ _BAND = 0.1
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the experiment; entries of deviation 0.5 and width 16 have |x + y|² near 2."""
+    """Sizes of the experiment; entries of deviation 0.3 and width 16 have |x + y|² near 0.7."""
 
     draws: int
     num_features: tuple[int, ...]
     num_tokens: int = 64
     head_dim: int = 16
-    sigma: float = 0.5
+    sigma: float = 0.3
     seed: int = 0
     seconds: float = 1.0
 
 
-QUICK = Config(draws=100, num_features=(32, 64, 128, 256), seconds=2)
-FULL = Config(draws=1000, num_features=(32, 64, 128, 256, 512, 1024), seconds=40)
+QUICK = Config(draws=100, num_features=(32, 64, 128, 256), seconds=0.5)
+FULL = Config(draws=200, num_features=(32, 64, 128, 256, 512, 1024), seconds=2)
 
 
 def rows(config: Config) -> Iterator[Measurement]:

@@ -15,7 +15,14 @@ from functools import partial
 
 from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
-from linattn.lab.experiments.performer._pairs import Pair, Rows, closed_error, estimates, paper_error, variance_ratio
+from linattn.lab.experiments.performer._pairs import (
+    Pair,
+    Projection,
+    closed_error,
+    estimates,
+    paper_error,
+    variance_ratio,
+)
 
 CLAIM = (
     "For angles large enough, hence small enough values of the softmax kernel, positive features are arbitrarily more "
@@ -42,8 +49,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(draws=20_000, seconds=2)
-FULL = Config(draws=400_000, seconds=12)
+QUICK = Config(draws=20_000, seconds=1)
+FULL = Config(draws=200_000, seconds=6)
 
 
 def rows(config: Config) -> Iterator[Measurement]:
@@ -88,7 +95,7 @@ def crossing(length: float) -> float:
     for _ in range(50):
         middle = (low + high) / 2
         pair = Pair(length, length, middle)
-        low, high = (middle, high) if _ratio(pair, Rows(1, QUICK.head_dim, "iid")) < 1 else (low, middle)
+        low, high = (middle, high) if _ratio(pair, Projection(1, QUICK.head_dim, "iid")) < 1 else (low, middle)
     return low
 
 
@@ -103,19 +110,19 @@ def _slice(length: float) -> str:
     return f"|x| = |y| = {length}"
 
 
-def _ratio(pair: Pair, rows: Rows) -> float:
+def _ratio(pair: Pair, projection: Projection) -> float:
     """r from the library's closed forms."""
-    return closed_error("trigonometric", pair, rows) / closed_error("positive", pair, rows)
+    return closed_error("trigonometric", pair, projection) / closed_error("positive", pair, projection)
 
 
 def _closed(config: Config, pair: Pair, expected: float) -> Figure:
     """r, and what the paper's lemma or the tie says it is."""
-    return Figure(_ratio(pair, Rows(config.num_rows, config.head_dim, "iid")), None, expected)
+    return Figure(_ratio(pair, Projection(config.num_rows, config.head_dim, "iid")), None, expected)
 
 
 def _sampled(config: Config, pairs: tuple[Pair, ...], index: int) -> Figure:
     """r from variances over independent draws."""
-    own = Rows(config.num_rows, config.head_dim, "iid")
+    own = Projection(config.num_rows, config.head_dim, "iid")
     trigonometric, positive = (
         estimates(name, pairs, own, config.draws, config.seed)[:, index] for name in ("trigonometric", "positive")
     )

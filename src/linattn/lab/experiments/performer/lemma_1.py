@@ -14,7 +14,7 @@ from functools import partial
 
 from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
-from linattn.lab.experiments.performer._pairs import Draw, Pair, Rows, estimates, mean_figure
+from linattn.lab.experiments.performer._pairs import Draw, Pair, Projection, estimates, mean_figure
 
 CLAIM = (
     "The softmax kernel is the mean of a product of positive features, and of a hyperbolic cosine: φ(x)·φ(y) is "
@@ -40,8 +40,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(draws=20_000, seconds=1)
-FULL = Config(draws=400_000, seconds=20)
+QUICK = Config(draws=20_000, seconds=2)
+FULL = Config(draws=200_000, seconds=16)
 
 
 def rows(config: Config) -> Iterator[Measurement]:
@@ -68,5 +68,5 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 def _mean(config: Config, name: str, draw: Draw, index: int) -> Figure:
     """Mean over draws at one angle."""
     pairs = tuple(Pair(*config.lengths, degrees) for degrees in config.degrees)
-    sample = estimates(name, pairs, Rows(config.num_rows, config.head_dim, draw), config.draws, config.seed)
+    sample = estimates(name, pairs, Projection(config.num_rows, config.head_dim, draw), config.draws, config.seed)
     return mean_figure(sample[:, index], pairs[index].kernel)

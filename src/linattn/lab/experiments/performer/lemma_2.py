@@ -17,7 +17,7 @@ from linattn.lab.experiments.performer._pairs import (
     ESTIMATORS,
     LARGEST_SQUARE,
     Pair,
-    Rows,
+    Projection,
     estimates,
     paper_error,
     variance_figure,
@@ -46,7 +46,7 @@ class Config:
 
 
 QUICK = Config(draws=20_000, seconds=1)
-FULL = Config(draws=400_000, seconds=12)
+FULL = Config(draws=200_000, seconds=8)
 
 
 def rows(config: Config) -> Iterator[Measurement]:
@@ -81,6 +81,6 @@ def _pairs(config: Config, name: str, length: float) -> tuple[Pair, ...]:
 
 def _variance(config: Config, name: str, pairs: tuple[Pair, ...], index: int) -> Figure:
     """Variance over draws at one angle, relative to the squared kernel, times m."""
-    sample = estimates(name, pairs, Rows(config.num_rows, config.head_dim, "iid"), config.draws, config.seed)
+    sample = estimates(name, pairs, Projection(config.num_rows, config.head_dim, "iid"), config.draws, config.seed)
     square = pairs[index].kernel ** 2
     return variance_figure(sample[:, index], paper_error(name, pairs[index]) / square, square / config.num_rows)

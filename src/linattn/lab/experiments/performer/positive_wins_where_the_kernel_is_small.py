@@ -2,7 +2,7 @@
 
 For one row and |x| = |y| = l at an angle θ, with SM = exp(l²·cos θ),
 
-    MSE+ = SM²·(exp(2l²(1 + cos θ)) - 1) → exp(2l²(1 + 2 cos θ))
+    MSE+ = SM²·(exp(2l²(1 + cos θ)) - 1) ≈ exp(2l²(1 + 2 cos θ))
 
 while SM → 0 whenever cos θ < 0. So MSE+ → 0 needs |x|² + |y|² + 4x·y → -∞: beyond 120°. From 90° to 120° the kernel
 vanishes and the error grows without bound.
@@ -18,13 +18,13 @@ from itertools import pairwise
 
 from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
 from linattn.lab.experiments.judging import decide, in_series
-from linattn.lab.experiments.performer._pairs import Pair, Rows, closed_error, paper_error
+from linattn.lab.experiments.performer._pairs import Pair, Projection, closed_error, paper_error
 
 CLAIM = (
     "As the softmax kernel tends to 0 the mean squared error of trigonometric features tends to infinity, that of "
     "positive features to 0."
 )
-SOURCE = "Performer paper (arXiv 2009.14794), what it concludes from lemma 2"
+SOURCE = "Performer paper (arXiv 2009.14794), section 3, what follows lemma 2"
 AXES = Axes("|x| = |y|", "kernel, and mean squared error of one row", log_y=True)
 
 _KERNEL = "softmax kernel"
@@ -91,4 +91,4 @@ def _growths(values: Sequence[float]) -> list[float]:
 
 def _error(config: Config, name: str, pair: Pair) -> Figure:
     """Mean squared error of one row."""
-    return Figure(closed_error(name, pair, Rows(1, config.head_dim, "iid")), None, paper_error(name, pair))
+    return Figure(closed_error(name, pair, Projection(1, config.head_dim, "iid")), None, paper_error(name, pair))
