@@ -53,7 +53,7 @@ class Config:
 
 
 QUICK = Config(trials=15, draws=16, num_features=(64,), sigmas=(_SMALL, _LARGE), seconds=6)
-FULL = Config(trials=15, draws=32, num_features=(16, 64, 256), sigmas=SIGMAS, seconds=60)
+FULL = Config(trials=15, draws=20, num_features=(16, 64, 256), sigmas=SIGMAS, seconds=60)
 
 
 def rows(config: Config) -> Iterator[Measurement]:
