@@ -9,7 +9,8 @@ Letters: B batch, L = 2P tokens, E width of the network, H heads, D = E/H.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from linattn.attention import linear_attention, softmax_attention
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FeatureMap, RandomFeatureMap
+from linattn.lab.experiments.experiment import Figure, Row
 from linattn.lab.experiments.inputs import generator, seed
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -160,6 +162,46 @@ def accuracy(network: Network, task: Recall, attend: Attend) -> Tensor:
     with torch.no_grad():
         right: Tensor = network(keys, values, attend).argmax(-1) == answers
     return right.double().mean(1)
+
+
+def tuning_curve(network: Network, task: Recall, attend: Attend, steps: Sequence[int], draw: int) -> dict[int, Tensor]:
+    """Tune a network, and give its `accuracy` after every one of these numbers of steps, 0 the first."""
+    found = {0: accuracy(network, task, attend)}
+    for step in training(network, task, attend, "swap", draw):
+        if step in steps:
+            found[step] = accuracy(network, task, attend)
+        if step == steps[-1]:
+            break
+    return found
+
+
+@lru_cache(maxsize=64)
+def swapped(
+    task: Recall, kind: type[RandomFeatureMap], width: int, draw: int, steps: tuple[int, ...]
+) -> dict[int, Tensor]:
+    """The pretrained network tuned under one draw of a map: its accuracy after so many steps."""
+    return tuning_curve(pretrained(task), task, attention_with(swap_map(kind, width, draw)), steps, draw)
+
+
+def swap_map(kind: type[RandomFeatureMap], width: int, draw: int) -> RandomFeatureMap:
+    """The map a network is tuned under."""
+    return kind(HEAD_DIM, width, seed=seed("swap", kind.__name__, width, draw))
+
+
+def over_runs(runs: Sequence[Tensor]) -> Figure:
+    """Mean over runs and test sequences; its error joins that of the sequences, common to the runs, and of the runs."""
+    shares = torch.stack(tuple(runs))
+    of_sequences = shares.mean(0).std().item() / math.sqrt(shares.shape[1])
+    of_runs = shares.mean(1).std().item() / math.sqrt(len(runs)) if len(runs) > 1 else 0.0
+    return Figure(shares.mean().item(), math.hypot(of_sequences, of_runs))
+
+
+def regained(curve: Sequence[Row], exact: float) -> tuple[float, float]:
+    """Share of the drop regained at the end of a curve, and its standard error."""
+    drop = exact - curve[0].value
+    share = (curve[-1].value - curve[0].value) / drop
+    last, first = ((row.standard_error or 0.0) for row in (curve[-1], curve[0]))
+    return share, math.hypot(last, (1 - share) * first) / drop
 
 
 def _sequences(task: Recall, number: int, source: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,27 +7,24 @@ weights, or with averaging in the place of attention, lead nowhere near.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-import torch
-
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, Measurement, Row, Verdict
-from linattn.lab.experiments.inputs import seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._recall import (
-    HEAD_DIM,
-    Attend,
     Recall,
-    accuracy,
     attention_with,
     average,
+    over_runs,
     pretrained,
-    training,
+    regained,
+    swap_map,
+    swapped,
+    tuning_curve,
     untrained,
 )
 
@@ -69,7 +66,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     """Which part of the drop is regained at every width."""
     exact = in_series(rows, EXACT)[0].value
     curves = [in_series(rows, series) for series in sorted({row.series for row in rows}) if series.startswith(_FAVOR)]
-    found = [(_regained(curve, exact), curve) for curve in curves]
+    found = [(regained(curve, exact), curve) for curve in curves]
     (share, error), worst = min(found, key=lambda one: one[0][0])
     steps = f"{worst[-1].x:.0f} steps"
     return decide(
@@ -83,14 +80,6 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _regained(curve: Sequence[Row], exact: float) -> tuple[float, float]:
-    """Share of the drop regained at the end of a curve, and its standard error."""
-    drop = exact - curve[0].value
-    share = (curve[-1].value - curve[0].value) / drop
-    last, first = ((row.standard_error or 0.0) for row in (curve[-1], curve[0]))
-    return share, math.hypot(last, (1 - share) * first) / drop
-
-
 def _accuracy(config: Config, series: str, step: int) -> Figure:
     """Mean over draws, or over one network's test sequences where nothing is drawn."""
     return _curve(config, series)[step]
@@ -99,32 +88,19 @@ def _accuracy(config: Config, series: str, step: int) -> Figure:
 @lru_cache(maxsize=32)
 def _curve(config: Config, series: str) -> dict[int, Figure]:
     """Accuracy after every number of steps."""
+    task, steps = config.task, config.steps
     if series in (EXACT, UNIFORM):
         attend = softmax_attention if series == EXACT else average
-        runs = [_run(config, series, attend, 0)]
+        runs = [tuning_curve(pretrained(task), task, attend, steps, 0)]
+    elif series.startswith(_SCRATCH):
+        width = int(series.removeprefix(_SCRATCH))
+        runs = [
+            tuning_curve(
+                untrained(task, "swap", draw), task, attention_with(swap_map(FavorPlus, width, draw)), steps, draw
+            )
+            for draw in range(config.draws)
+        ]
     else:
-        width = int(series.rpartition(" ")[-1])
-        maps = [FavorPlus(HEAD_DIM, width, seed=seed("swap", width, draw)) for draw in range(config.draws)]
-        runs = [_run(config, series, attention_with(each), draw) for draw, each in enumerate(maps)]
-    return {step: _summary([run[step] for run in runs]) for step in config.steps}
-
-
-def _run(config: Config, series: str, attend: Attend, draw: int) -> dict[int, torch.Tensor]:
-    """Shares of right answers per test sequence after every number of steps of one tuning."""
-    fresh = series.startswith(_SCRATCH)
-    network = untrained(config.task, "swap", draw) if fresh else pretrained(config.task)
-    found = {0: accuracy(network, config.task, attend)}
-    for step in training(network, config.task, attend, "swap", draw):
-        if step in config.steps:
-            found[step] = accuracy(network, config.task, attend)
-        if step == config.steps[-1]:
-            break
-    return found
-
-
-def _summary(runs: Sequence[torch.Tensor]) -> Figure:
-    """Mean over runs and test sequences; the error joins that of the sequences, common to the runs, and of the runs."""
-    shares = torch.stack(tuple(runs))
-    of_sequences = shares.mean(0).std().item() / math.sqrt(shares.shape[1])
-    of_runs = shares.mean(1).std().item() / math.sqrt(len(runs)) if len(runs) > 1 else 0.0
-    return Figure(shares.mean().item(), math.hypot(of_sequences, of_runs))
+        width = int(series.removeprefix(_FAVOR))
+        runs = [swapped(task, FavorPlus, width, draw, steps) for draw in range(config.draws)]
+    return {step: over_runs([run[step] for run in runs]) for step in steps}
