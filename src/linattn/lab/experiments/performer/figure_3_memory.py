@@ -41,8 +41,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config((1024, 2048), longest_quadratic=2048, seconds=8)
-FULL = Config((1024, 2048, 4096, 8192, 16384), longest_quadratic=4096, seconds=40)
+QUICK = Config((1024, 2048), longest_quadratic=2048, seconds=12)
+FULL = Config((1024, 2048, 4096, 8192, 16384), longest_quadratic=4096, seconds=65)
 
 
 def rows(config: Config) -> Iterator[Measurement]:

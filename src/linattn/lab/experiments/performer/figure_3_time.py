@@ -47,8 +47,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config((512, 1024, 2048, 4096), longest_quadratic=2048, repeats=2, seconds=10)
-FULL = Config((512, 1024, 2048, 4096, 8192, 16384), longest_quadratic=4096, repeats=5, seconds=90)
+QUICK = Config((512, 1024, 2048, 4096), longest_quadratic=2048, repeats=2, seconds=11)
+FULL = Config((512, 1024, 2048, 4096, 8192, 16384), longest_quadratic=4096, repeats=5, seconds=57)
 
 
 def rows(config: Config) -> Iterator[Measurement]:

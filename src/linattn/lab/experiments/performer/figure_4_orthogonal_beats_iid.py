@@ -52,7 +52,7 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(trials=15, draws=16, num_features=(64,), sigmas=(_SMALL, _LARGE), seconds=6)
+QUICK = Config(trials=15, draws=16, num_features=(64,), sigmas=(_SMALL, _LARGE), seconds=8)
 FULL = Config(trials=15, draws=20, num_features=(16, 64, 256), sigmas=SIGMAS, seconds=60)
 
 

@@ -44,8 +44,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(trials=8, num_features=(64, 256), seconds=4)
-FULL = Config(trials=15, num_features=(16, 32, 64, 128, 256, 512), seconds=25)
+QUICK = Config(trials=8, num_features=(64, 256), seconds=3)
+FULL = Config(trials=15, num_features=(16, 32, 64, 128, 256, 512), seconds=22)
 
 
 def rows(config: Config) -> Iterator[Measurement]:

@@ -50,8 +50,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(Recall(16, 8, 400), num_features=(32,), runs=5, steps=80, interval=20, seconds=15)
-FULL = Config(Recall(32, 16, 1000), num_features=(32, 128), runs=8, steps=200, interval=50, seconds=200)
+QUICK = Config(Recall(16, 8, 400), num_features=(32,), runs=5, steps=80, interval=20, seconds=12)
+FULL = Config(Recall(32, 16, 1000), num_features=(32, 128), runs=8, steps=200, interval=50, seconds=170)
 
 
 def rows(config: Config) -> Iterator[Measurement]:

@@ -50,7 +50,7 @@ class Config:
 
 QUICK = Config(Recall(16, 8, 400), num_features=(32, 128), steps=(0, 15, 30, 60), draws=3, seconds=15)
 FULL = Config(
-    Recall(32, 16, 1000), num_features=(32, 128, 512, 1024), steps=(0, 15, 30, 60, 100, 150), draws=5, seconds=150
+    Recall(32, 16, 1000), num_features=(32, 128, 512, 1024), steps=(0, 15, 30, 60, 100, 150), draws=3, seconds=180
 )
 
 

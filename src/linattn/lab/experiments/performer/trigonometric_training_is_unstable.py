@@ -52,8 +52,8 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(Recall(16, 8, 400), num_features=(32,), steps=(0, 15, 30, 60), draws=3, seconds=5)
-FULL = Config(Recall(32, 16, 1000), num_features=(32, 128), steps=(0, 15, 30, 60, 100, 150), draws=5, seconds=80)
+QUICK = Config(Recall(16, 8, 400), num_features=(32,), steps=(0, 15, 30, 60), draws=3, seconds=6)
+FULL = Config(Recall(32, 16, 1000), num_features=(32, 128), steps=(0, 15, 30, 60, 100, 150), draws=3, seconds=70)
 
 
 class _Run(NamedTuple):
