@@ -32,7 +32,7 @@ def claim_chart(claim: Claim) -> go.Figure:
         curves.setdefault(row.series, []).append(row)
     place = 0
     for name, rows in curves.items():
-        if name in (EXACT, UNIFORM):
+        if _is(name, EXACT) or _is(name, UNIFORM):
             figure.add_trace(_baseline(name, rows, decision))
             continue
         colour, symbol = COLOURS[place % len(COLOURS)], SYMBOLS[place % len(SYMBOLS)]
@@ -40,7 +40,7 @@ def claim_chart(claim: Claim) -> go.Figure:
         if any(row.expected is not None for row in rows):
             figure.add_trace(_expected(name, rows, decision, colour))
         place += 1
-    if UNIFORM in curves and EXACT not in curves and not decision.log_y:
+    if UNIFORM in curves and not any(_is(name, EXACT) for name in curves) and not decision.log_y:
         figure.add_hline(0, line={"color": GREY, "width": 2}, annotation_text=EXACT)
     return _laid_out(figure, claim)
 
@@ -92,10 +92,15 @@ def _baseline(name: str, rows: Sequence[Row], decision: Decision) -> go.Scatter:
         x=[row.x for row in rows],
         y=[_finite(row.value) for row in rows],
         mode="markers" if decision.names else "lines+markers",
-        line={"color": GREY, "width": 2, "dash": "dot" if name == UNIFORM else "solid"},
+        line={"color": GREY, "width": 2, "dash": "dot" if _is(name, UNIFORM) else "solid"},
         marker={"symbol": "line-ew-open", "size": 14, "color": GREY, "line": {"width": 2}},
-        hovertemplate="%{y:.4~g}<extra>" + name + "</extra>",
+        hovertemplate="%{y:.4~g}<extra>" + _escaped(name) + "</extra>",
     )
+
+
+def _is(name: str, baseline: str) -> bool:
+    """Whether a series is this baseline, or a case of it after a comma."""
+    return name == baseline or name.startswith(f"{baseline},")
 
 
 def _laid_out(figure: go.Figure, claim: Claim) -> go.Figure:
