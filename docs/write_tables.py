@@ -30,6 +30,11 @@ SHOWN = (
     ("Expansion(num_centres=64) + window 32 + heavy 64", None),
 )
 
+SOURCES = (
+    "Sources: *derivation* is “From Softmax to Performer Linear Attention”, in English and Chinese; *time to perform* the "
+    "note of that name (2022); *kernel trick* “The Kernel Trick: Math Behind Linearization”; *overview* an overview of "
+    "linear attention in Chinese; the Performer paper is arXiv 2009.14794."
+)
 REFUTED = (
     "elementwise-exp-is-softmax",
     "only-exp-survives-reordering",
@@ -102,7 +107,8 @@ def claims_words(summary: ClaimsSummary) -> str:
     counts = {status: summary.count(status) for status in ("holds", "fails", "undecided")}
     rows = [
         f"Of {len(summary.claims)} claims {counts['holds']} hold and {counts['fails']} fail, {counts['undecided']} are "
-        "undecided; all of them, with their figures, are in [docs/claims.md](docs/claims.md). Among those that fail:",
+        f"undecided; all of them, with their figures, are in [docs/claims.md](docs/claims.md). {SOURCES} Among those "
+        "that fail:",
         "",
         "| claim | source | what was measured |",
         "|---|---|---|",
@@ -122,6 +128,8 @@ def claims_page(summary: ClaimsSummary) -> str:
         f"{header.threads} threads, torch {header.versions['torch']}. Every claim is one file in "
         "`src/linattn/lab/experiments/`, with its setting, its figures and how they decide; `linattn reproduce NAME` "
         "takes them again.",
+        "",
+        SOURCES,
         "",
         "| claim | verdict | the figure that decides | source | name |",
         "|---|---|---|---|---|",
