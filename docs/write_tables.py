@@ -32,8 +32,8 @@ SHOWN = (
 
 SOURCES = (
     "Sources: *derivation* is “From Softmax to Performer Linear Attention”, in English and Chinese; *time to perform* "
-    "the note of that name (2022); *kernel trick* “The Kernel Trick: Math Behind Linearization”; *overview* an overview of "
-    "linear attention in Chinese; the Performer paper is arXiv 2009.14794."
+    "the note of that name (2022); *kernel trick* “The Kernel Trick: Math Behind Linearization”; *overview* an "
+    "overview of linear attention in Chinese; the Performer paper is arXiv 2009.14794."
 )
 REFUTED = (
     "elementwise-exp-is-softmax",
