@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# After Okabe and Ito, yellow darkened so that it reads on white; told apart by symbols as well.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#A39100")
+# After Okabe and Ito, yellow darkened so that it reads on white, black replaced by wine; told apart by symbols as well.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9B2F5F", "#A39100")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star", "pentagon", "hexagon")
 # Of baselines and of lines that are no measurement: readable on white and on black.
 GREY = "#8C8C8C"

@@ -104,7 +104,7 @@ def _is(name: str, baseline: str) -> bool:
 
 
 def _laid_out(figure: go.Figure, claim: Claim) -> go.Figure:
-    """Axes, and a legend below that is given the room it takes."""
+    """Axes, and a legend that is given the room it takes: above, where no name of a case can run into it."""
     decision = claim.decision
     shown = sum(trace.showlegend is not False for trace in figure.data)
     figure.update_layout(
@@ -112,7 +112,7 @@ def _laid_out(figure: go.Figure, claim: Claim) -> go.Figure:
         margin={"l": 64, "r": 12, "t": 12, "b": 52},
         xaxis={**_axis(decision.x, decision.log_x), **_abscissae(claim)},
         yaxis=_axis(decision.y, decision.log_y),
-        legend={"orientation": "h", "y": -0.25, "yanchor": "top"},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         showlegend=shown > 1,
         meta={"narrow_height": 400 + _LEGEND_LINE * shown},
     )
