@@ -191,3 +191,5 @@ def test_a_run_that_is_killed_goes_on(kept, tmp_path):
     records = kept()[1]
     assert [record.status for record in records if isinstance(record, Decision)] == ["holds", "fails"]
     assert len(records) == 14
+    # No start found the file of the one before unreadable and began anew.
+    assert files(tmp_path / "out") == ["claims.jsonl", "index.html"]

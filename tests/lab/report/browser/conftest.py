@@ -27,7 +27,7 @@ def report(folder: Callable[[str], Path], prose: str, tmp_path_factory: pytest.T
     text = out / "text.txt"
     text.write_text(prose, encoding="utf-8")
     where = ["--out", str(out)]
-    audit = ["--text", str(text), "--calibration", str(text), "--tokens", "32", "--target", "0.5", "--features", "8"]
+    audit = ["--text", str(text), "--calibration", str(text), "--tokens", "32", "--target", "0.5", "--features", "16"]
     # A long name without a space: it is not to run out of a narrow page.
     long = "Centred(Balanced(FavorPlus(draw='orthogonal',lengths='fixed')))"
     for method in ("Relu", "FavorPlus", "Expansion(num_centres=4) + window 16", long):
