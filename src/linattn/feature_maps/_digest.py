@@ -38,10 +38,10 @@ def _one(weight: Tensor) -> str:
         _FROZEN.pop(weight, None)
         return digest(weight)
     now = (weight._version, weight.dtype, weight.data_ptr())
-    if weight not in _FROZEN or _FROZEN[weight][0] != now:
-        _FROZEN[weight] = now, digest(weight)
-    found: str = _FROZEN[weight][1]
-    return found
+    held: tuple[object, str] | None = _FROZEN.get(weight)
+    if held is None or held[0] != now:
+        held = _FROZEN[weight] = now, digest(weight)
+    return held[1]
 
 
 def _bare(tensor: Tensor) -> Tensor:
