@@ -22,7 +22,9 @@ from linattn.feature_maps import (
     FavorPlus,
     FeatureMap,
     FittedMap,
+    Hedgehog,
     Hyperbolic,
+    LearnedExponential,
     Nystrom,
     Oprf,
     Sderf,
@@ -77,6 +79,14 @@ def sample(head_dim: int) -> tuple[Tensor, Tensor]:
     return query + 0.3, key - 0.2
 
 
+def moved(feature_map: FeatureMap) -> FeatureMap:
+    """A learned map as training might leave it: every parameter elsewhere, and frozen."""
+    generator = torch.Generator().manual_seed(4)
+    for parameter in feature_map.requires_grad_(False).parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return feature_map
+
+
 VARIANTS: dict[str, Callable[[int], FeatureMap]] = {
     "FavorPlus-iid-fixed": lambda d: FavorPlus(d, NUM_FEATURES, draw="iid", lengths="fixed"),
     "FavorPlus-per-head": lambda d: FavorPlus(d, NUM_FEATURES, num_heads=2),
@@ -99,6 +109,9 @@ VARIANTS: dict[str, Callable[[int], FeatureMap]] = {
     "Centred-Balanced-Nystrom": lambda d: Centred(Balanced(Nystrom(d, NUM_FEATURES))).fit(*sample(d)),
     "Sderf-iid-per-head": lambda d: Sderf(d, NUM_FEATURES, draw="iid", num_heads=2).fit(*sample(d)),
     "Nystrom-subset-no-ridge": lambda d: Nystrom(d, NUM_FEATURES, num_steps=0, ridge=0.0).fit(*sample(d)),
+    "LearnedExponential-per-head": lambda d: moved(LearnedExponential(d, NUM_FEATURES, num_heads=2)),
+    "Hedgehog-per-head": lambda d: moved(Hedgehog(d, num_heads=2)),
+    "Centred-LearnedExponential": lambda d: Centred(LearnedExponential(d, NUM_FEATURES)).fit(*sample(d)),
     "Learned": lambda d: Learned(d, NUM_FEATURES, 2),
 }
 

@@ -78,6 +78,20 @@ FAULTS = (
         "tests/laws/test_masking.py",
     ),
     Fault(
+        "tell maps apart by their settings alone",
+        "feature_maps/_base.py",
+        "if not names:",
+        "if True:",
+        "tests/feature_maps/test_learned.py",
+    ),
+    Fault(
+        "hold on to a trainable weight's digest",
+        "feature_maps/_digest.py",
+        "weight.requires_grad or ",
+        "",
+        "tests/feature_maps/test_learned.py",
+    ),
+    Fault(
         "one key maximum for all rows, heads and features",
         BLOCKED + "features.py",
         "torch.maximum(m, self.log.amax(-2))",

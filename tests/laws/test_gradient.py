@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, HEAD_DIM, Case, Learned, qkv, relative_error, sums
+from grid import BACKENDS, CASES, HEAD_DIM, Case, Learned, qkv, relative_error, sums
+from linattn.feature_maps import Hedgehog, LearnedExponential
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.backend == "blocked"], ids=str)
@@ -18,11 +19,23 @@ def test_gradcheck_of_tokens(case: Case, blocks_of) -> None:
     assert torch.autograd.gradcheck(lambda q, k, v: case.attend(q, k, v, feature_map), tokens, fast_mode=True)
 
 
+LEARNED = {
+    "Learned": (Learned(HEAD_DIM, 5, 2), {}),
+    "LearnedExponential": (LearnedExponential(HEAD_DIM, 5), {}),
+    "LearnedExponential-per-head": (LearnedExponential(HEAD_DIM, 3, num_heads=2), {}),
+    "LearnedExponential-exact-part": (LearnedExponential(HEAD_DIM, 3), {"window": 1, "num_heavy": 1}),
+    "Hedgehog": (Hedgehog(HEAD_DIM), {}),
+}
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_gradcheck_of_a_maps_own_parameters(is_causal: bool, blocks_of) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradcheck_of_a_maps_own_parameters(name: str, backend: str, is_causal: bool, blocks_of) -> None:
     blocks_of(2)
-    feature_map, case = Learned(HEAD_DIM, 5, 2), Case("Learned", "blocked", is_causal)
-    q, k, v = qkv(1, 4, 2, 4, 5, value_dim=2)
+    (feature_map, options), case = LEARNED[name], Case(name, backend, is_causal)
+    # A window pairs the positions of queries and keys.
+    q, k, v = qkv(1, 4, 2, 5 if options else 4, 5, value_dim=2)
     names = [name for name, _ in feature_map.named_parameters()]
 
     def attend(*parameters: torch.Tensor) -> torch.Tensor:
@@ -32,12 +45,12 @@ def test_gradcheck_of_a_maps_own_parameters(is_causal: bool, blocks_of) -> None:
                 self.map = feature_map
 
             def forward(self) -> torch.Tensor:
-                return case.attend(q, k, v, self.map)
+                return case.attend(q, k, v, self.map, **options)
 
         swapped = {f"map.{name}": parameter for name, parameter in zip(names, parameters, strict=True)}
         return torch.func.functional_call(Model(), swapped, ())
 
-    inputs = tuple(parameter.detach().clone().requires_grad_() for parameter in feature_map.parameters())
+    inputs = tuple(parameter.detach().double().clone().requires_grad_() for parameter in feature_map.parameters())
     assert torch.autograd.gradcheck(attend, inputs)
 
 

@@ -14,7 +14,16 @@ TRANSFORM_CASES = tuple(
     for c in CASES
     if c.backend == "blocked"
     and c.map_name
-    in ("FavorPlus", "EluPlusOne", "Taylor", "Trigonometric", "Centred-FavorPlus", "Centred-call-Taylor", "Learned")
+    in (
+        "FavorPlus",
+        "EluPlusOne",
+        "Taylor",
+        "Trigonometric",
+        "Centred-FavorPlus",
+        "Centred-call-Taylor",
+        "Learned",
+        "LearnedExponential",
+    )
 )
 
 
@@ -41,9 +50,10 @@ def test_a_graph_whose_map_is_gone_says_so() -> None:
         live_map(-1)
 
 
-def test_compiled_decoding_equals_eager() -> None:
+@pytest.mark.parametrize("map_name", ["FavorPlus", "LearnedExponential"])
+def test_compiled_decoding_equals_eager(map_name: str) -> None:
     torch.compiler.reset()
-    feature_map = build("FavorPlus")
+    feature_map = build(map_name).requires_grad_(False)
     step = torch.compile(
         lambda q, k, v, state: linattn.linear_attention_with_state(q, k, v, feature_map, state, enable_gqa=True),
         fullgraph=True,

@@ -18,6 +18,7 @@ def test_every_map_by_name_in_any_case(name):
         built = spec.build(8, num_features=16 if spec.takes_features else None, scale=0.5, seed=3)
         assert type(built) is FEATURE_MAPS[name]
         assert built.head_dim == 8
+        assert not any(weight.requires_grad for weight in built.parameters())
     if spec.takes_features:
         assert built.num_features == 16
 

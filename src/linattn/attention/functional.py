@@ -189,7 +189,7 @@ def linear_attention_with_state(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
     call = _checked(query, key, value, feature_map, key_mask, enable_gqa, window, num_heavy, backend, True)
-    fingerprint = repr(feature_map)
+    fingerprint = feature_map.fingerprint()
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")

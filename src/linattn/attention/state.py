@@ -38,7 +38,7 @@ class State:
         S: Σ φ(k)vᵀ·exp(-m): (B, H, R, Dv).
         z: Σ φ(k)·exp(-m): (B, H, R).
         m: (B, H, M): the exponents both are relative to, each for R/M features; a constant for gradients.
-        built_with: the feature map's fingerprint, its `repr`; a map with another one is refused.
+        built_with: the feature map's `fingerprint()`: its settings, draw and weights; a map with another is refused.
         exact: the latest and the heavy keys of a stream with a window, which are attended to exactly and are not in the
             sums; None without a window.
 
@@ -86,7 +86,7 @@ class State:
         check_map(feature_map)
         kept = _blocked.accumulation_dtype(dtype)
         moments = _blocked.no_moments(feature_map, batch_size, num_heads, value_dim, kept, torch.device(device))
-        return cls(*moments, repr(feature_map))
+        return cls(*moments, feature_map.fingerprint())
 
     def absorb(self, feature_map: FeatureMap, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """The state after these keys and values too; O(L·R·(D + Dv)) time, one block of features in memory.
@@ -230,17 +230,17 @@ class State:
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map."""
         check_map(feature_map)
-        check_built_with(self, repr(feature_map))
+        check_built_with(self, feature_map.fingerprint())
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor, got {type(x).__name__}")
 
 
 def check_built_with(state: State, fingerprint: str) -> None:
-    """Refuse a state built under another map or another draw than the one with this `repr`."""
+    """Refuse a state built under another map, draw or weights than those with this fingerprint."""
     if state.built_with != fingerprint:
         raise ValueError(
-            f"the state was built with {state.built_with}, got {fingerprint}; features of different maps or draws do "
-            "not mix: use the map it was built with, or rebuild the state"
+            f"the state was built with {state.built_with}, got {fingerprint}; features of different maps, draws or "
+            "weights do not mix: use the map it was built with, or rebuild the state"
         )
 
 

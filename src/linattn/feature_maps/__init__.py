@@ -3,8 +3,8 @@
 Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`, `Dpfp`) have kernels of
 their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
 `Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
-approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres; `Centred`
-and `Balanced` wrap any map for the softmax kernel.
+approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres;
+`LearnedExponential` and `Hedgehog` are trained; `Centred` and `Balanced` wrap any map for the softmax kernel.
 """
 
 from linattn.feature_maps._base import FeatureMap as FeatureMap
@@ -12,6 +12,7 @@ from linattn.feature_maps._base import features as features
 from linattn.feature_maps._base import live_map as live_map
 from linattn.feature_maps._fitted import FittedMap as FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap as GroupedFeatureMap
+from linattn.feature_maps._learned import LearnedMap as LearnedMap
 from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
 from linattn.feature_maps._wrapper import Wrapper as Wrapper
 from linattn.feature_maps.balanced import Balanced as Balanced
@@ -24,7 +25,9 @@ from linattn.feature_maps.elementwise import Identity as Identity
 from linattn.feature_maps.elementwise import Relu as Relu
 from linattn.feature_maps.expansion import Expansion as Expansion
 from linattn.feature_maps.favor_plus import FavorPlus as FavorPlus
+from linattn.feature_maps.hedgehog import Hedgehog as Hedgehog
 from linattn.feature_maps.hyperbolic import Hyperbolic as Hyperbolic
+from linattn.feature_maps.learned_exponential import LearnedExponential as LearnedExponential
 from linattn.feature_maps.nystrom import Nystrom as Nystrom
 from linattn.feature_maps.oprf import Oprf as Oprf
 from linattn.feature_maps.polynomial import Taylor as Taylor
@@ -52,6 +55,8 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         RandomRelu,
         Expansion,
         Nystrom,
+        LearnedExponential,
+        Hedgehog,
     )
 }
 """Every map that is built from a head width, by class name."""

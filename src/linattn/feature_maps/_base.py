@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+
+from linattn.feature_maps._digest import digest_of_weights
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
@@ -72,6 +74,22 @@ class FeatureMap(nn.Module, ABC):
     def num_exponents(self) -> int:
         """M: how many running maxima of the keys' exponents attention keeps per head, each for R/M features."""
         return self.num_features if self.exponential else 1
+
+    def fingerprint(self, followed: Collection[str] = ()) -> str:
+        """What tells this map from every other one: its `repr`, and a digest of its parameters where it has any.
+
+        A `State` keeps it and refuses a map with another one, so a step of an optimiser or other weights loaded end the
+        life of a state. Trainable parameters are read at each call, frozen ones (`requires_grad_(False)`) once, until
+        torch says that they were written to; writes through `.data` are not noticed. A compiled function keeps the
+        fingerprint that it was compiled with: compile after training.
+
+        Args:
+            followed: names of parameters to leave out, which somebody else answers for.
+        """
+        names = [name for name, _ in self.named_parameters() if name not in followed]
+        if not names:
+            return repr(self)
+        return f"{self!r} with weights {_digest_by_handle(self.handle, *names)}"
 
     @abstractmethod
     def query(self, x: Tensor) -> Tensor:
@@ -185,6 +203,13 @@ def live_map(handle: int) -> FeatureMap:
             "attribute of the module, or compile again"
         )
     return _LIVE[handle]
+
+
+@torch.compiler.assume_constant_result
+def _digest_by_handle(handle: int, *names: str) -> str:
+    """The digest of a map's parameters of these names; a graph may read no values, hence holds the result."""
+    found = dict(live_map(handle).named_parameters())
+    return digest_of_weights(found[name] for name in names)
 
 
 def features(feature_map: FeatureMap, x: Tensor, side: str) -> Tensor:

@@ -5,7 +5,6 @@ Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width.
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap, own_buffers, uncast_
+from linattn.feature_maps._digest import digest
 
 
 class FittedMap(FeatureMap):
@@ -70,13 +70,3 @@ class FittedMap(FeatureMap):
                 self._buffers[name] = torch.empty_like(saved, device=device)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._refresh()
-
-
-def digest(*tensors: Tensor) -> str:
-    """A digest of the shapes and values of tensors, the same on every device."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        values = tensor.detach().to(device="cpu", dtype=torch.float64).contiguous()
-        found.update(repr(tuple(values.shape)).encode())
-        found.update(bytes(values.flatten().view(torch.uint8).tolist()))
-    return found.hexdigest()[:16]

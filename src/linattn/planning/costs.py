@@ -55,7 +55,8 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
     masses of all keys: keys once for z and once for their masses, queries once between, 4·C·D + 4·C·F + 2·F or
     6·R·(D + 1).
 
-    The features of every other map are counted as one product with R·D numbers; elementwise maps need less.
+    The features of every other map are counted as one product with R·D numbers; elementwise maps need
+    less, and so do maps that make two features of one row (Hyperbolic, Trigonometric, Hedgehog).
 
     Cost: none.
 

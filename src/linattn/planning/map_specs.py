@@ -65,7 +65,7 @@ class MapSpec:
             seed: seed of the draw; handed to random maps.
 
         Returns:
-            A feature map, not yet fitted.
+            A feature map, not yet fitted; a learned one is untrained and frozen, since it is built to be measured.
 
         Raises:
             ValueError: if `num_features` is given to a map of fixed width or missing for the others, or the map's own
@@ -91,7 +91,7 @@ class MapSpec:
         feature_map = FEATURE_MAPS[self.name](head_dim, **arguments)
         for wrapper in reversed(self.wrappers):
             feature_map = WRAPPERS[wrapper](feature_map)
-        return feature_map
+        return feature_map.requires_grad_(False)
 
 
 def parse_map(text: str) -> MapSpec:

@@ -202,6 +202,7 @@ def test_words_where_no_method_is_small_enough(summary):
         ("Centred(Balanced(Sderf))", "random features"),
         ("FavorPlus + heavy 3", "random features, with exact part"),
         ("RandomRelu", "random features"),
+        ("LearnedExponential + window 16", "learned maps, untrained, with exact part"),
         ("EluPlusOne", "elementwise and polynomial maps"),
     ],
 )

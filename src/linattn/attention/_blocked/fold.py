@@ -158,7 +158,8 @@ class _Forward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep inputs and outputs."""
         ctx.arguments, rest = inputs[:3], inputs[4:]
-        ctx.fingerprint = repr(inputs[1])
+        # Autograd itself notices a change of the followed tensors, which are saved.
+        ctx.fingerprint = inputs[1].fingerprint(inputs[2])
         fold = FOLDS[inputs[0].name]
         ctx.mark_non_differentiable(*(output[i] for i in fold.constants))
         ctx.save_for_backward(inputs[3], *rest[: fold.num_inputs], *output, *rest[fold.num_inputs :])
@@ -167,10 +168,11 @@ class _Forward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Gradients in the order of the arguments."""
         mask, *saved = ctx.saved_tensors
-        if repr(ctx.arguments[1]) != ctx.fingerprint:
+        now = ctx.arguments[1].fingerprint(ctx.arguments[2])
+        if now != ctx.fingerprint:
             raise RuntimeError(
-                f"the feature map was {ctx.fingerprint} in the forward pass and is {ctx.arguments[1]!r} now: features "
-                "are recomputed for gradients; redraw or fit after backward(), not before"
+                f"the feature map was {ctx.fingerprint} in the forward pass and is {now} now: features are recomputed "
+                "for gradients; redraw or fit after backward(), not before"
             )
         count = FOLDS[ctx.arguments[0].name].num_inputs
         found = _Backward.apply(*ctx.arguments, mask, *grads, *saved)

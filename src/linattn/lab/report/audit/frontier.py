@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import plotly.graph_objects as go
 
-from linattn.feature_maps import FEATURE_MAPS, RandomFeatureMap
+from linattn.feature_maps import FEATURE_MAPS, LearnedMap, RandomFeatureMap
 from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS
 from linattn.lab.report.audit.summary import AuditSummary, Line
 from linattn.planning.costs import exact_flops_per_token, exact_state_numbers
@@ -27,6 +27,8 @@ def family(label: str) -> str:
         kind = "Nyström landmarks"
     elif issubclass(FEATURE_MAPS[name], RandomFeatureMap):
         kind = RANDOM
+    elif issubclass(FEATURE_MAPS[name], LearnedMap):
+        kind = "learned maps, untrained"
     else:
         kind = "elementwise and polynomial maps"
     return f"{kind}, with exact part" if method.has_exact_part else kind

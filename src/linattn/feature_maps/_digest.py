@@ -1,0 +1,51 @@
+"""Digests of tensors: what tells one map's numbers from another's."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Of frozen tensors: what they were when they were read, and their digest then.
+_FROZEN = WeakTensorKeyDictionary()
+
+
+def digest(*tensors: Tensor) -> str:
+    """A digest of the shapes and values of tensors, the same on every device and in every floating dtype."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        values = _bare(tensor.detach().to(device="cpu", dtype=torch.float64).contiguous())
+        found.update(repr(tuple(values.shape)).encode())
+        found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
+    return found.hexdigest()[:16]
+
+
+def digest_of_weights(weights: Iterable[Tensor]) -> str:
+    """A digest of parameters; frozen ones are read once, until something is written into them.
+
+    Trainable ones are read each time, since fused optimisers do not say that they have written.
+    """
+    return hashlib.sha256("".join(_one(weight) for weight in weights).encode()).hexdigest()[:16]
+
+
+def _one(weight: Tensor) -> str:
+    """The digest of one parameter."""
+    if weight.requires_grad or weight.is_inference() or _bare(weight) is not weight:
+        _FROZEN.pop(weight, None)
+        return digest(weight)
+    now = (weight._version, weight.dtype, weight.data_ptr())
+    held: tuple[object, str] | None = _FROZEN.get(weight)
+    if held is None or held[0] != now:
+        held = _FROZEN[weight] = now, digest(weight)
+    return held[1]
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """The tensor that torch.func has wrapped, itself where it has not; torch has no public name for this."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -1,0 +1,143 @@
+"""What learned maps share: trainable exponents for queries and for keys.
+
+Letters: H heads, L tokens (Lq, Lk), D head width, R features, m rows of W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from linattn.feature_maps._arguments import check_count, temperature
+from linattn.feature_maps._base import FeatureMap, features
+from linattn.feature_maps._random_base import multiplied
+
+
+class Exponents(nn.Module):
+    """Trainable exponents of vectors x̃ = √scale·x: w_i·x̃ + b_i, or w_i·x̃ + b_i - c_i·|x̃|²/2 with a curvature.
+
+    Parameters keep at least float32 when a model is cast: a rounded exponent is a factor on its feature.
+
+    Attributes:
+        weight: W, (m, D) or (H, m, D), float32 to begin with.
+        bias: b, (m,) or (H, m).
+        curvature: c, of the same shape, or None.
+
+    Args:
+        weight: where W starts.
+        scale: the square of the factor on x.
+        bias: where every b_i starts.
+        curvature: where every c_i starts; None for none.
+    """
+
+    def __init__(self, weight: Tensor, *, scale: float, bias: float = 0.0, curvature: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+        # Normal tensors even when a model is built under inference mode: they are to be trained.
+        with torch.inference_mode(False):
+            self.weight = nn.Parameter(weight.to(torch.float32, copy=True))
+            rows = self.weight.detach()[..., 0]
+            self.bias = nn.Parameter(torch.full_like(rows, bias))
+            self.curvature = None if curvature is None else nn.Parameter(torch.full_like(rows, curvature))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Exponents (..., L, m) of x (..., L, D), in at least float32."""
+        x, weights = self._operands(x)
+        exponents = torch.matmul(x, weights) + self._rows(self.bias, x)
+        if self.curvature is None:
+            return exponents
+        return torch.addcmul(exponents, self._half_square(x), self._rows(self.curvature, x), value=-1)
+
+    def write(self, x: Tensor, out: Tensor) -> Tensor:
+        """`forward` with the product written into `out` (..., L, m), rows of which may lie apart; no gradient."""
+        x, weights = self._operands(x)
+        exponents = multiplied(x, weights, out).add_(self._rows(self.bias, x))
+        if self.curvature is None:
+            return exponents
+        return exponents.addcmul_(self._half_square(x), self._rows(self.curvature, x), value=-1)
+
+    def pull(self, x: Tensor, grad: Tensor) -> Tensor:
+        """√scale·grad·W - scale·x·(grad·c): from the gradient of `forward`'s output to that of its input."""
+        x, weights = self._operands(x)
+        found = torch.matmul(grad, weights.mT)
+        if self.curvature is None:
+            return found
+        curved = torch.matmul(grad, self._rows(self.curvature, x).mT)
+        return found.addcmul_(x, curved, value=-self.scale)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The input in float32 or float64, and √scale·W in its dtype, (D, m) or (H, D, m)."""
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.to(torch.float32)
+        return x, self.weight.to(x.dtype).mT * self.scale**0.5
+
+    def _half_square(self, x: Tensor) -> Tensor:
+        """|x̃|²/2, (..., L, 1)."""
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return lengths.square() * (self.scale / 2)
+
+    @staticmethod
+    def _rows(parameter: Tensor, x: Tensor) -> Tensor:
+        """A parameter of the rows as a row, (1, m) or (H, 1, m), in the input's dtype."""
+        return parameter.to(x.dtype).unsqueeze(-2)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model and follow its casts, but not below float32."""
+        super()._apply(lambda tensor: _at_least_float32(tensor, fn(tensor)), recurse)
+        return self
+
+
+class LearnedMap(FeatureMap):
+    """An exponential map with trainable parameters, those of queries apart from those of keys.
+
+    Abstract: the concrete maps say what the exponents are. They train by gradient descent like any module, through
+    every backend, streams and exact parts included; a loss may compare the rows of `linattn.attention_rows` with exact
+    ones. `fingerprint` holds a digest of the parameters, so a state does not outlive a step of the optimiser.
+
+    Attributes:
+        of_query: the exponents of queries.
+        of_key: the exponents of keys.
+
+    Args:
+        head_dim: D.
+        num_features: R.
+        scale: factor on q·k, > 0; D**-0.5 if None.
+        num_heads: one set of parameters per key/value head; one for all if None.
+    """
+
+    exponential = True
+
+    def __init__(self, head_dim: int, num_features: int, *, scale: float | None, num_heads: int | None) -> None:
+        super().__init__(head_dim, num_features)
+        self.scale = temperature(scale, head_dim)
+        self.num_heads = None if num_heads is None else check_count("num_heads", num_heads)
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        """φ(q)·φ(k) in float64, by the weights as they are: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
+        return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
+
+    def extra_repr(self) -> str:
+        """Every setting; the weights are in `fingerprint`."""
+        return (
+            f"head_dim={self.head_dim}, num_features={self.num_features}, scale={self.scale}, "
+            f"num_heads={self.num_heads}"
+        )
+
+    def _check(self, x: Tensor) -> None:
+        """Refuse inputs of another head width or number of heads."""
+        self._check_width(x)
+        if self.num_heads is not None and x.dim() > 2 and x.shape[-3] not in (1, self.num_heads):
+            raise ValueError(
+                f"{type(self).__name__} was built for num_heads={self.num_heads}, got inputs with {x.shape[-3]} heads; "
+                f"build it with num_heads={x.shape[-3]}, or num_heads=None to share one set of parameters"
+            )
+
+
+def _at_least_float32(before: Tensor, after: Tensor) -> Tensor:
+    """What a module's cast or move made of a tensor, undone where it narrowed one below float32."""
+    if not after.is_floating_point() or torch.finfo(after.dtype).bits >= 32:
+        return after
+    return before.to(device=after.device, dtype=torch.promote_types(before.dtype, torch.float32))
