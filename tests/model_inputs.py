@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert", "esm")
-DECODERS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "bert_decoder")
+# Decoders, and what transformers calls their language models.
+LANGUAGE_HEADS = {
+    "gpt2": "LMHeadModel",
+    "gpt_neox": "ForCausalLM",
+    "llama": "ForCausalLM",
+    "mistral": "ForCausalLM",
+    "qwen2": "ForCausalLM",
+    "qwen3": "ForCausalLM",
+    "bert_decoder": "LMHeadModel",
+}
+DECODERS = tuple(LANGUAGE_HEADS)
 LENGTHS = (7, 4, 1)
 # Mistral's window is a setting, on by default and wider than these texts; the kernel takes its place only without one.
 OPTIONS: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}}

@@ -20,3 +20,5 @@ from linattn.hf.linearization import linearize_ as linearize_
 from linattn.hf.linearization import restore_ as restore_
 from linattn.hf.loading import LoadedModel as LoadedModel
 from linattn.hf.loading import load as load
+from linattn.hf.state_cache import StateCache as StateCache
+from linattn.hf.state_cache import StateLayer as StateLayer

@@ -51,6 +51,12 @@ class AttentionModule:
         config = getattr(self.module, "config", None)
         return bool(getattr(self.module, "is_causal", False)) and getattr(config, "is_causal", True) is not False
 
+    @property
+    def cache_place(self) -> int | None:
+        """Its layer's number in the model's cache; None for modules that have none, or whose queries see later keys."""
+        place = getattr(self.module, "layer_idx", None)
+        return place if self.is_causal and isinstance(place, int) else None
+
 
 def attention_modules(model: PreTrainedModel) -> Iterator[AttentionModule]:
     """Every module that looks its attention function up, in order."""

@@ -14,16 +14,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from linattn.hf._calls import inexpressible, read_mask, read_scale, refuse_options
 from linattn.hf._mask import Mask, RefusedMask, build_whole_mask, last_keys
-from linattn.hf.kernel_attention import KernelAttention
+from linattn.hf.kernel_attention import kernel_of
+from linattn.hf.state_cache import StateLayer
 
 NAME = "linattn"
-KERNEL = "linear_attention"
-
-
-def kernel_of(module: nn.Module) -> KernelAttention | None:
-    """What `linearize_` put into a module, if anything."""
-    kernel = getattr(module, KERNEL, None)
-    return kernel if isinstance(kernel, KernelAttention) else None
+LAYER = "linattn_layer"
 
 
 def attend(
@@ -35,6 +30,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    linattn_layer: StateLayer | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: transformers fixes its arguments and wants (B, Lq, H, Dv)."""
@@ -43,9 +39,19 @@ def attend(
     kernel = kernel_of(module)
     if kernel is None:
         return _attend_exactly(module, query, key, value, mask, scale, dropout, is_causal, options), None
-    refuse_options(kernel.module_name, key.shape[-2], dropout, options)
+    num_seen = 0 if linattn_layer is None else linattn_layer.num_tokens
+    refuse_options(kernel.module_name, num_seen + key.shape[-2], dropout, options)
     key_mask, is_causal = read_mask(kernel.module_name, module, mask, is_causal)
-    out: Tensor = kernel(query, key, value, scale=scale, key_mask=key_mask, is_causal=is_causal)
+    if linattn_layer is None:
+        out: Tensor = kernel(query, key, value, scale=scale, key_mask=key_mask, is_causal=is_causal)
+        return out.transpose(1, 2), None
+    # A single query sees everything, causal or not.
+    if not is_causal and query.shape[-2] > 1:
+        raise ValueError(
+            f"{kernel.module_name} lets queries see later keys, which a cache of states does not hold; pass "
+            "use_cache=False"
+        )
+    out = linattn_layer.advance(kernel, query, key, value, scale=scale, key_mask=key_mask)
     return out.transpose(1, 2), None
 
 

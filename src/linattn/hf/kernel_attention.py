@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from linattn.attention import Attended, State, linear_attention, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 
+KERNEL = "linear_attention"
+"""Name of the kernel in its attention module."""
+
 
 class KernelAttention(nn.Module):
     """What `linearize_` puts into an attention module, as its `linear_attention`.
@@ -125,3 +128,9 @@ class KernelAttention(nn.Module):
         """Queries for which the map's own scale is the model's."""
         own: float = getattr(self.feature_map, "scale", query.shape[-1] ** -0.5)
         return query if own == scale else query * (scale / own)
+
+
+def kernel_of(module: nn.Module) -> KernelAttention | None:
+    """What `linearize_` put into a module, if anything."""
+    kernel = getattr(module, KERNEL, None)
+    return kernel if isinstance(kernel, KernelAttention) else None

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf._dispatch import KERNEL, NAME, kernel_of
+from linattn.hf._dispatch import NAME
+from linattn.hf._generation import generate_as_before, generate_by_states, hand_over
 from linattn.hf._implementation import Former, attends_by, switch_to
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.kernel_attention import KernelAttention
+from linattn.hf.kernel_attention import KERNEL, KernelAttention, kernel_of
 from linattn.planning.methods import parse_method
 
 # Where a model keeps what `restore_` needs; it follows the model into copies and pickles.
@@ -70,6 +72,7 @@ class _Undo:
     """What `restore_` needs."""
 
     former: Former
+    hooks: tuple[RemovableHandle, ...]
 
 
 def linearize_(
@@ -86,11 +89,12 @@ def linearize_(
 
     Each map becomes part of its attention module, `module.linear_attention.feature_map`: it moves with the model, its
     parameters train with the model's, and its tensors are in `state_dict` (load such a checkpoint into a model that was
-    linearized alike). Padding, causality, grouped heads and caches work as before; layers that are not replaced attend
-    by SDPA. What φ(q)·φ(k) cannot express is refused by name when a layer asks for it: position biases, soft-capped
-    logits, attention sinks, masks of single pairs, packed sequences, dropout on the weights (load the model with its
-    attention dropout at 0), returned weights. This changes what the model computes, without training it anew: `linattn
-    audit` says beforehand by how much.
+    linearized alike). Padding, causality, grouped heads and caches work as before; `generate` keeps a `StateCache`,
+    constant in the number of tokens, if this very model generates. Layers that are not replaced attend by SDPA. What
+    φ(q)·φ(k) cannot express is refused by name when a layer asks for it: position biases, soft-capped logits, attention
+    sinks, masks of single pairs, packed sequences, dropout on the weights (load the model with its attention dropout at
+    0), returned weights. This changes what the model computes, without training it anew: `linattn audit` says
+    beforehand by how much.
 
     Cost: building the maps. Afterwards a replaced layer takes time linear in the tokens.
 
@@ -99,7 +103,8 @@ def linearize_(
         feature_map: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion +
             window 16 + heavy 32", every layer drawing from a seed of its own; or a function from the head width to a
             map, called once for each replaced layer, in order: the way to pass a map that was fitted. Queries reach it
-            multiplied by c / map.scale, which is 1 but for models with a temperature of their own.
+            multiplied by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks
+            are counted from the first position, padding or not: left padding moves them.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
             with a sliding window, whose cost is linear as it is.
         num_features: R, for a written map whose width is free and not written.
@@ -135,10 +140,13 @@ def linearize_(
     chosen = [found for found in modules if found.number not in reasons]
     kernels = {found.number: _build(found, feature_map, num_features, seed) for found in chosen}
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
-    undo = _Undo(switch_to(model, NAME))
+    former = switch_to(model, NAME)
     for found in chosen:
         found.module.add_module(KERNEL, kernels[found.number][0])
-    setattr(model, _UNDO, undo)
+    stateful = [found.module for found in chosen if found.cache_place is not None]
+    if stateful:
+        generate_by_states(model)
+    setattr(model, _UNDO, _Undo(former, tuple(hook for module in stateful for hook in hand_over(module))))
     return Linearization(
         tuple(
             LayerReport(found.number, found.name, kernels[found.number][1], None)
@@ -171,6 +179,9 @@ def restore_(model: PreTrainedModel) -> None:
     for found in attention_modules(model):
         if kernel_of(found.module) is not None:
             delattr(found.module, KERNEL)
+    for hook in undo.hooks:
+        hook.remove()
+    generate_as_before(model)
     undo.former.put_back()
     delattr(model, _UNDO)
 
