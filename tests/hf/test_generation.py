@@ -80,6 +80,21 @@ def test_left_padding_changes_nothing(linear, family):
     assert torch.equal(ours, tokens(model, TEXT[1:, 4:], MASK[1:, 4:], do_sample=False)[0])
 
 
+def test_speech(build):
+    model = build("whisper", head="ForConditionalGeneration").double()
+    linearize_(model, feature_map="FavorPlus(num_features=32)")
+    sound = torch.randn(2, 4, 16, dtype=torch.float64)
+    options, caches = {**LENGTH, "do_sample": False}, []
+
+    def note(module, args, given):
+        caches.append(given["past_key_values"])
+
+    with model.model.register_forward_pre_hook(note, with_kwargs=True):
+        made = model.generate(sound, **options)
+    assert isinstance(caches[0].self_attention_cache, StateCache)
+    assert torch.equal(made, model.generate(sound, **options, use_cache=False))
+
+
 def test_caches_asked_for_by_the_user_stay(linear):
     model = linear("llama")
     wanted = tokens(model, do_sample=False)

@@ -52,6 +52,29 @@ def test_maps_belong_to_the_model(build):
     assert not any("linattn" in name for name in vars(model))
 
 
+def test_saved_and_loaded(build, tmp_path):
+    model, inputs = build("llama"), batch("llama")
+    linearize_(model, feature_map=lambda head_dim: FavorPlus(head_dim, 16, seed=5))
+    ours = run(model, inputs)
+    weights = model.state_dict()
+    restore_(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    linearize_(loaded, feature_map=FAVOR)
+    loaded.load_state_dict(weights)
+    assert torch.equal(run(loaded, inputs), ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(build, dtype):
+    """Features and sums stay in float32: the loss is that of the rounded weights and activations."""
+    model, inputs = build("llama"), batch("llama")
+    linearize_(model, feature_map=FAVOR)
+    maps = [module for name, module in model.named_modules() if name.endswith("feature_map")]
+    assert run(model.to(dtype), inputs)[real(inputs)].isfinite().all()
+    assert {found.projection.dtype for found in maps} == {torch.float64}
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_live_on_their_own(build, duplicate):
     model, inputs = build("llama"), batch("llama")

@@ -37,7 +37,7 @@ def refuse_options(name: str, num_keys: int, dropout: float, options: dict[str, 
     if options.get("output_attentions"):
         found.append("the weights themselves (output_attentions=True)")
     if found:
-        raise ValueError(f"{name} asks for {', '.join(dict.fromkeys(found))}, which a kernel φ(q)·φ(k) cannot express")
+        raise ValueError(_refusal(name, ", ".join(dict.fromkeys(found))))
 
 
 def inexpressible(options: dict[str, Any]) -> list[str]:
@@ -48,7 +48,7 @@ def inexpressible(options: dict[str, Any]) -> list[str]:
 def read_mask(name: str, module: nn.Module, mask: Mask, is_causal: bool | None) -> tuple[Tensor | None, bool]:
     """Key padding and causality of a call."""
     if isinstance(mask, RefusedMask):
-        raise ValueError(f"{name} asks for {mask.reason}, which a kernel φ(q)·φ(k) cannot express")
+        raise ValueError(_refusal(name, mask.reason))
     if isinstance(mask, PlainMask):
         return mask.key_mask, mask.is_causal
     if mask is not None and mask.ndim != 2:
@@ -60,6 +60,14 @@ def read_mask(name: str, module: nn.Module, mask: Mask, is_causal: bool | None) 
                 f"{name} ({type(module).__name__}) does not say whether it is causal; its attention cannot be replaced"
             )
     return None if mask is None else mask.bool(), bool(is_causal)
+
+
+def _refusal(name: str, asked: str) -> str:
+    """What a kernel says to what it cannot do."""
+    return (
+        f"{name} asks for {asked}, which a kernel φ(q)·φ(k) cannot express: call the model without it, or leave this "
+        "layer its softmax"
+    )
 
 
 def read_scale(query: Tensor, scaling: float | None) -> float:

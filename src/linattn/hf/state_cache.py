@@ -161,7 +161,8 @@ class StateCache(Cache):
     * try several continuations, or take one back: continue from `fork`, and keep the cache.
 
     An encoder-decoder takes it for its self-attention: `EncoderDecoderCache(StateCache(model), DynamicCache())`. A pass
-    that records gradients keeps the graph alive through the states.
+    that records gradients keeps the graph alive through the states. Whisper's `generate` with return_dict_in_generate
+    takes the keys of its cache apart, of which there are none here: pass it an ordinary cache.
 
     Args:
         model: a linearized model; the cache serves it and copies of it.
