@@ -86,6 +86,24 @@ def test_left_padding_changes_nothing(linear, family, layers):
         assert differ(whole[row : row + 1], ours) <= CLOSE
 
 
+@pytest.mark.parametrize("sizes", [[1] * 7, [3, 1, 2, 1], [7]])
+def test_beside_layers_with_a_window(build, sizes):
+    """A state, and softmax layers that keep the keys of their window alone: one mask serves both."""
+    windows = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "num_hidden_layers": 3}
+    model, inputs = build("qwen2", head="ForCausalLM", **windows).double(), batch("qwen2")
+    assert [row.layer for row in linearize_(model, feature_map=FAVOR).replaced] == [0]
+    whole, cache, parts, end = logits(model, **inputs, use_cache=False), StateCache(model), [], 0
+    for size in sizes:
+        start, end = end, end + size
+        place = {
+            "attention_mask": inputs["attention_mask"][:, :end],
+            "position_ids": inputs["position_ids"][:, start:end],
+        }
+        parts.append(logits(model, input_ids=inputs["input_ids"][:, start:end], **place, past_key_values=cache))
+    real = inputs["attention_mask"].bool()
+    assert differ(torch.cat(parts, 1)[real], whole[real]) <= CLOSE
+
+
 def test_constant_size(linear):
     model = linear("llama", layers=None)
     cache, sizes = StateCache(model), []

@@ -24,6 +24,8 @@ class KernelAttention(nn.Module):
     ask for c = 1 (ESM, Whisper) thereby get them back as they were, and queries and keys of like size have the smallest
     variance. A map without a scale is taken to stand at D**-0.5.
 
+    Cost: that of `linattn.linear_attention`.
+
     Attributes:
         feature_map: the kernel.
         module_name: qualified name of the attention module in the model.
@@ -43,6 +45,8 @@ class KernelAttention(nn.Module):
         >>> q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1), torch.eye(2).view(1, 1, 2, 2)
         >>> kernel(q, k, v, scale=1.0)[0, 0, 0].tolist()  # weights 1 + 1·0 and 1 + 1·1, over their sum
         [0.3333333432674408, 0.6666666865348816]
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equation 4.
     """
 
     def __init__(
