@@ -7,6 +7,7 @@ import torch
 
 from linattn.feature_maps import EluPlusOne, FavorPlus, Relu
 from linattn.hf import intercept, linearize_, restore_
+from model_inputs import batch
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
 FOUR = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -114,11 +115,13 @@ def test_softmax_layers_honour_what_kernels_cannot(build):
     """A window reaches the softmax layers of a hybrid; sinks do not pass through SDPA."""
     window = build("qwen2", use_sliding_window=True, sliding_window=3, max_window_layers=1, num_hidden_layers=3)
     window.double()
+    inputs = batch("qwen2")
+    real = inputs["attention_mask"].bool()
     with torch.no_grad():
-        own = window(input_ids=IDS)[0]
+        own = window(**inputs)[0][real]
         linearize_(window, feature_map="FavorPlus(num_features=8) + window 8")
         # The first layer's kernel has a window over the whole text: exact. The others have the model's own.
-        assert (window(input_ids=IDS)[0] - own).abs().max() <= 1e-12 * own.abs().max()
+        assert (window(**inputs)[0][real] - own).abs().max() <= 1e-12 * own.abs().max()
     sinks = build("gpt_oss")
     linearize_(sinks, feature_map="EluPlusOne", layers=[1])
     with pytest.raises(ValueError, match=r"GptOssAttention asks for attention sinks, which transformers' SDPA"):
