@@ -52,6 +52,15 @@ def test_maps_belong_to_the_model(build):
     assert not any("linattn" in name for name in vars(model))
 
 
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+def test_every_configuration_names_its_own_implementation_again(build, own):
+    model = build("bart")
+    model.set_attn_implementation(own)
+    linearize_(model, feature_map=FAVOR)
+    restore_(model)
+    assert {part.config._attn_implementation for part in (model, model.encoder, model.decoder)} == {own}
+
+
 def test_saved_and_loaded(build, tmp_path):
     model, inputs = build("llama"), batch("llama")
     linearize_(model, feature_map=lambda head_dim: FavorPlus(head_dim, 16, seed=5))
