@@ -15,17 +15,38 @@ from linattn.hf import AttentionCall
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BOTH_SIDES = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "decoder_start_token_id": 1,
+}
+SPEECH = {**BOTH_SIDES, "max_source_positions": 8, "num_mel_bins": 4, "suppress_tokens": None}
+TRANSLATION = {**BOTH_SIDES, "forced_eos_token_id": None}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", SIZES),
+    "roberta": ("Roberta", SIZES),
+    "bert_decoder": ("Bert", {**SIZES, **TOKENS, "is_decoder": True}),
     "distilbert": ("DistilBert", {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}),
     "modernbert": ("ModernBert", {**SIZES, **TOKENS, "cls_token_id": 1, "sep_token_id": 2}),
     "esm": ("Esm", {**SIZES, "pad_token_id": 1, "mask_token_id": 2, "position_embedding_type": "rotary"}),
     "gpt2": ("GPT2", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "gpt_neox": ("GPTNeoX", {**SIZES, **TOKENS}),
     "llama": ("Llama", {**SIZES, **TOKENS, "num_key_value_heads": 2}),
     "mistral": ("Mistral", {**SIZES, **TOKENS, "num_key_value_heads": 2}),
+    "qwen2": ("Qwen2", {**SIZES, **TOKENS, "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8}),
     "gemma2": ("Gemma2", {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8}),
     "gpt_oss": ("GptOss", {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}),
+    "vit": ("ViT", {**SIZES, "image_size": 16, "patch_size": 8}),
+    "whisper": ("Whisper", {**SPEECH, **TOKENS}),
+    "bart": ("Bart", {**TRANSLATION, **TOKENS}),
     "t5": ("T5", {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
     "bloom": ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "mpnet": ("MPNet", SIZES),

@@ -1,4 +1,8 @@
-"""The one room that knows transformers: load a model, read its attention calls, answer them differently."""
+"""The one room that knows transformers: load a model, read its attention calls, answer them differently.
+
+`capture` and `intercept` look into a model and leave it as it was; `linearize_` gives it kernels for its softmax, until
+`restore_` takes them out again.
+"""
 
 from importlib.util import find_spec
 
@@ -9,5 +13,12 @@ from linattn.hf.capturing import Capture as Capture
 from linattn.hf.capturing import capture as capture
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import intercept as intercept
+from linattn.hf.kernel_attention import KernelAttention as KernelAttention
+from linattn.hf.linearization import LayerReport as LayerReport
+from linattn.hf.linearization import Linearization as Linearization
+from linattn.hf.linearization import linearize_ as linearize_
+from linattn.hf.linearization import restore_ as restore_
 from linattn.hf.loading import LoadedModel as LoadedModel
 from linattn.hf.loading import load as load
+from linattn.hf.state_cache import StateCache as StateCache
+from linattn.hf.state_cache import StateLayer as StateLayer

@@ -5,7 +5,7 @@ Letters: B batch, L tokens (Lq, Lk).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class PlainMask:
     is_causal: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RefusedMask:
     """A mask no kernel can honour.
 
@@ -34,9 +34,11 @@ class RefusedMask:
 
     Attributes:
         reason: what was asked for, in words.
+        allowed: (B, 1, Lq, Lk) bool, the mask itself, for exact attention; None where it was not worked out.
     """
 
     reason: str
+    allowed: Tensor | None = None
 
 
 Mask = Tensor | PlainMask | RefusedMask | None
@@ -101,5 +103,28 @@ def build_mask(
     if bool((allowed == ones.tril(kv_length - q_length)).all()):
         return PlainMask(key_mask, is_causal=True)
     return RefusedMask(
-        "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)"
+        "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)",
+        allowed if key_mask is None else allowed & key_mask[:, None, None, :],
     )
+
+
+def build_whole_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **asked: Any
+) -> Mask:
+    """`build_mask` over all tokens since the first, whichever layer's cache the model asked for its lengths.
+
+    A model makes one mask for layers that keep different numbers of keys (all of them, a window, or none beside a
+    state); `last_keys` gives each the columns it needs.
+    """
+    return build_mask(batch_size, q_length, kv_offset + kv_length, q_offset, 0, **asked)
+
+
+def last_keys(mask: Mask, num_keys: int) -> Mask:
+    """A mask's columns for the last keys."""
+    if isinstance(mask, Tensor):
+        return mask[..., -num_keys:]
+    if isinstance(mask, PlainMask) and mask.key_mask is not None:
+        return replace(mask, key_mask=mask.key_mask[:, -num_keys:])
+    if isinstance(mask, RefusedMask) and mask.allowed is not None:
+        return replace(mask, allowed=mask.allowed[..., -num_keys:])
+    return mask

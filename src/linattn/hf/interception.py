@@ -14,21 +14,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from linattn.hf._mask import Mask, PlainMask, RefusedMask, build_mask
+from linattn.hf._calls import read_mask, read_scale, refuse_options
+from linattn.hf._implementation import switch_to
+from linattn.hf._mask import Mask, build_mask
 
-_NAME = "linattn_intercept"
-
-# Keywords of transformers' attention functions that change the weights in a way φ(q)·φ(k) cannot express.
-_INEXPRESSIBLE = {
-    "position_bias": "a position bias added to the logits",
-    "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "cu_seq_lens_q": "packed sequences",
-    "cu_seq_lens_k": "packed sequences",
-    "indices": "a sparse choice of keys",
-    "block_indices": "a sparse choice of keys",
-}
+NAME = "linattn_intercept"
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,16 +117,13 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
         raise ValueError(
             f"{type(model).__name__} is already intercepted; leave the first block before entering another"
         )
-    AttentionInterface.register(_NAME, _attend)
+    AttentionInterface.register(NAME, _attend)
     # Without a mask function of the same name, padding would be dropped without a word.
-    AttentionMaskInterface.register(_NAME, build_mask)
+    AttentionMaskInterface.register(NAME, build_mask)
     interception = _Interception(handler, model)
-    configs = {id(config): config for config in _configs(model)}.values()
-    previous = [(config, config._attn_implementation_internal) for config in configs]
+    former = switch_to(model, NAME)
     hooks = [model.register_forward_pre_hook(interception.start), model.register_forward_hook(interception.finish)]
     try:
-        model.set_attn_implementation(_NAME)
-        _check_taken(model)
         _ACTIVE.update(dict.fromkeys(interception.module_names, interception))
         yield
     finally:
@@ -144,29 +131,7 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
             _ACTIVE.pop(module, None)
         for hook in hooks:
             hook.remove()
-        for config, implementation in previous:
-            config._attn_implementation_internal = implementation
-
-
-def _configs(model: PreTrainedModel) -> Iterator[Any]:
-    """Every configuration that names an attention implementation for some part of the model."""
-    pending = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    while pending:
-        config = pending.pop()
-        yield config
-        parts = (getattr(config, name) for name in config.sub_configs)
-        pending.extend(part for part in parts if part is not None)
-
-
-def _check_taken(model: PreTrainedModel) -> None:
-    """Refuse models some part of which kept its own attention: transformers only logs a warning."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    deaf = sorted({type(part).__name__ for part in parts if part.config._attn_implementation != _NAME})
-    if deaf:
-        raise ValueError(
-            f"{', '.join(deaf)} does not take its attention from transformers' AttentionInterface and cannot be "
-            "intercepted; choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
-        )
+        former.put_back()
 
 
 def _attend(
@@ -183,12 +148,11 @@ def _attend(
     """The registered attention function: transformers fixes its arguments and wants (B, Lq, H, Dv)."""
     interception = _ACTIVE.get(module)
     if interception is None:
-        raise RuntimeError(f"{type(module).__name__} attends by {_NAME!r} outside `intercept`; use `intercept`")
+        raise RuntimeError(f"{type(module).__name__} attends by {NAME!r} outside `intercept`; use `intercept`")
     name = interception.module_names[module]
-    _refuse_options(name, key.shape[-2], dropout, options)
-    key_mask, is_causal = _read_mask(name, module, attention_mask, is_causal)
-    # SDPA's own default, which a model that passes none relies on.
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    refuse_options(name, key.shape[-2], dropout, options)
+    key_mask, is_causal = read_mask(name, module, attention_mask, is_causal)
+    scale = read_scale(query, scaling)
     call = AttentionCall(interception.num_calls, name, query, key, value, key_mask, is_causal, scale)
     interception.num_calls += 1
     out = interception.handler(call)
@@ -198,34 +162,3 @@ def _attend(
             f"the handler returned {tuple(out.shape)} for {name}; it must return (B, H, Lq, Dv) = {wanted}"
         )
     return out.transpose(1, 2), None
-
-
-def _refuse_options(name: str, num_keys: int, dropout: float, options: dict[str, Any]) -> None:
-    """Refuse what the call asks for beyond q, k, v, a padding mask and causality."""
-    found = [words for option, words in _INEXPRESSIBLE.items() if options.get(option) is not None]
-    window = options.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or window < num_keys):
-        found.append(f"a sliding window of {window} over {num_keys} keys")
-    if dropout:
-        found.append(f"dropout of {dropout} on the weights (put the model into evaluation mode)")
-    if options.get("output_attentions"):
-        found.append("the weights themselves (output_attentions=True)")
-    if found:
-        raise ValueError(f"{name} asks for {', '.join(dict.fromkeys(found))}, which a kernel φ(q)·φ(k) cannot express")
-
-
-def _read_mask(name: str, module: nn.Module, mask: Mask, is_causal: bool | None) -> tuple[Tensor | None, bool]:
-    """Key padding and causality of a call."""
-    if isinstance(mask, RefusedMask):
-        raise ValueError(f"{name} asks for {mask.reason}, which a kernel φ(q)·φ(k) cannot express")
-    if isinstance(mask, PlainMask):
-        return mask.key_mask, mask.is_causal
-    if mask is not None and mask.ndim != 2:
-        raise ValueError(f"{name} was given a {mask.ndim}-D mask; pass key padding only, as a (B, Lk) mask")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", None)
-        if is_causal is None:
-            raise ValueError(
-                f"{name} ({type(module).__name__}) does not say whether it is causal; it cannot be intercepted"
-            )
-    return None if mask is None else mask.bool(), bool(is_causal)

@@ -1,0 +1,64 @@
+"""Switch a model to a registered attention implementation, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Former:
+    """The implementations that a model's configurations named before a switch.
+
+    Attributes:
+        names: each configuration with its implementation.
+    """
+
+    names: tuple[tuple[Any, str | None], ...]
+
+    def put_back(self) -> None:
+        """Name them again."""
+        for config, implementation in self.names:
+            config._attn_implementation_internal = implementation
+
+
+def switch_to(model: PreTrainedModel, name: str) -> Former:
+    """Make every part of a model attend by a registered function, or leave the model as it was and raise."""
+    configs = {id(config): config for config in _configs(model)}.values()
+    former = Former(tuple((config, config._attn_implementation_internal) for config in configs))
+    try:
+        model.set_attn_implementation(name)
+        _check_taken(model, name)
+    except BaseException:
+        former.put_back()
+        raise
+    return former
+
+
+def attends_by(model: PreTrainedModel, name: str) -> bool:
+    """Whether some part of the model names this implementation."""
+    return any(config._attn_implementation == name for config in _configs(model))
+
+
+def _configs(model: PreTrainedModel) -> Iterator[Any]:
+    """Every configuration that names an attention implementation for some part of the model."""
+    pending = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    while pending:
+        config = pending.pop()
+        yield config
+        parts = (getattr(config, name) for name in config.sub_configs)
+        pending.extend(part for part in parts if part is not None)
+
+
+def _check_taken(model: PreTrainedModel, name: str) -> None:
+    """Refuse models some part of which kept its own attention: transformers only logs a warning."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    deaf = sorted({type(part).__name__ for part in parts if part.config._attn_implementation != name})
+    if deaf:
+        raise ValueError(
+            f"{', '.join(deaf)} does not take its attention from transformers' AttentionInterface, so that it "
+            "cannot be replaced; choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
+        )

@@ -1,0 +1,140 @@
+"""A feature map in the place of one layer's softmax.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from linattn.attention import Attended, State, linear_attention, linear_attention_with_state
+from linattn.feature_maps import FeatureMap
+
+KERNEL = "linear_attention"
+"""Name of the kernel in its attention module."""
+
+
+class KernelAttention(nn.Module):
+    """What `linearize_` puts into an attention module, as its `linear_attention`.
+
+        out_i = Σ_j φ(√c·q_i)·φ(√c·k_j) v_j / Σ_j φ(√c·q_i)·φ(√c·k_j),   c the temperature the model asks for
+
+    A map's own scale s is fixed when it is built, the model's c comes with the call: queries enter as (c/s)·q, so that
+    s·(c/s)·q·k = c·q·k. Where the two agree, nothing is multiplied. Models that scale their queries themselves and then
+    ask for c = 1 (ESM, Whisper) thereby get them back as they were, and queries and keys of like size have the smallest
+    variance. A map without a scale is taken to stand at D**-0.5.
+
+    Cost: that of `linattn.linear_attention`.
+
+    Attributes:
+        feature_map: the kernel.
+        module_name: qualified name of the attention module in the model.
+        window: width of the blocks within which attention is exact, or None.
+        num_heavy: how many keys are attended to exactly by every query.
+
+    Args:
+        feature_map: the kernel, for the head width of the module.
+        module_name: qualified name of the attention module in the model.
+        window: as in `linattn.linear_attention`.
+        num_heavy: as in `linattn.linear_attention`.
+
+    Example:
+        >>> import torch
+        >>> from linattn.feature_maps import Taylor
+        >>> kernel = KernelAttention(Taylor(1, order=1, scale=0.5), "layer.0")
+        >>> q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1), torch.eye(2).view(1, 1, 2, 2)
+        >>> kernel(q, k, v, scale=1.0)[0, 0, 0].tolist()  # weights 1 + 1·0 and 1 + 1·1, over their sum
+        [0.3333333432674408, 0.6666666865348816]
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equation 4.
+    """
+
+    def __init__(
+        self, feature_map: FeatureMap, module_name: str, *, window: int | None = None, num_heavy: int = 0
+    ) -> None:
+        super().__init__()
+        self.feature_map = feature_map
+        self.module_name = module_name
+        self.window = window
+        self.num_heavy = num_heavy
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Attention over these keys: `linattn.linear_attention` at the temperature `scale`.
+
+        Args:
+            query: (B, H, Lq, D).
+            key: (B, Hkv, Lk, D), H a multiple of Hkv.
+            value: (B, Hkv, Lk, Dv).
+            scale: c, the factor of q·k.
+            key_mask: (B, Lk) bool, True = attend, or None.
+            is_causal: whether later keys are hidden, the last query being level with the last key.
+
+        Returns:
+            (B, H, Lq, Dv).
+        """
+        return linear_attention(
+            self._tempered(query, scale),
+            key,
+            value,
+            self.feature_map,
+            key_mask=key_mask,
+            is_causal=is_causal,
+            enable_gqa=True,
+            window=self.window,
+            num_heavy=self.num_heavy,
+        )
+
+    def advance(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: State | None,
+        *,
+        scale: float,
+        key_mask: Tensor | None = None,
+    ) -> Attended:
+        """Causal attention over the state's keys and these, and the state after them.
+
+        Args:
+            query: (B, H, L, D), one per new key.
+            key: (B, Hkv, L, D).
+            value: (B, Hkv, L, Dv).
+            state: what was seen before; None for nothing.
+            scale: c, the factor of q·k.
+            key_mask: (B, L) bool, True = attend, or None.
+
+        Returns:
+            The output (B, H, L, Dv) and the new state.
+        """
+        return linear_attention_with_state(
+            self._tempered(query, scale),
+            key,
+            value,
+            self.feature_map,
+            state,
+            key_mask=key_mask,
+            enable_gqa=True,
+            window=self.window,
+            num_heavy=self.num_heavy,
+        )
+
+    def _tempered(self, query: Tensor, scale: float) -> Tensor:
+        """Queries for which the map's own scale is the model's."""
+        own: float = getattr(self.feature_map, "scale", query.shape[-1] ** -0.5)
+        return query if own == scale else query * (scale / own)
+
+
+def kernel_of(module: nn.Module) -> KernelAttention | None:
+    """What `linearize_` put into a module, if anything."""
+    kernel = getattr(module, KERNEL, None)
+    return kernel if isinstance(kernel, KernelAttention) else None

@@ -1,0 +1,251 @@
+"""Put feature maps in the place of softmax in a transformers model, and take them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from linattn.feature_maps import FeatureMap
+from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._dispatch import NAME
+from linattn.hf._generation import generate_as_before, generate_by_states, hand_over
+from linattn.hf._implementation import Former, attends_by, switch_to
+from linattn.hf.interception import NAME as INTERCEPTED
+from linattn.hf.kernel_attention import KERNEL, KernelAttention, kernel_of
+from linattn.planning.methods import parse_method
+
+# Where a model keeps what `restore_` needs; it follows the model into copies and pickles.
+_UNDO = "linattn_undo"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What `linearize_` did with one attention module.
+
+    Attributes:
+        layer: its number, from 0, in the order of the model's modules.
+        module_name: its qualified name.
+        feature_map: the map that took the softmax's place, in words; None where softmax stays.
+        reason: why softmax stays; None where it was replaced.
+    """
+
+    layer: int
+    module_name: str
+    feature_map: str | None
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Linearization:
+    """What `linearize_` did.
+
+    Attributes:
+        layers: one report per attention module, in order.
+    """
+
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def replaced(self) -> tuple[LayerReport, ...]:
+        """The layers that attend by a feature map."""
+        return tuple(layer for layer in self.layers if layer.reason is None)
+
+    @property
+    def kept(self) -> tuple[LayerReport, ...]:
+        """The layers whose softmax stays."""
+        return tuple(layer for layer in self.layers if layer.reason is not None)
+
+    def __str__(self) -> str:
+        """One line per layer."""
+        return "\n".join(
+            f"{row.layer:3} {row.module_name}: {row.feature_map or f'softmax ({row.reason})'}" for row in self.layers
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Undo:
+    """What `restore_` needs."""
+
+    former: Former
+    hooks: tuple[RemovableHandle, ...]
+
+
+def linearize_(
+    model: PreTrainedModel,
+    *,
+    feature_map: str | Callable[[int], FeatureMap],
+    layers: Iterable[int] | None = None,
+    num_features: int | None = None,
+    seed: int = 0,
+) -> Linearization:
+    """Replace softmax by the kernel of a feature map, in place, in all attention layers of a model or in some.
+
+        softmax(c·q·k)  ->  φ(√c·q)·φ(√c·k) / Σ,   c the temperature the model itself asks for
+
+    Each map becomes part of its attention module, `module.linear_attention.feature_map`: it moves with the model, its
+    parameters train with the model's, and its tensors are in `state_dict` (load such a checkpoint into a model that was
+    linearized alike). Padding, causality, grouped heads and caches work as before; `generate` keeps a `StateCache`,
+    constant in the number of tokens, if this very model generates. Layers that are not replaced attend by SDPA. What
+    φ(q)·φ(k) cannot express is refused by name when a layer asks for it: position biases, soft-capped logits, attention
+    sinks, masks of single pairs, packed sequences, dropout on the weights (load the model with its attention dropout at
+    0), returned weights. This changes what the model computes, without training it anew: `linattn audit` says
+    beforehand by how much.
+
+    Cost: building the maps. Afterwards a replaced layer takes time linear in the tokens.
+
+    Args:
+        model: any transformers model whose layers use AttentionInterface.
+        feature_map: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion +
+            window 16 + heavy 32", every layer drawing from a seed of its own; or a function from the head width to a
+            map, called once for each replaced layer, in order: the way to pass a map that was fitted. Queries reach it
+            multiplied by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks
+            are counted from the first position, padding or not: left padding moves them.
+        layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
+            with a sliding window, whose cost is linear as it is.
+        num_features: R, for a written map whose width is free and not written.
+        seed: layer n's map is drawn from seed + n; for written random maps.
+
+    Returns:
+        A `Linearization`: what was replaced by what, and what was not and why.
+
+    Raises:
+        TypeError: if `feature_map` is neither text nor a function that returns maps.
+        ValueError: if the model ignores AttentionInterface, is linearized or intercepted already, has no such layers,
+            or the map cannot be built or used: a causal layer needs one that learns nothing from the call.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
+        >>> model = BertModel(BertConfig(**sizes))
+        >>> print(linearize_(model, feature_map="Taylor(order=2)", layers=[1]))
+          0 encoder.layer.0.attention.self: softmax (not among `layers`)
+          1 encoder.layer.1.attention.self: Taylor(order=2)
+        >>> model.encoder.layer[1].attention.self.linear_attention.feature_map
+        Taylor(head_dim=2, order=2, scale=0.7071067811865476)
+        >>> restore_(model)
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236); transformers' documentation, "Attention interface".
+    """
+    if is_linearized(model):
+        raise ValueError(f"{type(model).__name__} is linearized already; call restore_(model) first")
+    if attends_by(model, INTERCEPTED):
+        raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
+    modules = list(attention_modules(model))
+    reasons = _reasons(model, modules, layers)
+    chosen = [found for found in modules if found.number not in reasons]
+    kernels = {found.number: _build(found, feature_map, num_features, seed) for found in chosen}
+    # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
+    former = switch_to(model, NAME)
+    for found in chosen:
+        found.module.add_module(KERNEL, kernels[found.number][0])
+    stateful = [found.module for found in chosen if found.cache_place is not None]
+    if stateful:
+        generate_by_states(model)
+    setattr(model, _UNDO, _Undo(former, tuple(hook for module in stateful for hook in hand_over(module))))
+    return Linearization(
+        tuple(
+            LayerReport(found.number, found.name, kernels[found.number][1], None)
+            if found.number in kernels
+            else LayerReport(found.number, found.name, None, reasons[found.number])
+            for found in modules
+        )
+    )
+
+
+def restore_(model: PreTrainedModel) -> None:
+    """Undo `linearize_`: the model attends as it did before, to the bit, and holds no feature map.
+
+    Cost: none worth naming.
+
+    Args:
+        model: the model that was given to `linearize_`, or a copy of it.
+
+    Raises:
+        ValueError: if the model is not linearized.
+
+    Example:
+        See `linearize_`.
+
+    Source: none.
+    """
+    if not is_linearized(model):
+        raise ValueError(f"{type(model).__name__} is not linearized; give the model that linearize_ was given")
+    undo: _Undo = getattr(model, _UNDO)
+    for found in attention_modules(model):
+        if kernel_of(found.module) is not None:
+            delattr(found.module, KERNEL)
+    for hook in undo.hooks:
+        hook.remove()
+    generate_as_before(model)
+    undo.former.put_back()
+    delattr(model, _UNDO)
+
+
+def is_linearized(model: nn.Module) -> bool:
+    """Whether `linearize_` was applied to this very model."""
+    return hasattr(model, _UNDO)
+
+
+def _reasons(model: PreTrainedModel, modules: list[AttentionModule], layers: Iterable[int] | None) -> dict[int, str]:
+    """Why which layers keep their softmax."""
+    kind = type(model).__name__
+    if layers is not None:
+        wanted = list(layers)
+        wrong = [layer for layer in wanted if isinstance(layer, bool) or layer not in range(len(modules))]
+        if wrong:
+            raise ValueError(f"{kind} has attention layers 0 to {len(modules) - 1}, got {wrong}; name some of those")
+        reasons = {found.number: "not among `layers`" for found in modules if found.number not in wanted}
+    else:
+        reasons = {
+            found.number: f"a sliding window of {found.window} tokens, linear as it is; name it in `layers` if need be"
+            for found in modules
+            if found.window is not None
+        }
+    if len(reasons) == len(modules):
+        deaf = (
+            "it does not take its attention from transformers' AttentionInterface; choose a model that does (BERT, "
+            "ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
+        )
+        raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(sorted(set(reasons.values()))) or deaf}")
+    return reasons
+
+
+def _build(
+    found: AttentionModule, feature_map: str | Callable[[int], FeatureMap], num_features: int | None, seed: int
+) -> tuple[KernelAttention, str]:
+    """The kernel for one attention module, tried, and its map in words."""
+    width = found.head_dim
+    if isinstance(feature_map, str):
+        method = parse_method(feature_map)
+        # At the default scale whatever the module's: KernelAttention makes up the difference with each call.
+        built = method.build(width, num_features=num_features, scale=width**-0.5, seed=seed + found.number)
+        kernel = KernelAttention(built, found.name, window=method.window, num_heavy=method.num_heavy)
+        label = method.label
+    else:
+        if isinstance(feature_map, FeatureMap) or not callable(feature_map):
+            raise TypeError(
+                f"feature_map must be text, or a function that builds a map from a head width, got "
+                f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
+            )
+        kernel = KernelAttention(feature_map(width), found.name)
+        label = " ".join(repr(kernel.feature_map).split())
+    device = next(found.module.parameters(), torch.empty(0)).device
+    _try(found, kernel.to(device), label, device)
+    return kernel, label
+
+
+def _try(found: AttentionModule, kernel: KernelAttention, label: str, device: torch.device) -> None:
+    """One token, so that a map the layer can never use is refused now and not in the first forward pass."""
+    # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
+    heads = max((held.shape[0] for held in (*kernel.parameters(), *kernel.buffers()) if held.ndim == 3), default=1)
+    token = torch.zeros(1, heads, 1, found.head_dim, device=device)
+    try:
+        with torch.no_grad():
+            kernel(token, token, token, scale=found.head_dim**-0.5, is_causal=found.is_causal)
+    except ValueError as error:
+        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}") from error

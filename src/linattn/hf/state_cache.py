@@ -1,0 +1,216 @@
+"""Generation in constant memory: a transformers cache whose layers hold states instead of keys and values.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width, R features.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from linattn.attention import State
+from linattn.hf._attention_modules import attention_modules
+from linattn.hf.kernel_attention import KernelAttention, kernel_of
+
+
+class StateLayer(CacheLayerMixin):
+    """One layer of a `StateCache`: the state of all tokens so far.
+
+    transformers' attention modules give a cache their new keys and values and attend to whatever it returns. This layer
+    returns the new ones alone; the attention function then brings them here again, with the queries, and the state
+    grows. A module that does not bring them back would attend to the new tokens only: `expect`, called before the
+    module runs, and `settle`, called after, make that an error.
+
+    Attributes:
+        module_name: qualified name of the attention module it serves.
+        state: the state; None before the first token.
+        num_tokens: how many tokens it has seen, padding included.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self, module_name: str) -> None:
+        super().__init__()
+        self.module_name = module_name
+        self.state: State | None = None
+        self.num_tokens = 0
+        self._is_expected = False
+        self._is_pending = False
+
+    def expect(self) -> None:
+        """The module is about to run, and its attention function will be told of this layer."""
+        self._is_expected = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Called by the attention module: the new keys and values, as they came.
+
+        Raises:
+            RuntimeError: if the module is not the linearized one, or an earlier call was broken off.
+        """
+        if self._is_pending:
+            raise RuntimeError(
+                f"the cache's layer of {self.module_name} was left in the middle of a call, by an error; reset the "
+                "cache or go on from a fork taken before"
+            )
+        if not self._is_expected:
+            raise RuntimeError(
+                f"the cache holds the state of {self.module_name} as linearize_ left it, and another model, or the "
+                "same after restore_, called it; give that model a cache of its own"
+            )
+        self._is_pending = True
+        return key_states, value_states
+
+    def advance(
+        self,
+        kernel: KernelAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> Tensor:
+        """Called by the attention function: the output (B, H, L, Dv) for queries of the keys given to `update`."""
+        out, self.state = kernel.advance(query, key, value, self.state, scale=scale, key_mask=key_mask)
+        self.num_tokens += key.shape[-2]
+        self.is_initialized = True
+        self._is_pending = False
+        return out
+
+    def settle(self) -> None:
+        """The module has run.
+
+        Raises:
+            RuntimeError: if its keys never came back.
+        """
+        self._is_expected = False
+        if self._is_pending:
+            raise RuntimeError(
+                f"{self.module_name} gave its keys to a cache of states and attended without it, by another attention "
+                "function than linearize_'s; generate with an ordinary cache (past_key_values=DynamicCache()) while "
+                "another one is set"
+            )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first call makes the state."""
+
+    def get_seq_length(self) -> int:
+        """How many tokens have been seen."""
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The module sees its new keys alone, after all the others."""
+        return query_length, self.num_tokens
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.state, self.num_tokens, self.is_initialized = None, 0, False
+        self._is_expected = self._is_pending = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the given rows of the batch, in that order."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch: numbers, or a mask."""
+        if self.state is not None:
+            rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+            self.state = self.state.select(rows.to(self.state.S.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        if self.state is not None:
+            rows = torch.arange(self.state.S.shape[0], device=self.state.S.device)
+            self.state = self.state.select(rows.repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        """Refused: a sum does not say what it was before."""
+        raise ValueError(
+            f"a state cannot forget its last tokens, {tokens_to_remove} of which are to go; keep a fork of the cache "
+            "from before they came, or generate with an ordinary cache (past_key_values=DynamicCache())"
+        )
+
+    def offload(self) -> None:
+        """Nothing: a state is smaller than what offloading is for."""
+
+    def prefetch(self) -> None:
+        """Nothing."""
+
+
+class StateCache(Cache):
+    """The cache of a linearized model: constant in the number of tokens where a feature map took the softmax's place.
+
+        S = Σ φ(k)vᵀ,   z = Σ φ(k):   Hkv·R·(Dv + 1) numbers per row and layer, instead of Hkv·L·(D + Dv)
+
+    Layers that kept their softmax have their keys and values in it, as in an ordinary cache. `generate` of a linearized
+    model makes one by itself; make one to hold on to it:
+
+    * continue a text: give the same cache again;
+    * try several continuations, or take one back: continue from `fork`, and keep the cache.
+
+    An encoder-decoder takes it for its self-attention: `EncoderDecoderCache(StateCache(model), DynamicCache())`. A pass
+    that records gradients keeps the graph alive through the states. Whisper's `generate` with return_dict_in_generate
+    takes the keys of its cache apart, of which there are none here: pass it an ordinary cache.
+
+    Args:
+        model: a linearized model; the cache serves it and copies of it.
+
+    Raises:
+        ValueError: if no causal layer of the model attends by a feature map.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from linattn.hf import linearize_
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=2, n_head=2)).eval()
+        >>> _ = linearize_(model, feature_map="EluPlusOne", layers=[0])
+        >>> cache = StateCache(model)
+        >>> _ = model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        >>> tuple(cache.layers[0].state.S.shape), tuple(cache.layers[1].keys.shape)
+        ((1, 2, 2, 2), (1, 2, 3, 2))
+        >>> fork = cache.fork()
+        >>> _ = model(input_ids=torch.tensor([[4]]), past_key_values=fork)
+        >>> cache.get_seq_length(), fork.get_seq_length()
+        (3, 4)
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; transformers' documentation, "Caching".
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        names = state_layers(model)
+        if not names:
+            raise ValueError(
+                f"no causal layer of {type(model).__name__} attends by a feature map; call linearize_ on it first, or "
+                "use an ordinary cache"
+            )
+        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        for number, name in names.items():
+            layers[number] = StateLayer(name)
+        super().__init__(layers=layers)
+
+    def fork(self) -> StateCache:
+        """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""
+        fork = copy(self)
+        fork.layers = [copy(layer) for layer in self.layers]
+        return fork
+
+
+def state_layers(model: PreTrainedModel) -> dict[int, str]:
+    """The numbers under which causal layers with a kernel know their cache, and the modules' names."""
+    return {
+        found.cache_place: found.name
+        for found in attention_modules(model)
+        if kernel_of(found.module) is not None and found.cache_place is not None
+    }

@@ -1,0 +1,128 @@
+"""What cannot be linearized, or asked of a linearized model, is refused by name and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from linattn.feature_maps import EluPlusOne, FavorPlus, Relu
+from linattn.hf import intercept, linearize_, restore_
+from model_inputs import batch
+
+IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
+FOUR = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "inputs", "words"),
+    [
+        ("t5", {}, {"decoder_input_ids": IDS}, "position bias"),
+        ("gemma2", {}, {}, "soft-capped logits"),
+        ("gpt_oss", {}, {}, "attention sinks"),
+        ("mistral", {"sliding_window": 3}, {}, "sliding window"),
+        ("modernbert", {"local_attention": 4}, {}, "sliding window"),
+        ("llama", {}, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": False}, "packed"),
+        ("llama", {}, {"attention_mask": FOUR}, "4-D mask"),
+        ("bert", {}, {"output_attentions": True}, "output_attentions"),
+    ],
+)
+def test_inexpressible_calls(build, family, options, inputs, words):
+    model = build(family, **options)
+    linearize_(model, feature_map="EluPlusOne", layers=range(4 if family == "t5" else 2))
+    with pytest.raises(ValueError, match=words), torch.no_grad():
+        model(input_ids=IDS, **inputs)
+
+
+def test_dropout_in_training(build):
+    model = build("bert").train()
+    linearize_(model, feature_map="EluPlusOne")
+    with pytest.raises(ValueError, match=r"dropout of 0\.1.*load the model with attention dropout 0"):
+        model(input_ids=IDS)
+    silent = build("bert", attention_probs_dropout_prob=0.0).train()
+    linearize_(silent, feature_map="EluPlusOne")
+    assert silent(input_ids=IDS)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpnet"])
+def test_architectures_that_ignore_the_interface(build, family):
+    model = build(family)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"does not take its attention.*choose a model that does"):
+        linearize_(model, feature_map="EluPlusOne")
+    assert model.config._attn_implementation == before
+
+
+def test_layers_with_a_window_are_left_unless_named(build):
+    model = build("modernbert")
+    report = linearize_(model, feature_map="EluPlusOne")
+    assert [row.layer for row in report.replaced] == [0]
+    assert report.kept[0].reason.startswith("a sliding window of 65 tokens, linear as it is; name it")
+    with pytest.raises(ValueError, match=r"no layer of MistralModel would be replaced: a sliding window of 4096"):
+        linearize_(build("mistral"), feature_map="EluPlusOne")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"feature_map": "EluPlusOne", "layers": [2]}, ValueError, r"has attention layers 0 to 1, got \[2\]"),
+        ({"feature_map": "EluPlusOne", "layers": []}, ValueError, "no layer of BertModel would be replaced"),
+        ({"feature_map": "FavorPlus"}, ValueError, "FavorPlus needs a number of features"),
+        ({"feature_map": "Softplus"}, ValueError, "there is no feature map 'Softplus'"),
+        ({"feature_map": "Relu + heavy 2"}, ValueError, "cannot share a normaliser"),
+        ({"feature_map": FavorPlus(8, 16)}, TypeError, "got FavorPlus; write feature_map=lambda head_dim"),
+        ({"feature_map": lambda head_dim: "Relu"}, TypeError, "must be a linattn.feature_maps.FeatureMap, got str"),
+        ({"feature_map": lambda head_dim: Relu(4)}, ValueError, r"\(layer 0\) cannot attend by Relu.*head_dim=4"),
+    ],
+)
+def test_what_is_no_map_or_layer(build, options, error, words):
+    model = build("bert")
+    before = model.config._attn_implementation
+    with pytest.raises(error, match=words):
+        linearize_(model, **options)
+    assert model.config._attn_implementation == before
+    linearize_(model, feature_map=EluPlusOne)
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "words"),
+    [
+        ("Centred(Taylor)", r"layers.0.self_attn \(layer 0\) cannot attend by Centred\(Taylor\): .*fit"),
+        ("Expansion", r"Expansion would take centres of all queries.*call fit\(query, key\)"),
+        ("FavorPlus(num_features=8) + heavy 2", "without window"),
+    ],
+)
+def test_maps_that_learn_from_the_call_are_refused_early_where_causal(build, feature_map, words):
+    with pytest.raises(ValueError, match=words):
+        linearize_(build("llama"), feature_map=feature_map)
+    linearize_(build("bert"), feature_map=feature_map)
+
+
+def test_once_and_only_once(build, exact):
+    model = build("bert")
+    with pytest.raises(ValueError, match="is not linearized; give the model that linearize_ was given"):
+        restore_(model)
+    linearize_(model, feature_map="EluPlusOne")
+    with pytest.raises(ValueError, match=r"linearized already; call restore_\(model\) first"):
+        linearize_(model, feature_map="EluPlusOne")
+    with pytest.raises(ValueError, match="is not linearized"):
+        restore_(model.encoder)
+    restore_(model)
+    with intercept(model, exact), pytest.raises(ValueError, match="being intercepted; leave the block"):
+        linearize_(model, feature_map="EluPlusOne")
+
+
+def test_softmax_layers_honour_what_kernels_cannot(build):
+    """A window reaches the softmax layers of a hybrid; sinks do not pass through SDPA."""
+    window = build("qwen2", use_sliding_window=True, sliding_window=3, max_window_layers=1, num_hidden_layers=3)
+    window.double()
+    inputs = batch("qwen2")
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        own = window(**inputs)[0][real]
+        linearize_(window, feature_map="FavorPlus(num_features=8) + window 8")
+        # The first layer's kernel has a window over the whole text: exact. The others have the model's own.
+        assert (window(**inputs)[0][real] - own).abs().max() <= 1e-12 * own.abs().max()
+    sinks = build("gpt_oss")
+    linearize_(sinks, feature_map="EluPlusOne", layers=[1])
+    with pytest.raises(ValueError, match=r"GptOssAttention asks for attention sinks, which transformers' SDPA"):
+        sinks(input_ids=IDS)
