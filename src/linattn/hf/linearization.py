@@ -224,6 +224,8 @@ def _build(
         method = parse_method(feature_map)
         # At the default scale whatever the module's: KernelAttention makes up the difference with each call.
         built = method.build(width, num_features=num_features, scale=width**-0.5, seed=seed + found.number)
+        # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
+        built.requires_grad_(True)
         kernel = KernelAttention(built, found.name, window=method.window, num_heavy=method.num_heavy)
         label = method.label
     else:

@@ -1,0 +1,7 @@
+"""Deliberate faults, room by room; `tests/mutations.py` commits them one at a time."""
+
+from __future__ import annotations
+
+from faults import attention, feature_maps, lab, models
+
+FAULTS = (*feature_maps.FAULTS, *attention.FAULTS, *models.FAULTS, *lab.FAULTS)

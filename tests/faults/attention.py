@@ -1,0 +1,174 @@
+"""Faults of the op, its states and its exact part."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+BLOCKED = "attention/_blocked/"
+
+FAULTS = (
+    Fault(
+        "add an epsilon to the denominator",
+        BLOCKED + "reading.py",
+        "    den.copy_(total.reshape(den.shape))",
+        "    total = total + 1e-6\n    den.copy_(total.reshape(den.shape))",
+        "tests/laws/test_truth.py",
+    ),
+    Fault(
+        "mask the values only",
+        BLOCKED + "features.py",
+        "if mask is not None:",
+        "if False:",
+        "tests/laws/test_masking.py",
+    ),
+    Fault(
+        "let masked tokens hold NaN",
+        BLOCKED + "blocks.py",
+        "rows if mask is None else rows.masked_fill_",
+        "rows if True else rows.masked_fill_",
+        "tests/laws/test_masking.py",
+    ),
+    Fault(
+        "one key maximum for all rows, heads and features",
+        BLOCKED + "features.py",
+        "torch.maximum(m, self.log.amax(-2))",
+        "torch.maximum(m, self.log.amax())",
+        "tests/laws/test_independence.py tests/laws/test_convexity.py",
+    ),
+    Fault(
+        "sum over heads instead of tokens",
+        BLOCKED + "causal.py",
+        "rows.tril_()",
+        "scores.transpose(0, 1).tril_()",
+        "tests/laws/test_truth.py",
+    ),
+    Fault(
+        "no guard against jumps",
+        BLOCKED + "causal.py",
+        "_MAX_JUMP = 60.0",
+        "_MAX_JUMP = 1e30",
+        "tests/laws/test_causality.py",
+    ),
+    Fault(
+        "do not rescale the state when the maximum rises",
+        BLOCKED + "blocks.py",
+        "decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)",
+        "decay = torch.ones_like(self.z[..., :1])",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "keep the state in the inputs' dtype",
+        BLOCKED + "blocks.py",
+        "return torch.promote_types(dtype, torch.float32)",
+        "return dtype",
+        "tests/laws/test_precision.py",
+    ),
+    Fault(
+        "unwind the state by subtraction",
+        BLOCKED + "causal_backward.py",
+        "            found.append(Visit(entry, c, keys, phi_k, safe, start, stop))",
+        "            rise = (c - entry.m).exp()\n"
+        "            S = entry.S * (entry.m - c).exp().unsqueeze(-1) + phi_k.mT @ v\n"
+        "            entry = Moments((S - phi_k.mT @ v) * rise.unsqueeze(-1), entry.z, entry.m) if start else entry\n"
+        "            found.append(Visit(entry, c, keys, phi_k, safe, start, stop))",
+        "tests/laws/test_gradient.py",
+    ),
+    Fault(
+        "forget the normaliser's gradient",
+        BLOCKED + "reading.py",
+        "torch.sub(grad_den.unsqueeze(-1).masked_fill(dead, 0), from_out)",
+        "grad_den.unsqueeze(-1).masked_fill(dead, 0)",
+        "tests/laws/test_gradient.py",
+    ),
+    Fault(
+        "ignore the incoming state",
+        "attention/functional.py",
+        "        if state is not None:\n            return state.moments",
+        "        if state is not None:\n            pass",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "start a segment's recomputation from the state before it",
+        BLOCKED + "causal_backward.py",
+        "[x[:, index - 1] for x in self._checkpoints]",
+        "[x[:, max(index - 2, 0)] for x in self._checkpoints]",
+        "tests/laws/test_truth.py",
+    ),
+    Fault(
+        "let a step forget the old state",
+        BLOCKED + "stepping.py",
+        "z = phi.addcmul_(z, decay)",
+        "z = phi",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "interleave grouped heads",
+        "attention/functional.py",
+        "query.unflatten(1, (key.shape[1], -1))",
+        "query.unflatten(1, (-1, key.shape[1])).transpose(1, 2)",
+        "tests/laws/test_truth.py",
+    ),
+    Fault(
+        "merge without a common exponent",
+        "attention/state.py",
+        "m = torch.maximum(self.m, other.m)",
+        "m = self.m",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "accept a state of another draw",
+        "attention/state.py",
+        "if state.built_with != fingerprint:",
+        "if False:",
+        "tests/laws/test_fold.py tests/laws/test_refusals.py",
+    ),
+    Fault(
+        "read the state at another scale than the block",
+        BLOCKED + "grouped_causal.py",
+        "decay = torch.exp(from_state - reference).unsqueeze(-1)",
+        "decay = torch.ones_like(reference).unsqueeze(-1)",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "count a repeated query twice in a key's mass",
+        BLOCKED + "mass.py",
+        "(den == 0) | part.free",
+        "den == 0",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "see one's own span of tokens",
+        BLOCKED + "causal.py",
+        "return number.unsqueeze(-1) > number",
+        "return number.unsqueeze(-1) >= number",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "leave heavy keys to the map too",
+        "attention/_exact/bidirectional.py",
+        "rest = seen.scatter(-1, chosen, False)",
+        "rest = seen",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "see one key ahead in the window",
+        "attention/_exact/neighbourhood.py",
+        ".tril(self.window)",
+        ".tril(self.window + 1)",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "keep the lightest keys",
+        "attention/_exact/heavy.py",
+        "descending=True",
+        "descending=False",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "favour keys that many queries saw",
+        "attention/_exact/causal.py",
+        "(2 * window - places)",
+        "(2 * window)",
+        "tests/laws/test_exact_part.py",
+    ),
+)

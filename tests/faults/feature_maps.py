@@ -1,0 +1,113 @@
+"""Faults of feature maps."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "drop the sign fix of QR",
+        "feature_maps/_draw.py",
+        "q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)",
+        "q * 1.0",
+        "tests/feature_maps/test_draw.py tests/feature_maps/test_kernel.py",
+    ),
+    Fault(
+        "forget 1/√R",
+        "feature_maps/_softmax_estimator.py",
+        "-math.log(self.num_features) / 2",
+        "0.0",
+        "tests/feature_maps/test_kernel.py",
+    ),
+    Fault(
+        "forget |x|²/2",
+        "feature_maps/_softmax_estimator.py",
+        "self._half_square(x, -self._constant())",
+        "-self._constant()",
+        "tests/feature_maps/test_kernel.py",
+    ),
+    Fault(
+        "draw in evaluation",
+        "feature_maps/_random_base.py",
+        '"""The input in float32 or float64, and the weights in its dtype."""',
+        '"""Mutated."""\n        self.redraw(self._seed + 1)',
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "tell maps apart by their settings alone",
+        "feature_maps/_base.py",
+        "if not names:",
+        "if True:",
+        "tests/feature_maps/test_learned.py",
+    ),
+    Fault(
+        "hold on to a trainable weight's digest",
+        "feature_maps/_digest.py",
+        "weight.requires_grad or ",
+        "",
+        "tests/feature_maps/test_learned.py",
+    ),
+    Fault(
+        "pull a norm back twice",
+        "feature_maps/_softmax_estimator.py",
+        "value=-self.scale",
+        "value=-2 * self.scale",
+        "tests/laws/test_gradient.py",
+    ),
+    Fault(
+        "move keys by M instead of its inverse transpose",
+        "feature_maps/balanced.py",
+        "backward = matrix.reciprocal() if self.diagonal else torch.linalg.inv(matrix)",
+        "backward = forward",
+        "tests/feature_maps/test_balanced.py",
+    ),
+    Fault(
+        "balance without the ridge",
+        "feature_maps/_spectral.py",
+        "torch.maximum(x, floor * x.amax(-1, keepdim=True))",
+        "x.clamp(min=1e-14)",
+        "tests/feature_maps/test_balanced.py",
+    ),
+    Fault(
+        "stretch a direction as another's tilt asks",
+        "feature_maps/sderf.py",
+        "spectral(self._tilt, lambda a: (1 - 4 * a).sqrt())",
+        "spectral(self._tilt, lambda a: (1 - 4 * a.mean(-1, keepdim=True)).sqrt().expand_as(a))",
+        "tests/feature_maps/test_sderf.py",
+    ),
+    Fault(
+        "fit what is inside on what is outside",
+        "feature_maps/_wrapper.py",
+        "self.inner.fit(self.inner_query(query), self.inner_key(key))",
+        "self.inner.fit(query, key)",
+        "tests/feature_maps/test_balanced.py tests/feature_maps/test_centred.py",
+    ),
+    Fault(
+        "forget the ridge of landmarks",
+        "feature_maps/nystrom.py",
+        "eigenvalues.clamp(min=0) + self.ridge",
+        "eigenvalues.clamp(min=0)",
+        "tests/feature_maps/test_nystrom.py",
+    ),
+    Fault(
+        "invert what is rounding",
+        "feature_maps/nystrom.py",
+        "torch.where(kept, raised, math.inf).rsqrt()",
+        "raised.clamp(min=1e-30).rsqrt()",
+        "tests/feature_maps/test_nystrom.py",
+    ),
+    Fault(
+        "expand around 0 instead of the mean key",
+        "feature_maps/expansion.py",
+        "u = (delta * mean).sum(-1, keepdim=True)",
+        "u = (delta * mean * 0).sum(-1, keepdim=True)",
+        "tests/laws/test_truth.py",
+    ),
+    Fault(
+        "take any step for granted",
+        "feature_maps/expansion.py",
+        "share = _REACH / deviation.clamp(min=_REACH)",
+        "share = torch.ones_like(deviation)",
+        "tests/feature_maps/test_expansion.py",
+    ),
+)

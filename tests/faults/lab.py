@@ -1,0 +1,80 @@
+"""Faults of planning, measuring and reporting."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+BLOCKED = "attention/_blocked/"
+
+FAULTS = (
+    Fault(
+        "shift the causal diagonal up", BLOCKED + "causal.py", ".tril_()", ".tril_(1)", "tests/laws/test_causality.py"
+    ),
+    Fault(
+        "shift the causal diagonal down", BLOCKED + "causal.py", ".tril_()", ".tril_(-1)", "tests/laws/test_truth.py"
+    ),
+    Fault(
+        "take figures again that were kept",
+        "lab/experiments/reproduction.py",
+        "if (measurement.series, measurement.x) not in taken:",
+        "if measurement:",
+        "tests/lab/experiments/test_reproduction.py",
+    ),
+    Fault(
+        "let a crash end the run",
+        "lab/experiments/reproduction.py",
+        "        except Exception:",
+        "        except KeyError:",
+        "tests/lab/experiments/test_reproduction.py",
+    ),
+    Fault(
+        "lose what another setting measured",
+        "lab/commands/reproduce.py",
+        "shutil.copy2(file, aside)",
+        "aside.touch()",
+        "tests/lab/commands/test_reproduce.py",
+    ),
+    Fault(
+        "call what could not be decided a success",
+        "lab/commands/reproduce.py",
+        "if undecided or run.crashes:",
+        "if run.crashes:",
+        "tests/lab/commands/test_reproduce.py",
+    ),
+    Fault(
+        "leave a last line that was cut off",
+        "lab/jsonl.py",
+        '(line for line in lines if line.endswith("\\n"))',
+        "lines",
+        "tests/lab/commands/test_reproduce.py",
+    ),
+    Fault(
+        "draw bars of one standard error",
+        "lab/report/claims/figures.py",
+        "_BAR = 2",
+        "_BAR = 1",
+        "tests/lab/report/test_claims.py",
+    ),
+    Fault(
+        "leave charts in folds undrawn",
+        "lab/report/templates/page.js",
+        "if (details.open) draw(id);",
+        "",
+        "tests/lab/report/browser",
+    ),
+    Fault(
+        "sort numbers as text",
+        "lab/report/templates/page.js",
+        ": x - y;",
+        ": a.localeCompare(b);",
+        "tests/lab/report/browser",
+    ),
+    Fault(
+        "keep the charts' colours when the theme changes",
+        "lab/report/templates/page.js",
+        """  redraw();
+}""",
+        "}",
+        "tests/lab/report/browser",
+    ),
+)
