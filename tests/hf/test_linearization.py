@@ -128,6 +128,17 @@ def test_the_exact_part_of_a_method(build):
     assert (run(model, inputs) - own).abs().max() <= CLOSE * own.abs().max()
 
 
+def test_learned_maps_train_with_the_model(build):
+    model = build("bert")
+    linearize_(model, feature_map="LearnedExponential", num_features=8)
+    loss = model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state.square().sum()
+    loss.backward()
+    for number, layer in enumerate(model.encoder.layer):
+        weights = dict(layer.attention.self.linear_attention.feature_map.named_parameters())
+        assert weights
+        assert all(weight.grad is not None for weight in weights.values()), f"layer {number}"
+
+
 def test_gradients_reach_the_model(build):
     model = build("llama")
     linearize_(model, feature_map="Taylor(order=2)")
