@@ -6,8 +6,8 @@ The numerator of the output is taken to err as one kernel entry of mean norm doe
 to their mean and their errors common to all keys, for these cancel between numerator and denominator; and more where s
 varies from pair to pair, for e^s at the mean s is below the mean of e^s, and attention weighs the pairs of large s.
 Large predictions saturate: an average of values is never farther off than a value.
-Figures are medians over sets of tokens: beyond s = 2 or so a mean is that of the few rarest draws. Widths and scales were
-chosen, after first runs that could not tell, for sampling to decide: on the verge of 3, and at a width where s is small.
+Figures are medians over sets of tokens: beyond s = 2 or so a mean is that of the few rarest draws. Widths and scales
+were chosen, after first runs that could not tell, for sampling to decide: on the verge of 3, and where s is small.
 
 Letters: D head width, r features.
 """
