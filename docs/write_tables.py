@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from linattn.lab.report import ClaimsSummary, summarise_audit, summarise_claims
+from linattn.lab.report import SOURCES, ClaimsSummary, summarise_audit, summarise_claims
 from linattn.planning.files import replacing
 
 ROOT = Path(__file__).parents[1]
@@ -30,11 +30,6 @@ SHOWN = (
     ("Expansion(num_centres=64) + window 32 + heavy 64", None),
 )
 
-SOURCES = (
-    "Sources: *derivation* is “From Softmax to Performer Linear Attention”, in English and Chinese; *time to perform* "
-    "the note of that name (2022); *kernel trick* “The Kernel Trick: Math Behind Linearization”; *overview* an "
-    "overview of linear attention in Chinese; the Performer paper is arXiv 2009.14794."
-)
 REFUTED = (
     "elementwise-exp-is-softmax",
     "only-exp-survives-reordering",
@@ -126,8 +121,8 @@ def claims_page(summary: ClaimsSummary) -> str:
         "",
         f"Written by `make readme` from a run of `linattn reproduce --{header.setting}`; {header.processor}, "
         f"{header.threads} threads, torch {header.versions['torch']}. Every claim is one file in "
-        "`src/linattn/lab/experiments/`, with its setting, its figures and how they decide; `linattn reproduce NAME` "
-        "takes them again.",
+        "`src/linattn/lab/experiments/`, with its setting, its figures and how they decide; `linattn reproduce NAME "
+        "--again` takes them again.",
         "",
         SOURCES,
         "",

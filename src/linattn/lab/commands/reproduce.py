@@ -65,7 +65,7 @@ def _listed() -> Table:
 
 
 def _kept(file: Path, run: Reproduction, again: bool, console: Console) -> list[Record]:
-    """What an earlier run in the same circumstances has taken; a file of others is renamed, not lost."""
+    """What an earlier run in the same circumstances has taken; a file of others is copied aside, not lost."""
     found = CLAIMS.unfinished(file)
     same = found is not None and found[0] == run.header
     kept = [record for record in found[1] if not (again and record.claim in run.names)] if found and same else []

@@ -11,6 +11,7 @@ from linattn.lab.report.bench.summary import BenchSummary as BenchSummary
 from linattn.lab.report.bench.summary import conclude as conclude
 from linattn.lab.report.bench.summary import length_table as length_table
 from linattn.lab.report.bench.summary import summarise_bench as summarise_bench
+from linattn.lab.report.claims.summary import SOURCES as SOURCES
 from linattn.lab.report.claims.summary import ClaimsSummary as ClaimsSummary
 from linattn.lab.report.claims.summary import summarise_claims as summarise_claims
 from linattn.lab.report.claims.summary import verdict_table as verdict_table

@@ -18,7 +18,7 @@ from linattn.lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise
 from linattn.lab.report.bench.figures import memory_curves, time_curves
 from linattn.lab.report.bench.summary import BenchSummary, conclude, length_table, summarise_bench
 from linattn.lab.report.claims.figures import alternative, claim_chart
-from linattn.lab.report.claims.summary import ClaimsSummary, summarise_claims
+from linattn.lab.report.claims.summary import SOURCES, ClaimsSummary, summarise_claims
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def write_page(report: Report, path: Path) -> None:
     if report.claims is not None:
         for claim in report.claims.claims:
             figures[f"chart-{claim.name}"] = claim_chart(claim)
-        values["alternative"] = alternative
+        values |= {"alternative": alternative, "sources": SOURCES}
     if report.audit is not None:
         values |= _audit_values(report.audit, figures)
     if report.bench is not None:

@@ -10,6 +10,13 @@ from linattn.lab.experiments.experiment import Row, Status
 from linattn.lab.experiments.records import CLAIMS, ClaimsHeader, Decision
 from linattn.lab.report._text import Table
 
+SOURCES = (
+    "Sources: “derivation” is “From Softmax to Performer Linear Attention”, in English and Chinese; “time to perform” "
+    "the note of that name (2022); “kernel trick” is “The Kernel Trick: Math Behind Linearization”; “overview” an "
+    "overview of linear attention in Chinese; the Performer paper is arXiv 2009.14794."
+)
+"""What the claims' sources are called for short."""
+
 
 @dataclass(frozen=True)
 class Claim:
