@@ -16,6 +16,7 @@ from linattn.hf.interception import intercept as intercept
 from linattn.hf.kernel_attention import KernelAttention as KernelAttention
 from linattn.hf.linearization import LayerReport as LayerReport
 from linattn.hf.linearization import Linearization as Linearization
+from linattn.hf.linearization import is_linearized as is_linearized
 from linattn.hf.linearization import linearize_ as linearize_
 from linattn.hf.linearization import restore_ as restore_
 from linattn.hf.loading import LoadedModel as LoadedModel

@@ -82,7 +82,7 @@ class KernelAttention(nn.Module):
             (B, H, Lq, Dv).
         """
         return linear_attention(
-            self._tempered(query, scale),
+            tempered(self.feature_map, query, scale),
             key,
             value,
             self.feature_map,
@@ -117,7 +117,7 @@ class KernelAttention(nn.Module):
             The output (B, H, L, Dv) and the new state.
         """
         return linear_attention_with_state(
-            self._tempered(query, scale),
+            tempered(self.feature_map, query, scale),
             key,
             value,
             self.feature_map,
@@ -128,10 +128,30 @@ class KernelAttention(nn.Module):
             num_heavy=self.num_heavy,
         )
 
-    def _tempered(self, query: Tensor, scale: float) -> Tensor:
-        """Queries for which the map's own scale is the model's."""
-        own: float = getattr(self.feature_map, "scale", query.shape[-1] ** -0.5)
-        return query if own == scale else query * (scale / own)
+
+def tempered(feature_map: FeatureMap, query: Tensor, scale: float) -> Tensor:
+    """Queries for which the map's own scale is the model's: q·c/s.
+
+    Cost: O(B H L D), nothing where the two agree.
+
+    Args:
+        feature_map: any map; one without a scale is taken to stand at D**-0.5.
+        query: (B, H, L, D).
+        scale: c, the temperature the model asks for.
+
+    Returns:
+        (B, H, L, D).
+
+    Example:
+        >>> import torch
+        >>> from linattn.feature_maps import Taylor
+        >>> tempered(Taylor(1, scale=0.5), torch.ones(1, 1, 1, 1), 2.0).item()
+        4.0
+
+    Source: none.
+    """
+    own: float = getattr(feature_map, "scale", query.shape[-1] ** -0.5)
+    return query if own == scale else query * (scale / own)
 
 
 def kernel_of(module: nn.Module) -> KernelAttention | None:

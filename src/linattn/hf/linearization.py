@@ -80,6 +80,8 @@ def linearize_(
     *,
     feature_map: str | Callable[[int], FeatureMap],
     layers: Iterable[int] | None = None,
+    window: int | None = None,
+    num_heavy: int = 0,
     num_features: int | None = None,
     seed: int = 0,
 ) -> Linearization:
@@ -107,6 +109,8 @@ def linearize_(
             are counted from the first position, padding or not: left padding moves them.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
             with a sliding window, whose cost is linear as it is.
+        window: as in `linattn.linear_attention`, for maps that a function builds; a written form has its own.
+        num_heavy: the same.
         num_features: R, for a written map whose width is free and not written.
         seed: layer n's map is drawn from seed + n; for written random maps.
 
@@ -138,7 +142,7 @@ def linearize_(
     modules = list(attention_modules(model))
     reasons = _reasons(model, modules, layers)
     chosen = [found for found in modules if found.number not in reasons]
-    kernels = {found.number: _build(found, feature_map, num_features, seed) for found in chosen}
+    kernels = {found.number: _build(found, feature_map, window, num_heavy, num_features, seed) for found in chosen}
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
     former = switch_to(model, NAME)
     for found in chosen:
@@ -216,11 +220,21 @@ def _reasons(model: PreTrainedModel, modules: list[AttentionModule], layers: Ite
 
 
 def _build(
-    found: AttentionModule, feature_map: str | Callable[[int], FeatureMap], num_features: int | None, seed: int
+    found: AttentionModule,
+    feature_map: str | Callable[[int], FeatureMap],
+    window: int | None,
+    num_heavy: int,
+    num_features: int | None,
+    seed: int,
 ) -> tuple[KernelAttention, str]:
     """The kernel for one attention module, tried, and its map in words."""
     width = found.head_dim
     if isinstance(feature_map, str):
+        if window is not None or num_heavy:
+            raise ValueError(
+                f"{feature_map!r} is a written form, whose exact part is written too; leave window and num_heavy out, "
+                "as in 'Expansion + window 16 + heavy 32'"
+            )
         method = parse_method(feature_map)
         # At the default scale whatever the module's: KernelAttention makes up the difference with each call.
         built = method.build(width, num_features=num_features, scale=width**-0.5, seed=seed + found.number)
@@ -234,7 +248,7 @@ def _build(
                 f"feature_map must be text, or a function that builds a map from a head width, got "
                 f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
             )
-        kernel = KernelAttention(feature_map(width), found.name)
+        kernel = KernelAttention(feature_map(width), found.name, window=window, num_heavy=num_heavy)
         label = " ".join(repr(kernel.feature_map).split())
     device = next(found.module.parameters(), torch.empty(0)).device
     _try(found, kernel.to(device), label, device)

@@ -53,7 +53,9 @@ class MapSpec:
         """The constructor's parameters by name."""
         return dict(inspect.signature(FEATURE_MAPS[self.name]).parameters)
 
-    def build(self, head_dim: int, *, num_features: int | None, scale: float, seed: int) -> FeatureMap:
+    def build(
+        self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
+    ) -> FeatureMap:
         """The map itself.
 
         Cost: the map's constructor; O(R D²) for orthogonal draws.
@@ -63,6 +65,8 @@ class MapSpec:
             num_features: R; must be None for a map whose width is fixed.
             scale: factor of q·k in the exponent; handed to maps that take one, unless the options say otherwise.
             seed: seed of the draw; handed to random maps.
+            num_heads: Hkv, for a draw or weights of its own in each key/value head; handed to maps that take it. None
+                for one shared by all.
 
         Returns:
             A feature map, not yet fitted; a learned one is untrained and frozen, since it is built to be measured.
@@ -86,6 +90,8 @@ class MapSpec:
             arguments["num_features"] = num_features
         if self.is_random:
             arguments["seed"] = seed
+        if num_heads is not None and "num_heads" in self._parameters:
+            arguments["num_heads"] = num_heads
         if "scale" in self._parameters:
             arguments.setdefault("scale", scale)
         feature_map = FEATURE_MAPS[self.name](head_dim, **arguments)

@@ -48,7 +48,9 @@ class Method:
         """Whether some keys are attended to exactly."""
         return self.window is not None or self.num_heavy > 0
 
-    def build(self, head_dim: int, *, num_features: int | None, scale: float, seed: int) -> FeatureMap:
+    def build(
+        self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
+    ) -> FeatureMap:
         """The map itself; see `MapSpec.build`.
 
         Cost: the map's constructor.
@@ -58,6 +60,7 @@ class Method:
             num_features: R; must be None for a map whose width is fixed.
             scale: factor of q·k in the exponent.
             seed: seed of the draw.
+            num_heads: Hkv, for a draw or weights of its own in each key/value head; None for one shared by all.
 
         Returns:
             A feature map, not yet fitted.
@@ -71,7 +74,7 @@ class Method:
 
         Source: the constructors in `linattn.feature_maps`.
         """
-        feature_map = self.map.build(head_dim, num_features=num_features, scale=scale, seed=seed)
+        feature_map = self.map.build(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
         if self.has_exact_part and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
             raise ValueError(
                 f"{self.label}: {self.map.name} cannot share a normaliser with exact attention; take a map for the "

@@ -1,0 +1,18 @@
+"""Softmax model -> linear model: calibrate, swap, distil, and say at every stage how wrong it is."""
+
+from importlib.util import find_spec
+
+if _missing := [name for name in ("transformers", "accelerate", "tensorboard") if find_spec(name) is None]:
+    raise ImportError(
+        f"linattn.convert trains transformers models, and {', '.join(_missing)} is missing: pip install "
+        "'linattn[convert]'"
+    )
+
+from linattn.convert.config import DEFAULT_MAP as DEFAULT_MAP
+from linattn.convert.config import ConvertConfig as ConvertConfig
+from linattn.convert.conversion import Conversion as Conversion
+from linattn.convert.conversion import convert_ as convert_
+from linattn.convert.stages import Agreement as Agreement
+from linattn.convert.stages import LayerError as LayerError
+from linattn.convert.stages import Stage as Stage
+from linattn.convert.training import Trained as Trained

@@ -1,0 +1,135 @@
+"""Maps for the layers of a model, fitted to the attention it pays to sample texts.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linattn.attention import softmax_attention
+from linattn.convert.running import Batch, to_device
+from linattn.feature_maps import FeatureMap, FittedMap
+from linattn.hf import AttentionCall, LayerReport, intercept
+from linattn.hf.kernel_attention import tempered
+from linattn.planning.methods import Method
+
+
+def record(model: PreTrainedModel, batch: Batch) -> dict[str, AttentionCall]:
+    """The attention calls of one forward pass, by the name of their module.
+
+    Like `linattn.hf.capture`, which checks a model once, without its second pass: for every step of a training.
+
+    Cost: a forward pass.
+
+    Args:
+        model: the original model, which `capture` accepts.
+        batch: its keyword arguments.
+
+    Returns:
+        One call per attention module.
+
+    Example:
+        See `linattn.hf.capture`.
+
+    Source: `linattn.hf.intercept`.
+    """
+    calls: dict[str, AttentionCall] = {}
+
+    def keep(call: AttentionCall) -> Tensor:
+        """Keep the call, answer exactly."""
+        calls[call.module_name] = call
+        return softmax_attention(
+            call.query,
+            call.key,
+            call.value,
+            key_mask=call.key_mask,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            enable_gqa=True,
+        )
+
+    with torch.no_grad(), intercept(model, keep):
+        model(**to_device(batch, model.device))
+    return calls
+
+
+def build_maps(
+    method: Method,
+    layers: Iterable[LayerReport],
+    calls: dict[str, AttentionCall],
+    *,
+    num_features: int | None,
+    seed: int,
+) -> list[FeatureMap]:
+    """A map for every layer: drawn where it is random, untrained where it learns, not yet fitted.
+
+    Maps with a set of weights or a draw of their own for each key/value head have one.
+
+    Cost: the constructors.
+
+    Args:
+        method: whose map it is.
+        layers: the layers to convert.
+        calls: one recorded call per layer, for its sizes.
+        num_features: R, for a map whose width is free and not written.
+        seed: layer n's map is drawn from seed + n.
+
+    Returns:
+        The maps, in order, on the calls' device, with trainable weights where they have any.
+
+    Raises:
+        ValueError: if the map cannot be built.
+
+    Example:
+        See `linattn.convert.convert_`.
+
+    Source: `linattn.planning.methods`.
+    """
+    found = []
+    for layer in layers:
+        call = calls[layer.module_name]
+        width, heads = call.query.shape[-1], call.key.shape[1]
+        feature_map = method.build(
+            width, num_features=num_features, scale=width**-0.5, seed=seed + layer.layer, num_heads=heads
+        )
+        found.append(feature_map.to(call.query.device).requires_grad_(True))
+    return found
+
+
+def fit_maps(
+    maps: Sequence[FeatureMap], layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch]
+) -> None:
+    """Fit every map that takes statistics to its layer's queries and keys over all batches together.
+
+    Cost: two forward passes per batch, and the fits.
+
+    Args:
+        maps: changed in place.
+        layers: theirs.
+        model: the original model.
+        batches: sample texts; padded tokens are left out.
+
+    Example:
+        See `linattn.convert.convert_`.
+
+    Source: the `fit` of each map.
+    """
+    recorded = [record(model, batch) for batch in batches]
+    for layer, feature_map in zip(layers, maps, strict=True):
+        if isinstance(feature_map, FittedMap):
+            calls = [found[layer.module_name] for found in recorded]
+            query = torch.cat([_live(tempered(feature_map, call.query, call.scale), call) for call in calls], 2)
+            feature_map.fit(query, torch.cat([_live(call.key, call) for call in calls], 2))
+
+
+def _live(x: Tensor, call: AttentionCall) -> Tensor:
+    """The unpadded tokens of all samples in a row: (B, H, L, D) -> (1, H, N, D)."""
+    tokens = x.transpose(1, 2)
+    if call.key_mask is not None and x.shape[2] == call.key_mask.shape[1]:
+        return tokens[call.key_mask].unsqueeze(0).transpose(1, 2)
+    return tokens.flatten(0, 1).unsqueeze(0).transpose(1, 2)

@@ -1,0 +1,61 @@
+"""What a conversion is to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DEFAULT_MAP = "Expansion(num_centres=16) + window 32 + heavy 64"
+"""The method of a conversion that names none: nearly exact on an encoder before any training, and cheap to train."""
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """How `convert_` turns a softmax model into a linear one.
+
+    Attributes:
+        feature_map: the method in its written form, as "Expansion(num_centres=64)", "LearnedExponential" or
+            "FavorPlus + window 32 + heavy 64".
+        num_features: R, for a map whose width is free and not written.
+        layers: numbers of the attention modules to convert, as in `linattn.hf.linearize_`; None for its choice.
+        texts: what a tokenizer is to read; to be left empty when batches are given.
+        num_tokens: the longest text, in tokens; texts are a quarter of that to all of it. Not above what the model was
+            built for.
+        minutes: wall-clock time of training, the audits before and after not included; 0 to calibrate only.
+        distil: whether the weights of the whole model are trained to give the model's outputs. Without it only the maps
+            learn, where they can.
+        batch_size: texts per step.
+        learning_rate: of the model's weights, at its largest.
+        map_learning_rate: of the maps' weights in attention transfer, at its largest; a tenth of it in distillation.
+        seed: of the draws and of the order of texts.
+
+    Raises:
+        ValueError: if a number is not positive (`minutes`: negative) or not finite.
+
+    Example:
+        >>> ConvertConfig(minutes=-1)
+        Traceback (most recent call last):
+        ...
+        ValueError: minutes must be a finite number of 0 or more, got -1
+    """
+
+    feature_map: str = DEFAULT_MAP
+    num_features: int | None = None
+    layers: tuple[int, ...] | None = None
+    texts: tuple[str, ...] = ()
+    num_tokens: int = 512
+    minutes: float = 15.0
+    distil: bool = True
+    batch_size: int = 2
+    learning_rate: float = 1e-4
+    map_learning_rate: float = 1e-2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        if not (math.isfinite(self.minutes) and self.minutes >= 0):
+            raise ValueError(f"minutes must be a finite number of 0 or more, got {self.minutes}")
+        for name in ("num_tokens", "batch_size", "learning_rate", "map_learning_rate"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a positive number, got {value}")

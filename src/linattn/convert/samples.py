@@ -1,0 +1,189 @@
+"""What a conversion reads: to calibrate, to train, to choose the best, and, never seen before, to be judged.
+
+Letters: B batch, L tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from linattn.convert.running import Batch
+
+T = TypeVar("T")
+Tokenizer = Callable[..., Mapping[str, Any]]
+
+# Of every eight documents one is held out and one chooses the best; the rest trains.
+_PERIOD, _HELD_OUT, _VALIDATION = 8, 7, 3
+_MOST_HELD_OUT, _MOST_VALIDATION, _MOST_CALIBRATION = 32, 8, 16
+# Lengths of documents, in parts of the longest.
+_LENGTHS = (0.25, 1.0, 0.5, 0.75, 0.375, 0.625, 0.875)
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Batches by their use; no two uses share any.
+
+    Attributes:
+        training: the batch of a step, the same whenever it is asked for.
+        calibration: what statistics are taken from; of the training texts.
+        validation: what chooses the best weights.
+        held_out: what the audits read.
+        digest: tells these samples from all others.
+    """
+
+    training: Callable[[int], Batch]
+    calibration: tuple[Batch, ...]
+    validation: tuple[Batch, ...]
+    held_out: tuple[Batch, ...]
+    digest: str
+
+
+def from_texts(tokenizer: Tokenizer, texts: Sequence[str], *, num_tokens: int, batch_size: int, seed: int) -> Samples:
+    """Documents of a quarter of `num_tokens` tokens to all of it, made of whole consecutive paragraphs.
+
+    A paragraph that occurs again is read once, so that nothing held out was trained on. Of every eight documents one is
+    held out (32 at most) and one is for validation (8 at most); training draws windows from the tokens of the others.
+
+    Cost: linear in the texts; their tokens are kept.
+
+    Args:
+        tokenizer: the model's, as transformers has them.
+        texts: any texts; paragraphs end at an empty line.
+        num_tokens: the longest document, special tokens included.
+        batch_size: windows per step, all of one length.
+        seed: of the windows.
+
+    Returns:
+        `Samples`; all but the training batches are of one document.
+
+    Raises:
+        ValueError: if the texts do not give sixteen documents.
+
+    Example:
+        See `linattn.convert.convert_`.
+
+    Source: none.
+    """
+    first, last = _special_tokens(tokenizer)
+    room = num_tokens - len(first) - len(last)
+    if room < len(_LENGTHS):
+        raise ValueError(f"num_tokens is {num_tokens}, which leaves {room} tokens for a text; give more")
+    documents = list(_documents(tokenizer, texts, room))
+    if len(documents) < 2 * _PERIOD:
+        raise ValueError(
+            f"the texts give {len(documents)} documents of {room // 4} to {room} tokens, wanted {2 * _PERIOD} or more "
+            "to calibrate, train and judge on; give longer texts or a smaller num_tokens"
+        )
+    used = [[number % _PERIOD == place for number in range(len(documents))] for place in (_HELD_OUT, _VALIDATION)]
+    held_out, validation = ([d for d, chosen in zip(documents, mask, strict=True) if chosen] for mask in used)
+    others = [d for d, a, b in zip(documents, *used, strict=True) if not (a or b)]
+    stream = torch.cat(others)
+
+    def wrapped(*rows: Tensor) -> Batch:
+        """Rows of one length with their special tokens."""
+        ids = torch.stack([torch.cat((first, row, last)) for row in rows])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def window(step: int) -> Batch:
+        """Windows of one length at random places."""
+        draws = random.Random(f"{seed} {step}")
+        size = min(draws.randint(room // 4, room), len(stream))
+        starts = [draws.randint(0, len(stream) - size) for _ in range(batch_size)]
+        return wrapped(*(stream[start : start + size] for start in starts))
+
+    return Samples(
+        training=window,
+        calibration=tuple(wrapped(d) for d in _spread(others, _MOST_CALIBRATION)),
+        validation=tuple(wrapped(d) for d in _spread(validation, _MOST_VALIDATION)),
+        held_out=tuple(wrapped(d) for d in _spread(held_out, _MOST_HELD_OUT)),
+        digest=_digest([{"input_ids": stream}, *({"input_ids": d} for d in held_out + validation)]),
+    )
+
+
+def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
+    """Batches as they are: of every eight one is held out and one is for validation.
+
+    Cost: none.
+
+    Args:
+        batches: keyword arguments of the model's forward pass, such as a data loader gives.
+        seed: of the order of training.
+
+    Returns:
+        `Samples`.
+
+    Raises:
+        ValueError: if there are fewer than sixteen batches.
+
+    Example:
+        >>> samples = from_batches([{"input_ids": torch.tensor([[i]])} for i in range(16)], seed=0)
+        >>> [batch["input_ids"].item() for batch in samples.held_out]
+        [7, 15]
+
+    Source: none.
+    """
+    if len(batches) < 2 * _PERIOD:
+        raise ValueError(f"got {len(batches)} batches, wanted {2 * _PERIOD} or more to calibrate, train and judge on")
+    held_out, validation = batches[_HELD_OUT::_PERIOD], batches[_VALIDATION::_PERIOD]
+    others = [batch for number, batch in enumerate(batches) if number % _PERIOD not in (_HELD_OUT, _VALIDATION)]
+
+    def chosen(step: int) -> Batch:
+        """Every batch once per round, each round in an order of its own."""
+        turn, place = divmod(step, len(others))
+        return others[random.Random(f"{seed} {turn}").sample(range(len(others)), len(others))[place]]
+
+    return Samples(
+        training=chosen,
+        calibration=_spread(others, _MOST_CALIBRATION),
+        validation=_spread(validation, _MOST_VALIDATION),
+        held_out=_spread(held_out, _MOST_HELD_OUT),
+        digest=_digest(batches),
+    )
+
+
+def _documents(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> Iterator[Tensor]:
+    """Consecutive documents of the wanted lengths in turn; what is left of a paragraph at a cut is dropped."""
+    seen: set[str] = set()
+    lengths, tokens = cycle(_LENGTHS), list[int]()
+    size = int(next(lengths) * room)
+    for text in texts:
+        for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
+            if paragraph in seen:
+                continue
+            seen.add(paragraph)
+            tokens += tokenizer(f"{paragraph}\n\n", add_special_tokens=False, verbose=False)["input_ids"]
+            if len(tokens) >= size:
+                yield torch.tensor(tokens[:size])
+                tokens, size = [], int(next(lengths) * room)
+
+
+def _special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """What the tokenizer puts before and after a text."""
+    found = tokenizer("a", return_special_tokens_mask=True)
+    ids, special = found["input_ids"], [bool(flag) for flag in found["special_tokens_mask"]]
+    text = [place for place, flag in enumerate(special) if not flag]
+    return torch.tensor(ids[: text[0]], dtype=torch.long), torch.tensor(ids[text[-1] + 1 :], dtype=torch.long)
+
+
+def _spread(found: Sequence[T], most: int) -> tuple[T, ...]:
+    """At most so many, evenly spread."""
+    count = min(len(found), most)
+    return tuple(found[number * len(found) // count] for number in range(count))
+
+
+def _digest(batches: Sequence[Batch]) -> str:
+    """SHA-256 of names and values."""
+    found = hashlib.sha256()
+    for batch in batches:
+        for name, tensor in sorted(batch.items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

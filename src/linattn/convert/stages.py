@@ -1,0 +1,233 @@
+"""How wrong a model is at each stage of its conversion: every layer, and the whole model, beside both baselines.
+
+Letters: B batch, H query heads, L tokens, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linattn.attention import softmax_attention
+from linattn.convert.losses import token_divergence
+from linattn.convert.running import Batch, Outputs, run, to_device
+from linattn.hf import AttentionCall, KernelAttention, intercept
+from linattn.planning.measures import relative_error, uniform_average
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One converted layer: its kernel against softmax on the very queries, keys and values it was given.
+
+    Attributes:
+        layer: the qualified name of its attention module.
+        error: relative Frobenius error of a head's output, mean over heads and texts.
+        worst: that of the worst head, mean over texts.
+        uniform_error: what averaging the values uniformly would give in place of `error`.
+    """
+
+    layer: str
+    error: float
+    worst: float
+    uniform_error: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A whole model against the model it came from, over the held-out texts.
+
+    Attributes:
+        embedding_cosine: cosine of the mean over tokens of the last states, mean over texts; 1 is exact.
+        token_cosine: cosine of a token's last state, mean over tokens; 1 is exact.
+        rank_correlation: Spearman's, of the similarities between the texts' mean states; 1 is exact, None below three
+            texts.
+        divergence: KL divergence of the predicted token from the original model's, in nats, mean over tokens; 0 is
+            exact, None for a model without predictions.
+    """
+
+    embedding_cosine: float
+    token_cosine: float
+    rank_correlation: float | None
+    divergence: float | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model at one stage.
+
+    Attributes:
+        name: "uniform", "unconverted", "calibrated" or "converted".
+        agreement: of the whole model.
+        layers: one per converted layer, in order; none for the baseline.
+    """
+
+    name: str
+    agreement: Agreement
+    layers: tuple[LayerError, ...] = ()
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Stage:
+        """The stage that `dataclasses.asdict` made these values of."""
+        layers = tuple(LayerError(**layer) for layer in values["layers"])
+        return cls(values["name"], Agreement(**values["agreement"]), layers)
+
+
+def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
+    """A linearized model on texts, layer by layer and end to end.
+
+    Cost: a forward pass per batch, and exact attention beside each kernel.
+
+    Args:
+        name: of the stage.
+        model: a model that `linattn.hf.linearize_` changed.
+        batches: the texts.
+        exact: what the original model made of them, as `run` gives it.
+
+    Returns:
+        A `Stage`.
+
+    Example:
+        See `linattn.convert.convert_`.
+
+    Source: `linattn.planning.measures`.
+    """
+    with torch.no_grad(), _recorded(model) as found:
+        outputs = [run(model, to_device(batch, model.device)) for batch in batches]
+    return Stage(name, agreement(outputs, exact), tuple(_summary(layer, errors) for layer, errors in found.items()))
+
+
+def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
+    """The original model with every attention averaging its values: the baseline that a conversion must leave behind.
+
+    Cost: a forward pass per batch.
+
+    Args:
+        model: the original model.
+        batches: the texts.
+        exact: what the model made of them.
+
+    Returns:
+        A `Stage` without layers.
+
+    Example:
+        See `linattn.convert.convert_`.
+
+    Source: `linattn.planning.measures.uniform_average`.
+    """
+    with torch.no_grad(), intercept(model, _uniform):
+        outputs = [run(model, to_device(batch, model.device)) for batch in batches]
+    return Stage("uniform", agreement(outputs, exact))
+
+
+def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement:
+    """What two models made of the same texts, compared.
+
+    Cost: linear in the outputs, and quadratic in the number of texts.
+
+    Args:
+        outputs: of the model in question, one per batch.
+        exact: of the original model.
+
+    Returns:
+        An `Agreement`.
+
+    Example:
+        >>> y = Outputs((torch.eye(3)[None],), None, torch.ones(1, 3, dtype=torch.bool))
+        >>> agreement([y], [y]).embedding_cosine
+        1.0
+
+    Source: Spearman 1904 for the rank correlation.
+    """
+    ours, theirs = (torch.cat([_embeddings(found) for found in each]) for each in (outputs, exact))
+    pairs = list(zip(outputs, exact, strict=True))
+    tokens = torch.cat([_cosine(a.states[-1][b.live], b.states[-1][b.live]) for a, b in pairs])
+    divergences = [
+        float(token_divergence(a.logits.double(), b.logits.double(), b.live))
+        for a, b in pairs
+        if a.logits is not None and b.logits is not None
+    ]
+    return Agreement(
+        embedding_cosine=float(_cosine(ours, theirs).mean()),
+        token_cosine=float(tokens.mean()),
+        rank_correlation=_rank_correlation(_similarities(ours), _similarities(theirs)) if len(ours) > 2 else None,
+        divergence=sum(divergences) / len(divergences) if divergences else None,
+    )
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
+    """Errors (H,) and uniform errors (H,) of each kernel, one pair per call, while the block runs."""
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def compare(kernel: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
+        """Forward hook: the same call answered exactly and uniformly."""
+        assert isinstance(kernel, KernelAttention)
+        found.setdefault(kernel.module_name, []).append(_errors(*args, out=out, **options))
+
+    hooks = [
+        module.register_forward_hook(compare, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, KernelAttention)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _errors(
+    query: Tensor, key: Tensor, value: Tensor, *, out: Tensor, scale: float, key_mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Relative errors (H,) of an output and of the uniform mean; padded queries are left out."""
+    q, k, v = query.double(), key.double(), value.double()
+    exact = softmax_attention(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+    uniform = uniform_average(v, num_heads=q.shape[1], num_queries=q.shape[2], key_mask=key_mask, is_causal=is_causal)
+    if key_mask is not None and q.shape[2] == k.shape[2]:
+        exact, uniform, out = (torch.where(key_mask[:, None, :, None], x, 0) for x in (exact, uniform, out))
+    return relative_error(out, exact), relative_error(uniform, exact)
+
+
+def _summary(layer: str, errors: list[tuple[Tensor, Tensor]]) -> LayerError:
+    """Means over the calls of a layer."""
+    ours, uniform = (torch.stack(each).mean(0) for each in zip(*errors, strict=True))
+    return LayerError(layer, float(ours.mean()), float(ours.max()), float(uniform.mean()))
+
+
+def _uniform(call: AttentionCall) -> Tensor:
+    """The plain mean of the visible values."""
+    _, num_heads, num_queries, _ = call.query.shape
+    return uniform_average(
+        call.value, num_heads=num_heads, num_queries=num_queries, key_mask=call.key_mask, is_causal=call.is_causal
+    )
+
+
+def _embeddings(found: Outputs) -> Tensor:
+    """The mean of each text's last states over its tokens, (B, E) float64."""
+    live = found.live.unsqueeze(-1)
+    return torch.where(live, found.states[-1].double(), 0).sum(1) / live.sum(1)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of the angle between vectors of the last dimension, in float64; no epsilon."""
+    a, b = a.double(), b.double()
+    cosine: Tensor = (a * b).sum(-1) / (torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1))
+    return cosine
+
+
+def _similarities(embeddings: Tensor) -> Tensor:
+    """Cosines between all pairs of rows."""
+    first, second = torch.triu_indices(len(embeddings), len(embeddings), 1)
+    return _cosine(embeddings[first], embeddings[second])
+
+
+def _rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's: the correlation of the ranks; ties, which measured similarities do not have, are not averaged."""
+    ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
+    return float(torch.corrcoef(ranks)[0, 1])

@@ -1,0 +1,119 @@
+"""Attention transfer: maps that learn are trained until their attention rows are the exact ones.
+
+Letters: B batch, H query heads, L tokens, n chosen queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linattn.attention import attention_rows
+from linattn.convert.calibration import record
+from linattn.convert.losses import row_divergence
+from linattn.convert.samples import Samples
+from linattn.convert.training import Training
+from linattn.feature_maps import FeatureMap
+from linattn.hf import AttentionCall, LayerReport
+from linattn.hf.kernel_attention import tempered
+from linattn.planning.measures import softmax_log_rows, visible_keys
+
+# Rows of each text that a step looks at.
+_ROWS = 128
+
+
+def transfer(
+    student: nn.Module,
+    maps: Sequence[FeatureMap],
+    layers: Sequence[LayerReport],
+    teacher: PreTrainedModel,
+    samples: Samples,
+    *,
+    seconds: float,
+    learning_rate: float,
+) -> Training:
+    """The training of all layers' maps at once, each on what its own layer of the original model sees.
+
+        Σ over layers of  mean over rows of  KL(exact row ‖ the map's row)
+
+    Rows are those of the map alone: an exact part beside it is not counted.
+
+    Cost: per step two forward passes of the original model and n rows of every layer's matrix.
+
+    Args:
+        student: the model that holds the maps.
+        maps: those of its layers that have weights to train.
+        layers: theirs.
+        teacher: the original model.
+        samples: to train and to validate on.
+        seconds: the budget.
+        learning_rate: at its largest.
+
+    Returns:
+        A `Training`.
+
+    Example:
+        See `linattn.convert.convert_`.
+
+    Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
+    """
+    kept: list[dict[str, AttentionCall]] = []
+
+    def validate() -> float:
+        """The loss on the validation texts; what the teacher makes of them is computed once."""
+        if not kept:
+            kept.extend(record(teacher, batch) for batch in samples.validation)
+        with torch.no_grad():
+            return sum(float(_loss(maps, layers, calls, 0)) for calls in kept) / len(kept)
+
+    parameters = [parameter for feature_map in maps for parameter in feature_map.parameters()]
+    return Training(
+        name="transfer",
+        model=student,
+        parameters=[(parameters, learning_rate)],
+        loss=lambda step: _loss(maps, layers, record(teacher, samples.training(step)), step),
+        validate=validate,
+        seconds=seconds,
+    )
+
+
+def _loss(
+    maps: Sequence[FeatureMap], layers: Sequence[LayerReport], calls: dict[str, AttentionCall], step: int
+) -> Tensor:
+    """The sum over layers."""
+    losses = [
+        _layer_loss(feature_map, calls[layer.module_name], step)
+        for feature_map, layer in zip(maps, layers, strict=True)
+    ]
+    return torch.stack(losses).sum()
+
+
+def _layer_loss(feature_map: FeatureMap, call: AttentionCall, step: int) -> Tensor:
+    """The divergence of evenly spread rows; those of unpadded queries where queries and keys are the same tokens."""
+    length, num_keys = call.query.shape[2], call.key.shape[2]
+    stride = -(-length // _ROWS)
+    index = torch.arange(step % stride, length, stride, device=call.query.device)
+    rows = attention_rows(
+        tempered(feature_map, call.query, call.scale),
+        call.key,
+        feature_map,
+        index,
+        key_mask=call.key_mask,
+        is_causal=call.is_causal,
+        enable_gqa=True,
+    )
+    visible = visible_keys(index, num_queries=length, num_keys=num_keys, is_causal=call.is_causal)
+    if call.key_mask is None:
+        exact = softmax_log_rows(call.query[:, :, index], call.key, visible, scale=call.scale)
+        return row_divergence(exact.to(rows.dtype), rows)
+    parts = []
+    for text in range(len(call.query)):
+        seen = visible & call.key_mask[text]
+        live = seen.any(-1) if length != num_keys else seen.any(-1) & call.key_mask[text, index]
+        query, key = call.query[text : text + 1, :, index[live]], call.key[text : text + 1]
+        exact = softmax_log_rows(query, key, seen[live], scale=call.scale)
+        parts.append(row_divergence(exact.to(rows.dtype), rows[text : text + 1, :, live]))
+    return torch.stack(parts).mean()
