@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
 
-_KINDS: dict[str, type[FeatureMap]] = {**FEATURE_MAPS, **WRAPPERS}
+_KINDS: dict[str, Any] = {**FEATURE_MAPS, **WRAPPERS}
 
 
 def describe(feature_map: FeatureMap) -> dict[str, Any]:
@@ -89,6 +89,7 @@ def rebuild(record: Any) -> FeatureMap:
         option: rebuild(value) if isinstance(value, dict) else value for option, value in record["options"].items()
     }
     try:
-        return kind(**options)
+        built: FeatureMap = kind(**options)
     except TypeError as error:
         raise ValueError(f"{name} cannot be built from {record['options']!r}: {error}") from error
+    return built
