@@ -29,8 +29,9 @@ def test_the_code_runs_and_the_six_lines_equal_the_op() -> None:
     torch.testing.assert_close(names["out"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_linearized_model_generates_and_comes_back(capsys) -> None:
+def test_a_linearized_model_generates_and_comes_back(capsys, monkeypatch, tmp_path) -> None:
     *_, model_code = blocks()
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"torch": torch}
     exec(model_code, names)
     printed = capsys.readouterr().out

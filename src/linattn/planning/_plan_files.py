@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,20 +13,14 @@ import torch
 from torch import Tensor
 
 from linattn.planning.files import replacing
+from linattn.planning.json_records import check_fields, read_record
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _KIND, _VERSION = "linattn plan", 1
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "bool": (bool,),
-    "int": (int,),
-    "float": (float, int),
-    "int | None": (int, type(None)),
-    "float | None": (float, int, type(None)),
-}
+_REMEDY = "make the plan again, with `linattn audit --target` or linattn.plan"
 
 
 def write(path: Path, plans: Sequence[DataclassInstance]) -> None:
@@ -41,50 +34,27 @@ def read(path: Path, plan: type[DataclassInstance], head: type[DataclassInstance
     """The layers of a file, checked against the fields of both dataclasses."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no plan {path}; make one with `linattn audit --target` or linattn.plan")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a plan: it is no JSON ({error}); make the plan again") from None
-    if not isinstance(found, dict) or found.get("kind") != _KIND:
-        raise ValueError(f'{path} is not a plan: it wants "kind": "{_KIND}"; make one with `linattn audit --target`')
-    if found.get("version") != _VERSION:
-        raise ValueError(f"{path} is a plan of version {found.get('version')!r}, this reads {_VERSION}; make it again")
+    found = read_record(path, _KIND, _VERSION, _REMEDY)
     layers = found.get("layers")
     if not isinstance(layers, list) or not layers:
-        raise ValueError(f"{path} holds no layers; make the plan again")
+        raise ValueError(f"{path} holds no layers; {_REMEDY}")
     return [_layer(layer, plan, head, f"{path}, layer {number}") for number, layer in enumerate(layers)]
 
 
 def _layer(values: Any, plan: type[DataclassInstance], head: type[DataclassInstance], place: str) -> dict[str, Any]:
     """One layer, its heads and its tensors."""
-    checked = _checked(values, plan, place)
+    checked = check_fields(values, plan, place, _REMEDY)
     heads, fitted = checked["heads"], checked["fitted"]
     if not isinstance(heads, list) or not heads:
-        raise ValueError(f"{place}: heads must be a list of at least one head; make the plan again")
+        raise ValueError(f"{place}: heads must be a list of at least one head; {_REMEDY}")
     if not isinstance(fitted, dict) or not all(isinstance(tensors, dict) for tensors in fitted.values()):
-        raise ValueError(f"{place}: fitted must hold the tensors of each method by name; make the plan again")
-    checked["heads"] = [_checked(one, head, f"{place}, head {number}") for number, one in enumerate(heads)]
+        raise ValueError(f"{place}: fitted must hold the tensors of each method by name; {_REMEDY}")
+    checked["heads"] = [check_fields(one, head, f"{place}, head {number}", _REMEDY) for number, one in enumerate(heads)]
     checked["fitted"] = {
         label: {name: _tensor(tensor, f"{place}, {label}, {name}") for name, tensor in tensors.items()}
         for label, tensors in fitted.items()
     }
     return checked
-
-
-def _checked(values: Any, kind: type[DataclassInstance], place: str) -> dict[str, Any]:
-    """The fields of a dataclass, all there and of their types."""
-    wanted = {each.name: str(each.type) for each in fields(kind)}
-    if not isinstance(values, dict) or set(values) != set(wanted):
-        got = sorted(values) if isinstance(values, dict) else type(values).__name__
-        raise ValueError(f"{place}: got {got}, wanted the fields {sorted(wanted)}; make the plan again")
-    for name, written in wanted.items():
-        value, types = values[name], _TYPES.get(written)
-        # In Python, True is an integer; in a plan it is none.
-        mixed = isinstance(value, bool) and written != "bool"
-        unfit = types is not None and (mixed or not isinstance(value, types))
-        if unfit or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{place}: {name} must be a finite {written}, got {value!r}; make the plan again")
-    return dict(values)
 
 
 def _plain(value: Any) -> Any:
@@ -108,4 +78,4 @@ def _tensor(value: Any, place: str) -> Tensor:
         flat = torch.frombuffer(raw, dtype=dtype).clone() if raw else torch.empty(0, dtype=dtype)
         return flat.reshape(value["shape"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{place} is no tensor ({error}); make the plan again") from None
+        raise ValueError(f"{place} is no tensor ({error}); {_REMEDY}") from None

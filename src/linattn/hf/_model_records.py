@@ -1,0 +1,125 @@
+"""linattn.json and linattn.safetensors: what a linearized model is beside its softmax model, read with every check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from linattn.planning.files import replacing
+from linattn.planning.json_records import check_fields, read_record
+
+RECORD, TENSORS = "linattn.json", "linattn.safetensors"
+REMEDY = "save the model again, with linattn.hf.save_pretrained"
+_KIND, _VERSION = "linattn model", 1
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer that attends by a kernel.
+
+    Attributes:
+        number: as in `LayerReport`.
+        module_name: qualified name of the attention module.
+        kernel: the record of its kernel.
+    """
+
+    number: int
+    module_name: str
+    kernel: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """linattn.json.
+
+    Attributes:
+        linattn: version that wrote it.
+        torch: version that wrote it.
+        transformers: version that wrote it.
+        model_class: name of the model's class in transformers.
+        dtype: of its weights.
+        num_layers: how many attention modules it has, those with softmax included.
+        layers: those that attend by a kernel.
+        tensors: dtype and shape of each tensor in linattn.safetensors, by qualified name.
+    """
+
+    linattn: str
+    torch: str
+    transformers: str
+    model_class: str
+    dtype: str
+    num_layers: int
+    layers: tuple[LayerRecord, ...]
+    tensors: Mapping[str, Any]
+
+
+def write(folder: Path, record: ModelRecord, tensors: Mapping[str, Tensor]) -> None:
+    """Both files; tensors that share memory are written once each."""
+    save_file({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}, folder / TENSORS)
+    with replacing(folder / RECORD) as file:
+        json.dump({"kind": _KIND, "version": _VERSION, **asdict(record)}, file, allow_nan=False, indent=1)
+
+
+def read(folder: Path) -> ModelRecord:
+    """linattn.json, its fields checked; kernels and tensors are for others to check."""
+    path = folder / RECORD
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing, so {folder} holds no linearized model: load it with transformers, and linearize_ it "
+            "if that is wanted"
+        )
+    found = {name: value for name, value in _read(path).items() if name not in ("kind", "version")}
+    checked = check_fields(found, ModelRecord, str(path), REMEDY)
+    layers, tensors = checked["layers"], checked["tensors"]
+    if not isinstance(layers, list) or not layers or not isinstance(tensors, dict):
+        raise ValueError(f"{path}: layers must be a list of at least one layer, and tensors an object; {REMEDY}")
+    rows = [check_fields(row, LayerRecord, f"{path}, layers[{place}]", REMEDY) for place, row in enumerate(layers)]
+    return ModelRecord(**{**checked, "layers": tuple(LayerRecord(**row) for row in rows)})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file as JSON has it."""
+    return read_record(path, _KIND, _VERSION, REMEDY)
+
+
+def outlines(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Dtype and shape of tensors, by name, as JSON has them."""
+    return {name: {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)} for name, x in tensors.items()}
+
+
+def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
+    """linattn.safetensors, on the CPU, held against what the record says of it."""
+    path = folder / TENSORS
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing, and with it the tensors of the kernels; {REMEDY}")
+    try:
+        found = {name: x.clone() for name, x in load_file(path, device="cpu").items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}); {REMEDY}") from None
+    got, wanted = outlines(found), record.tensors
+    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - got.keys())]
+    wrong += [f"{name} is surplus" for name in sorted(got.keys() - wanted.keys())]
+    wrong += [
+        f"{name} is {got[name]}, wanted {wanted[name]}"
+        for name in sorted(got.keys() & wanted.keys())
+        if got[name] != wanted[name]
+    ]
+    if wrong:
+        raise ValueError(f"{path} does not hold what {RECORD} says: {', '.join(wrong)}; {REMEDY}")
+    return found
+
+
+def dtype_named(name: str, place: str) -> torch.dtype:
+    """The dtype that torch calls so."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{place}: there is no dtype {name!r}; {REMEDY}")
+    return dtype

@@ -1,0 +1,196 @@
+"""Write a linearized model to a folder, and read it again: the same outputs, to the bit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import linattn
+from linattn.hf import _model_records
+from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._kernel_records import describe_kernel, rebuild_kernel
+from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, outlines
+from linattn.hf._softmax_folders import bring_back, not_brought_back, softmax_model, softmax_state
+from linattn.hf.kernel_attention import KERNEL, KernelAttention, kernel_of
+from linattn.hf.linearization import install, is_linearized, try_out
+from linattn.hf.loading import quiet
+from linattn.planning.files import appearing
+
+
+def save_pretrained(
+    model: PreTrainedModel, folder: str | os.PathLike[str], *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Write a linearized model to a new folder, which appears whole or not at all.
+
+        from_pretrained(folder) has the model's numbers, and in evaluation mode its outputs, to the bit
+
+    The folder is a plain one of transformers, which its own classes load as the softmax model. Beside that,
+    linattn.safetensors holds the tensors of the kernels (draws, what was fitted, learned weights), and of the model
+    what a plain folder does not bring back: buffers that are no part of `state_dict`, and weights of another dtype than
+    the first one's. linattn.json says which layer attends by which map, window and number of heavy keys, and which
+    versions wrote it. A map that several layers share becomes one map for each.
+
+    Cost: writing the weights.
+
+    Args:
+        model: a model that `linattn.hf.linearize_` changed, on any device.
+        folder: where to write; nothing, or an empty folder.
+        tokenizer: written beside the model, if given.
+
+    Raises:
+        ValueError: if the model is not linearized, its class is not one that transformers exports, or a map is of a
+            class that is not linattn's own.
+        FileExistsError: if `folder` exists and is not an empty folder.
+        OSError: if it cannot be written. Whatever ends the writing early leaves nothing under the name.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import BertConfig, BertModel
+        >>> from linattn.hf import linearize_
+        >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
+        >>> model = BertModel(BertConfig(**sizes))
+        >>> _ = linearize_(model, feature_map="Taylor(order=2)", layers=[1])
+        >>> folder = Path(tempfile.mkdtemp()) / "linear"
+        >>> save_pretrained(model, folder)
+        >>> sorted(path.name for path in folder.iterdir())
+        ['config.json', 'linattn.json', 'linattn.safetensors', 'model.safetensors']
+        >>> from_pretrained(folder).encoder.layer[1].attention.self.linear_attention.feature_map
+        Taylor(head_dim=2, order=2, scale=0.7071067811865476)
+
+    Source: transformers' documentation, "Loading models"; the format of safetensors.
+    """
+    with appearing(Path(folder).expanduser().absolute()) as temporary:
+        write_linearized(model, temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+
+
+def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
+    """Read a folder that `save_pretrained` wrote.
+
+    The model has the class and the dtypes it was saved with, is on the CPU and in evaluation mode, and is linearized
+    alike: `generate` keeps states, learned weights are trainable, `restore_` makes it the softmax model as transformers
+    loads it. Its weights lie in memory as torch itself allocates them. Those of a model that transformers mapped from a
+    file may not, and the same products of the same numbers may then be rounded otherwise: saved and loaded, such a
+    model is the same to rounding. Nothing is taken from the network, and no code from the folder.
+
+    Cost: reading the weights, and building the maps.
+
+    Args:
+        folder: such a folder.
+
+    Returns:
+        The linearized model.
+
+    Raises:
+        FileNotFoundError: if linattn.json is missing (the folder holds no linearized model), or linattn.safetensors, or
+            the weights.
+        ValueError: if linattn.json is no JSON, of another format version, or does not agree with the weights, with
+            linattn.safetensors or with the model that transformers builds; every tensor and layer is named.
+
+    Warns:
+        UserWarning: if another version of linattn wrote the folder; the model is read nonetheless.
+
+    Example:
+        See `save_pretrained`.
+
+    Source: none, a format.
+    """
+    path = Path(folder).expanduser()
+    record = _model_records.read(path)
+    if record.linattn != linattn.__version__:
+        warnings.warn(
+            f"{path} was saved by linattn {record.linattn} and is read by linattn {linattn.__version__}: the format is "
+            "the same, and so should the outputs be; save the model again to go on without this warning",
+            UserWarning,
+            stacklevel=2,
+        )
+    tensors = _model_records.read_tensors(path, record)
+    model = softmax_model(path, record)
+    kernels = [_kernel(found, layer, path, tensors) for found, layer in _pairs(model, record, path)]
+    bring_back(model, tensors, path)
+    install(model, kernels)
+    model.eval()
+    return model
+
+
+def write_linearized(model: PreTrainedModel, folder: Path) -> None:
+    """The files of a linearized model, into a folder that exists; nothing is written before everything is checked."""
+    kind = type(model)
+    if not is_linearized(model):
+        raise ValueError(
+            f"{kind.__name__} is not linearized; call linearize_ on it first, or write it by its own save_pretrained"
+        )
+    if getattr(transformers, kind.__name__, None) is not kind:
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} is no class that transformers exports, and from_pretrained finds "
+            "classes there alone; save a model of transformers' own classes, for example the one inside"
+        )
+    modules = list(attention_modules(model))
+    kernels = [(found, kernel) for found in modules if (kernel := kernel_of(found.module)) is not None]
+    layers = tuple(LayerRecord(found.number, found.name, describe_kernel(kernel)) for found, kernel in kernels)
+    tensors: dict[str, Tensor] = not_brought_back(model)
+    for found, kernel in kernels:
+        tensors.update(kernel.state_dict(prefix=_prefix(found.name)))
+    record = ModelRecord(
+        linattn=linattn.__version__,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        model_class=kind.__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_layers=len(modules),
+        layers=layers,
+        tensors=outlines(tensors),
+    )
+    # What was there before is no linearized model from now on, and what is written is one from the last file on.
+    (folder / RECORD).unlink(missing_ok=True)
+    with quiet():
+        model.save_pretrained(folder, state_dict=softmax_state(model))
+    _model_records.write(folder, record, tensors)
+
+
+def _prefix(module_name: str) -> str:
+    """What the names of a kernel's tensors begin with."""
+    return f"{module_name}.{KERNEL}."
+
+
+def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tuple[AttentionModule, LayerRecord]]:
+    """Each recorded layer with its attention module."""
+    modules = list(attention_modules(model))
+    place = path / RECORD
+    if len(modules) != record.num_layers:
+        raise ValueError(
+            f"{place} was written for {record.num_layers} attention layers, {record.model_class} has {len(modules)} "
+            f"with transformers {transformers.__version__}; {REMEDY}"
+        )
+    names = {found.number: found.name for found in modules}
+    numbers = [layer.number for layer in record.layers]
+    for layer in record.layers:
+        if names.get(layer.number) != layer.module_name or numbers.count(layer.number) > 1:
+            raise ValueError(
+                f"{place}: layer {layer.number} is {layer.module_name} there and {names.get(layer.number)} in "
+                f"{record.model_class}, each once; {REMEDY}"
+            )
+    return [(modules[layer.number], layer) for layer in record.layers]
+
+
+def _kernel(
+    found: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]
+) -> tuple[AttentionModule, KernelAttention]:
+    """One layer's kernel with its tensors, which are taken out of `tensors`, and tried."""
+    place, prefix = f"{path / RECORD}, layer {layer.number}", _prefix(found.name)
+    kernel = rebuild_kernel(layer.kernel, found.name, place=place, remedy=REMEDY)
+    own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    try:
+        # Assigned, not copied into what the constructor made: dtypes are those that were saved.
+        kernel.load_state_dict({name.removeprefix(prefix): x for name, x in own.items()}, assign=True)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{place}: {error}; {REMEDY}") from error
+    try_out(found, kernel, " ".join(repr(kernel.feature_map).split()))
+    return found, kernel

@@ -1,0 +1,149 @@
+"""A linearized model as a SentenceTransformer, saved and loaded; this module alone knows sentence-transformers."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from copy import copy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+if find_spec("sentence_transformers") is None:
+    raise ImportError("linattn.hf.sentence_transformers needs sentence-transformers: pip install 'linattn[sentences]'")
+
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linattn.hf.saving import from_pretrained, write_linearized
+from linattn.planning.files import appearing
+
+# What sentence-transformers itself passes on to every model; other options would have to be obeyed.
+_WHERE = {"subfolder", "token", "cache_dir", "revision", "local_files_only", "trust_remote_code"}
+
+
+class LinearTransformer(Transformer):
+    """The first module of a SentenceTransformer whose attention is linearized: saved with its kernels, and loaded so.
+
+    modules.json names it, so that `SentenceTransformer(folder, trust_remote_code=True)` attends by the maps or raises.
+    sentence-transformers asks for that word before it imports any class outside its own package; the class is this
+    one, of the installed linattn, and `save_pretrained` writes no code into the folder.
+
+    Cost: that of the model.
+
+    Raises:
+        ValueError: if texts have more tokens than the model has positions, or it is loaded with an option for the
+            model, as a dtype or another backend: it is what was saved.
+
+    Example:
+        See `save_pretrained`.
+
+    Source: sentence-transformers' documentation, "Creating Custom Models".
+    """
+
+    def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """The model's token embeddings, as `Transformer` gives them; both names are sentence-transformers' own.
+
+        Raises:
+            ValueError: where the model fails on more tokens than it has positions, with the model's own error.
+        """
+        try:
+            found: dict[str, Any] = super().forward(features, **options)
+        except (IndexError, RuntimeError) as error:
+            limit, ids = getattr(self.config, "max_position_embeddings", None), features.get("input_ids")
+            if limit is None or not isinstance(ids, Tensor) or ids.shape[-1] <= limit:
+                raise
+            raise ValueError(
+                f"{type(self.model).__name__} has {limit} positions and failed on {ids.shape[-1]} tokens ({error}); "
+                f"set max_seq_length to at most {limit}, or take a model with more positions"
+            ) from error
+        return found
+
+    def save(self, output_path: str, *_: Any, safe_serialization: bool = True, **__: Any) -> None:
+        """The linearized model, its tokenizer and this module's settings, into a folder that exists.
+
+        Raises:
+            ValueError: if `safe_serialization` is off, or the model is not linearized any more.
+        """
+        if not safe_serialization:
+            raise ValueError("a linearized model is written with safetensors; leave safe_serialization on")
+        write_linearized(self.model, Path(output_path))
+        self.processor.save_pretrained(output_path)
+        self.save_config(output_path)
+
+    def _load_model(
+        self,
+        model_name_or_path: str,
+        transformer_task: Any,
+        config: Any,
+        backend: str,
+        is_peft_model: bool,
+        **options: Any,
+    ) -> PreTrainedModel:
+        """Called by the constructor of `Transformer`: the saved model, or an error."""
+        refused = sorted(name for name, value in options.items() if name not in _WHERE and value is not None)
+        if backend != "torch" or refused:
+            raise ValueError(
+                f"a linearized model is loaded as it was saved, with torch; got backend={backend!r} and options "
+                f"{refused}; load it without, then move or cast it"
+            )
+        model = from_pretrained(Path(model_name_or_path) / (options.get("subfolder") or ""))
+        if hasattr(config, "use_cache"):
+            # sentence-transformers turns caches off, which sentence embeddings have no use for.
+            model.config.use_cache = config.use_cache
+        return model
+
+
+def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) -> None:
+    """Write a SentenceTransformer whose model was linearized to a new folder, which appears whole or not at all.
+
+        SentenceTransformer(folder, trust_remote_code=True).encode(texts) is what model.encode(texts) is
+
+    Linearize `model[0].auto_model` with `linattn.hf.linearize_` first. Pooling, normalisation and prompts are those of
+    `model`, and max_seq_length, which sentence-transformers lowers to the model's positions when it loads; a model card
+    is not written, since an earlier one tells of another model. The folder is one for `linattn.hf.from_pretrained` too.
+    What was loaded from it may be saved by its own `save` as well; the `save` of a model that was linearized in memory
+    writes softmax.
+
+    Cost: writing the weights.
+
+    Args:
+        model: a SentenceTransformer whose first module is sentence-transformers' `Transformer`; it stays as it is.
+        folder: where to write; nothing, or an empty folder.
+
+    Raises:
+        TypeError: if the first module is not a `Transformer`, or of a subclass that is not `LinearTransformer`.
+        ValueError: if its model is not linearized, or cannot be saved; see `linattn.hf.save_pretrained`.
+        FileExistsError: if `folder` exists and is not an empty folder.
+        OSError: if it cannot be written. Whatever ends the writing early leaves nothing under the name.
+
+    Example:
+        >>> import tempfile
+        >>> from linattn.hf import linearize_
+        >>> from linattn.hf.loading import default_folder
+        >>> model = SentenceTransformer(str(default_folder()), device="cpu", local_files_only=True)
+        >>> _ = linearize_(model[0].auto_model, feature_map="Expansion(num_centres=4) + window 16")
+        >>> folder = str(Path(tempfile.mkdtemp()) / "linear")
+        >>> save_pretrained(model, folder)
+        >>> loaded = SentenceTransformer(folder, trust_remote_code=True, device="cpu", local_files_only=True)
+        >>> bool((loaded.encode("linear time") == model.encode("linear time")).all())
+        True
+
+    Source: sentence-transformers' documentation, "Creating Custom Models".
+    """
+    name, first = next(iter(model.named_children()), ("", None))
+    if first is None or type(first) not in (Transformer, LinearTransformer):
+        raise TypeError(
+            f"the first module is {type(first).__name__}, wanted sentence-transformers' Transformer; give a "
+            "SentenceTransformer that begins with one"
+        )
+    # Copies that share every tensor: only what the module is called, and how it saves, differs.
+    linear = copy(first)
+    linear.__class__ = LinearTransformer
+    whole = copy(model)
+    whole._modules = OrderedDict(model._modules)
+    whole._modules[name] = linear
+    with appearing(Path(folder).expanduser().absolute()) as temporary:
+        whole.save(str(temporary), create_model_card=False)

@@ -1,0 +1,221 @@
+"""What cannot be saved is refused before a folder appears; a folder that is not whole is refused by what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BertModel
+
+from grid import Learned
+from linattn.feature_maps import Taylor
+from linattn.hf import _model_records, from_pretrained, linearize_, save_pretrained
+from model_inputs import batch
+
+PLACE = "encoder.layer.0.attention.self"
+TENSOR = f"{PLACE}.linear_attention.feature_map"
+
+
+@pytest.fixture
+def model(build):
+    found = build("bert")
+    linearize_(found, feature_map="FavorPlus(num_features=16)")
+    return found
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    """A whole one."""
+    save_pretrained(model, tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+class Own(BertModel):
+    """A class that transformers does not export."""
+
+
+def test_what_cannot_be_saved(build, model, tmp_path):
+    with pytest.raises(ValueError, match="BertModel is not linearized; call linearize_ on it first"):
+        save_pretrained(build("bert"), tmp_path / "new")
+    own = Own(model.config)
+    linearize_(own, feature_map="EluPlusOne")
+    with pytest.raises(ValueError, match=r"Own is no class that transformers exports"):
+        save_pretrained(own, tmp_path / "new")
+    other = build("bert")
+    linearize_(other, feature_map=lambda head_dim: Learned(head_dim, 8, 4), layers=[1])
+    with pytest.raises(ValueError, match=r"grid\.Learned is not one of linattn's own maps"):
+        save_pretrained(other, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_that_hold_something_stay_as_they_are(model, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("mine")
+    for name in ("file", "folder"):
+        with pytest.raises(FileExistsError, match=f"{name} exists and is not an empty folder; give a new folder"):
+            save_pretrained(model, tmp_path / name)
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert found == ["file", "folder", "folder/file"]
+    (tmp_path / "empty").mkdir()
+    save_pretrained(model, tmp_path / "empty")
+    assert torch.equal(*(m(**batch("bert"))[0] for m in (from_pretrained(tmp_path / "empty"), model)))
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, OSError("disk full")])
+def test_an_interrupted_save_leaves_nothing(model, tmp_path, monkeypatch, end):
+    seen = []
+
+    def stop(folder, *_):
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        raise end
+
+    monkeypatch.setattr(_model_records, "save_file", lambda tensors, path: stop(path.parent))
+    with pytest.raises(type(end) if isinstance(end, OSError) else end):
+        save_pretrained(model, tmp_path / "new")
+    assert seen == [["config.json", "model.safetensors"]]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["linattn.json", "linattn.safetensors", "model.safetensors", "config.json"])
+def test_missing_files_are_named(folder, name):
+    (folder / name).unlink()
+    words = {"linattn.json": "load it with transformers, and linearize_ it"}.get(name, "save the model again")
+    with pytest.raises(FileNotFoundError, match=rf"whole/{re.escape(name)} is missing.*{words}"):
+        from_pretrained(folder)
+    with pytest.raises(FileNotFoundError):
+        from_pretrained(folder / "elsewhere")
+
+
+def test_weights_in_several_files(model, folder):
+    BertModel.from_pretrained(folder).save_pretrained(folder / "parts", max_shard_size="20KB")
+    (folder / "model.safetensors").unlink()
+    for path in (folder / "parts").glob("model*"):
+        shutil.move(path, folder)
+    assert torch.equal(*(m(**batch("bert"))[0] for m in (from_pretrained(folder), model)))
+    parts = sorted(folder.glob("model-*.safetensors"))
+    assert len(parts) > 1
+    parts[1].unlink()
+    with pytest.raises(FileNotFoundError, match=f"{parts[1].name} is missing, and with it the softmax model"):
+        from_pretrained(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index\.json names no files of weights"):
+        from_pretrained(folder)
+
+
+def layer(**changed):
+    """A change of the first layer's record."""
+    return lambda record: {**record, "layers": [{**record["layers"][0], **changed}, *record["layers"][1:]]}
+
+
+def kernel(**changed):
+    """A change of the first layer's kernel."""
+    return lambda record: layer(kernel={**record["layers"][0]["kernel"], **changed})(record)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _: [], 'is not a linattn model: it wants "kind": "linattn model"'),
+        (lambda record: {**record, "kind": "linattn plan"}, 'it wants "kind": "linattn model"'),
+        (lambda record: {**record, "version": 2}, "is a linattn model of version 2, this reads 1"),
+        (lambda record: {**record, "more": 2}, "wanted the fields ['dtype', 'layers', 'linattn',"),
+        (lambda record: {**record, "dtype": "float33"}, "there is no dtype 'float33'"),
+        (lambda record: {**record, "dtype": "nn"}, "there is no dtype 'nn'"),
+        (lambda record: {**record, "model_class": "ErtModel"}, "has no model 'ErtModel'"),
+        (lambda record: {**record, "model_class": "BertConfig"}, "has no model 'BertConfig'"),
+        (lambda record: {**record, "num_layers": 3}, "written for 3 attention layers, BertModel has 2"),
+        (lambda record: {**record, "layers": []}, "layers must be a list of at least one layer"),
+        (lambda record: {**record, "layers": [3]}, "layers[0]: got int, wanted the fields"),
+        (lambda record: {**record, "tensors": []}, "tensors an object"),
+        (layer(number="0"), "layers[0]: number must be a finite int, got '0'"),
+        (layer(number=2), f"layer 2 is {PLACE} there and None in BertModel"),
+        (layer(number=1), f"layer 1 is {PLACE} there and encoder.layer.1.attention.self in BertModel"),
+        (layer(module_name="other"), f"layer 0 is other there and {PLACE} in BertModel"),
+        (lambda record: {**record, "layers": record["layers"][:1] * 2}, "each once"),
+        (layer(kernel=None), "layer 0: got NoneType, wanted the fields ['feature_map', 'num_heavy', 'window']"),
+        (kernel(window=4.0), "layer 0: window must be a finite int | None, got 4.0"),
+        (kernel(window=3), "layer.0.attention.self (layer 0) cannot attend by FavorPlus"),
+        (kernel(feature_map={"name": "Performer", "options": {}}), "layer 0: there is no feature map 'Performer'"),
+        (kernel(feature_map={"name": "Relu", "options": {"head_dim": 8}}), "layer 0: Error(s) in loading state_dict"),
+        (
+            kernel(feature_map={"name": "FavorPlus", "options": {"head_dim": 8, "num_features": 8}}),
+            "size mismatch for feature_map.projection",
+        ),
+        (lambda record: {**record, "tensors": {}}, f"{TENSOR}.projection is surplus, {TENSOR}.seed is surplus"),
+        (lambda record: {**record, "layers": record["layers"][1:]}, f"{TENSOR}.projection, {TENSOR}.seed belong to no"),
+    ],
+)
+def test_records_that_are_wrong(folder, change, words):
+    path = folder / "linattn.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        from_pretrained(folder)
+
+
+def test_files_that_are_broken(folder):
+    text = (folder / "linattn.json").read_text()
+    (folder / "linattn.json").write_text(text[:-20])
+    with pytest.raises(ValueError, match=r"linattn\.json is not a linattn model: it is no JSON"):
+        from_pretrained(folder)
+    (folder / "linattn.json").write_text(text)
+    (folder / "linattn.safetensors").write_bytes((folder / "linattn.safetensors").read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"linattn\.safetensors cannot be read"):
+        from_pretrained(folder)
+
+
+def rewrite(path, change) -> None:
+    """Tensors by name, changed in the file."""
+    tensors: dict[str, Tensor] = {name: x.clone() for name, x in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.pop(f"{TENSOR}.seed"), f"{TENSOR}.seed is missing"),
+        (lambda x: x.update(other=torch.ones(1)), "other is surplus"),
+        (
+            lambda x: x.update({f"{TENSOR}.projection": torch.ones(8, 16, dtype=torch.float64)}),
+            f"{TENSOR}.projection is {{'dtype': 'float64', 'shape': [8, 16]}}, wanted {{'dtype': 'float64',",
+        ),
+        (
+            lambda x: x.update({f"{TENSOR}.projection": torch.ones(16, 8)}),
+            f"{TENSOR}.projection is {{'dtype': 'float32',",
+        ),
+    ],
+)
+def test_tensors_that_are_missing_surplus_or_of_another_shape(folder, change, words):
+    rewrite(folder / "linattn.safetensors", change)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.pop("pooler.dense.bias"), "not those of BertModel: pooler.dense.bias is missing"),
+        (lambda x: x.update(other=torch.ones(1)), "not those of BertModel: other is surplus"),
+    ],
+)
+def test_weights_that_are_missing_or_surplus(folder, change, words):
+    """transformers draws the first anew and forgets the second, and says so in its log."""
+    rewrite(folder / "model.safetensors", change)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        from_pretrained(folder)
+
+
+def test_buffers_of_another_shape(build, tmp_path):
+    model = build("llama")
+    linearize_(model, feature_map=lambda head_dim: Taylor(head_dim))
+    name = "rotary_emb.inv_freq"
+    model.rotary_emb.inv_freq = torch.ones(3)
+    save_pretrained(model, tmp_path / "new")
+    with pytest.raises(ValueError, match=rf"{name} is \(3,\), LlamaModel wants \(4,\)"):
+        from_pretrained(tmp_path / "new")
