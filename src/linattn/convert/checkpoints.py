@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linattn.planning.files import replacing
+from linattn.planning.files import appearing, replacing
 
 _PROGRESS, _BEST, _IDENTITY = "progress.json", "best.safetensors", "conversion.json"
 
@@ -101,13 +100,11 @@ class WorkFolder:
             best: the model's tensors at the least validation loss.
         """
         place = self._place(training) / f"step-{progress.step:08}"
-        draft = place.with_name(f".{place.name}.{os.getpid()}.part")
-        shutil.rmtree(draft, ignore_errors=True)
-        accelerator.save_state(str(draft))
-        save_file({name: tensor.contiguous() for name, tensor in best.items()}, draft / _BEST)
-        (draft / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        shutil.rmtree(place, ignore_errors=True)
-        draft.rename(place)
+        with appearing(place) as draft:
+            accelerator.save_state(str(draft))
+            save_file({name: tensor.contiguous() for name, tensor in best.items()}, draft / _BEST)
+            (draft / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        # Those before, and what a kill has left of one.
         for other in self._place(training).iterdir():
             if other != place:
                 shutil.rmtree(other)

@@ -20,6 +20,7 @@ from linattn.hf.linearization import is_linearized as is_linearized
 from linattn.hf.linearization import linearize_ as linearize_
 from linattn.hf.linearization import restore_ as restore_
 from linattn.hf.loading import LoadedModel as LoadedModel
+from linattn.hf.loading import is_sentence_transformer as is_sentence_transformer
 from linattn.hf.loading import load as load
 from linattn.hf.saving import from_pretrained as from_pretrained
 from linattn.hf.saving import save_pretrained as save_pretrained

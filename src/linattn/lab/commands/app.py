@@ -6,6 +6,7 @@ import typer
 
 from linattn.lab.commands.audit import audit
 from linattn.lab.commands.bench import bench
+from linattn.lab.commands.convert import convert
 from linattn.lab.commands.reproduce import reproduce
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -18,4 +19,5 @@ def linattn() -> None:
 
 app.command()(audit)
 app.command()(bench)
+app.command()(convert)
 app.command()(reproduce)

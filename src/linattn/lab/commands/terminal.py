@@ -11,7 +11,15 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table as RichTable
 
 from linattn.lab.report import Table
@@ -89,6 +97,12 @@ def time_bar(console: Console) -> Progress:
     """A bar whose steps are seconds of work, with the time left, which vanishes when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
     return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=600)
+
+
+def share_bar(console: Console) -> Progress:
+    """A bar over a share of time, with the time passed and left, which vanishes when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
 
 
 @contextmanager

@@ -15,6 +15,9 @@ from linattn.lab.report.claims.summary import SOURCES as SOURCES
 from linattn.lab.report.claims.summary import ClaimsSummary as ClaimsSummary
 from linattn.lab.report.claims.summary import summarise_claims as summarise_claims
 from linattn.lab.report.claims.summary import verdict_table as verdict_table
+from linattn.lab.report.conversion import layer_table as layer_table
+from linattn.lab.report.conversion import model_card as model_card
+from linattn.lab.report.conversion import stage_table as stage_table
 from linattn.lab.report.page import Report as Report
 from linattn.lab.report.page import write_page as write_page
 from linattn.lab.report.page import write_report as write_report

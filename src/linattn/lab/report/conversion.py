@@ -1,0 +1,144 @@
+"""A conversion in words: tables of its stages and of its layers, for a terminal or a model card."""
+
+from __future__ import annotations
+
+from linattn.convert import Conversion, Stage
+from linattn.lab.report._text import Table
+
+_WORDS = {
+    "uniform": "uniform averaging",
+    "unconverted": "the map as drawn",
+    "calibrated": "calibrated",
+    "converted": "distilled",
+}
+
+
+def stage_table(conversion: Conversion) -> Table:
+    """The whole model at every stage, below both baselines.
+
+    Cost: none worth naming.
+
+    Args:
+        conversion: what `linattn.convert.convert_` returned.
+
+    Returns:
+        One row per stage; a column for what exists of this model.
+
+    Example:
+        See `tests/lab/report/test_conversion.py`.
+
+    Source: none.
+    """
+    divergence = any(stage.agreement.divergence is not None for stage in conversion.stages)
+    ranks = any(stage.agreement.rank_correlation is not None for stage in conversion.stages)
+    columns = ["stage", "embedding cosine", "token cosine"]
+    exact = ["exact attention", _number(1.0), _number(1.0)]
+    if ranks:
+        columns.append("rank correlation")
+        exact.append(_number(1.0))
+    if divergence:
+        columns.append("prediction KL")
+        exact.append(_number(0.0))
+    rows = [tuple(exact)]
+    for stage in conversion.stages:
+        found = stage.agreement
+        row = [_WORDS[stage.name], _number(found.embedding_cosine), _number(found.token_cosine)]
+        row += [_number(found.rank_correlation)] * ranks + [_number(found.divergence)] * divergence
+        rows.append(tuple(row))
+    return Table(tuple(columns), tuple(rows), baselines=2)
+
+
+def layer_table(conversion: Conversion) -> Table:
+    """The relative error of every layer's attention at every stage, beside that of averaging.
+
+    Cost: none worth naming.
+
+    Args:
+        conversion: what `linattn.convert.convert_` returned.
+
+    Returns:
+        One row per converted layer; 0 is exact.
+
+    Example:
+        See `tests/lab/report/test_conversion.py`.
+
+    Source: none.
+    """
+    stages = [stage for stage in conversion.stages if stage.layers]
+    columns = ("layer", "uniform averaging", *(_WORDS[stage.name] for stage in stages), "worst head")
+    rows = [_layer_row(stages, number) for number in range(len(stages[-1].layers))]
+    return Table(columns, tuple(rows))
+
+
+def markdown(table: Table) -> str:
+    """A table as Markdown.
+
+    Cost: linear in the table.
+
+    Args:
+        table: any table.
+
+    Returns:
+        Lines, the first column to the left and the others to the right.
+
+    Example:
+        >>> print(markdown(Table(("a", "b"), (("x", "1"),))))
+        | a | b |
+        |---|---:|
+        | x | 1 |
+
+    Source: GitHub Flavored Markdown, "Tables".
+    """
+    head = f"| {' | '.join(table.columns)} |"
+    rule = f"|---|{'---:|' * (len(table.columns) - 1)}"
+    return "\n".join([head, rule, *(f"| {' | '.join(row)} |" for row in table.rows)])
+
+
+def model_card(conversion: Conversion, name: str) -> str:
+    """What a converted model's folder says of it.
+
+    Cost: none worth naming.
+
+    Args:
+        conversion: how it was made.
+        name: of the model it was made from.
+
+    Returns:
+        Markdown.
+
+    Example:
+        See `tests/lab/report/test_conversion.py`.
+
+    Source: none.
+    """
+    steps = ", ".join(
+        f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
+    )
+    kept = [f"* {layer.module_name}: {layer.reason}" for layer in conversion.linearization.kept]
+    layers = conversion.linearization
+    parts = [
+        f"# {name} with linear attention",
+        f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by `{conversion.method}`. Training: "
+        f"{steps or 'none'}. Load it with `linattn.hf.from_pretrained`; transformers' own classes would load these "
+        "weights under softmax, for which they were not trained.",
+        f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
+        "nothing was fitted to or trained on, against the original model:",
+        markdown(stage_table(conversion)),
+        "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
+        markdown(layer_table(conversion)),
+    ]
+    if kept:
+        parts += ["Layers that keep softmax:", "\n".join(kept)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _layer_row(stages: list[Stage], number: int) -> tuple[str, ...]:
+    """One layer."""
+    last = stages[-1].layers[number]
+    errors = (_number(stage.layers[number].error) for stage in stages)
+    return last.layer, _number(last.uniform_error), *errors, _number(last.worst)
+
+
+def _number(value: float | None) -> str:
+    """A figure; nothing where there is none."""
+    return "" if value is None else f"{value:.4f}"
