@@ -77,7 +77,7 @@ def convert_(
 
     Args:
         model: any model that `linattn.hf.linearize_` takes and that gives hidden states, in float32. It is left in
-            evaluation mode.
+            evaluation mode and without gradients; weights that require none are not trained, and stay so.
         tokenizer_or_batches: the model's tokenizer, which then reads `config.texts`; or batches, each the keyword
             arguments of a forward pass.
         config: what to do.
@@ -90,7 +90,9 @@ def convert_(
 
     Raises:
         ValueError: if the model, its dtype or the method cannot be used, the texts are too short, or `work` holds
-            another conversion. The model is then as it was.
+            another conversion.
+        RuntimeError: if the layers' attention is more than softmax (`linattn.hf.capture`), or a loss or gradient is not
+            finite. Whatever ends the conversion early, Ctrl-C outside of training included, the model is as it was.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -108,13 +110,16 @@ def convert_(
     _check(model, config)
     samples = _samples(model, tokenizer_or_batches, config)
     folder = None if work is None else WorkFolder(work, _identity(model, method, config, samples))
+    modes = [(module, module.training) for module in model.modules()]
     model.train(False)
     teacher = copy.deepcopy(model).requires_grad_(False)
     converting = _Converting(model, teacher, method, config, samples, folder, notify or _silent)
     try:
         return converting.go()
-    except ValueError:
+    except BaseException:
         converting.undo()
+        for module, training in modes:
+            module.training = training
         raise
 
 
@@ -140,7 +145,6 @@ class _Converting:
         """All stages in order."""
         held_out, teacher = self._samples.held_out, self._teacher
         self._exact = [taught(teacher, to_device(batch, teacher.device)) for batch in held_out]
-        self._stage("uniform", lambda: measure_uniform(teacher, held_out, self._exact))
         probe = linearize_(self._model, feature_map=_ANY, layers=self._config.layers)
         restore_(self._model)
         self._layers = probe.replaced
@@ -152,17 +156,21 @@ class _Converting:
         )
         is_causal = any(calls[layer.module_name].is_causal for layer in self._layers)
         fitted = any(isinstance(feature_map, FittedMap) for feature_map in maps)
-        if not (fitted and is_causal):
+        if fitted and is_causal:
             # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
-            self._put(maps)
+            fit_maps(maps, self._layers, teacher, self._samples.calibration)
+        put = {layer.layer: layer for layer in self._put(maps).replaced}
+        if self._work is not None:
+            # Nothing is refused any more.
+            self._work.claim()
+        self._stage("uniform", lambda: measure_uniform(teacher, held_out, self._exact))
+        if not (fitted and is_causal):
             self._audit("unconverted")
-            restore_(self._model)
-        fit_maps(maps, self._layers, teacher, self._samples.calibration)
-        linearization = self._put(maps)
+            fit_maps(maps, self._layers, teacher, self._samples.calibration)
         self._train(maps, fitted)
         return Conversion(
             method=self._method.label,
-            linearization=linearization,
+            linearization=Linearization(tuple(put.get(layer.layer, layer) for layer in probe.layers)),
             stages=tuple(self._stages),
             trainings=tuple(self._trainings),
             num_held_out=sum(len(found.live) for found in self._exact),
@@ -222,13 +230,16 @@ class _Converting:
     def _put(self, maps: list[FeatureMap]) -> Linearization:
         """Linearize the model by these maps and the method's exact part."""
         following = iter(maps)
-        return linearize_(
+        found = linearize_(
             self._model,
             feature_map=lambda head_dim: next(following),
             layers=[layer.layer for layer in self._layers],
             window=self._method.window,
             num_heavy=self._method.num_heavy,
         )
+        # The kernels too.
+        self._model.train(False)
+        return found
 
     def _audit(self, name: str) -> None:
         """The model as it is now, on held-out texts."""
@@ -247,6 +258,8 @@ class _Converting:
 
 def _check(model: PreTrainedModel, config: ConvertConfig) -> None:
     """Refuse what would end badly after minutes."""
+    if is_linearized(model):
+        raise ValueError(f"{type(model).__name__} is linearized already; call linattn.hf.restore_(model) first")
     narrow = {str(parameter.dtype) for parameter in model.parameters() if torch.finfo(parameter.dtype).bits < 32}
     if narrow:
         raise ValueError(
