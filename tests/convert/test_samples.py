@@ -13,8 +13,8 @@ SPECIAL = 2
 
 @pytest.fixture
 def samples(tokenizer, paragraphs):
-    """Of two files, with every paragraph of the first ten in both of them, and twice in the second."""
-    first, second = paragraphs[:80], paragraphs[:10] + paragraphs[80:] + paragraphs[:10]
+    """Of two files, with most paragraphs of the first in the second too, and many twice there."""
+    first, second = paragraphs[:80], paragraphs[5:60] + paragraphs[80:] + paragraphs[:50]
     return from_texts(tokenizer, ["\n\n".join(first), "\n\n".join(second)], **SETTINGS)
 
 
