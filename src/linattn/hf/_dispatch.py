@@ -68,8 +68,7 @@ def _attend_exactly(
 ) -> Tensor:
     """Softmax attention by transformers' SDPA function, which takes dropout, position biases and masks of pairs."""
     name = type(module).__name__
-    wanted = {**options, "position_bias": None}
-    found = inexpressible(wanted) + (["the weights themselves"] if options.get("output_attentions") else [])
+    found = inexpressible({**options, "position_bias": None})
     if found:
         raise ValueError(
             f"{name} asks for {', '.join(found)}, which transformers' SDPA attention, by which the softmax layers of a "

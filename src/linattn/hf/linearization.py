@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._calls import refuse_weights
 from linattn.hf._dispatch import NAME
 from linattn.hf._generation import generate_as_before, generate_by_states, hand_over
 from linattn.hf._implementation import Former, attends_by, switch_to
@@ -197,7 +198,8 @@ def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, Ker
     stateful = [found.module for found, _ in kernels if found.cache_place is not None]
     if stateful:
         generate_by_states(model)
-    setattr(model, _UNDO, _Undo(former, tuple(hook for module in stateful for hook in hand_over(module))))
+    hooks = [*refuse_weights(model), *(hook for module in stateful for hook in hand_over(module))]
+    setattr(model, _UNDO, _Undo(former, tuple(hooks)))
 
 
 def try_out(found: AttentionModule, kernel: KernelAttention, label: str) -> None:
