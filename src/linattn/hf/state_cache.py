@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -180,6 +181,8 @@ class StateCache(Cache):
         >>> _ = model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
         >>> tuple(cache.layers[0].state.S.shape), tuple(cache.layers[1].keys.shape)
         ((1, 2, 2, 2), (1, 2, 3, 2))
+        >>> cache.num_bytes == 4 * (8 + 4 + 2) + 4 * (12 + 12)  # float32: S, z and m; keys and values
+        True
         >>> fork = cache.fork()
         >>> _ = model(input_ids=torch.tensor([[4]]), past_key_values=fork)
         >>> cache.get_seq_length(), fork.get_seq_length()
@@ -199,6 +202,12 @@ class StateCache(Cache):
         for number, name in names.items():
             layers[number] = StateLayer(name)
         super().__init__(layers=layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """What its layers hold, in bytes: states, and the keys and values of layers that kept their softmax."""
+        held = pytree.tree_leaves([vars(layer) for layer in self.layers])
+        return sum(x.nbytes for x in held if isinstance(x, Tensor))
 
     def fork(self) -> StateCache:
         """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""
