@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from linattn.hf._calls import inexpressible, read_mask, read_scale, refuse_options
+from linattn.hf._kernels import kernel_of
 from linattn.hf._mask import Mask, RefusedMask, build_whole_mask, last_keys
-from linattn.hf.kernel_attention import kernel_of
 from linattn.hf.state_cache import StateLayer
 
 NAME = "linattn"
