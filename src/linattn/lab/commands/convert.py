@@ -43,7 +43,8 @@ def convert(
     target: Annotated[
         float | None,
         typer.Option(
-            metavar="ERROR", help="In place of one method: the cheapest for each head that meets this relative error."
+            metavar="ERROR",
+            help="In place of one method: the cheapest for each head expected to meet this relative error.",
         ),
     ] = None,
     features: Annotated[int | None, typer.Option(metavar="R", help="Features of a map whose width is free.")] = None,
