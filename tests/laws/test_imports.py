@@ -1,4 +1,4 @@
-"""`import linattn` needs torch and nothing else."""
+"""`import linattn` needs torch and nothing else, and converting says what it needs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,43 @@ import sys
 
 SCRIPT = """
 import sys
-for name in ("triton", "transformers", "plotly", "jinja2", "typer", "rich", "scipy", "numpy"):
+for name in ("triton", "transformers", "plotly", "jinja2", "typer", "rich", "scipy", "numpy", "accelerate", "tensorboard"):
     sys.modules[name] = None
-import torch, linattn
+import torch, linattn, linattn.planning.choosing, linattn.planning.measures, linattn.planning.methods
 x = torch.randn(1, 2, 70, 8, requires_grad=True)
 for is_causal in (False, True):
     out = linattn.linear_attention(x, x, x, linattn.feature_maps.FavorPlus(8, 16), is_causal=is_causal)
     out.sum().backward()
 assert x.grad.isfinite().all()
 assert "linattn.hf" not in sys.modules and "linattn.lab" not in sys.modules
-print("ran")
+try:
+    import linattn.convert
+except ImportError as error:
+    print(error)
 """
+WITHOUT_ACCELERATE = """
+import sys
+sys.modules["accelerate"] = None
+import linattn.hf
+try:
+    import linattn.convert
+except ImportError as error:
+    print(error)
+"""
+MISSING = "linattn.convert trains transformers models, and {} is missing: pip install 'linattn[convert]'"
+
+
+def run(script: str) -> str:
+    """What a process of its own prints."""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def test_the_core_runs_with_torch_alone() -> None:
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=False)
-    assert result.stdout.strip() == "ran", result.stderr
+    assert run(SCRIPT) == MISSING.format("transformers, accelerate, tensorboard")
+
+
+def test_converting_says_what_it_needs() -> None:
+    assert run(WITHOUT_ACCELERATE) == MISSING.format("accelerate")

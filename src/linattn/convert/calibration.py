@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from linattn.attention import softmax_attention
 from linattn.convert.running import Batch, to_device
 from linattn.feature_maps import FeatureMap, FittedMap
-from linattn.hf import AttentionCall, LayerReport, intercept
+from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, intercept
 from linattn.hf.kernel_attention import tempered
 from linattn.planning.methods import Method
 

@@ -25,12 +25,14 @@ class Progress:
     Attributes:
         step: steps done.
         seconds: time spent on them, all runs together.
+        first: validation loss before the first step.
         best: least validation loss so far.
         loss: validation loss at the last look.
     """
 
     step: int
     seconds: float
+    first: float
     best: float
     loss: float
 
@@ -38,10 +40,11 @@ class Progress:
 class WorkFolder:
     """A folder for one conversion; its trainings each keep their last checkpoint.
 
-    A checkpoint is a folder that is renamed when it is whole; the one before is removed after that.
+    A checkpoint is a folder that is renamed when it is whole; the one before is removed after that. Settings that are
+    refused before there is anything to keep leave no folder.
 
     Args:
-        path: the folder; made if it is missing.
+        path: the folder; made with the first thing that is kept in it.
         identity: what tells this conversion from another: settings, samples, versions.
 
     Raises:
@@ -50,7 +53,7 @@ class WorkFolder:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "work"
-        >>> _ = WorkFolder(path, {"seed": 0})
+        >>> WorkFolder(path, {"seed": 0}).claim()
         >>> WorkFolder(path, {"seed": 1})
         Traceback (most recent call last):
         ...
@@ -59,14 +62,12 @@ class WorkFolder:
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self.path = path
+        # As JSON has them: tuples are lists there.
+        self._identity = now = json.loads(json.dumps(identity))
         file = path / _IDENTITY
         if not file.is_file():
-            with replacing(file) as writing:
-                json.dump(identity, writing, indent=1)
             return
         found = json.loads(file.read_text(encoding="utf-8"))
-        # As JSON has them: tuples are lists there.
-        now = json.loads(json.dumps(identity))
         if found != now:
             names = sorted(name for name in {*found, *now} if found.get(name) != now.get(name))
             changes = ", ".join(f"{name}: {found.get(name)!r}, now {now.get(name)!r}" for name in names)
@@ -74,6 +75,11 @@ class WorkFolder:
                 f"{path} holds an unfinished conversion with other settings ({changes}); go on with those, or remove "
                 "the folder to begin anew"
             )
+
+    def claim(self) -> None:
+        """Say in the folder which conversion it is for; from now on it takes no other."""
+        with replacing(self.path / _IDENTITY) as writing:
+            json.dump(self._identity, writing, indent=1)
 
     @property
     def logs(self) -> Path:
@@ -101,7 +107,8 @@ class WorkFolder:
         """
         place = self._place(training) / f"step-{progress.step:08}"
         with appearing(place) as draft:
-            accelerator.save_state(str(draft))
+            # As torch saves it: safetensors would warn of every tied weight at every checkpoint.
+            accelerator.save_state(str(draft), safe_serialization=False)
             save_file({name: tensor.contiguous() for name, tensor in best.items()}, draft / _BEST)
             (draft / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         # Those before, and what a kill has left of one.

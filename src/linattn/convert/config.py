@@ -28,7 +28,7 @@ class ConvertConfig:
         distil: whether the weights of the whole model are trained to give the model's outputs. Without it only the maps
             learn, where they can.
         batch_size: texts per step.
-        learning_rate: of the model's weights, at its largest.
+        learning_rate: of the model's weights, at its largest; times the relative error that is left before training.
         map_learning_rate: of the maps' weights in attention transfer, at its largest; a tenth of it in distillation.
         seed: of the draws and of the order of texts.
 
@@ -51,7 +51,7 @@ class ConvertConfig:
     minutes: float = 15.0
     distil: bool = True
     batch_size: int = 2
-    learning_rate: float = 1e-4
+    learning_rate: float = 2e-4
     map_learning_rate: float = 1e-2
     seed: int = 0
 

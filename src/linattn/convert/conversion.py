@@ -83,7 +83,7 @@ def convert_(
 
     Args:
         model: any model that `linattn.hf.linearize_` takes and that gives hidden states, in float32. It is left in
-            evaluation mode.
+            evaluation mode and without gradients; weights that require none are not trained, and stay so.
         tokenizer_or_batches: the model's tokenizer, which then reads `config.texts`; or batches, each the keyword
             arguments of a forward pass.
         config: what to do.
@@ -96,7 +96,9 @@ def convert_(
 
     Raises:
         ValueError: if the model, its dtype or the method cannot be used, the texts are too short, or `work` holds
-            another conversion. The model is then as it was.
+            another conversion.
+        RuntimeError: if the layers' attention is more than softmax (`linattn.hf.capture`), or a loss or gradient is not
+            finite. Whatever ends the conversion early, Ctrl-C outside of training included, the model is as it was.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -115,13 +117,16 @@ def convert_(
     _check(model, config)
     samples = _samples(model, tokenizer_or_batches, config)
     folder = None if work is None else WorkFolder(work, _identity(model, method, config, samples))
+    modes = [(module, module.training) for module in model.modules()]
     model.train(False)
     teacher = copy.deepcopy(model).requires_grad_(False)
     converting = _Converting(model, teacher, method, config, samples, folder, notify or _silent)
     try:
         return converting.go()
-    except ValueError:
+    except BaseException:
         converting.undo()
+        for module, training in modes:
+            module.training = training
         raise
 
 
@@ -148,7 +153,6 @@ class _Converting:
         """All stages in order."""
         held_out, teacher = self._samples.held_out, self._teacher
         self._exact = [taught(teacher, to_device(batch, teacher.device)) for batch in held_out]
-        self._stage("uniform", lambda: measure_uniform(teacher, held_out, self._exact))
         probe = linearize_(self._model, feature_map=_ANY, layers=self._config.layers)
         restore_(self._model)
         self._layers = probe.replaced
@@ -157,13 +161,14 @@ class _Converting:
         calls = {call.module_name: call for call in capture(teacher, first).calls}
         is_causal = any(calls[layer.module_name].is_causal for layer in self._layers)
         if self._method is None:
-            maps, fitted, linearization = self._by_plans(is_causal=is_causal)
+            maps, fitted, put = self._by_plans(is_causal=is_causal)
         else:
-            maps, fitted, linearization = self._by_one_method(self._method, calls, is_causal=is_causal)
+            maps, fitted, put = self._by_one_method(self._method, calls, is_causal=is_causal)
+        replaced = {layer.layer: layer for layer in put.replaced}
         self._train(maps, fitted)
         return Conversion(
             method=_label(self._method, self._config),
-            linearization=linearization,
+            linearization=Linearization(tuple(replaced.get(layer.layer, layer) for layer in probe.layers)),
             stages=tuple(self._stages),
             trainings=tuple(self._trainings),
             num_held_out=sum(len(found.live) for found in self._exact),
@@ -178,34 +183,45 @@ class _Converting:
         """A map for every layer, as drawn and as fitted: the maps, and whether there was anything to fit."""
         maps = build_maps(method, self._layers, calls, num_features=self._config.num_features, seed=self._config.seed)
         fitted = any(isinstance(feature_map, FittedMap) for feature_map in maps)
-        if not (fitted and is_causal):
+        late = not (fitted and is_causal)
+        if not late:
             # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
-            self._put(maps, method)
+            fit_maps(maps, self._layers, self._teacher, self._samples.calibration)
+        put = self._put(maps, method)
+        self._nothing_is_refused_any_more()
+        if late:
             self._audit("unconverted")
-            restore_(self._model)
-        fit_maps(maps, self._layers, self._teacher, self._samples.calibration)
-        return maps, fitted, self._put(maps, method)
+            fit_maps(maps, self._layers, self._teacher, self._samples.calibration)
+        return maps, fitted, put
 
     def _by_plans(self, *, is_causal: bool) -> tuple[list[FeatureMap], bool, Linearization]:
         """A method for every head, its maps learning from each call and as fitted; none has weights to train."""
-        self._plans = self._made_plans()
+        # Kept where there is a folder: a checkpoint's tensors are those of these methods.
+        file = None if self._work is None else self._work.path / "plan.json"
+        self._plans = read_plans(file) if file is not None and file.is_file() else self._made_plans()
+        put = self._put_plans(self._plans)
+        self._nothing_is_refused_any_more()
+        if file is not None:
+            write_plans(file, self._plans)
         if not is_causal:
+            restore_(self._model)
             self._put_plans([replace(made, fitted={}) for made in self._plans])
             self._audit("unconverted")
             restore_(self._model)
-        return [], True, self._put_plans(self._plans)
+            self._put_plans(self._plans)
+        return [], True, put
 
     def _made_plans(self) -> list[Plan]:
-        """The plans, kept where there is a folder: a checkpoint's tensors are those of these methods."""
-        file = None if self._work is None else self._work.path / "plan.json"
-        if file is not None and file.is_file():
-            return read_plans(file)
+        """A plan for every layer."""
         target = self._config.target_error
         assert target is not None
-        made = make_plans(self._layers, self._teacher, self._samples.calibration, target_error=target)
-        if file is not None:
-            write_plans(file, made)
-        return made
+        return make_plans(self._layers, self._teacher, self._samples.calibration, target_error=target)
+
+    def _nothing_is_refused_any_more(self) -> None:
+        """Take the folder, and measure the baseline."""
+        if self._work is not None:
+            self._work.claim()
+        self._stage("uniform", lambda: measure_uniform(self._teacher, self._samples.held_out, self._exact))
 
     def undo(self) -> None:
         """Make the model what it was."""
@@ -258,18 +274,24 @@ class _Converting:
 
     def _put_plans(self, plans: list[Plan]) -> Linearization:
         """Linearize the model by these plans."""
-        return linearize_(self._model, plans=plans, layers=[layer.layer for layer in self._layers])
+        found = linearize_(self._model, plans=plans, layers=[layer.layer for layer in self._layers])
+        # The kernels too.
+        self._model.train(False)
+        return found
 
     def _put(self, maps: list[FeatureMap], method: Method) -> Linearization:
         """Linearize the model by these maps and the method's exact part."""
         following = iter(maps)
-        return linearize_(
+        found = linearize_(
             self._model,
             feature_map=lambda head_dim: next(following),
             layers=[layer.layer for layer in self._layers],
             window=method.window,
             num_heavy=method.num_heavy,
         )
+        # The kernels too.
+        self._model.train(False)
+        return found
 
     def _audit(self, name: str) -> None:
         """The model as it is now, on held-out texts."""
@@ -288,6 +310,8 @@ class _Converting:
 
 def _check(model: PreTrainedModel, config: ConvertConfig) -> None:
     """Refuse what would end badly after minutes."""
+    if is_linearized(model):
+        raise ValueError(f"{type(model).__name__} is linearized already; call linattn.hf.restore_(model) first")
     narrow = {str(parameter.dtype) for parameter in model.parameters() if torch.finfo(parameter.dtype).bits < 32}
     if narrow:
         raise ValueError(

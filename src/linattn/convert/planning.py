@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from linattn.convert.calibration import live_tokens, record
 from linattn.convert.running import Batch
-from linattn.hf import AttentionCall, LayerReport
+from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
 from linattn.planning import Plan, plan
 
 # Texts that the choice is made on, all of one length; maps are fitted to every text.

@@ -80,7 +80,8 @@ def from_texts(tokenizer: Tokenizer, texts: Sequence[str], *, num_tokens: int, b
     if len(documents) < 2 * _PERIOD:
         raise ValueError(
             f"the texts give {len(documents)} documents of {room // 4} to {room} tokens, wanted {2 * _PERIOD} or more "
-            "to calibrate, train and judge on; give longer texts or a smaller num_tokens"
+            "to calibrate, train and judge on; give longer texts or a smaller num_tokens (paragraphs end at an empty "
+            "line, and none is in two documents)"
         )
     used = [[number % _PERIOD == place for number in range(len(documents))] for place in (_HELD_OUT, _VALIDATION)]
     held_out, validation = ([d for d, chosen in zip(documents, mask, strict=True) if chosen] for mask in used)

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from linattn.attention import softmax_attention
 from linattn.convert.losses import token_divergence
 from linattn.convert.running import Batch, Outputs, run, to_device
-from linattn.hf import AttentionCall, KernelAttention, PlannedAttention, intercept
+from linattn.hf import AttentionCall, KernelAttention, PlannedAttention, PreTrainedModel, intercept
 from linattn.planning.measures import relative_error, uniform_average
 
 
@@ -148,21 +147,22 @@ def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement
     pairs = list(zip(outputs, exact, strict=True))
     tokens = torch.cat([_cosine(a.states[-1][b.live], b.states[-1][b.live]) for a, b in pairs])
     divergences = [
-        float(token_divergence(a.logits.double(), b.logits.double(), b.live))
+        (float(token_divergence(a.logits.double(), b.logits.double(), b.live)), int(b.live.sum()))
         for a, b in pairs
         if a.logits is not None and b.logits is not None
     ]
+    num_predicted = sum(count for _, count in divergences)
     return Agreement(
         embedding_cosine=float(_cosine(ours, theirs).mean()),
         token_cosine=float(tokens.mean()),
         rank_correlation=_rank_correlation(_similarities(ours), _similarities(theirs)) if len(ours) > 2 else None,
-        divergence=sum(divergences) / len(divergences) if divergences else None,
+        divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
     )
 
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
-    """Errors (H,) and uniform errors (H,) of each kernel, one pair per call, while the block runs."""
+    """Errors (B, H) and uniform errors (B, H) of each kernel, one pair per call, while the block runs."""
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def compare(kernel: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
@@ -185,18 +185,21 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]
 def _errors(
     query: Tensor, key: Tensor, value: Tensor, *, out: Tensor, scale: float, key_mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Relative errors (H,) of an output and of the uniform mean; padded queries are left out."""
+    """Relative errors (B, H) of an output and of the uniform mean; padded queries are left out."""
     q, k, v = query.double(), key.double(), value.double()
     exact = softmax_attention(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, enable_gqa=True)
     uniform = uniform_average(v, num_heads=q.shape[1], num_queries=q.shape[2], key_mask=key_mask, is_causal=is_causal)
     if key_mask is not None and q.shape[2] == k.shape[2]:
         exact, uniform, out = (torch.where(key_mask[:, None, :, None], x, 0) for x in (exact, uniform, out))
-    return relative_error(out, exact), relative_error(uniform, exact)
+    # As many heads of one text: its own figure for every text and head.
+    exact, uniform, out = (x.flatten(0, 1).unsqueeze(0) for x in (exact, uniform, out))
+    ours, averaged = (relative_error(x, exact).view(q.shape[:2]) for x in (out, uniform))
+    return ours, averaged
 
 
 def _summary(layer: str, errors: list[tuple[Tensor, Tensor]]) -> LayerError:
-    """Means over the calls of a layer."""
-    ours, uniform = (torch.stack(each).mean(0) for each in zip(*errors, strict=True))
+    """Means over the texts of a layer."""
+    ours, uniform = (torch.cat(each).mean(0) for each in zip(*errors, strict=True))
     return LayerError(layer, float(ours.mean()), float(ours.max()), float(uniform.mean()))
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +18,7 @@ from linattn.convert.checkpoints import Progress, WorkFolder
 
 # How often a training looks at its validation loss and writes a checkpoint: by share of its budget, or by seconds.
 _LOOKS, _SECONDS = 20, 60.0
-_WARM_UP = 10
+_WARM_UP = 20
 _LEAST_RATE = 0.02
 _BETAS = (0.9, 0.98)
 _CLIP = 1.0
@@ -70,8 +73,10 @@ Notify = Callable[[str, float, float], None]
 def train(training: Training, work: WorkFolder | None, notify: Notify) -> Trained:
     """Train for a time, and leave the model with its best weights.
 
-    AdamW without weight decay, gradients clipped to norm 1; the learning rate rises over ten steps and falls by a
-    cosine over the budget. The least validation loss chooses the weights, those before the first step included.
+    AdamW without weight decay, gradients clipped to norm 1. The learning rate rises over twenty steps and falls by a
+    cosine over the budget; where the loss ε² before training is below 1 it is lowered by ε: AdamW's steps have a length
+    of their own, and a model that is nearly right has less far to go. The least validation loss chooses the weights,
+    those before the first step included.
 
     Cost: the budget.
 
@@ -81,37 +86,85 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
         notify: told after every step.
 
     Returns:
-        `Trained`. An interrupt (KeyboardInterrupt) ends the training as if its time were over.
+        `Trained`. Ctrl-C ends the training after the step that is under way, as if its time were over; so does a
+        KeyboardInterrupt from `notify`.
 
     Raises:
-        RuntimeError: if the loss is not finite.
+        RuntimeError: if the validation loss before training, or a gradient, is not finite.
+        ValueError: if Accelerate was started with several processes or another precision than float32.
 
     Example:
         See `linattn.convert.convert_`.
 
     Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW; Accelerate's documentation.
     """
-    accelerator = _accelerator(training, work)
+    accelerator = _accelerator(work)
+    with interrupts_wait() as pressed:
+        try:
+            run = _begin(training, accelerator, work, notify)
+            try:
+                run.go(pressed)
+            except KeyboardInterrupt:
+                # Raised by `notify`.
+                pressed.append(signal.SIGINT)
+            training.model.load_state_dict(run.best)
+        finally:
+            accelerator.end_training()
+            accelerator.free_memory()
+            training.model.zero_grad()
+            # Accelerate's own mark: with it, another accelerator would pass the model over without a word.
+            vars(training.model).pop("_is_accelerate_prepared", None)
+    progress, stopped = run.progress, bool(pressed)
+    return Trained(training.name, progress.step, progress.seconds, progress.first, progress.best, stopped)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[list[int]]:
+    """Ctrl-C is noted, and not raised: within TensorBoard's queue of events it would leave that waiting for ever.
+
+    Cost: none.
+
+    Returns:
+        A context manager that yields the list of what was pressed. Where interrupts are ignored they stay so.
+
+    Example:
+        >>> with interrupts_wait() as pressed:
+        ...     signal.raise_signal(signal.SIGINT)
+        >>> pressed == [signal.SIGINT]
+        True
+
+    Source: Python's documentation, "Note on Signal Handlers and Exceptions".
+    """
+    pressed: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _begin(training: Training, accelerator: Accelerator, work: WorkFolder | None, notify: Notify) -> _Run:
+    """A training at its last checkpoint, or at its beginning."""
     groups = [{"params": list(parameters), "lr": rate} for parameters, rate in training.parameters]
-    rates = [rate for _, rate in training.parameters]
-    model, optimizer = accelerator.prepare(training.model, torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0))
+    optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
+    _, optimizer = accelerator.prepare(training.model, optimizer)
     found = None if work is None else work.resume(training.name, accelerator)
+    # Curves of steps that are lost are taken back.
+    logging = {} if found is None else {"purge_step": found[0].step + 1}
+    accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
     if found is None:
         loss = training.validate()
-        found = Progress(0, 0.0, loss, loss), _tensors(training.model)
+        if not math.isfinite(loss):
+            raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
+        found = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
         accelerator.log({"validation loss": loss}, step=0)
-    run = _Run(training, accelerator, optimizer, rates, work, notify, *found)
-    first = run.progress.loss if run.progress.step == 0 else math.nan
-    stopped = False
-    try:
-        run.go()
-    except KeyboardInterrupt:
-        stopped = True
-    training.model.load_state_dict(run.best)
-    accelerator.end_training()
-    accelerator.free_memory(model, optimizer)
-    progress = run.progress
-    return Trained(training.name, progress.step, progress.seconds, first, progress.best, stopped)
+    lowered = min(1.0, math.sqrt(found[0].first))
+    rates = [rate * lowered for _, rate in training.parameters]
+    return _Run(training, accelerator, optimizer, rates, work, notify, *found)
 
 
 class _Run:
@@ -132,16 +185,20 @@ class _Run:
         self._work, self._notify = work, notify
         self.progress, self.best = progress, dict(best)
 
-    def go(self) -> None:
-        """Steps and looks until the time is over."""
+    def go(self, pressed: Sequence[int]) -> None:
+        """Steps and looks until the time is over, or something is pressed."""
         budget, looked = self._training.seconds, self.progress.seconds
-        while self.progress.seconds < budget:
+        while self.progress.seconds < budget and not pressed:
             start = time.perf_counter()
             self._step()
             self._spend(start)
             if self.progress.seconds - looked >= min(budget / _LOOKS, _SECONDS) or self.progress.seconds >= budget:
-                looked, start = self.progress.seconds, time.perf_counter()
+                start = time.perf_counter()
                 self._look()
+                self._spend(start)
+                # What a resumed training begins with, so that it goes on as this one does.
+                looked, start = self.progress.seconds, time.perf_counter()
+                self._save()
                 self._spend(start)
             self._notify(self._training.name, min(self.progress.seconds / budget, 1.0), self.progress.best)
 
@@ -171,20 +228,23 @@ class _Run:
         self._accelerator.log({"loss": value, "learning rate": self._rates[0] * factor}, step=step + 1)
 
     def _look(self) -> None:
-        """The validation loss; the best weights and a checkpoint are kept."""
+        """The validation loss; the best weights are kept."""
         loss = self._training.validate()
         if loss < self.progress.best:
             self.best = _tensors(self._training.model)
-        self.progress = replace(self.progress, loss=loss, best=min(loss, self.progress.best))
+        self.progress = replace(self.progress, loss=loss, best=min(self.progress.best, loss))
         self._accelerator.log({"validation loss": loss, "best validation loss": self.progress.best}, self.progress.step)
+
+    def _save(self) -> None:
+        """A checkpoint, where there is a folder."""
         if self._work is not None:
             self._work.save(self._training.name, self._accelerator, self.progress, self.best)
 
 
 def learning_rate_factor(step: int, share: float) -> float:
-    """The share of the largest learning rate: a rise over ten steps times a cosine over the budget, never 0.
+    """The share of the largest learning rate: a rise over twenty steps times a cosine over the budget, never 0.
 
-        min(1, (n + 1)/10) · (0.02 + 0.98·(1 + cos πt)/2)
+        min(1, (n + 1)/20) · (0.02 + 0.98·(1 + cos πt)/2)
 
     Cost: none.
 
@@ -196,7 +256,7 @@ def learning_rate_factor(step: int, share: float) -> float:
         A number in (0, 1].
 
     Example:
-        >>> learning_rate_factor(9, 0.0), round(learning_rate_factor(9, 1.0), 3)
+        >>> learning_rate_factor(19, 0.0), round(learning_rate_factor(19, 1.0), 3)
         (1.0, 0.02)
 
     Source: Loshchilov and Hutter 2017 (arXiv 1608.03983).
@@ -205,14 +265,17 @@ def learning_rate_factor(step: int, share: float) -> float:
     return min(1.0, (step + 1) / _WARM_UP) * fall
 
 
-def _accelerator(training: Training, work: WorkFolder | None) -> Accelerator:
-    """An accelerator on the model's device, with curves for TensorBoard where there is a folder for them."""
-    on_cpu = next(training.model.parameters()).device.type == "cpu"
-    if work is None:
-        return Accelerator(cpu=on_cpu)
-    work.logs.mkdir(parents=True, exist_ok=True)
-    accelerator = Accelerator(cpu=on_cpu, log_with="tensorboard", project_dir=str(work.logs))
-    accelerator.init_trackers(training.name)
+def _accelerator(work: WorkFolder | None) -> Accelerator:
+    """An accelerator that leaves the model where it is, with curves for TensorBoard where there is a folder."""
+    logs = None if work is None else work.logs
+    log_with = None if logs is None else "tensorboard"
+    accelerator = Accelerator(device_placement=False, mixed_precision="no", log_with=log_with, project_dir=logs)
+    if accelerator.num_processes > 1:
+        raise ValueError(
+            f"a conversion runs in one process, got {accelerator.num_processes}; start it without a launcher"
+        )
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
     return accelerator
 
 

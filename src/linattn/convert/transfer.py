@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from linattn.attention import attention_rows
 from linattn.convert.calibration import record
@@ -17,7 +16,7 @@ from linattn.convert.losses import row_divergence
 from linattn.convert.samples import Samples
 from linattn.convert.training import Training
 from linattn.feature_maps import FeatureMap
-from linattn.hf import AttentionCall, LayerReport
+from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
 from linattn.hf.kernel_attention import tempered
 from linattn.planning.measures import softmax_log_rows, visible_keys
 
@@ -92,28 +91,25 @@ def _loss(
 
 
 def _layer_loss(feature_map: FeatureMap, call: AttentionCall, step: int) -> Tensor:
-    """The divergence of evenly spread rows; those of unpadded queries where queries and keys are the same tokens."""
-    length, num_keys = call.query.shape[2], call.key.shape[2]
-    stride = -(-length // _ROWS)
-    index = torch.arange(step % stride, length, stride, device=call.query.device)
-    rows = attention_rows(
-        tempered(feature_map, call.query, call.scale),
-        call.key,
-        feature_map,
-        index,
-        key_mask=call.key_mask,
-        is_causal=call.is_causal,
-        enable_gqa=True,
-    )
-    visible = visible_keys(index, num_queries=length, num_keys=num_keys, is_causal=call.is_causal)
+    """The divergence of evenly spread rows; with padding the mean over texts, each as if it came alone."""
     if call.key_mask is None:
-        exact = softmax_log_rows(call.query[:, :, index], call.key, visible, scale=call.scale)
-        return row_divergence(exact.to(rows.dtype), rows)
-    parts = []
-    for text in range(len(call.query)):
-        seen = visible & call.key_mask[text]
-        live = seen.any(-1) if length != num_keys else seen.any(-1) & call.key_mask[text, index]
-        query, key = call.query[text : text + 1, :, index[live]], call.key[text : text + 1]
-        exact = softmax_log_rows(query, key, seen[live], scale=call.scale)
-        parts.append(row_divergence(exact.to(rows.dtype), rows[text : text + 1, :, live]))
-    return torch.stack(parts).mean()
+        return _row_loss(feature_map, call, call.query, call.key, step)
+    losses = []
+    for text, live in enumerate(call.key_mask):
+        query, key = call.query[text : text + 1], call.key[text : text + 1, :, live]
+        # Queries over other tokens than the keys' have no mask of their own.
+        query = query[:, :, live] if query.shape[2] == len(live) else query
+        losses.append(_row_loss(feature_map, call, query, key, step))
+    return torch.stack(losses).mean()
+
+
+def _row_loss(feature_map: FeatureMap, call: AttentionCall, query: Tensor, key: Tensor, step: int) -> Tensor:
+    """The mean divergence of evenly spread rows, other ones at other steps."""
+    length, num_keys = query.shape[2], key.shape[2]
+    stride = -(-length // _ROWS)
+    index = torch.arange(step % stride, length, stride, device=query.device)
+    tempered_query = tempered(feature_map, query, call.scale)
+    rows = attention_rows(tempered_query, key, feature_map, index, is_causal=call.is_causal, enable_gqa=True)
+    visible = visible_keys(index, num_queries=length, num_keys=num_keys, is_causal=call.is_causal)
+    exact = softmax_log_rows(query[:, :, index], key, visible, scale=call.scale)
+    return row_divergence(exact.to(rows.dtype), rows)

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 if find_spec("transformers") is None:
     raise ImportError("linattn.hf reads transformers models, and transformers is missing: pip install 'linattn[hf]'")
 
+from transformers import PreTrainedModel as PreTrainedModel
+
 from linattn.hf.capturing import Capture as Capture
 from linattn.hf.capturing import capture as capture
 from linattn.hf.interception import AttentionCall as AttentionCall

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -61,6 +62,8 @@ def convert(
     far; after anything worse the same command goes on where it was.
     """
     console = Console()
+    # Of "." or a link the name is elsewhere.
+    out = out.resolve()
     work = out.with_name(f"{out.name}.unfinished")
     with ending("convert", console, lambda: f"The work so far is in {work}; the same command goes on."):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -111,13 +114,23 @@ def _write(loaded: LoadedModel, conversion: Conversion, work: Path, out: Path) -
         sentence_transformers.save_pretrained(sentence_transformers.with_model(loaded.source, loaded.model), draft)
     else:
         save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
-    (draft / "conversion.json").write_text(json.dumps(asdict(conversion), indent=1), encoding="utf-8")
+    report = json.dumps(_plain(asdict(conversion)), indent=1, allow_nan=False)
+    (draft / "conversion.json").write_text(report, encoding="utf-8")
     (draft / "README.md").write_text(model_card(conversion, loaded.name), encoding="utf-8")
     if (work / "logs").is_dir():
         shutil.copytree(work / "logs", draft / "logs")
     out.parent.mkdir(parents=True, exist_ok=True)
     draft.rename(out)
     shutil.rmtree(work)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinities and no nan: the error of a broken layer is the text "inf"."""
+    if isinstance(value, dict):
+        return {name: _plain(held) for name, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(held) for held in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print(console: Console, conversion: Conversion) -> None:

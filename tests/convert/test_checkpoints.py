@@ -1,0 +1,101 @@
+"""What a conversion keeps: whole checkpoints, and only its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from linattn.convert.checkpoints import Progress, WorkFolder
+
+
+@pytest.fixture
+def trained():
+    """An accelerator with a model whose head is its embedding, and an optimiser that has taken two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    accelerator = Accelerator(device_placement=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+    return accelerator, model, optimizer
+
+
+def state(model, optimizer):
+    held = optimizer.state_dict()["state"][0]
+    return [x.clone() for x in (model[0].weight.detach(), held["exp_avg"], held["exp_avg_sq"], held["step"])]
+
+
+def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, caplog):
+    accelerator, model, optimizer = trained
+    folder, progress = WorkFolder(tmp_path, {}), Progress(2, 7.5, 3.0, 0.5, 0.25)
+    best = {name: x + 1 for name, x in model.state_dict().items()}
+    before = state(model, optimizer)
+    folder.save("transfer", accelerator, progress, best)
+    optimizer.zero_grad()
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    found, tensors = WorkFolder(tmp_path, {}).resume("transfer", accelerator)
+    assert found == progress
+    assert tensors.keys() == best.keys()
+    assert all(torch.equal(tensors[name], best[name]) for name in best)
+    assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), before, strict=True))
+    assert model[1].weight is model[0].weight
+    assert not caplog.records
+    assert WorkFolder(tmp_path, {}).resume("distillation", accelerator) is None
+
+
+def test_only_the_last_whole_checkpoint_counts(trained, tmp_path):
+    accelerator, model, _ = trained
+    folder, best = WorkFolder(tmp_path, {}), dict(model.state_dict())
+    del best["1.weight"]
+    place = tmp_path / "checkpoints" / "transfer"
+    folder.save("transfer", accelerator, Progress(99, 1.0, 1.0, 1.0, 1.0), best)
+    # What a kill leaves of the next one.
+    draft = place / ".step-00000200.abc.part"
+    draft.mkdir()
+    (draft / "progress.json").write_text("{")
+    assert folder.resume("transfer", accelerator)[0].step == 99
+    folder.save("transfer", accelerator, Progress(100, 2.0, 1.0, 1.0, 1.0), best)
+    assert [path.name for path in place.iterdir()] == ["step-00000100"]
+
+
+def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkeypatch):
+    accelerator, model, _ = trained
+    folder, best = WorkFolder(tmp_path, {}), {"0.weight": model[0].weight.detach()}
+    folder.save("transfer", accelerator, Progress(1, 1.0, 1.0, 1.0, 1.0), best)
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("linattn.convert.checkpoints.save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        folder.save("transfer", accelerator, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
+    assert [path.name for path in (tmp_path / "checkpoints" / "transfer").iterdir()] == ["step-00000001"]
+    assert folder.resume("transfer", accelerator)[0].step == 1
+
+
+def test_another_conversion_is_refused_by_what_differs(tmp_path):
+    settings = {"seed": 0, "layers": (0, 1), "feature_map": "Taylor", "samples": "ab"}
+    WorkFolder(tmp_path, settings).claim()
+    WorkFolder(tmp_path, dict(reversed(settings.items())))
+    with pytest.raises(ValueError, match=r"other settings \(layers: \[0, 1\], now \[0\], seed: 0, now 1\); go on"):
+        WorkFolder(tmp_path, {**settings, "seed": 1, "layers": (0,)})
+    with pytest.raises(ValueError, match=r"\(batch_size: None, now 2\)"):
+        WorkFolder(tmp_path, {**settings, "batch_size": 2})
+
+
+def test_nothing_is_made_before_there_is_something_to_keep(tmp_path):
+    place = tmp_path / "work"
+    folder = WorkFolder(place, {"seed": 0})
+    assert folder.recall("uniform") is None
+    assert not place.exists()
+    folder.remember("uniform", {"a": [1.5, None]})
+    assert WorkFolder(place, {"seed": 0}).recall("uniform") == {"a": [1.5, None]}
+    assert json.loads((place / "uniform.json").read_text()) == {"a": [1.5, None]}

@@ -1,0 +1,307 @@
+"""`convert_`: its stages, what it leaves in the model, what it refuses, and a run cut off goes on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from linattn.convert import ConvertConfig, conversion, convert_
+from linattn.convert.running import run
+from linattn.convert.stages import agreement
+from linattn.hf import from_pretrained, is_linearized, linearize_, restore_, save_pretrained
+
+# Of the ticking clock, on which a step takes half a second and what belongs to it as much.
+SECONDS = 12
+CONFIG = ConvertConfig("LearnedExponential(num_features=8)", minutes=SECONDS / 60, learning_rate=1e-3)
+EXACT_PART = "Expansion(num_centres=2) + window 4 + heavy 2"
+
+
+class CutError(Exception):
+    """What a kill is to a test."""
+
+
+def names(found):
+    return [stage.name for stage in found.stages]
+
+
+def state(model):
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+def unchanged(model, before):
+    now = model.state_dict()
+    return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("written", "stages", "trainings"),
+    [
+        ("Expansion(num_centres=2)", ["unconverted", "calibrated", "converted"], ["distillation"]),
+        (EXACT_PART, ["unconverted", "calibrated", "converted"], ["distillation"]),
+        ("FavorPlus(num_features=8)", ["unconverted", "converted"], ["distillation"]),
+        (
+            "LearnedExponential(num_features=8)",
+            ["unconverted", "calibrated", "converted"],
+            ["transfer", "distillation"],
+        ),
+        (
+            "Centred(LearnedExponential(num_features=8))",
+            ["unconverted", "calibrated", "converted"],
+            ["transfer", "distillation"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_stages_and_trainings(build, batches, ticking, family, written, stages, trainings):
+    model = build(family)
+    teacher = build(family)
+    found = convert_(model, batches, replace(CONFIG, feature_map=written))
+    fitted = "LearnedExponential(" not in written[:19] and "Favor" not in written
+    # A map that is fitted cannot attend causally before its fit.
+    left_out = ["unconverted"] if family == "llama" and fitted else []
+    assert names(found) == ["uniform", *[name for name in stages if name not in left_out]]
+    assert [training.name for training in found.trainings] == trainings
+    assert found.method == written
+    assert (found.num_held_out, found.num_held_out_tokens) == (4, 48)
+    assert not found.stopped
+    for training in found.trainings:
+        assert training.steps >= 3
+        assert training.best_loss <= training.first_loss
+    assert is_linearized(model)
+    held_out = [batches[7], batches[15]]
+    with torch.no_grad():
+        exact, ours = ([run(one, batch) for batch in held_out] for one in (teacher, model))
+    assert agreement(ours, exact) == found.stages[-1].agreement
+    assert (found.stages[-1].agreement.divergence is not None) == (family == "llama")
+    assert all(len(stage.layers) == 2 for stage in found.stages[1:])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "modernbert", "vit"])
+def test_other_families(build, batches, ticking, family):
+    model = build(family)
+    if family == "vit":
+        draw = torch.Generator().manual_seed(0)
+        batches = [{"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)} for _ in range(16)]
+    found = convert_(model, batches, CONFIG)
+    assert names(found) == ["uniform", "unconverted", "calibrated", "converted"]
+    assert found.stages[-1].agreement.token_cosine > found.stages[1].agreement.token_cosine
+    if family == "gpt2":
+        assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_without_time_and_without_distillation(build, batches, ticking):
+    assert names(convert_(build("bert"), batches, replace(CONFIG, minutes=0))) == ["uniform", "unconverted"]
+    model, before = build("bert"), state(build("bert"))
+    found = convert_(model, batches, replace(CONFIG, distil=False))
+    assert names(found) == ["uniform", "unconverted", "calibrated"]
+    assert [training.name for training in found.trainings] == ["transfer"]
+    assert found.trainings[0].seconds >= SECONDS
+    restore_(model)
+    assert unchanged(model, before)
+    found = convert_(model, batches, replace(CONFIG, feature_map="FavorPlus(num_features=8)", distil=False))
+    assert (names(found), found.trainings) == (["uniform", "unconverted"], ())
+
+
+def test_some_layers(build, batches, ticking):
+    model = build("bert")
+    found = convert_(model, batches, replace(CONFIG, layers=(1,)))
+    assert [layer.layer for layer in found.linearization.replaced] == [1]
+    assert [layer.reason for layer in found.linearization.kept] == ["not among `layers`"]
+    assert [layer.layer for layer in found.stages[-1].layers] == ["encoder.layer.1.attention.self"]
+    mixed = build("modernbert", num_hidden_layers=3, global_attn_every_n_layers=2, local_attention=64)
+    found = convert_(mixed, batches, replace(CONFIG, minutes=0))
+    assert [layer.layer for layer in found.linearization.replaced] == [0, 2]
+    assert found.linearization.kept[0].reason.startswith("a sliding window of")
+
+
+def test_texts(build, tokenizer, paragraphs, tmp_path, ticking):
+    config = replace(CONFIG, texts=("\n\n".join(paragraphs),), num_tokens=16)
+    model = build("llama")
+    found = convert_(model, tokenizer, config)
+    assert found.num_held_out >= 2
+    save_pretrained(model, tmp_path / "saved", tokenizer=tokenizer)
+    ids = torch.randint(3, 50, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(from_pretrained(tmp_path / "saved")(ids)[0], model(ids)[0])
+
+
+def test_a_data_loader_and_batches_with_padding(build, padded, ticking):
+    texts = [{name: x[row] for name, x in batch.items()} for batch in padded for row in range(2)]
+    found = convert_(build("bert"), DataLoader(texts, batch_size=2), CONFIG)
+    assert found == convert_(build("bert"), padded, CONFIG)
+    assert found.num_held_out_tokens == sum(int(padded[number]["attention_mask"].sum()) for number in (7, 15))
+
+
+def test_float64(build, batches, ticking):
+    model = build("bert").double()
+    convert_(model, batches, CONFIG)
+    assert {weight.dtype for name, weight in model.named_parameters() if "linear_attention" not in name} == {
+        torch.float64
+    }
+
+
+def test_what_it_leaves_in_the_model(build, batches, ticking):
+    model = build("bert").train()
+    frozen = model.embeddings.word_embeddings.weight.requires_grad_(False)
+    before = frozen.clone()
+    convert_(model, batches, CONFIG)
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(frozen, before)
+    assert [name for name, weight in model.named_parameters() if not weight.requires_grad] == [
+        "embeddings.word_embeddings.weight"
+    ]
+    assert all(weight.grad is None for weight in model.parameters())
+    assert not hasattr(model, "_is_accelerate_prepared")
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "place", ["capture", "measure_uniform", "build_maps", "fit_maps", "measure", "transfer", "distil", "train"]
+)
+def test_after_an_error_the_model_is_what_it_was(build, batches, ticking, monkeypatch, place, error):
+    model = build("bert").train()
+    model.encoder.layer[0].train(False)
+    modes = [module.training for module in model.modules()]
+    before = state(model)
+    calls = []
+    own = getattr(conversion, place)
+
+    def failing(*args, **options):
+        calls.append(None)
+        # Of what happens several times, the last: the model has changed by then.
+        if len(calls) == {"measure": 3, "train": 2}.get(place, 1):
+            raise error("broken")
+        return own(*args, **options)
+
+    monkeypatch.setattr(conversion, place, failing)
+    with pytest.raises(error, match="broken"):
+        convert_(model, batches, replace(CONFIG, feature_map="Centred(LearnedExponential(num_features=4))"))
+    assert not is_linearized(model)
+    assert unchanged(model, before)
+    assert [module.training for module in model.modules()] == modes
+    assert all(weight.grad is None for weight in model.parameters())
+    assert not hasattr(model, "_is_accelerate_prepared")
+
+
+def test_a_gradient_that_is_not_finite(build, batches, ticking):
+    model = build("bert")
+    before = state(model)
+    with pytest.raises(RuntimeError, match="is not finite"):
+        convert_(model, batches, replace(CONFIG, learning_rate=1e30))
+    assert not is_linearized(model)
+    assert unchanged(model, before)
+
+
+def test_an_interrupt_in_training_keeps_the_best(build, batches, ticking):
+    model, told = build("bert"), []
+
+    def stop(name, share, loss):
+        told.append((name, loss))
+        if share > 0.5:
+            raise KeyboardInterrupt
+
+    found = convert_(model, batches, CONFIG, notify=stop)
+    assert found.stopped
+    assert names(found) == ["uniform", "unconverted", "calibrated"]
+    assert [training.name for training in found.trainings] == ["transfer"]
+    assert found.trainings[0].best_loss == told[-1][1] < found.trainings[0].first_loss
+    assert is_linearized(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"texts": ("a",)}, "both batches and texts were given"),
+        ({"feature_map": "Performer"}, "there is no feature map 'Performer'"),
+        ({"feature_map": "Taylor(order=2)", "num_features": 7}, "num_features|width"),
+        ({"feature_map": "Balanced(Taylor)", "layers": (0, 9)}, "attention layers 0 to 1"),
+    ],
+)
+def test_refusals(build, batches, tmp_path, changes, words):
+    model = build("bert")
+    before = state(model)
+    with pytest.raises(ValueError, match=words):
+        convert_(model, batches, replace(CONFIG, **changes), work=tmp_path / "work")
+    assert unchanged(model, before)
+    assert not is_linearized(model)
+    # Otherwise the command with other words would be refused for what it finds there.
+    assert not (tmp_path / "work").exists()
+
+
+def test_models_and_texts_that_cannot_be_used(build, batches, tokenizer, paragraphs):
+    with pytest.raises(ValueError, match=r"weights in torch.bfloat16, whose steps round away; load it with"):
+        convert_(build("bert").bfloat16(), batches, CONFIG)
+    texts = ("\n\n".join(paragraphs),)
+    with pytest.raises(ValueError, match="num_tokens is 512, and BertModel takes at most 32"):
+        convert_(build("bert", max_position_embeddings=32), tokenizer, replace(CONFIG, texts=texts))
+    with pytest.raises(ValueError, match=r"a tokenizer needs texts to read: give ConvertConfig\(texts="):
+        convert_(build("bert"), tokenizer, CONFIG)
+    with pytest.raises(ValueError, match="got 15 batches"):
+        convert_(build("bert"), batches[1:], CONFIG)
+    linear = build("bert")
+    linearize_(linear, feature_map="Taylor(order=1)")
+    with pytest.raises(ValueError, match=r"BertModel is linearized already; call linattn.hf.restore_\(model\) first"):
+        convert_(linear, batches, CONFIG)
+    assert is_linearized(linear)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_conversion_cut_off_in_both_trainings_is_one_that_was_not(
+    build, batches, clock, tmp_path, monkeypatch, family
+):
+    for name in ("transfer", "distil"):
+        own = getattr(conversion, name)
+
+        def timed(*args, own=own, **options):
+            training = own(*args, **options)
+            step = training.loss
+
+            def loss(number):
+                clock.now += 1
+                if (training.name, number) in cuts:
+                    cuts.remove((training.name, number))
+                    raise CutError
+                return step(number)
+
+            return replace(training, loss=loss)
+
+        monkeypatch.setattr(conversion, name, timed)
+    cuts = []
+    whole, parts = build(family), build(family)
+    config = replace(CONFIG, feature_map="Centred(LearnedExponential(num_features=8))", minutes=0.2)
+    expected = convert_(whole, batches, config)
+    cuts += [("transfer", 0), ("transfer", 2), ("distillation", 5)]
+    for _ in range(3):
+        with pytest.raises(CutError):
+            convert_(parts, batches, config, work=tmp_path / "work")
+        assert not is_linearized(parts)
+    assert not cuts
+    found = convert_(parts, batches, config, work=tmp_path / "work")
+    assert found == expected
+    assert unchanged(parts, state(whole))
+    # The same once more finds everything done.
+    again = build(family)
+    monkeypatch.setattr("linattn.convert.training._Run._step", None)
+    assert convert_(again, batches, config, work=tmp_path / "work") == found
+    assert unchanged(again, state(whole))
+
+
+def test_a_work_folder_takes_one_conversion(build, batches, ticking, tmp_path):
+    config = replace(CONFIG, minutes=0)
+    convert_(build("bert"), batches, config, work=tmp_path)
+    # More time is no other conversion.
+    convert_(build("bert"), batches, CONFIG, work=tmp_path)
+    for changes, name in (({"seed": 1}, "seed"), ({"distil": False}, "distil"), ({"layers": (0,)}, "layers")):
+        with pytest.raises(ValueError, match=re.escape(f"with other settings ({name}: ")):
+            convert_(build("bert"), batches, replace(config, **changes), work=tmp_path)
+    with pytest.raises(ValueError, match="samples: "):
+        convert_(build("bert"), batches[::-1], config, work=tmp_path)
+    other = build("bert")
+    with torch.no_grad():
+        other.embeddings.word_embeddings.weight[5, 5] += 1
+    with pytest.raises(ValueError, match="weights: "):
+        convert_(other, batches, config, work=tmp_path)
