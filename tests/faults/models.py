@@ -89,4 +89,18 @@ FAULTS = (
         "if value is not None and not isinstance(value, Tensor) and name != 'scale'",
         "tests/planning/test_map_records.py",
     ),
+    Fault(
+        "ask only the call, not the configuration, whether weights are wanted",
+        "hf/_calls.py",
+        "if part.config.output_attentions if asked is None else asked:",
+        "if asked:",
+        "tests/hf/test_returned_weights.py",
+    ),
+    Fault(
+        "forget that assisted generation crops its cache",
+        "hf/_generation.py",
+        "if is_given or is_named or is_cropped:",
+        "if is_given or is_named:",
+        "tests/hf/test_generation_options.py",
+    ),
 )

@@ -101,6 +101,9 @@ def test_caches_asked_for_by_the_user_stay(linear):
     given = DynamicCache()
     assert torch.equal(tokens(model, do_sample=False, past_key_values=given), wanted)
     assert given.get_seq_length() == 20
+    named = tokens(model, do_sample=False, cache_implementation="dynamic", return_dict_in_generate=True)
+    assert torch.equal(named.sequences, wanted)
+    assert type(named.past_key_values) is DynamicCache
     assert tokens(model, use_cache=False, return_dict_in_generate=True).past_key_values is None
     with pytest.raises(ValueError, match="StaticCache gives its empty slots to attention as keys"):
         tokens(model, cache_implementation="static")

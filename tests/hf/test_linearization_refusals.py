@@ -23,7 +23,6 @@ FOUR = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
         ("modernbert", {"local_attention": 4}, {}, "sliding window"),
         ("llama", {}, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": False}, "packed"),
         ("llama", {}, {"attention_mask": FOUR}, "4-D mask"),
-        ("bert", {}, {"output_attentions": True}, "output_attentions"),
     ],
 )
 def test_inexpressible_calls(build, family, options, inputs, words):

@@ -20,7 +20,6 @@ IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
         ("modernbert", {"local_attention": 4}, {}, "sliding window"),
         ("llama", {}, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": False}, "packed"),
         ("llama", {}, {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)}, "4-D mask"),
-        ("bert", {}, {"output_attentions": True}, "output_attentions"),
     ],
 )
 def test_inexpressible_calls(build, exact, family, options, inputs, words):

@@ -45,17 +45,6 @@ def differ(ours, wanted) -> float:
     return float((ours - wanted).abs().max() / wanted.abs().max())
 
 
-def numbers(cache: StateCache) -> int:
-    """How many numbers a cache holds."""
-    tensors = [
-        t
-        for layer in cache.layers
-        if isinstance(layer, StateLayer)
-        for t in (layer.state.S, layer.state.z, layer.state.m)
-    ]
-    return sum(t.numel() for t in tensors)
-
-
 @pytest.mark.parametrize("feature_map", MAPS)
 @pytest.mark.parametrize("layers", [None, (0, 2), (1,)])
 @pytest.mark.parametrize("family", LANGUAGE_HEADS)
@@ -104,16 +93,37 @@ def test_beside_layers_with_a_window(build, sizes):
     assert differ(torch.cat(parts, 1)[real], whole[real]) <= CLOSE
 
 
-def test_constant_size(linear):
-    model = linear("llama", layers=None)
-    cache, sizes = StateCache(model), []
+def sizes(model) -> list[int]:
+    """Bytes of a cache after 1, 2, 10 and 40 tokens."""
+    cache, found = StateCache(model), []
+    assert cache.num_bytes == 0
     for part in ids(40).split([1, 1, 8, 30], 1):
         logits(model, input_ids=part, past_key_values=cache)
-        sizes.append(numbers(cache))
-    assert sizes == [sizes[0]] * 4
-    # 3 layers, 2 rows, 2 key/value heads, 32 features of 8 values, a sum and an exponent each.
-    assert sizes[0] == 3 * 2 * 2 * 32 * (8 + 2)
-    assert all(layer.keys is None and layer.values is None for layer in cache.layers)
+        found.append(cache.num_bytes)
+    return found
+
+
+# 2 rows, 2 key/value heads, 32 features of 8 values, a sum and an exponent each, in float64.
+STATE = 2 * 2 * 32 * (8 + 2) * 8
+# The same heads, a key and a value of 8.
+TOKEN = 2 * 2 * (8 + 8) * 8
+
+
+def test_constant_size(linear):
+    assert sizes(linear("llama", layers=None)) == [3 * STATE] * 4
+
+
+def test_softmax_layers_grow(linear):
+    assert sizes(linear("llama", layers=(0, 2))) == [2 * STATE + length * TOKEN for length in (1, 2, 10, 40)]
+
+
+def test_exact_keys_count_and_stay_few(linear):
+    """Two blocks of 2 keys at the most, each with its mass, a float64, and a mark, a byte, beside it."""
+    few = [size - 3 * STATE for size in sizes(linear("llama", f"{FAVOR} + window 2", None))]
+    keys = [size // (3 * (TOKEN + 2 * 2 * (8 + 1))) for size in few]
+    assert few == [count * 3 * (TOKEN + 2 * 2 * (8 + 1)) for count in keys]
+    assert keys[0] == 1
+    assert max(keys) <= 4
 
 
 def test_forks_go_their_own_ways(linear):

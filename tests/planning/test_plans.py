@@ -96,6 +96,37 @@ def test_a_causal_map_never_learns_from_measured_queries():
     assert [head.expected_error for head in made.heads] == pytest.approx(errors.tolist(), rel=1e-6)
 
 
+def test_fixed_maps_never_learn_from_measured_queries_nor_from_a_call():
+    query, key, value = (torch.randn(1, 2, 64, D) for _ in range(3))
+    label = "Expansion(num_centres=4)"
+    options = {"target_error": 1e9, "candidates": [label], "num_tokens": 10**6}
+    made = plan(query, key, value, fixed_maps=True, **options)
+    assert made.fitted[label]["centres"].shape == (2, 4, D)
+    exact = linattn.softmax_attention(query.double(), key.double(), value.double())[:, :, 1::2]
+    errors = relative_error(made.attend(query, key, value)[:, :, 1::2], exact)
+    assert [head.expected_error for head in made.heads] == pytest.approx(errors.tolist(), rel=1e-6)
+    half = plan(query, key, value, **options).fit(query[:, :, ::2], key[:, :, ::2])
+    assert torch.equal(half.attend(query, key, value), made.attend(query, key, value))
+    assert not plan(query, key, value, **options).fitted
+    with pytest.raises(ValueError, match="fixed maps wants at least 2 tokens, one half to fit on, got 1"):
+        plan(query[:, :, :1], key[:, :, :1], value[:, :, :1], fixed_maps=True, **options)
+
+
+def test_a_fitted_plan_is_its_maps_fitted_by_group():
+    query, key, value = torch.randn(2, 4, 32, D), torch.randn(2, 2, 32, D), torch.randn(2, 2, 32, D)
+    label = "Expansion(num_centres=2)"
+    heads = tuple(HeadPlan(name, 0.0, None, 1.0, 1, 1) for name in ("exact", label, "FavorPlus(num_features=8)", label))
+    made = Plan(heads, D, D, 0.3, False, 32).fit(query, key)
+    wanted = parse_method(label).build(D, num_features=None, scale=0.3, seed=0)
+    wanted.fit(query[:, [1, 3]], key[:, [0, 1]])
+    assert torch.equal(made.fitted[label]["centres"], wanted.centres)
+    out = linattn.linear_attention(query[:, [1, 3]], key[:, [0, 1]], value[:, [0, 1]], wanted)
+    assert torch.equal(made.attend(query, key, value)[:, [1, 3]], out)
+    assert made.summary == f"4 heads: 1 exact, 2 {label}, 1 FavorPlus(num_features=8)"
+    with pytest.raises(ValueError, match="the plan is for 4 query heads of width 8"):
+        made.fit(query[:, :3], key)
+
+
 def test_exact_where_it_takes_fewer_operations():
     query, key, value = easy_and_sharp()
     short = plan(query[:, :, :8], key[:, :, :8], value[:, :, :8], target_error=10.0)

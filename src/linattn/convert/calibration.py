@@ -122,11 +122,11 @@ def fit_maps(
     for layer, feature_map in zip(layers, maps, strict=True):
         if isinstance(feature_map, FittedMap):
             calls = [found[layer.module_name] for found in recorded]
-            query = torch.cat([_live(tempered(feature_map, call.query, call.scale), call) for call in calls], 2)
-            feature_map.fit(query, torch.cat([_live(call.key, call) for call in calls], 2))
+            query = torch.cat([live_tokens(tempered(feature_map, call.query, call.scale), call) for call in calls], 2)
+            feature_map.fit(query, torch.cat([live_tokens(call.key, call) for call in calls], 2))
 
 
-def _live(x: Tensor, call: AttentionCall) -> Tensor:
+def live_tokens(x: Tensor, call: AttentionCall) -> Tensor:
     """The unpadded tokens of all samples in a row: (B, H, L, D) -> (1, H, N, D)."""
     tokens = x.transpose(1, 2)
     if call.key_mask is not None and x.shape[2] == call.key_mask.shape[1]:

@@ -15,7 +15,10 @@ class ConvertConfig:
 
     Attributes:
         feature_map: the method in its written form, as "Expansion(num_centres=64)", "LearnedExponential" or
-            "FavorPlus + window 32 + heavy 64".
+            "FavorPlus + window 32 + heavy 64", for all heads; None for `DEFAULT_MAP`, or for a target error.
+        target_error: relative error of a head's attention, > 0, to be met by a method for each head (`linattn.plan`);
+            heads stay exact where none meets it, or where exact attention takes fewer operations at the length of the
+            longest calibration text. None for one method.
         num_features: R, for a map whose width is free and not written.
         layers: numbers of the attention modules to convert, as in `linattn.hf.linearize_`; None for its choice.
         texts: what a tokenizer is to read; to be left empty when batches are given.
@@ -25,12 +28,12 @@ class ConvertConfig:
         distil: whether the weights of the whole model are trained to give the model's outputs. Without it only the maps
             learn, where they can.
         batch_size: texts per step.
-        learning_rate: of the model's weights, at its largest.
+        learning_rate: of the model's weights, at its largest; times the relative error that is left before training.
         map_learning_rate: of the maps' weights in attention transfer, at its largest; a tenth of it in distillation.
         seed: of the draws and of the order of texts.
 
     Raises:
-        ValueError: if a number is not positive (`minutes`: negative) or not finite.
+        ValueError: if a number is not positive (`minutes`: negative) or not finite, or `target_error` comes with a map.
 
     Example:
         >>> ConvertConfig(minutes=-1)
@@ -39,7 +42,8 @@ class ConvertConfig:
         ValueError: minutes must be a finite number of 0 or more, got -1
     """
 
-    feature_map: str = DEFAULT_MAP
+    feature_map: str | None = None
+    target_error: float | None = None
     num_features: int | None = None
     layers: tuple[int, ...] | None = None
     texts: tuple[str, ...] = ()
@@ -47,7 +51,7 @@ class ConvertConfig:
     minutes: float = 15.0
     distil: bool = True
     batch_size: int = 2
-    learning_rate: float = 1e-4
+    learning_rate: float = 2e-4
     map_learning_rate: float = 1e-2
     seed: int = 0
 
@@ -59,3 +63,12 @@ class ConvertConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value}")
+        if self.target_error is None:
+            return
+        if not (math.isfinite(self.target_error) and self.target_error > 0):
+            raise ValueError(f"target_error must be a positive number, got {self.target_error}")
+        if self.feature_map is not None or self.num_features is not None:
+            raise ValueError(
+                f"target_error={self.target_error} chooses a method for each head, and feature_map="
+                f"{self.feature_map!r}, num_features={self.num_features} one for all; give one or the other"
+            )

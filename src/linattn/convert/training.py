@@ -18,7 +18,7 @@ from linattn.convert.checkpoints import Progress, WorkFolder
 
 # How often a training looks at its validation loss and writes a checkpoint: by share of its budget, or by seconds.
 _LOOKS, _SECONDS = 20, 60.0
-_WARM_UP = 10
+_WARM_UP = 20
 _LEAST_RATE = 0.02
 _BETAS = (0.9, 0.98)
 _CLIP = 1.0
@@ -73,8 +73,10 @@ Notify = Callable[[str, float, float], None]
 def train(training: Training, work: WorkFolder | None, notify: Notify) -> Trained:
     """Train for a time, and leave the model with its best weights.
 
-    AdamW without weight decay, gradients clipped to norm 1; the learning rate rises over ten steps and falls by a
-    cosine over the budget. The least validation loss chooses the weights, those before the first step included.
+    AdamW without weight decay, gradients clipped to norm 1. The learning rate rises over twenty steps and falls by a
+    cosine over the budget; where the loss ε² before training is below 1 it is lowered by ε: AdamW's steps have a length
+    of their own, and a model that is nearly right has less far to go. The least validation loss chooses the weights,
+    those before the first step included.
 
     Cost: the budget.
 
@@ -148,7 +150,6 @@ def interrupts_wait() -> Iterator[list[int]]:
 def _begin(training: Training, accelerator: Accelerator, work: WorkFolder | None, notify: Notify) -> _Run:
     """A training at its last checkpoint, or at its beginning."""
     groups = [{"params": list(parameters), "lr": rate} for parameters, rate in training.parameters]
-    rates = [rate for _, rate in training.parameters]
     optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
     _, optimizer = accelerator.prepare(training.model, optimizer)
     found = None if work is None else work.resume(training.name, accelerator)
@@ -161,6 +162,8 @@ def _begin(training: Training, accelerator: Accelerator, work: WorkFolder | None
             raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
         found = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
         accelerator.log({"validation loss": loss}, step=0)
+    lowered = min(1.0, math.sqrt(found[0].first))
+    rates = [rate * lowered for _, rate in training.parameters]
     return _Run(training, accelerator, optimizer, rates, work, notify, *found)
 
 
@@ -239,9 +242,9 @@ class _Run:
 
 
 def learning_rate_factor(step: int, share: float) -> float:
-    """The share of the largest learning rate: a rise over ten steps times a cosine over the budget, never 0.
+    """The share of the largest learning rate: a rise over twenty steps times a cosine over the budget, never 0.
 
-        min(1, (n + 1)/10) · (0.02 + 0.98·(1 + cos πt)/2)
+        min(1, (n + 1)/20) · (0.02 + 0.98·(1 + cos πt)/2)
 
     Cost: none.
 
@@ -253,7 +256,7 @@ def learning_rate_factor(step: int, share: float) -> float:
         A number in (0, 1].
 
     Example:
-        >>> learning_rate_factor(9, 0.0), round(learning_rate_factor(9, 1.0), 3)
+        >>> learning_rate_factor(19, 0.0), round(learning_rate_factor(19, 1.0), 3)
         (1.0, 0.02)
 
     Source: Loshchilov and Hutter 2017 (arXiv 1608.03983).

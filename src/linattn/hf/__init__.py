@@ -24,6 +24,10 @@ from linattn.hf.linearization import restore_ as restore_
 from linattn.hf.loading import LoadedModel as LoadedModel
 from linattn.hf.loading import is_sentence_transformer as is_sentence_transformer
 from linattn.hf.loading import load as load
+from linattn.hf.planned_attention import PlannedAttended as PlannedAttended
+from linattn.hf.planned_attention import PlannedAttention as PlannedAttention
+from linattn.hf.planned_state import KeptKeys as KeptKeys
+from linattn.hf.planned_state import PlannedState as PlannedState
 from linattn.hf.saving import from_pretrained as from_pretrained
 from linattn.hf.saving import save_pretrained as save_pretrained
 from linattn.hf.state_cache import StateCache as StateCache

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from linattn.hf._mask import Mask, PlainMask, RefusedMask
 
@@ -34,8 +36,6 @@ def refuse_options(name: str, num_keys: int, dropout: float, options: dict[str, 
         found.append(
             f"dropout of {dropout} on the weights (call model.eval(), or load the model with attention dropout 0)"
         )
-    if options.get("output_attentions"):
-        found.append("the weights themselves (output_attentions=True)")
     if found:
         raise ValueError(_refusal(name, ", ".join(dict.fromkeys(found))))
 
@@ -43,6 +43,22 @@ def refuse_options(name: str, num_keys: int, dropout: float, options: dict[str, 
 def inexpressible(options: dict[str, Any]) -> list[str]:
     """In words, the options that change the weights of single pairs."""
     return [words for option, words in _INEXPRESSIBLE.items() if options.get(option) is not None]
+
+
+def refuse_weights(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let every part of a model refuse to return weights: not every family tells its attention function of the wish."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return [part.register_forward_pre_hook(_refuse_returned, with_kwargs=True) for part in parts]
+
+
+def _refuse_returned(part: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook: transformers would collect nothing from layer to layer, and return it."""
+    asked = options.get("output_attentions")
+    if part.config.output_attentions if asked is None else asked:
+        raise ValueError(
+            f"{type(part).__name__} is asked for the weights themselves (output_attentions=True, in the call or in its "
+            "config), and its attention returns none as long as linattn has replaced it; call it without them"
+        )
 
 
 def read_mask(name: str, module: nn.Module, mask: Mask, is_causal: bool | None) -> tuple[Tensor | None, bool]:

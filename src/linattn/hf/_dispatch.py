@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from linattn.hf._calls import inexpressible, read_mask, read_scale, refuse_options
+from linattn.hf._kernels import kernel_of
 from linattn.hf._mask import Mask, RefusedMask, build_whole_mask, last_keys
-from linattn.hf.kernel_attention import kernel_of
 from linattn.hf.state_cache import StateLayer
 
 NAME = "linattn"
@@ -68,8 +68,7 @@ def _attend_exactly(
 ) -> Tensor:
     """Softmax attention by transformers' SDPA function, which takes dropout, position biases and masks of pairs."""
     name = type(module).__name__
-    wanted = {**options, "position_bias": None}
-    found = inexpressible(wanted) + (["the weights themselves"] if options.get("output_attentions") else [])
+    found = inexpressible({**options, "position_bias": None})
     if found:
         raise ValueError(
             f"{name} asks for {', '.join(found)}, which transformers' SDPA attention, by which the softmax layers of a "

@@ -60,6 +60,7 @@ class _StatesByDefault:
     ) -> None:
         """Prepare the cache; one that the user gave or chose by name, or that must be cropped, stays."""
         is_given = model_kwargs.get("past_key_values") is not None
+        is_named = generation_config.cache_implementation == "dynamic"
         getattr(type(self.model), _PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
         made = model_kwargs.get("past_key_values")
         if made is not None and made.is_compileable:
@@ -68,7 +69,7 @@ class _StatesByDefault:
                 "others; leave the cache out, and generate keeps states, whose size is constant too"
             )
         is_cropped = generation_mode is GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        if is_given or is_cropped:
+        if is_given or is_named or is_cropped:
             return
         if isinstance(made, EncoderDecoderCache) and _is_ordinary(made.self_attention_cache):
             states = StateCache(self.model)

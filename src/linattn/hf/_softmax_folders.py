@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linattn.hf._kernels import Kernel
 from linattn.hf._model_records import RECORD, REMEDY, TENSORS, ModelRecord, dtype_named
-from linattn.hf.kernel_attention import KernelAttention
 from linattn.hf.loading import quiet
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -81,7 +81,7 @@ def bring_back(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path
 def _in_kernels(model: PreTrainedModel) -> tuple[str, ...]:
     """What the names of all kernels' tensors begin with, under every name a module has."""
     modules = model.named_modules(remove_duplicate=False)
-    return tuple(f"{name}." for name, module in modules if isinstance(module, KernelAttention))
+    return tuple(f"{name}." for name, module in modules if isinstance(module, Kernel))
 
 
 def _align(model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from linattn.hf._calls import read_mask, read_scale, refuse_options
+from linattn.hf._calls import read_mask, read_scale, refuse_options, refuse_weights
 from linattn.hf._implementation import switch_to
 from linattn.hf._mask import Mask, build_mask
 
@@ -122,7 +122,11 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     AttentionMaskInterface.register(NAME, build_mask)
     interception = _Interception(handler, model)
     former = switch_to(model, NAME)
-    hooks = [model.register_forward_pre_hook(interception.start), model.register_forward_hook(interception.finish)]
+    hooks = [
+        *refuse_weights(model),
+        model.register_forward_pre_hook(interception.start),
+        model.register_forward_hook(interception.finish),
+    ]
     try:
         _ACTIVE.update(dict.fromkeys(interception.module_names, interception))
         yield

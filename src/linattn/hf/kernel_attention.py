@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from linattn.attention import Attended, State, linear_attention, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 
-KERNEL = "linear_attention"
-"""Name of the kernel in its attention module."""
-
 
 class KernelAttention(nn.Module):
     """What `linearize_` puts into an attention module, as its `linear_attention`.
@@ -152,9 +149,3 @@ def tempered(feature_map: FeatureMap, query: Tensor, scale: float) -> Tensor:
     """
     own: float = getattr(feature_map, "scale", query.shape[-1] ** -0.5)
     return query if own == scale else query * (scale / own)
-
-
-def kernel_of(module: nn.Module) -> KernelAttention | None:
-    """What `linearize_` put into a module, if anything."""
-    kernel = getattr(module, KERNEL, None)
-    return kernel if isinstance(kernel, KernelAttention) else None

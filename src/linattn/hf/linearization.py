@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._building import own_kernel, planned_kernel, written_kernel
+from linattn.hf._calls import refuse_weights
 from linattn.hf._dispatch import NAME
 from linattn.hf._generation import generate_as_before, generate_by_states, hand_over
 from linattn.hf._implementation import Former, attends_by, switch_to
+from linattn.hf._kernels import KERNEL, Kernel, kernel_of
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.kernel_attention import KERNEL, KernelAttention, kernel_of
-from linattn.planning.methods import parse_method
+from linattn.planning import Plan
 
 # Where a model keeps what `restore_` needs; it follows the model into copies and pickles.
 _UNDO = "linattn_undo"
@@ -30,7 +31,8 @@ class LayerReport:
     Attributes:
         layer: its number, from 0, in the order of the model's modules.
         module_name: its qualified name.
-        feature_map: the map that took the softmax's place, in words; None where softmax stays.
+        feature_map: what took the softmax's place, in words: the map, or how many heads have which method; None where
+            softmax stays.
         reason: why softmax stays; None where it was replaced.
     """
 
@@ -52,7 +54,7 @@ class Linearization:
 
     @property
     def replaced(self) -> tuple[LayerReport, ...]:
-        """The layers that attend by a feature map."""
+        """The layers that attend by a feature map, or by a plan."""
         return tuple(layer for layer in self.layers if layer.reason is None)
 
     @property
@@ -78,7 +80,8 @@ class _Undo:
 def linearize_(
     model: PreTrainedModel,
     *,
-    feature_map: str | Callable[[int], FeatureMap],
+    feature_map: str | Callable[[int], FeatureMap] | None = None,
+    plans: Sequence[Plan] | None = None,
     layers: Iterable[int] | None = None,
     window: int | None = None,
     num_heavy: int = 0,
@@ -89,16 +92,17 @@ def linearize_(
 
         softmax(c·q·k)  ->  φ(√c·q)·φ(√c·k) / Σ,   c the temperature the model itself asks for
 
-    Each map becomes part of its attention module, `module.linear_attention.feature_map`: it moves with the model, its
-    parameters train with the model's, and its tensors are in `state_dict` (load such a checkpoint into a model that was
-    linearized alike; `linattn.hf.save_pretrained` writes a folder that says how). Padding, causality, grouped heads and
-    caches work as before; `generate` keeps a `StateCache`, constant in the number of tokens, if this very model
-    generates. Layers that are not replaced attend by SDPA. What φ(q)·φ(k) cannot express is refused by name when a
-    layer asks for it: position biases, soft-capped logits, attention sinks, masks of single pairs, packed sequences,
+    or, with `plans`, by the method that its layer's plan has for each head, softmax for some. Each map becomes part of
+    its attention module, `module.linear_attention`: it moves with the model, its parameters train with the model's, and
+    its tensors are in `state_dict` (load such a checkpoint into a model that was linearized alike;
+    `linattn.hf.save_pretrained` writes a folder that says how). Padding, causality, grouped heads and caches work as
+    before; `generate` keeps a `StateCache`, constant in the number of tokens but for a plan's exact heads, if this very
+    model generates. Layers that are not replaced attend by SDPA. What φ(q)·φ(k) cannot express is refused by name when
+    a layer asks for it: position biases, soft-capped logits, attention sinks, masks of single pairs, packed sequences,
     dropout on the weights (load the model with its attention dropout at 0), returned weights. This changes what the
     model computes, without training it anew: `linattn audit` says beforehand by how much.
 
-    Cost: building the maps. Afterwards a replaced layer takes time linear in the tokens.
+    Cost: building the maps. Afterwards a replaced layer takes time linear in the tokens, but for a plan's exact heads.
 
     Args:
         model: any transformers model whose layers use AttentionInterface.
@@ -106,7 +110,9 @@ def linearize_(
             window 16 + heavy 32", every layer drawing from a seed of its own; or a function from the head width to a
             map, called once for each replaced layer, in order: the way to pass a map that was fitted. Queries reach it
             multiplied by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks
-            are counted from the first position, padding or not: left padding moves them.
+            are counted from the first position, padding or not: left padding moves them. Give this or
+        plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them:
+            `PlannedAttention` takes the softmax's place. Maps without fitted tensors (`Plan.fit`) learn from each call.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
             with a sliding window, whose cost is linear as it is.
         window: as in `linattn.linear_attention`, for maps that a function builds; a written form has its own.
@@ -119,8 +125,9 @@ def linearize_(
 
     Raises:
         TypeError: if `feature_map` is neither text nor a function that returns maps.
-        ValueError: if the model ignores AttentionInterface, is linearized or intercepted already, has no such layers,
-            or the map cannot be built or used: a causal layer needs one that learns nothing from the call.
+        ValueError: if not one of feature_map and plans is given, there are not as many plans as layers, the model
+            ignores AttentionInterface, is linearized or intercepted already, has no such layers, or the map or plan
+            cannot be built or used: a causal layer needs maps that learn nothing from the call.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -142,7 +149,16 @@ def linearize_(
     modules = list(attention_modules(model))
     reasons = _reasons(model, modules, layers)
     chosen = [found for found in modules if found.number not in reasons]
-    kernels = {found.number: _build(found, feature_map, window, num_heavy, num_features, seed) for found in chosen}
+    exact_part = window is not None or num_heavy > 0
+    _check_surface(feature_map, plans, len(chosen), exact_part=exact_part, has_width=num_features is not None)
+    kernels = {}
+    for place, found in enumerate(chosen):
+        if plans is not None:
+            kernels[found.number] = planned_kernel(found, plans[place])
+        elif isinstance(feature_map, str):
+            kernels[found.number] = written_kernel(found, feature_map, num_features, seed)
+        else:
+            kernels[found.number] = own_kernel(found, feature_map, window, num_heavy)
     install(model, [(found, kernels[found.number][0]) for found in chosen])
     return Linearization(
         tuple(
@@ -188,7 +204,7 @@ def is_linearized(model: nn.Module) -> bool:
     return hasattr(model, _UNDO)
 
 
-def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, KernelAttention]]) -> None:
+def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, Kernel]]) -> None:
     """Let these modules of a model attend by these kernels, which were tried, and `generate` keep states."""
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
     former = switch_to(model, NAME)
@@ -197,24 +213,30 @@ def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, Ker
     stateful = [found.module for found, _ in kernels if found.cache_place is not None]
     if stateful:
         generate_by_states(model)
-    setattr(model, _UNDO, _Undo(former, tuple(hook for module in stateful for hook in hand_over(module))))
+    hooks = [*refuse_weights(model), *(hook for module in stateful for hook in hand_over(module))]
+    setattr(model, _UNDO, _Undo(former, tuple(hooks)))
 
 
-def try_out(found: AttentionModule, kernel: KernelAttention, label: str) -> None:
-    """One token, so that a map the layer can never use is refused now and not in the first forward pass.
-
-    The kernel moves to the module's device.
-    """
-    device = next(found.module.parameters(), torch.empty(0)).device
-    kernel.to(device)
-    # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
-    heads = max((held.shape[0] for held in (*kernel.parameters(), *kernel.buffers()) if held.ndim == 3), default=1)
-    token = torch.zeros(1, heads, 1, found.head_dim, device=device)
-    try:
-        with torch.no_grad():
-            kernel(token, token, token, scale=found.head_dim**-0.5, is_causal=found.is_causal)
-    except ValueError as error:
-        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}") from error
+def _check_surface(
+    feature_map: object, plans: Sequence[Plan] | None, num_layers: int, *, exact_part: bool, has_width: bool
+) -> None:
+    """Refuse options that do not go together."""
+    if (feature_map is None) == (plans is None):
+        raise ValueError(
+            "give one of feature_map and plans: the map of all layers, as feature_map='Expansion', or a plan for each"
+        )
+    if plans is not None and (exact_part or has_width):
+        raise ValueError("a plan's methods have their own window, heavy keys and width; leave these options out")
+    if plans is not None and len(plans) != num_layers:
+        raise ValueError(
+            f"got {len(plans)} plans for the {num_layers} layers to be replaced; give one for each, in order, or name "
+            "their layers in `layers`"
+        )
+    if isinstance(feature_map, str) and exact_part:
+        raise ValueError(
+            f"{feature_map!r} is a written form, whose exact part is written too; leave window and num_heavy out, "
+            "as in 'Expansion + window 16 + heavy 32'"
+        )
 
 
 def _reasons(model: PreTrainedModel, modules: list[AttentionModule], layers: Iterable[int] | None) -> dict[int, str]:
@@ -239,38 +261,3 @@ def _reasons(model: PreTrainedModel, modules: list[AttentionModule], layers: Ite
         )
         raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(sorted(set(reasons.values()))) or deaf}")
     return reasons
-
-
-def _build(
-    found: AttentionModule,
-    feature_map: str | Callable[[int], FeatureMap],
-    window: int | None,
-    num_heavy: int,
-    num_features: int | None,
-    seed: int,
-) -> tuple[KernelAttention, str]:
-    """The kernel for one attention module, tried, and its map in words."""
-    width = found.head_dim
-    if isinstance(feature_map, str):
-        if window is not None or num_heavy:
-            raise ValueError(
-                f"{feature_map!r} is a written form, whose exact part is written too; leave window and num_heavy out, "
-                "as in 'Expansion + window 16 + heavy 32'"
-            )
-        method = parse_method(feature_map)
-        # At the default scale whatever the module's: KernelAttention makes up the difference with each call.
-        built = method.build(width, num_features=num_features, scale=width**-0.5, seed=seed + found.number)
-        # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
-        built.requires_grad_(True)
-        kernel = KernelAttention(built, found.name, window=method.window, num_heavy=method.num_heavy)
-        label = method.label
-    else:
-        if isinstance(feature_map, FeatureMap) or not callable(feature_map):
-            raise TypeError(
-                f"feature_map must be text, or a function that builds a map from a head width, got "
-                f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
-            )
-        kernel = KernelAttention(feature_map(width), found.name, window=window, num_heavy=num_heavy)
-        label = " ".join(repr(kernel.feature_map).split())
-    try_out(found, kernel, label)
-    return kernel, label

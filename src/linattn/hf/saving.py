@@ -14,11 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._building import in_words, try_out
 from linattn.hf._kernel_records import describe_kernel, rebuild_kernel
+from linattn.hf._kernels import KERNEL, Kernel, kernel_of
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, outlines
 from linattn.hf._softmax_folders import bring_back, not_brought_back, softmax_model, softmax_state
-from linattn.hf.kernel_attention import KERNEL, KernelAttention, kernel_of
-from linattn.hf.linearization import install, is_linearized, try_out
+from linattn.hf.linearization import install, is_linearized
 from linattn.hf.loading import quiet
 from linattn.planning.files import appearing
 
@@ -33,8 +34,8 @@ def save_pretrained(
     The folder is a plain one of transformers, which its own classes load as the softmax model. Beside that,
     linattn.safetensors holds the tensors of the kernels (draws, what was fitted, learned weights), and of the model
     what a plain folder does not bring back: buffers that are no part of `state_dict`, and weights of another dtype than
-    the first one's. linattn.json says which layer attends by which map, window and number of heavy keys, and which
-    versions wrote it. A map that several layers share becomes one map for each.
+    the first one's. linattn.json says which layer attends by which map, window and number of heavy keys, or by which
+    plan, and which versions wrote it. A map that several layers share becomes one map for each.
 
     Cost: writing the weights.
 
@@ -182,7 +183,7 @@ def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tupl
 
 def _kernel(
     found: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]
-) -> tuple[AttentionModule, KernelAttention]:
+) -> tuple[AttentionModule, Kernel]:
     """One layer's kernel with its tensors, which are taken out of `tensors`, and tried."""
     place, prefix = f"{path / RECORD}, layer {layer.number}", _prefix(found.name)
     kernel = rebuild_kernel(layer.kernel, found.name, place=place, remedy=REMEDY)
@@ -192,5 +193,5 @@ def _kernel(
         kernel.load_state_dict({name.removeprefix(prefix): x for name, x in own.items()}, assign=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from error
-    try_out(found, kernel, " ".join(repr(kernel.feature_map).split()))
+    try_out(found, kernel, in_words(kernel))
     return found, kernel

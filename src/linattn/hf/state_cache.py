@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf.kernel_attention import KernelAttention, kernel_of
+from linattn.hf._kernels import Kernel, kernel_of
 
 
 class StateLayer(CacheLayerMixin):
@@ -28,7 +29,7 @@ class StateLayer(CacheLayerMixin):
 
     Attributes:
         module_name: qualified name of the attention module it serves.
-        state: the state; None before the first token.
+        state: a `State`, or a `PlannedState` where the heads have methods of their own; None before the first token.
         num_tokens: how many tokens it has seen, padding included.
     """
 
@@ -40,7 +41,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, module_name: str) -> None:
         super().__init__()
         self.module_name = module_name
-        self.state: State | None = None
+        self.state: Any = None
         self.num_tokens = 0
         self._is_expected = False
         self._is_pending = False
@@ -70,7 +71,7 @@ class StateLayer(CacheLayerMixin):
 
     def advance(
         self,
-        kernel: KernelAttention,
+        kernel: Kernel,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -127,13 +128,19 @@ class StateLayer(CacheLayerMixin):
         """Keep the given rows of the batch: numbers, or a mask."""
         if self.state is not None:
             rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-            self.state = self.state.select(rows.to(self.state.S.device))
+            self.state = self.state.select(rows.to(self._sample.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.state is not None:
-            rows = torch.arange(self.state.S.shape[0], device=self.state.S.device)
+            rows = torch.arange(len(self._sample), device=self._sample.device)
             self.state = self.state.select(rows.repeat_interleave(repeats))
+
+    @property
+    def _sample(self) -> Tensor:
+        """One of the state's tensors, (B, …)."""
+        held: Tensor = self.state.S if isinstance(self.state, State) else self.state.sample
+        return held
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Refused: a sum does not say what it was before."""
@@ -154,8 +161,9 @@ class StateCache(Cache):
 
         S = Σ φ(k)vᵀ,   z = Σ φ(k):   Hkv·R·(Dv + 1) numbers per row and layer, instead of Hkv·L·(D + Dv)
 
-    Layers that kept their softmax have their keys and values in it, as in an ordinary cache. `generate` of a linearized
-    model makes one by itself; make one to hold on to it:
+    Layers that kept their softmax have their keys and values in it, as in an ordinary cache, and so have the exact
+    heads of layers that attend by a plan. `generate` of a linearized model makes one by itself; make one to hold on to
+    it:
 
     * continue a text: give the same cache again;
     * try several continuations, or take one back: continue from `fork`, and keep the cache.
@@ -180,6 +188,8 @@ class StateCache(Cache):
         >>> _ = model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
         >>> tuple(cache.layers[0].state.S.shape), tuple(cache.layers[1].keys.shape)
         ((1, 2, 2, 2), (1, 2, 3, 2))
+        >>> cache.num_bytes == 4 * (8 + 4 + 2) + 4 * (12 + 12)  # float32: S, z and m; keys and values
+        True
         >>> fork = cache.fork()
         >>> _ = model(input_ids=torch.tensor([[4]]), past_key_values=fork)
         >>> cache.get_seq_length(), fork.get_seq_length()
@@ -199,6 +209,12 @@ class StateCache(Cache):
         for number, name in names.items():
             layers[number] = StateLayer(name)
         super().__init__(layers=layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """What its layers hold, in bytes: states, and the keys and values of layers that kept their softmax."""
+        held = pytree.tree_leaves([vars(layer) for layer in self.layers])
+        return sum(x.nbytes for x in held if isinstance(x, Tensor))
 
     def fork(self) -> StateCache:
         """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""

@@ -25,7 +25,7 @@ _REMEDY = "make the plan again, with `linattn audit --target` or linattn.plan"
 
 def write(path: Path, plans: Sequence[DataclassInstance]) -> None:
     """A file of plans, one per layer."""
-    layers = [_plain(plan) for plan in plans]
+    layers = [plain(plan) for plan in plans]
     with replacing(path) as file:
         json.dump({"kind": _KIND, "version": _VERSION, "layers": layers}, file, allow_nan=False, indent=1)
 
@@ -38,26 +38,28 @@ def read(path: Path, plan: type[DataclassInstance], head: type[DataclassInstance
     layers = found.get("layers")
     if not isinstance(layers, list) or not layers:
         raise ValueError(f"{path} holds no layers; {_REMEDY}")
-    return [_layer(layer, plan, head, f"{path}, layer {number}") for number, layer in enumerate(layers)]
+    return [fields_of(layer, plan, head, f"{path}, layer {number}", _REMEDY) for number, layer in enumerate(layers)]
 
 
-def _layer(values: Any, plan: type[DataclassInstance], head: type[DataclassInstance], place: str) -> dict[str, Any]:
-    """One layer, its heads and its tensors."""
-    checked = check_fields(values, plan, place, _REMEDY)
+def fields_of(
+    values: Any, plan: type[DataclassInstance], head: type[DataclassInstance], place: str, remedy: str
+) -> dict[str, Any]:
+    """One layer, its heads and its tensors, as the fields of both dataclasses."""
+    checked = check_fields(values, plan, place, remedy)
     heads, fitted = checked["heads"], checked["fitted"]
     if not isinstance(heads, list) or not heads:
-        raise ValueError(f"{place}: heads must be a list of at least one head; {_REMEDY}")
+        raise ValueError(f"{place}: heads must be a list of at least one head; {remedy}")
     if not isinstance(fitted, dict) or not all(isinstance(tensors, dict) for tensors in fitted.values()):
-        raise ValueError(f"{place}: fitted must hold the tensors of each method by name; {_REMEDY}")
-    checked["heads"] = [check_fields(one, head, f"{place}, head {number}", _REMEDY) for number, one in enumerate(heads)]
+        raise ValueError(f"{place}: fitted must hold the tensors of each method by name; {remedy}")
+    checked["heads"] = [check_fields(one, head, f"{place}, head {number}", remedy) for number, one in enumerate(heads)]
     checked["fitted"] = {
-        label: {name: _tensor(tensor, f"{place}, {label}, {name}") for name, tensor in tensors.items()}
+        label: {name: _tensor(tensor, f"{place}, {label}, {name}", remedy) for name, tensor in tensors.items()}
         for label, tensors in fitted.items()
     }
     return checked
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dataclasses, tensors and what holds them, as JSON has them."""
     if isinstance(value, Tensor):
         held = value.detach().cpu().contiguous()
@@ -65,17 +67,17 @@ def _plain(value: Any) -> Any:
         name = str(held.dtype).removeprefix("torch.")
         return {"dtype": name, "shape": list(held.shape), "base64": base64.b64encode(raw).decode("ascii")}
     if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _tensor(value: Any, place: str) -> Tensor:
-    """The tensor that `_plain` wrote."""
+def _tensor(value: Any, place: str, remedy: str) -> Tensor:
+    """The tensor that `plain` wrote."""
     try:
         dtype, raw = _DTYPES[value["dtype"]], bytearray(base64.b64decode(value["base64"], validate=True))
         flat = torch.frombuffer(raw, dtype=dtype).clone() if raw else torch.empty(0, dtype=dtype)
         return flat.reshape(value["shape"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{place} is no tensor ({error}); {_REMEDY}") from None
+        raise ValueError(f"{place} is no tensor ({error}); {remedy}") from None

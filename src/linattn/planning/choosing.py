@@ -45,9 +45,14 @@ class _Sample(NamedTuple):
     value: Tensor  # (B, H, L, Dv)
     rows: Tensor  # (n,)
     exact: Tensor  # (B, H, n, Dv), float64
-    span: slice  # the tokens that a causal map is fitted on
+    known: Tensor  # the tokens that a map is fitted on, none where it learns from each call
     scale: float
     is_causal: bool
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether maps are fitted beforehand."""
+        return len(self.known) > 0
 
     def answer(self, method: Method, feature_map: FeatureMap, heads: Sequence[int]) -> Tensor:
         """What a method gives on the sampled rows of some heads, (B, heads, n, Dv)."""
@@ -55,11 +60,12 @@ class _Sample(NamedTuple):
         return method.attend(feature_map, q, k, v, is_causal=self.is_causal)[:, :, self.rows]
 
     def map_of(self, method: Method, heads: Sequence[int]) -> FeatureMap:
-        """A method's map for some heads: fixed beforehand where causal, else left to learn from each call."""
+        """A method's map for some heads: fitted beforehand, or left to learn from each call."""
         feature_map = method.build(self.query.shape[-1], num_features=None, scale=self.scale, seed=0)
         feature_map.to(self.query.device)
-        if self.is_causal:
-            fit(feature_map, self.query[:, list(heads), self.span], self.key[:, list(heads), self.span])
+        if self.is_fixed:
+            query, key = (x[:, list(heads)].index_select(2, self.known) for x in (self.query, self.key))
+            fit(feature_map, query, key)
         return feature_map
 
 
@@ -74,6 +80,7 @@ def plan(
     scale: float | None = None,
     candidates: Sequence[str] | None = None,
     num_tokens: int | None = None,
+    fixed_maps: bool = False,
 ) -> Plan:
     """For each query head of a layer, the method to use, chosen on calibration tensors.
 
@@ -86,8 +93,9 @@ def plan(
 
     Ŷ is the method's output on the whole calibration sample, Y exact attention on the rows I alone, in float64. Maps
     take their centres as they will in use: bidirectionally from the call itself; causally from the first half of each
-    sample, the rows I being drawn from the second half, so that no measured query was known to the map. The room of 0.9
-    answers for the choice: the cheapest that passes is more often lucky than unlucky on its sample.
+    sample, the rows I being drawn from the second half; with `fixed_maps` from every second token, the rows I being
+    drawn from the others. So no measured query was known to a map that is fitted beforehand. The room of 0.9 answers
+    for the choice: the cheapest that passes is more often lucky than unlucky on its sample.
 
     Beside it stands the error as the expansion's next order foretells it, without exact attention.
 
@@ -104,13 +112,15 @@ def plan(
         scale: factor of q·k in the exponent; D**-0.5 if None.
         candidates: written forms of methods, widths included; `CANDIDATES` if None.
         num_tokens: the length the plan is for, which decides where exact attention takes fewer operations; L if None.
+        fixed_maps: whether maps are fitted beforehand, as for a model that is converted, and never learn from a call;
+            causal ones never do.
 
     Returns:
         A `Plan`, which attends by the methods chosen.
 
     Raises:
         ValueError: if not one of target_error and max_features is given, a candidate cannot be read, built or used,
-            shapes do not fit, a value is not finite, or a causal sample has fewer than 2 tokens.
+            shapes do not fit, a value is not finite, or a sample to fit on has fewer than 2 tokens.
 
     Example:
         >>> q = torch.zeros(1, 1, 512, 4)
@@ -124,7 +134,7 @@ def plan(
     dims = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
     length = query.shape[2] if num_tokens is None else num_tokens
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    sample = _sampled(query, key, value, scale, is_causal=is_causal)
+    sample = _sampled(query, key, value, scale, is_causal=is_causal, is_fixed=is_causal or fixed_maps)
     exact_flops = exact_flops_per_token(length, is_causal=is_causal, **dims)
     ladder = [
         one
@@ -169,14 +179,20 @@ def _check(query: Tensor, key: Tensor, value: Tensor, target_error: float | None
         raise ValueError("a calibration tensor holds nan or inf; calibrate on unpadded text with a working model")
 
 
-def _sampled(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool) -> _Sample:
+def _sampled(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool, is_fixed: bool) -> _Sample:
     """Draw the rows and answer them exactly."""
     length, shared = query.shape[2], query.shape[1] // key.shape[1]
-    first = length // 2 if is_causal else 0
-    if is_causal and first == 0:
-        raise ValueError(f"causal calibration wants at least 2 tokens, one half to fit on, got {length}")
-    drawn = torch.randperm(length - first, generator=torch.Generator().manual_seed(0))[:_NUM_ROWS]
-    rows = (drawn.sort().values + first).to(query.device)
+    tokens = torch.arange(length)
+    known, free = tokens[:0], tokens
+    if is_causal:
+        known, free = tokens.tensor_split([length // 2])
+    elif is_fixed:
+        # Of all positions: heads of models with absolute ones may be another method's at the end than at the start.
+        known, free = tokens[::2], tokens[1::2]
+    if is_fixed and length < 2:
+        raise ValueError(f"calibration of fixed maps wants at least 2 tokens, one half to fit on, got {length}")
+    drawn = torch.randperm(len(free), generator=torch.Generator().manual_seed(0))[:_NUM_ROWS]
+    rows = free[drawn.sort().values].to(query.device)
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     visible = measures.visible_keys(rows, num_queries=length, num_keys=length, is_causal=is_causal)
     # Head by head: the weights of all heads would be the largest thing in memory.
@@ -184,7 +200,7 @@ def _sampled(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_caus
         measures.softmax_log_rows(q[:, :, rows], k, visible, scale=scale).exp() @ v.double()
         for q, k, v in zip(query.split(1, 1), key.split(1, 1), value.split(1, 1), strict=True)
     ]
-    return _Sample(query, key, value, rows, torch.cat(exact, 1), slice(0, first), scale, is_causal)
+    return _Sample(query, key, value, rows, torch.cat(exact, 1), known.to(query.device), scale, is_causal)
 
 
 def _uniform_errors(sample: _Sample) -> list[float]:
@@ -237,7 +253,7 @@ def _settle(
     fitted: dict[str, dict[str, Tensor]] = {}
     for method, heads in groups.items():
         feature_map = sample.map_of(method, heads)
-        if sample.is_causal:
+        if sample.is_fixed:
             fitted[method.label] = {name: x.detach().clone() for name, x in feature_map.state_dict().items()}
         if isinstance(feature_map, Expansion) and feature_map.order < _HIGHEST_ORDER:
             ours = sample.answer(method, feature_map, heads)

@@ -6,10 +6,11 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.planning import _plan_files
-from linattn.planning.methods import Method, parse_method
+from linattn.planning.methods import Method, fit, parse_method
 
 EXACT = "exact"
 
@@ -57,8 +58,8 @@ class Plan:
         num_tokens: the length it was made for.
         target_error: the error each head was to meet, or None.
         max_features: the most features a map was to have, or None.
-        fitted: the fitted tensors of each method's map, by written form, then by name: for causal attention, whose maps
-            must not learn from the call. One set for the heads of the method, in order.
+        fitted: the tensors of each method's map, by written form, then by name: for maps that must not learn from the
+            call, as those of causal attention. One set for the heads of the method, in order.
     """
 
     heads: tuple[HeadPlan, ...]
@@ -98,20 +99,117 @@ class Plan:
 
         Source: `linattn.linear_attention`, `linattn.softmax_attention`.
         """
+
+        def answer(label: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """The heads of one method."""
+            if label == EXACT:
+                return softmax_attention(q, k, v, key_mask=key_mask, is_causal=self.is_causal, scale=self.scale)
+            method, feature_map = self._methods[label]
+            feature_map.to(q.device)
+            return method.attend(feature_map, q, k, v, key_mask=key_mask, is_causal=self.is_causal)
+
+        return self.distribute(query, key, value, answer)
+
+    def distribute(
+        self, query: Tensor, key: Tensor, value: Tensor, answer: Callable[[str, Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Each method's heads to a function, and its outputs to their places.
+
+        Cost: a copy of the tensors, keys and values once per query head, and the function's own.
+
+        Args:
+            query: (B, H, Lq, D).
+            key: (B, Hkv, Lk, D), H a multiple of Hkv.
+            value: (B, Hkv, Lk, Dv).
+            answer: from a method's written form and the query, key and value of its heads, as many of each, to their
+                output (B, heads, Lq, Dv); called once per method.
+
+        Returns:
+            (B, H, Lq, Dv) in the query's dtype.
+
+        Raises:
+            ValueError: if the tensors have another number of heads or another width than the plan.
+
+        Example:
+            >>> heads = tuple(HeadPlan(name, 0.0, None, 0.5, 10, 20) for name in ("exact", "Taylor"))
+            >>> x = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1)
+            >>> plan = Plan(heads, 1, 1, 1.0, False, 1)
+            >>> plan.distribute(x, x, x, lambda label, q, k, v: -v if label == "exact" else v).flatten().tolist()
+            [-1.0, 2.0]
+
+        Source: none.
+        """
         self._check(query, key, value)
         shared = query.shape[1] // key.shape[1]
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         for label, heads in self.groups.items():
             index = torch.tensor(heads, device=query.device)
-            q, k, v = query[:, index], key[:, index // shared], value[:, index // shared]
-            if label == EXACT:
-                found = softmax_attention(q, k, v, key_mask=key_mask, is_causal=self.is_causal, scale=self.scale)
-            else:
-                method, feature_map = self._methods[label]
-                feature_map.to(query.device)
-                found = method.attend(feature_map, q, k, v, key_mask=key_mask, is_causal=self.is_causal)
-            out[:, index] = found
+            found = answer(label, query[:, index], key[:, index // shared], value[:, index // shared])
+            out[:, index] = found.to(out.dtype)
         return out
+
+    def build(self) -> dict[str, tuple[Method, FeatureMap]]:
+        """Every method but the exact one with a new map, which has its fitted tensors where the plan holds them.
+
+        Cost: the maps' constructors.
+
+        Returns:
+            By written form, in the order of `groups`. Random maps are drawn from seed 0, as they were planned.
+
+        Raises:
+            ValueError, RuntimeError: if a method cannot be read or built, or its tensors are not the map's.
+
+        Example:
+            >>> list(Plan((HeadPlan("Taylor", 0.0, None, 0.5, 10, 20),), 4, 1, 0.5, False, 2).build())
+            ['Taylor']
+
+        Source: none.
+        """
+        found = {}
+        for label in self.groups:
+            if label != EXACT:
+                method = parse_method(label)
+                feature_map = method.build(self.head_dim, num_features=None, scale=self.scale, seed=0)
+                if label in self.fitted:
+                    feature_map.load_state_dict(dict(self.fitted[label]))
+                found[label] = method, feature_map
+        return found
+
+    def fit(self, query: Tensor, key: Tensor) -> Plan:
+        """The same methods with maps that were fitted to sample queries and keys, and learn nothing from a call.
+
+        Cost: the fits.
+
+        Args:
+            query: (B, H, L, D).
+            key: (B, Hkv, L, D), H a multiple of Hkv.
+
+        Returns:
+            A plan whose `fitted` holds every map's tensors.
+
+        Raises:
+            ValueError: if the tensors do not fit the plan.
+
+        Example:
+            >>> head, q = HeadPlan("Expansion(num_centres=1)", 0.0, None, 0.5, 10, 20), torch.tensor([[[[1.0], [3.0]]]])
+            >>> Plan((head,), 1, 1, 1.0, False, 2).fit(q, q).fitted["Expansion(num_centres=1)"]["centres"].tolist()
+            [[2.0]]
+
+        Source: the `fit` of each map.
+        """
+        self._check(query, key, key[..., :1].expand(*key.shape[:-1], self.value_dim))
+        shared, fitted = query.shape[1] // key.shape[1], {}
+        for label, (_, feature_map) in replace(self, fitted={}).build().items():
+            index = torch.tensor(self.groups[label], device=query.device)
+            fit(feature_map.to(query.device), query[:, index], key[:, index // shared])
+            fitted[label] = {name: x.detach().clone() for name, x in feature_map.state_dict().items()}
+        return replace(self, fitted=fitted)
+
+    @property
+    def summary(self) -> str:
+        """How many heads have which method, in words: the exact ones first, then the most frequent method."""
+        counts = sorted(((label != EXACT, -len(heads), label) for label, heads in self.groups.items()))
+        return f"{len(self.heads)} heads: {', '.join(f'{-count} {label}' for _, count, label in counts)}"
 
     @property
     def groups(self) -> dict[str, list[int]]:
@@ -136,15 +234,7 @@ class Plan:
     @cached_property
     def _methods(self) -> dict[str, tuple[Method, FeatureMap]]:
         """Every method but the exact one with its map."""
-        found = {}
-        for label in self.groups:
-            if label != EXACT:
-                method = parse_method(label)
-                feature_map = method.build(self.head_dim, num_features=None, scale=self.scale, seed=0)
-                if label in self.fitted:
-                    feature_map.load_state_dict(dict(self.fitted[label]))
-                found[label] = method, feature_map
-        return found
+        return self.build()
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Refuse tensors the plan was not made for."""
@@ -208,7 +298,7 @@ def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
     """
     plans = []
     for number, layer in enumerate(_plan_files.read(Path(path), Plan, HeadPlan)):
-        found = Plan(**{**layer, "heads": tuple(HeadPlan(**head) for head in layer["heads"])})
+        found = _plan_of(layer)
         try:
             for method, feature_map in found._methods.values():
                 _check_fitted(method, feature_map, found)
@@ -216,6 +306,22 @@ def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
             raise ValueError(f"{path}, layer {number}: {error}; make the plan again") from error
         plans.append(found)
     return plans
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """The plan as plain JSON values, for a file of another format; see `write_plans`."""
+    record: dict[str, Any] = _plan_files.plain(plan)
+    return record
+
+
+def plan_from_record(record: Any, place: str, remedy: str) -> Plan:
+    """The plan of which `plan_record` made these values, its fields checked; `place` and `remedy` are for errors."""
+    return _plan_of(_plan_files.fields_of(record, Plan, HeadPlan, place, remedy))
+
+
+def _plan_of(layer: Mapping[str, Any]) -> Plan:
+    """The plan of checked fields."""
+    return Plan(**{**layer, "heads": tuple(HeadPlan(**head) for head in layer["heads"])})
 
 
 def _check_fitted(method: Method, feature_map: FeatureMap, plan: Plan) -> None:

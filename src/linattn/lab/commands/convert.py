@@ -20,7 +20,7 @@ from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
 from linattn.hf import LoadedModel, is_sentence_transformer, load, save_pretrained
 from linattn.lab.audit.text import read_text
 from linattn.lab.commands.terminal import ending, interrupts, print_table, share_bar
-from linattn.lab.report import layer_table, model_card, stage_table
+from linattn.lab.report import layer_table, method_in_words, method_table, model_card, stage_table
 
 
 def convert(
@@ -33,9 +33,21 @@ def convert(
         typer.Option(help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out."),
     ] = None,
     map_: Annotated[
-        str,
-        typer.Option("--map", metavar="NAME", help='A method, as in "LearnedExponential" or "Expansion + window 16".'),
-    ] = DEFAULT_MAP,
+        str | None,
+        typer.Option(
+            "--map",
+            metavar="NAME",
+            help='A method, as in "LearnedExponential" or "Expansion + window 16".',
+            show_default=DEFAULT_MAP,
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="ERROR",
+            help="In place of one method: the cheapest for each head expected to meet this relative error.",
+        ),
+    ] = None,
     features: Annotated[int | None, typer.Option(metavar="R", help="Features of a map whose width is free.")] = None,
     minutes: Annotated[float, typer.Option(help="Time for training; 0 to calibrate only.")] = 15.0,
     tokens: Annotated[int, typer.Option(help="The longest text to train on, in tokens.")] = 512,
@@ -59,7 +71,14 @@ def convert(
         texts = tuple(read_text(file).content for file in (text or (None,)))
         loaded = load(model, with_head=True)
         config = ConvertConfig(
-            map_, num_features=features, texts=texts, num_tokens=tokens, minutes=minutes, distil=distil, seed=seed
+            map_,
+            target,
+            num_features=features,
+            texts=texts,
+            num_tokens=tokens,
+            minutes=minutes,
+            distil=distil,
+            seed=seed,
         )
         with _shown(console) as notify:
             conversion = convert_(loaded.model, loaded.tokenizer, config, work=work, notify=notify)
@@ -123,6 +142,9 @@ def _print(console: Console, conversion: Conversion) -> None:
         "correlations are to the original model; errors are of a layer's attention, 0 is exact.",
         highlight=False,
     )
+    if conversion.heads:
+        print_table(console, method_table(conversion))
+        console.print(f"The layers attend by {method_in_words(conversion)}.", markup=False, highlight=False)
     if conversion.stopped:
         console.print("Training was interrupted; the best weights until then were kept.", highlight=False)
     for layer in conversion.linearization.kept:

@@ -16,6 +16,8 @@ from linattn.lab.report.claims.summary import ClaimsSummary as ClaimsSummary
 from linattn.lab.report.claims.summary import summarise_claims as summarise_claims
 from linattn.lab.report.claims.summary import verdict_table as verdict_table
 from linattn.lab.report.conversion import layer_table as layer_table
+from linattn.lab.report.conversion import method_in_words as method_in_words
+from linattn.lab.report.conversion import method_table as method_table
 from linattn.lab.report.conversion import model_card as model_card
 from linattn.lab.report.conversion import stage_table as stage_table
 from linattn.lab.report.page import Report as Report

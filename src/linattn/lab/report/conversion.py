@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from linattn.convert import Conversion, Stage
 from linattn.lab.report._text import Table
+from linattn.planning.plans import EXACT
 
 _WORDS = {
     "uniform": "uniform averaging",
@@ -70,6 +73,28 @@ def layer_table(conversion: Conversion) -> Table:
     return Table(columns, tuple(rows))
 
 
+def method_table(conversion: Conversion) -> Table:
+    """How many heads have which method, of a conversion for a target error.
+
+    Cost: none worth naming.
+
+    Args:
+        conversion: what `linattn.convert.convert_` returned.
+
+    Returns:
+        One row per method over all converted layers, exact attention first, then the most frequent; none where all
+        heads share one.
+
+    Example:
+        See `tests/lab/report/test_conversion.py`.
+
+    Source: none.
+    """
+    counts = Counter(method for layer in conversion.heads for method in layer)
+    rows = sorted(counts.items(), key=lambda row: (row[0] != EXACT, -row[1], row[0]))
+    return Table(("method", "heads"), tuple((method, str(count)) for method, count in rows))
+
+
 def markdown(table: Table) -> str:
     """A table as Markdown.
 
@@ -118,18 +143,45 @@ def model_card(conversion: Conversion, name: str) -> str:
     layers = conversion.linearization
     parts = [
         f"# {name} with linear attention",
-        f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by `{conversion.method}`. Training: "
-        f"{steps or 'none'}. Load it with `linattn.hf.from_pretrained`; transformers' own classes would load these "
-        "weights under softmax, for which they were not trained.",
+        f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by {method_in_words(conversion)}. "
+        f"Training: {steps or 'none'}. Load it with `linattn.hf.from_pretrained`; transformers' own classes would load "
+        "these weights under softmax, for which they were not trained.",
         f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
         "nothing was fitted to or trained on, against the original model:",
         markdown(stage_table(conversion)),
         "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
         markdown(layer_table(conversion)),
     ]
+    if conversion.heads:
+        parts += ["The methods of the heads (exact is softmax attention):", markdown(method_table(conversion))]
     if kept:
         parts += ["Layers that keep softmax:", "\n".join(kept)]
     return "\n\n".join(parts) + "\n"
+
+
+def method_in_words(conversion: Conversion) -> str:
+    """What the converted layers attend by, within a sentence: one method, or how many heads stay exact.
+
+    Cost: none worth naming.
+
+    Args:
+        conversion: what `linattn.convert.convert_` returned.
+
+    Returns:
+        Words, Markdown where a method is named.
+
+    Example:
+        See `tests/lab/report/test_conversion.py`.
+
+    Source: none.
+    """
+    if not conversion.heads:
+        return f"`{conversion.method}`"
+    methods = [method for layer in conversion.heads for method in layer]
+    return (
+        f"a method for each head, {conversion.method}: {methods.count(EXACT)} of {len(methods)} heads stay exact, "
+        "which is quadratic"
+    )
 
 
 def _layer_row(stages: list[Stage], number: int) -> tuple[str, ...]:
