@@ -78,10 +78,10 @@ def test_the_best_weights_are_kept_and_not_the_last(training):
     def validate():
         # After the fourth look every other place seems better than this one.
         seen.append(point.place.detach().clone())
-        return float(len(seen) if len(seen) > 4 else -len(seen))
+        return 10.0 + len(seen) if len(seen) > 4 else 10.0 - len(seen)
 
     found = train(training(point, validate=validate), None, quiet)
-    assert found.best_loss == -4
+    assert found.best_loss == 6
     assert len(seen) > 10
     assert torch.equal(point.place, seen[3])
     assert not torch.equal(point.place, seen[-1])
@@ -101,12 +101,23 @@ def test_a_look_that_is_nan_is_no_best(training):
 
 
 def test_learning_rates(training):
-    rates = [learning_rate_factor(step, 0.0) for step in range(12)]
-    assert rates == pytest.approx([(step + 1) / 10 for step in range(10)] + [1.0, 1.0])
+    rates = [learning_rate_factor(step, 0.0) for step in range(22)]
+    assert rates == pytest.approx([(step + 1) / 20 for step in range(20)] + [1.0, 1.0])
     falling = [learning_rate_factor(100, share / 10) for share in range(11)]
     assert falling == sorted(falling, reverse=True)
     assert falling[5] == pytest.approx(0.51)
     assert falling[-1] == learning_rate_factor(100, 3.0) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("first", "lowered"), [(9.0, 1.0), (1.0, 1.0), (0.25, 0.5), (0.0, 0.0), (-1e-9, 0.0)])
+def test_a_small_loss_lowers_the_rate_by_its_root(training, first, lowered):
+    """AdamW's first step has the length of the rate, of which it is given a twentieth."""
+    point, looks = Point(), iter([first, -1.0])
+    found = train(
+        training(point, loss=lambda _: point.place.sum(), validate=lambda: next(looks), seconds=0.5), None, quiet
+    )
+    assert found.steps == 1
+    torch.testing.assert_close(point.place.detach(), torch.full((3,), -0.1 / 20 * lowered))
 
 
 def test_every_group_has_its_rate(training):
@@ -114,7 +125,7 @@ def test_every_group_has_its_rate(training):
     other = nn.Parameter(torch.zeros(3))
     point.register_parameter("other", other)
     groups = [([point.place], 1e-3), ([other], 1e-1)]
-    looks = iter([0.0, -1.0, *[0.0] * 100])
+    looks = iter([2.0, 1.0, *[2.0] * 100])
     both = training(
         point, groups=groups, loss=lambda step: point.place.sum() + other.sum(), validate=lambda: next(looks), seconds=1
     )

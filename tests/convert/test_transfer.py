@@ -17,7 +17,7 @@ from linattn.planning.measures import softmax_log_rows
 from linattn.planning.methods import parse_method
 
 # Seconds of the tests' clock, of which a step takes one.
-STEPS = 25
+STEPS = 50
 
 
 @pytest.fixture

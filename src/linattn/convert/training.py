@@ -162,7 +162,8 @@ def _begin(training: Training, accelerator: Accelerator, work: WorkFolder | None
             raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
         found = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
         accelerator.log({"validation loss": loss}, step=0)
-    lowered = min(1.0, math.sqrt(found[0].first))
+    # A divergence of next to nothing may be rounded below 0.
+    lowered = min(1.0, math.sqrt(max(found[0].first, 0.0)))
     rates = [rate * lowered for _, rate in training.parameters]
     return _Run(training, accelerator, optimizer, rates, work, notify, *found)
 
