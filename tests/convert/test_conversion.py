@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from linattn.convert import ConvertConfig, conversion, convert_
+from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.running import run
 from linattn.convert.stages import agreement
 from linattn.hf import from_pretrained, is_linearized, linearize_, restore_, save_pretrained
@@ -168,7 +168,7 @@ def test_after_an_error_the_model_is_what_it_was(build, batches, ticking, monkey
     modes = [module.training for module in model.modules()]
     before = state(model)
     calls = []
-    own = getattr(conversion, place)
+    own = getattr(course, place)
 
     def failing(*args, **options):
         calls.append(None)
@@ -177,7 +177,7 @@ def test_after_an_error_the_model_is_what_it_was(build, batches, ticking, monkey
             raise error("broken")
         return own(*args, **options)
 
-    monkeypatch.setattr(conversion, place, failing)
+    monkeypatch.setattr(course, place, failing)
     with pytest.raises(error, match="broken"):
         convert_(model, batches, replace(CONFIG, feature_map="Centred(LearnedExponential(num_features=4))"))
     assert not is_linearized(model)
@@ -254,7 +254,7 @@ def test_a_conversion_cut_off_in_both_trainings_is_one_that_was_not(
     build, batches, clock, tmp_path, monkeypatch, family
 ):
     for name in ("transfer", "distil"):
-        own = getattr(conversion, name)
+        own = getattr(course, name)
 
         def timed(*args, own=own, **options):
             training = own(*args, **options)
@@ -269,7 +269,7 @@ def test_a_conversion_cut_off_in_both_trainings_is_one_that_was_not(
 
             return replace(training, loss=loss)
 
-        monkeypatch.setattr(conversion, name, timed)
+        monkeypatch.setattr(course, name, timed)
     cuts = []
     whole, parts = build(family), build(family)
     config = replace(CONFIG, feature_map="Centred(LearnedExponential(num_features=8))", minutes=0.2)

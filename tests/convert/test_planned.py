@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from linattn.convert import ConvertConfig, conversion, convert_
-from linattn.convert.conversion import DEFAULT_MAP
+from linattn.convert import DEFAULT_MAP, ConvertConfig, convert_, course
 from linattn.convert.planning import make_plans
 from linattn.hf import PlannedAttention, is_linearized, linearize_, restore_
 from linattn.lab.report import method_table, model_card
@@ -61,7 +60,7 @@ def kernels(model):
 @pytest.mark.parametrize("minutes", [0, 0.03])
 def test_every_head_has_the_method_of_its_plan(bert, minutes, monkeypatch):
     plans = []
-    monkeypatch.setattr(conversion, "make_plans", lambda *a, **k: plans.extend(make_plans(*a, **k)) or plans)
+    monkeypatch.setattr(course, "make_plans", lambda *a, **k: plans.extend(make_plans(*a, **k)) or plans)
     made = convert_(bert, batches(padded=True), config(minutes=minutes))
     assert made.method == "planned for an error of 0.2"
     assert made.heads == tuple(tuple(head.method for head in plan.heads) for plan in plans)
@@ -127,7 +126,7 @@ def test_a_decoder_is_planned_and_generates():
 def test_work_is_gone_on_with_and_other_targets_are_refused(bert, tmp_path, monkeypatch):
     first = convert_(bert, batches(), config(), work=tmp_path)
     restore_(bert)
-    monkeypatch.setattr(conversion, "make_plans", None)
+    monkeypatch.setattr(course, "make_plans", None)
     again = convert_(bert, batches(), config(), work=tmp_path)
     assert asdict(again) == asdict(first)
     restore_(bert)

@@ -10,8 +10,8 @@ if _missing := [name for name in ("transformers", "accelerate", "tensorboard") i
 
 from linattn.convert.config import DEFAULT_MAP as DEFAULT_MAP
 from linattn.convert.config import ConvertConfig as ConvertConfig
-from linattn.convert.conversion import Conversion as Conversion
 from linattn.convert.conversion import convert_ as convert_
+from linattn.convert.course import Conversion as Conversion
 from linattn.convert.stages import Agreement as Agreement
 from linattn.convert.stages import LayerError as LayerError
 from linattn.convert.stages import Stage as Stage

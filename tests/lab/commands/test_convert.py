@@ -219,7 +219,7 @@ def test_an_interrupt_before_training_says_what_is_left(run, tmp_path, monkeypat
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("linattn.convert.conversion.fit_maps", interrupted)
+    monkeypatch.setattr("linattn.convert.course.fit_maps", interrupted)
     result = run("--map", "Expansion(num_centres=2)")
     assert result.exit_code == 130
     assert "Interrupted." in result.output
