@@ -7,9 +7,9 @@ import socket
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
 
-from linattn.hf import load
+from linattn.hf import linearize_, load, save_pretrained
 
 
 @pytest.fixture
@@ -85,6 +85,27 @@ def test_refusals(build, tokenizer, tmp_path, attempts):
         with pytest.raises(ValueError, match=f"{wrong} tokens were asked for; .* takes 1 to 16 tokens"):
             load(tmp_path / "bert").encode("a", wrong)
     assert not attempts
+
+
+def test_a_head_is_loaded_where_it_is_asked_for(build, tokenizer, tmp_path):
+    LlamaForCausalLM(build("llama").config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    whole, base = load(tmp_path, with_head=True), load(tmp_path)
+    assert (type(whole.model), type(base.model)) == (LlamaForCausalLM, LlamaModel)
+    assert whole.source == str(tmp_path)
+
+
+def test_the_default_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("all-MiniLM-L6-v2").source == load().source
+
+
+def test_a_linearized_folder_is_no_softmax_model(build, tokenizer, tmp_path):
+    model = build("bert")
+    linearize_(model, feature_map="Exponential")
+    save_pretrained(model, tmp_path / "linear", tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"holds a linearized model.*linattn\.hf\.from_pretrained"):
+        load(tmp_path / "linear")
 
 
 def test_default_without_its_package(monkeypatch):

