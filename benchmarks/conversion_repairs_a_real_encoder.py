@@ -74,7 +74,7 @@ def measure(case: Case, folder: Path) -> None:
             record(
                 f"{name} after conversion, MiniLM, {case.method}",
                 figure=stages["converted"][key],
-                unit="1 is exact",
+                unit="",
                 bound=f">= {bound}",
                 uniform=stages["uniform"][key],
                 unconverted=stages["unconverted"][key],
