@@ -105,7 +105,8 @@ def conversion_table() -> str:
         sys.exit("benchmarks/results.jsonl holds no conversion; run benchmarks/conversion_repairs_a_real_encoder.py")
     rows = [
         f"On {found[0]['texts']} held-out texts, {found[0]['tokens']:,} tokens, in {found[0]['minutes']:.0f} minutes "
-        "each; exact attention is 1. As drawn, an expansion takes its centres from each text; calibrated, they are fixed:",
+        "each; exact attention is 1. As drawn, an expansion takes its centres from each text; calibrated, they are "
+        "fixed:",
         "",
         "| | averaging | the map as drawn | calibrated | distilled |",
         "|---|---|---|---|---|",
