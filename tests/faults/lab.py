@@ -23,6 +23,7 @@ FAULTS = (
     Fault(
         "let a crash end the run",
         "lab/experiments/reproduction.py",
+        # Text to look for: there one broken experiment must not cost the others their figures.
         "        except Exception:",
         "        except KeyError:",
         "tests/lab/experiments/test_reproduction.py",
