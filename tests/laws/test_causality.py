@@ -54,22 +54,22 @@ def test_steps_are_bitwise_causal(name: str) -> None:
     assert torch.equal(steps(changed)[:, :, :5], steps(tokens)[:, :, :5])
 
 
+class Shifted(linattn.feature_maps.FeatureMap):
+    """Exponents are the inputs themselves."""
+
+    exponential = True
+
+    def query(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def kernel(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.exp(q) @ torch.exp(k).mT
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("position", [1, 20, 49])
 def test_a_key_far_above_its_block_drowns_nobody(backend: str, position: int) -> None:
     """One key 120 nats above all others, within one block: earlier rows keep their digits and gradients."""
-
-    class Shifted(linattn.feature_maps.FeatureMap):
-        """Exponents are the inputs themselves."""
-
-        exponential = True
-
-        def query(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-        def kernel(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return torch.exp(q) @ torch.exp(k).mT
-
     feature_map = Shifted(8, 8)
     query, key, value = qkv(1, 2, 2, LENGTH, LENGTH)
     key[:, :, position] += 120
@@ -81,6 +81,27 @@ def test_a_key_far_above_its_block_drowns_nobody(backend: str, position: int) ->
     for truth, found in zip(*results, strict=True):
         assert found.isfinite().all()
         # Exponents near 120 are rounded to 120 · 2^-24 = 7e-6, relative to weights and gradients of order 1.
+        torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [1, 5])
+def test_rows_that_see_the_state_alone_are_not_drowned(backend: str, masked: int) -> None:
+    """A block that begins with masked tokens: their rows read the state, far below the block's first live key."""
+    feature_map = Shifted(8, 8)
+    query, key, value = qkv(1, 2, 2, 20, 20)
+    key[:, :, 8 + masked] += 120
+    mask = torch.ones(1, 20, dtype=torch.bool)
+    mask[:, 8 : 8 + masked] = False
+    results = []
+    for dtype, chosen in ((torch.float64, "reference"), (torch.float32, backend)):
+        tokens = [x.to(dtype) for x in (query, key, value)]
+        state = linattn.linear_attention_with_state(*(x[:, :, :8] for x in tokens), feature_map).state
+        leaves = [x[:, :, 8:].requires_grad_() for x in tokens]
+        options = {"key_mask": mask[:, 8:], "backend": chosen}
+        out = linattn.linear_attention_with_state(*leaves, feature_map, state, **options).out
+        results.append((out, *torch.autograd.grad(out[:, :, :masked].square().sum(), leaves)))
+    for truth, found in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
 
 
