@@ -139,12 +139,13 @@ def _told(console: Console) -> Iterator[Callable[[str, float, float], None]]:
 
     def tell(name: str, share: float, loss: float) -> None:
         """A line when a training has begun, at every part of it, and at its end."""
-        start, first = begun.setdefault(name, (time.perf_counter(), share))
+        now = time.perf_counter()
+        start, first = begun.setdefault(name, (now, share))
         if share >= 1.0:
             console.print(f"{name}: done, loss {loss:.4f}; measuring", markup=False, highlight=False)
         elif share - first >= _FIRST_SHARE and share >= due.get(name, 0.0):
             # What a run before this one did was not done at this one's speed.
-            left = (time.perf_counter() - start) / (share - first) * (1.0 - share)
+            left = (now - start) / (share - first) * (1.0 - share)
             words = f"{name}: {share:.0%} done, loss {loss:.4f}, about {left / 60:.1f} minutes left"
             console.print(words, markup=False, highlight=False)
             due[name] = (math.floor(share * _PARTS) + 1) / _PARTS
