@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from linattn.lab.report import SOURCES, ClaimsSummary, summarise_audit, summarise_claims
-from linattn.planning.files import replacing
+from linattn.records.atomic import atomic_file
 
 ROOT = Path(__file__).parents[1]
 SHOWN = (
@@ -184,7 +184,7 @@ def main() -> None:
             sys.exit(f"README.md has no place for the table {name!r}")
         text = pattern.sub(lambda match, table=table: match[1] + table + "\n" + match[2], text)
     for file, content in ((path, text), (ROOT / "docs" / "claims.md", claims_page(claims))):
-        with replacing(file) as written:
+        with atomic_file(file) as written:
             written.write(content)
 
 

@@ -69,13 +69,6 @@ FAULTS = (
         "tests/hf/test_saving_refusals.py",
     ),
     Fault(
-        "write a folder in its place",
-        "planning/files.py",
-        "        yield temporary\n        for path",
-        "        temporary.rename(folder)\n        yield folder\n        folder.rename(temporary)\n        for path",
-        "tests/planning/test_files.py tests/hf/test_saving_refusals.py",
-    ),
-    Fault(
         "load sentence encoders by transformers alone",
         "hf/sentence_transformers.py",
         """from_pretrained(Path(model_name_or_path) / (options.get("subfolder") or ""))""",

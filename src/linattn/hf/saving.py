@@ -21,7 +21,7 @@ from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, 
 from linattn.hf._softmax_folders import bring_back, not_brought_back, softmax_model, softmax_state
 from linattn.hf.linearization import install, is_linearized
 from linattn.hf.loading import quiet
-from linattn.planning.files import appearing
+from linattn.records.atomic import atomic_folder
 
 
 def save_pretrained(
@@ -66,7 +66,7 @@ def save_pretrained(
 
     Source: transformers' documentation, "Loading models"; the format of safetensors.
     """
-    with appearing(Path(folder).expanduser().absolute()) as temporary:
+    with atomic_folder(Path(folder).expanduser().absolute()) as temporary:
         write_linearized(model, temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)

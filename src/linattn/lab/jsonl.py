@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from linattn.planning.files import replacing
+from linattn.records.atomic import atomic_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -54,7 +54,7 @@ class Form(Generic[H, R]):
 
         Source: the JSON Lines format.
         """
-        with replacing(path) as file:
+        with atomic_file(path) as file:
             file.writelines(self._line(record) for record in chain([header], rows))
 
     def read(self, path: Path) -> tuple[H, list[R]]:

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from linattn.planning.files import replacing
+from linattn.records.atomic import atomic_file
 
 
 def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], values: Mapping[str, object]) -> None:
@@ -41,5 +41,5 @@ def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], valu
     )
     drawn = {name: json.loads(figure.to_json()) for name, figure in figures.items()}
     page = environment.get_template(template).render({**values, "figures": drawn, "plotly": get_plotlyjs()})
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         file.write(page)
