@@ -14,7 +14,7 @@ from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import own_kernel, planned_kernel, written_kernel
 from linattn.hf._calls import refuse_weights
 from linattn.hf._dispatch import NAME
-from linattn.hf._generation import generate_as_before, generate_by_states, hand_over
+from linattn.hf._generation import check_caches, generate_as_before, generate_by_states, hand_over
 from linattn.hf._implementation import Former, attends_by, switch_to
 from linattn.hf._kernels import KERNEL, Kernel, kernel_of
 from linattn.hf.interception import NAME as INTERCEPTED
@@ -214,6 +214,8 @@ def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, Ker
     if stateful:
         generate_by_states(model)
     hooks = [*refuse_weights(model), *(hook for module in stateful for hook in hand_over(module))]
+    if stateful:
+        hooks += check_caches(model)
     setattr(model, _UNDO, _Undo(former, tuple(hooks)))
 
 
