@@ -15,8 +15,9 @@ from linattn.hf._building import own_kernel, planned_kernel, written_kernel
 from linattn.hf._calls import refuse_weights
 from linattn.hf._dispatch import NAME
 from linattn.hf._generation import check_caches, generate_as_before, generate_by_states, hand_over
-from linattn.hf._implementation import Former, attends_by, switch_to
+from linattn.hf._implementation import Former, attends_by, mark, switch_to, unmark
 from linattn.hf._kernels import KERNEL, Kernel, kernel_of
+from linattn.hf._model_writing import save_as_before, save_with_kernels
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.planning import Plan
 
@@ -195,6 +196,8 @@ def restore_(model: PreTrainedModel) -> None:
     for hook in undo.hooks:
         hook.remove()
     generate_as_before(model)
+    save_as_before(model)
+    unmark(model)
     undo.former.put_back()
     delattr(model, _UNDO)
 
@@ -216,6 +219,8 @@ def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, Ker
     hooks = [*refuse_weights(model), *(hook for module in stateful for hook in hand_over(module))]
     if stateful:
         hooks += check_caches(model)
+    mark(model)
+    save_with_kernels(model)
     setattr(model, _UNDO, _Undo(former, tuple(hooks)))
 
 
