@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-
 MARK = "linattn.hf.from_pretrained reads this folder"
 """What a linearized model's config.json names as its attention: no other reader has one of that name, and says so."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ _ELSEWHERE = (
 _HARMLESS = (None, MARK, "eager", "sdpa")
 # Bytes between the places where torch's allocator on the CPU begins tensors.
 _ALIGNMENT = 64
+# Numbers in the buffers of a model, as its masks and frequencies.
+_MOST_BUFFERED = 2**26
 
 
 def softmax_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -78,10 +81,12 @@ def _loaded(kind: Any, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
     """The model and what transformers says of the weights, without its own log of the same."""
     options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     shown = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
     try:
         with quiet():
-            # The attention that config.json names was checked, and is none that transformers has.
+            # In place of what config.json names, which was checked, and is none that transformers has.
+            config = kind.config_class.from_pretrained(path, local_files_only=True, attn_implementation=None)
+            _check_size(kind, config, path)
             model, info = kind.from_pretrained(path, dtype=dtype, attn_implementation=None, **options)
     # Whatever a broken file makes any of its readers raise: the folder is at fault, and named.
     except Exception as error:
@@ -92,6 +97,17 @@ def _loaded(kind: Any, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
     finally:
         logging.set_verbosity(shown)
     return model, info
+
+
+def _check_size(kind: Any, config: Any, path: Path) -> None:
+    """Refuse a configuration of a far larger model than the weights are of, before memory is taken for it."""
+    with torch.device("meta"):
+        model = kind(config)
+    wanted = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
+    held = sum((path / name).stat().st_size for name in _weight_files(path))
+    # A number may take half a byte in a file, and a model has buffers that no file holds.
+    if wanted > 4 * held + _MOST_BUFFERED:
+        raise ValueError(f"config.json describes a model of {wanted} numbers, and the weights are {held} bytes")
 
 
 def bring_back(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -139,8 +155,8 @@ def _check_config(path: Path) -> None:
             for name, value in found.items():
                 if name.lstrip("_") in _ELSEWHERE and value not in _HARMLESS:
                     raise ValueError(
-                        f"{place}: {name} is {value!r}, which would have transformers take code or files from elsewhere; "
-                        f"remove it, or {REMEDY}"
+                        f"{place}: {name} is {value!r}, which would have transformers take code or files from "
+                        f"elsewhere; remove it, or {REMEDY}"
                     )
         if isinstance(found, dict | list):
             pending.extend(found.values() if isinstance(found, dict) else found)

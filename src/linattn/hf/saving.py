@@ -32,11 +32,12 @@ def save_pretrained(
 
     The folder is a plain one of transformers but for its config.json, which names an attention that transformers does
     not have: its own classes refuse the folder and point here, or, told AutoModel.from_pretrained(folder,
-    attn_implementation="sdpa"), load the softmax model. Beside that, linattn.safetensors holds the tensors of the kernels (draws, what was fitted, learned weights), and of the model
-    what a plain folder does not bring back: buffers that are no part of `state_dict`, and weights of another dtype than
-    the first one's. linattn.json says which layer attends by which map, window and number of heavy keys, or by which
-    plan, and which versions wrote it. A map that several layers share becomes one map for each. The model's own
-    `save_pretrained`, which trainers call, adds the same two files to what it writes, in a folder that may hold others.
+    attn_implementation="sdpa"), load the softmax model. Beside that, linattn.safetensors holds the tensors of the
+    kernels (draws, what was fitted, learned weights), and of the model what a plain folder does not bring back: buffers
+    that are no part of `state_dict`, and weights of another dtype than the first one's. linattn.json says which layer
+    attends by which map, window and number of heavy keys, or by which plan, and which versions wrote it. A map that
+    several layers share becomes one map for each. The model's own `save_pretrained`, which trainers call, adds the same
+    two files to what it writes, in a folder that may hold others.
 
     Cost: writing the weights.
 
