@@ -1,4 +1,4 @@
-"""Linearized models in half precision and under autocast: wherever softmax models run, and as near to full precision."""
+"""Linearized models in half precision and under autocast: wherever softmax models run, and as near to float32."""
 
 from __future__ import annotations
 
