@@ -102,7 +102,8 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{path} is missing, and with it the tensors of the kernels; {REMEDY}")
     try:
         found = {name: x.clone() for name, x in load_file(path, device="cpu").items()}
-    except SafetensorError as error:
+    # The second kind: dtypes that safetensors knows, and its reader for torch does not.
+    except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {REMEDY}") from None
     got, wanted = outlines(found), record.tensors
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - got.keys())]

@@ -139,7 +139,7 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
     `model`, and max_seq_length, which sentence-transformers lowers to the model's positions when it loads; a model card
     is not written, since an earlier one tells of another model. The folder is one for `linattn.hf.from_pretrained` too.
     What was loaded from it may be saved by its own `save` as well; the `save` of a model that was linearized in memory
-    writes softmax.
+    writes a folder that `linattn.hf.from_pretrained` reads, and SentenceTransformer refuses.
 
     Cost: writing the weights.
 
