@@ -45,9 +45,31 @@ FAULTS = (
     Fault(
         "leave a last line that was cut off",
         "lab/jsonl.py",
-        '(line for line in lines if line.endswith("\\n"))',
-        "lines",
+        'content[: content.rfind(b"\\n") + 1]',
+        "content",
         "tests/lab/commands/test_reproduce.py",
+    ),
+    Fault(
+        "end lines where a text has a line separator",
+        "lab/jsonl.py",
+        '.split("\\n")',
+        ".splitlines()",
+        "tests/lab/test_jsonl.py",
+    ),
+    Fault(
+        "let a file whose figures contradict each other end the report",
+        "lab/report/page.py",
+        # Text to look for: there what is wrong with a file is put on the page.
+        "    except Exception as error:",
+        "    except KeyboardInterrupt as error:",
+        "tests/lab/report/test_damage.py",
+    ),
+    Fault(
+        "take truths for whole numbers",
+        "lab/_fields.py",
+        "not isinstance(value, bool)",
+        "True",
+        "tests/lab/test_jsonl.py",
     ),
     Fault(
         "draw bars of one standard error",
