@@ -142,4 +142,25 @@ FAULTS = (
         "}",
         "tests/lab/report/browser",
     ),
+    Fault(
+        "leave nothing out of an audit",
+        "lab/audit/leaving_out.py",
+        "_LENGTH = 8192",
+        "_LENGTH = 2**40",
+        "tests/lab/commands/test_audit.py",
+    ),
+    Fault(
+        "import every subcommand for help",
+        "lab/commands/app.py",
+        "    def format_commands(",
+        "    def format_every_command(",
+        "tests/lab/commands/test_app.py",
+    ),
+    Fault(
+        "call an unfinished audit whole",
+        "lab/report/audit/summary.py",
+        "if found[label] < count]",
+        "if found[label] < 0]",
+        "tests/lab/commands/test_audit.py",
+    ),
 )
