@@ -177,3 +177,12 @@ def test_a_file_that_cannot_be_opened_is_named(whole, page_of, tmp_path, name):
     (tmp_path / "report" / name).mkdir()
     page = Page(write_report(tmp_path / "report").read_text(encoding="utf-8"))
     assert f"{name} could not be read" in page.text
+
+
+def test_figures_that_contradict_each_other_are_named(whole, page_of):
+    """A benchmark of no length: every line is what it should be, and there is nothing to draw."""
+    header = {**rows_of(whole, "bench.jsonl")[0], "lengths": []}
+    text = page_of("bench.jsonl", json.dumps(header).encode() + b"\n").text
+    assert "bench.jsonl could not be read" in text
+    assert "its figures contradict each other" in text
+    assert TITLES[beside("bench.jsonl")] in text
