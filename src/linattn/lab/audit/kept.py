@@ -31,6 +31,7 @@ class Kept:
             ranks: ranks measured on each layer's heads.
 
         Example:
+            >>> from linattn.lab.audit.records import PlanRow
             >>> one = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 100, 50)
             >>> Kept([one], heads=[2], ranks=[]).rows  # the second head is missing
             []
