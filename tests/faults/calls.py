@@ -84,4 +84,11 @@ FAULTS = (
         "import torch\nimport torch._dynamo\nfrom torch import Tensor\n",
         "tests/laws/test_imports.py",
     ),
+    Fault(
+        "ask for the autocast of tensors without values",
+        "attention/_check.py",
+        " or first.is_meta",
+        "",
+        "tests/laws/test_refusals.py",
+    ),
 )

@@ -63,9 +63,9 @@ FAULTS = (
     ),
     Fault(
         "fit maps to padding",
-        "convert/calibration.py",
-        "if call.key_mask is not None and",
-        "if False and",
+        "hf/observing.py",
+        "if key_mask is not None and x.shape[2] == key_mask.shape[1]:",
+        "if False:",
         "tests/convert/test_calibration.py",
     ),
     Fault(

@@ -28,7 +28,7 @@ FAULTS = (
     ),
     Fault(
         "forget what a plain folder does not bring back",
-        "hf/saving.py",
+        "hf/_model_writing.py",
         "= not_brought_back(model)",
         "= {}",
         "tests/hf/test_saving.py",

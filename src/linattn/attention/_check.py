@@ -70,7 +70,7 @@ def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     Rotary positions leave queries and keys in float32 beside values in bfloat16. SDPA takes them there too.
     """
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     if any(not isinstance(x, Tensor) or x.dtype not in _DTYPES for x in tensors):
         return tensors
