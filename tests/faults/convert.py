@@ -69,6 +69,13 @@ FAULTS = (
         "tests/convert/test_calibration.py",
     ),
     Fault(
+        "plan for padding",
+        "convert/calibration.py",
+        "unpadded(x, call.key_mask)",
+        "unpadded(x, None)",
+        "tests/convert/test_planned.py",
+    ),
+    Fault(
         "transfer attention to padding",
         "convert/transfer.py",
         "if call.key_mask is None:",
