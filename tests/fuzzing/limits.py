@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from fuzzing.maps import DrawnMap
-from fuzzing.oracle import Mismatch
+from fuzzing.oracle import MismatchError
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ class Limit(NamedTuple):
     certain: bool = True
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A call was refused as documented, and the case ends there."""
 
 
@@ -34,18 +34,18 @@ def within(limits: Sequence[Limit], call: Callable[[], Result]) -> Result:
     """The call's result.
 
     Raises:
-        Refused: it was refused for one of the limits.
-        Mismatch: it was not refused, though one is certain.
+        RefusedError: it was refused for one of the limits.
+        MismatchError: it was not refused, though one is certain.
     """
     try:
         result = call()
     except Exception as error:
         if any(isinstance(error, limit.error) and re.search(limit.words, str(error)) for limit in limits):
-            raise Refused from error
+            raise RefusedError from error
         raise
     for limit in limits:
         if limit.certain:
-            raise Mismatch(f"not refused, wanted {limit.error.__name__}: {limit.words}")
+            raise MismatchError(f"not refused, wanted {limit.error.__name__}: {limit.words}")
     return result
 
 

@@ -18,7 +18,7 @@ from fuzzing.weights import Noise, Weigher
 LARGEST_ERROR = 0.05
 
 
-class Mismatch(AssertionError):
+class MismatchError(AssertionError):
     """A result that is not the oracle's."""
 
 
@@ -142,7 +142,9 @@ def check_log(found: Tensor, rows: Rows, dtype: torch.dtype, name: str) -> None:
     wrong = rows.dead & (found != -torch.inf) | (rows.known & truth.isnan() & ~found.isnan())
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
-        raise Mismatch(f"{name}: at {place} found {float(found[tuple(place)])}, wanted {float(truth[tuple(place)])}")
+        raise MismatchError(
+            f"{name}: at {place} found {float(found[tuple(place)])}, wanted {float(truth[tuple(place)])}"
+        )
 
 
 def check_close(found: Tensor, truth: Tensor, band: Tensor, name: str) -> None:
@@ -155,22 +157,22 @@ def check_close(found: Tensor, truth: Tensor, band: Tensor, name: str) -> None:
     place = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)]
     a, b, c = (float(x.expand(off.shape)[tuple(place)]) for x in (found, truth, band))
     count = f"{int(wrong.sum())} of {wrong.numel()}"
-    raise Mismatch(f"{name}: at {place} found {a!r}, wanted {b!r}, {abs(a - b):.3g} > {c:.3g} ({count} wrong)")
+    raise MismatchError(f"{name}: at {place} found {a!r}, wanted {b!r}, {abs(a - b):.3g} > {c:.3g} ({count} wrong)")
 
 
 def check_same(found: Tensor, truth: Tensor, name: str) -> None:
     """Refuse anything but the same bits."""
     if found.shape != truth.shape or found.dtype != truth.dtype:
-        raise Mismatch(f"{name}: {tuple(found.shape)} {found.dtype}, wanted {tuple(truth.shape)} {truth.dtype}")
+        raise MismatchError(f"{name}: {tuple(found.shape)} {found.dtype}, wanted {tuple(truth.shape)} {truth.dtype}")
     found, truth = found.detach(), truth.detach()
     if not ((found == truth) | (found.isnan() & truth.isnan())).all():
-        raise Mismatch(f"{name}: bits differ by up to {float((found - truth).abs().nan_to_num(0).max()):.3g}")
+        raise MismatchError(f"{name}: bits differ by up to {float((found - truth).abs().nan_to_num(0).max()):.3g}")
 
 
 def _check_form(found: Tensor, truth: Tensor, dtype: torch.dtype, name: str) -> None:
     """Refuse another shape or dtype."""
     if found.shape != truth.shape or found.dtype != dtype:
-        raise Mismatch(f"{name}: {tuple(found.shape)} {found.dtype}, wanted {tuple(truth.shape)} {dtype}")
+        raise MismatchError(f"{name}: {tuple(found.shape)} {found.dtype}, wanted {tuple(truth.shape)} {dtype}")
 
 
 def _check_zero(found: Tensor, dead: Tensor, name: str) -> None:
@@ -178,7 +180,7 @@ def _check_zero(found: Tensor, dead: Tensor, name: str) -> None:
     wrong = (found != 0) & dead.unsqueeze(-1)
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
-        raise Mismatch(f"{name}: at {place} found {float(found[tuple(place)])} where no key is seen, wanted 0")
+        raise MismatchError(f"{name}: at {place} found {float(found[tuple(place)])} where no key is seen, wanted 0")
 
 
 def _rounding(size: Tensor, dtype: torch.dtype, roundings: int) -> Tensor:

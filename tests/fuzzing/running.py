@@ -11,7 +11,7 @@ import torch
 
 from fuzzing.case import Case
 from fuzzing.kinds import attention, combination, compiled, gradients, mapped, rows, states, streams, threads
-from fuzzing.limits import Refused
+from fuzzing.limits import RefusedError
 from fuzzing.task import Task, run_task
 
 
@@ -74,7 +74,7 @@ def run(number: int) -> End:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             KINDS[kind](case)
-    except Refused:
+    except RefusedError:
         return End(number, kind, str(case), refused=True)
     except Exception as error:
         symptom = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -16,7 +16,7 @@ from fuzzing.case import Case
 from fuzzing.limits import Limit, within
 from fuzzing.machine import machine_of, sums_dtype
 from fuzzing.maps import DrawnMap
-from fuzzing.oracle import Mismatch, Rows, check_close, check_log, check_out, check_same
+from fuzzing.oracle import MismatchError, Rows, check_close, check_log, check_out, check_same
 from fuzzing.tokens import without_masked
 from fuzzing.weights import Noise
 
@@ -62,7 +62,6 @@ class Task:
         limits: what it is refused for.
         sizes: of the machine.
         is_exact: whether some keys are attended to exactly.
-        backend: the product's.
     """
 
     text: str
@@ -74,7 +73,6 @@ class Task:
     limits: list[Limit] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     is_exact: bool = False
-    backend: str = "blocked"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +99,7 @@ class Task:
 def compare(found: Sequence[Result], truth: Sequence[Rows], dtype: torch.dtype) -> None:
     """Hold results against the truth."""
     if len(found) != len(truth):
-        raise Mismatch(f"{len(found)} results, wanted {len(truth)}")
+        raise MismatchError(f"{len(found)} results, wanted {len(truth)}")
     for result, rows in zip(found, truth, strict=True):
         if result.is_rows:
             # Shares below the smallest normal number are lost.

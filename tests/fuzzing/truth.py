@@ -95,7 +95,7 @@ def parts_of(weigher: Weigher, tokens: Tokens, exactly: Exactly, *, is_causal: b
 
 
 def _heavy_everywhere(weigher: Weigher, tokens: Tokens, count: int) -> tuple[Tensor, Tensor]:
-    """The keys (B, H, M) of the largest column mass in the map's own attention matrix; where rounding decides (B, H)."""
+    """The keys (B, H, M) of the largest column mass in the map's own matrix; where rounding decides (B, H)."""
     with torch.no_grad():
         visible = tokens.live[:, None, None, None].expand(-1, 1, 1, tokens.query.shape[2], -1)
         whole = attend([Part(weigher, visible)], tokens.query, tokens.key, tokens.value)

@@ -1,6 +1,7 @@
 """Who sees whom exactly: windows and the running choice of heavy keys, key by key and query by query.
 
-Letters: B batch, H key/value heads, G query heads of each, N queries, M keys, w tokens of a window's block, g heavy keys.
+Letters: B batch, H key/value heads, G query heads of each, N queries, M keys, w tokens of a
+window's block, g heavy keys.
 """
 
 from __future__ import annotations

@@ -94,4 +94,4 @@ def draw(
 
     written = ", ".join(f"{key}={value!r}" for key, value in options.items())
     text = f"{name}({drawn}, key_mask={'None' if given.mask is None else 'mask'}, {written})"
-    return Task(text, [drawn], given[:3], given.live, call, truth, limits, draw_machine(dice), bool(exactly), backend)
+    return Task(text, [drawn], given[:3], given.live, call, truth, limits, draw_machine(dice), bool(exactly))

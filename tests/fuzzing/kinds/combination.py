@@ -148,14 +148,13 @@ def draw(
         return [Parts([part for parts in found for part in parts.parts], unclear).rows(tokens, noise=noise)]
 
     text = f"combine {tree} of [{'; '.join(str(leaf) for leaf in leaves)}]"
-    is_exact = True
-    return Task(text, used, given[:3], given.live, call, truth, limits, draw_machine(dice), is_exact)
+    return Task(text, used, given[:3], given.live, call, truth, limits, draw_machine(dice), is_exact=True)
 
 
 def _tree(dice: Dice, leaves: list[Tree]) -> Tree:
     """A random tree: neighbours become one, one to four at a time."""
     leaves = dice.shuffled(leaves)
-    for _ in range(6):
+    for _ in range(dice.integer(0, 5)):
         start = dice.integer(0, len(leaves) - 1)
         stop = min(start + dice.integer(1, 4), len(leaves))
         leaves[start:stop] = [leaves[start:stop]]

@@ -9,7 +9,7 @@ from fuzzing.case import Case
 from fuzzing.kinds import attention, combination, streams
 from fuzzing.limits import within
 from fuzzing.machine import machine_of
-from fuzzing.oracle import Mismatch
+from fuzzing.oracle import MismatchError
 from fuzzing.task import Result, Task, compare
 
 _DTYPES = {torch.float64: 0.8, torch.bfloat16: 0.2}
@@ -67,4 +67,6 @@ def _check(found: list[Tensor], wanted: list[Tensor]) -> None:
             continue
         band = 1e-10 * (float(y.abs().max()) + 1e-6 if y.numel() else 1.0)
         if not ((x - y).abs() <= band).all():
-            raise Mismatch(f"gradient of {name} in a graph is off by {float((x - y).abs().max()):.3g} > {band:.3g}")
+            raise MismatchError(
+                f"gradient of {name} in a graph is off by {float((x - y).abs().max()):.3g} > {band:.3g}"
+            )

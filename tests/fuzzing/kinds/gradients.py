@@ -15,7 +15,7 @@ from fuzzing.case import Case
 from fuzzing.kinds import attention, combination, rows, states, streams
 from fuzzing.limits import within
 from fuzzing.machine import machine_of, sums_dtype, unit
-from fuzzing.oracle import Mismatch, Rows, check_close
+from fuzzing.oracle import MismatchError, Rows, check_close
 from fuzzing.task import Result, Task, compare
 from fuzzing.tokens import DTYPES
 
@@ -63,7 +63,7 @@ def run(case: Case) -> None:
         _check_finite(name, x, y)
     for name, x in zip(names[1:3], ours[1:3], strict=True):
         if (x != 0).masked_fill(task.live[:, None, :, None], False).any():
-            raise Mismatch(f"gradient of {name}: masked tokens have one")
+            raise MismatchError(f"gradient of {name}: masked tokens have one")
     if all(bool(((x - y).abs() <= _band(x, y, task)).all()) for x, y in zip(ours, wanted, strict=True)):
         return
     off = _experiments(case, task, found, truth, weights, [*exact, *own])
@@ -97,7 +97,10 @@ def _experiments(
             loss = loss + (one.shares * noise(one.shares, rounding) * size.unsqueeze(-1)).sum() * noisy
         results.append(_gradients(loss, [*inputs, *own]))
     clean, *others = results
-    squares = [torch.stack([(x - y).double().square() for x in group]).mean(0) for y, *group in zip(clean, *others)]
+    squares = [
+        torch.stack([(x - y).double().square() for x in group]).mean(0)
+        for y, *group in zip(clean, *others, strict=True)
+    ]
     return [square.sqrt() / amplified for square in squares]
 
 
@@ -151,7 +154,7 @@ def _check_finite(name: str, found: Tensor, wanted: Tensor) -> None:
     """Refuse gradients that are not finite, unless they are too large for their dtype."""
     largest = _largest(wanted)
     if largest <= _LARGEST * torch.finfo(found.dtype).max and not found.isfinite().all():
-        raise Mismatch(f"gradient of {name} is not finite, wanted at most {largest:.3g}")
+        raise MismatchError(f"gradient of {name} is not finite, wanted at most {largest:.3g}")
 
 
 def _largest(x: Tensor) -> float:

@@ -9,7 +9,7 @@ from fuzzing.case import Case
 from fuzzing.kinds import attention, combination, streams
 from fuzzing.limits import Limit, within
 from fuzzing.machine import machine_of
-from fuzzing.oracle import Mismatch
+from fuzzing.oracle import MismatchError
 from fuzzing.task import Result, Task, compare
 from fuzzing.tokens import without_masked
 
@@ -92,4 +92,6 @@ def _check_gradients(found: list[Tensor], wanted: tuple[Tensor, ...], task: Task
             continue
         band = 1e4 * torch.finfo(task.dtype).eps * (float(y.abs().max()) + 1e-6 if y.numel() else 1.0)
         if x.shape != y.shape or not ((x - y).abs() <= band).all():
-            raise Mismatch(f"gradient of {name} under vmap is off by {float((x - y).abs().max()):.3g} > {band:.3g}")
+            raise MismatchError(
+                f"gradient of {name} under vmap is off by {float((x - y).abs().max()):.3g} > {band:.3g}"
+            )

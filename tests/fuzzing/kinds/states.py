@@ -13,13 +13,13 @@ from torch import Tensor
 import linattn
 from fuzzing.dice import Dice
 from fuzzing.kinds.attention import BACKENDS, draw_exactly, draw_given
-from fuzzing.kinds.streams import CUT, WHOLE, handled
+from fuzzing.kinds.streams import CUT, WHOLE, handled, seen_through
 from fuzzing.limits import Limit, exact_limits, map_limits
 from fuzzing.machine import draw_machine, sums_dtype
-from fuzzing.maps import draw_map
+from fuzzing.maps import DrawnMap, draw_map
 from fuzzing.oracle import Rows
 from fuzzing.task import Result, Task
-from fuzzing.tokens import DTYPES, draw_sizes
+from fuzzing.tokens import DTYPES, Sizes, draw_sizes
 from fuzzing.truth import Exactly, Tokens, parts_of
 from fuzzing.weights import Noise, Weigher
 
@@ -100,6 +100,93 @@ def contents(verbs: list[Verb], live: Tensor) -> list[Content]:
     return found
 
 
+class Program(NamedTuple):
+    """Verbs on a growing list of states, which are all read in the end.
+
+    Attributes:
+        drawn: the map.
+        exactly: the exact part of its streams.
+        verbs: what happens.
+        live: (B, M), False for masked keys.
+        sizes: of the tensors.
+        backend: of the steps.
+        dtype: of the tokens.
+    """
+
+    drawn: DrawnMap
+    exactly: Exactly
+    verbs: list[Verb]
+    live: Tensor
+    sizes: Sizes
+    backend: str
+    dtype: torch.dtype
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
+        """Outputs of the steps, then every state read."""
+        states: list[linattn.State] = []
+        results, own = [], self.drawn.map
+        for verb in self.verbs:
+            first, *second = (self._empty() if number < 0 else states[number] for number in verb.states)
+            piece = query[:, :, verb.keys], key[:, :, verb.keys], value[:, :, verb.keys]
+            options = {"key_mask": self.live[:, verb.keys] if verb.masked else None}
+            if verb.name == "absorb":
+                first = first.absorb(own, *piece[1:], **options)
+            elif verb.name == "merge":
+                first = first.merge(*second)
+            elif verb.name == "select":
+                first = first.select(torch.tensor(verb.rows, dtype=torch.int64))
+            elif verb.name == "step":
+                out, first = self._step(piece, first, **options)
+                results.append(Result("step", out))
+            elif verb.name == "stream":
+                window, num_heavy = self.exactly
+                first = self._step(piece, None, window=window, num_heavy=num_heavy, **options).state.flush(own)
+            else:
+                first = handled(first, verb.name)
+            states.append(first)
+        later = query[:, :, self.live.shape[1] :]
+        return results + [Result("a state read", *state.read(own, later)) for state in states]
+
+    def _empty(self) -> linattn.State:
+        """The state of no keys."""
+        batch, heads, width = self.sizes.batch, self.sizes.kv_heads, self.sizes.value_dim
+        sizes = {"batch_size": batch, "num_heads": heads, "value_dim": width}
+        return linattn.State.empty(self.drawn.map, dtype=self.dtype, **sizes)
+
+    def _step(self, piece: tuple[Tensor, ...], state: linattn.State | None, **options: object) -> linattn.Attended:
+        """One causal call."""
+        options |= {"enable_gqa": True, "backend": self.backend}
+        return linattn.linear_attention_with_state(*piece, self.drawn.map, state, **options)
+
+    def truth(self, query: Tensor, key: Tensor, value: Tensor, noise: Noise | None) -> list[Rows]:
+        """The same from what each state holds."""
+        weigher = Weigher(self.drawn.map, sums_dtype(self.dtype))
+
+        def rows(queries: Tensor, content: Content, first: int) -> Rows:
+            picked = [x.transpose(1, 2)[content.source, content.place].transpose(1, 2) for x in (key, value)]
+            held = Tokens(queries, *picked, content.live, torch.arange(queries.shape[2]) + first)
+            return parts_of(weigher, held, Exactly(), is_causal=True).rows(held, noise=noise)
+
+        held, found = contents(self.verbs, self.live), []
+        for verb, content in zip(self.verbs, held, strict=True):
+            if verb.name == "step":
+                own = query[:, :, verb.keys]
+                found.append(rows(own, content, content.place.shape[1] - own.shape[2]))
+        later = query[:, :, self.live.shape[1] :]
+        return found + [rows(later, content, content.place.shape[1]) for content in held]
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What it is refused for; states may be empty, merged and read without a look at a token."""
+        found = map_limits(self.drawn, is_causal=True, has_tokens=False)
+        if any(verb.name == "stream" for verb in self.verbs):
+            found += exact_limits(self.drawn, 1, 1, *self.exactly, is_causal=True)
+        return found
+
+    def __str__(self) -> str:
+        return f"State of {self.drawn}: {', '.join(map(str, self.verbs))} ({self.backend}, {self.exactly})"
+
+
 def draw(
     dice: Dice,
     *,
@@ -108,79 +195,16 @@ def draw(
     fitted: bool = False,
     whole: bool = False,
 ) -> Task:
-    """Verbs on a growing list of states; all of them are read in the end."""
+    """Any program; `whole` is one graph from end to end."""
     sizes, dtype = draw_sizes(dice), dice.weighted(dtypes)
     verbs = draw_verbs(dice, sizes.batch, most, [name for name in (WHOLE if whole else WHOLE | CUT) if name])
-    exactly = (
-        draw_exactly(dice, share=0.7, is_causal=True) if any(verb.name == "stream" for verb in verbs) else Exactly()
-    )
+    has_stream = any(verb.name == "stream" for verb in verbs)
+    exactly = draw_exactly(dice, share=0.7, is_causal=True) if has_stream else Exactly()
     drawn = draw_map(dice, sizes, dtype, softmax=bool(exactly), fitted=fitted or dice.chance(0.97))
     num_keys = verbs[-1].keys.stop
     given = draw_given(dice, sizes, num_keys + 2, num_keys, dtype)
-    live = given.live.clone()
-    for verb in verbs:
-        if not verb.masked:
-            live[:, verb.keys] = True
-    seen = live[:, None, :, None]
-    tokens = [torch.where(seen, x.nan_to_num(1, 1, 1), x) for x in (given.key, given.value)]
-    window, num_heavy = exactly
-    options = {"backend": dice.weighted(BACKENDS), "enable_gqa": True}
-    has_tokens = sizes.batch > 0
-    limits: list[Limit] = map_limits(drawn, is_causal=True, has_tokens=has_tokens)
-    if drawn.from_call:
-        # States may be empty, and merged, without a look at a token.
-        limits = [limit._replace(certain=False) for limit in limits]
-    if exactly and any(verb.name == "stream" for verb in verbs):
-        limits += exact_limits(drawn, 1, 1, *exactly, is_causal=True)
-    limits = limits if any(verb.name in ("absorb", "step", "stream") for verb in verbs) or limits else []
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
-        empty = linattn.State.empty(
-            drawn.map, batch_size=sizes.batch, num_heads=sizes.kv_heads, value_dim=sizes.value_dim, dtype=dtype
-        )
-        states: list[linattn.State] = []
-        results = []
-        for verb in verbs:
-            first, *second = (empty if number < 0 else states[number] for number in verb.states)
-            piece = query[:, :, verb.keys], key[:, :, verb.keys], value[:, :, verb.keys]
-            mask = live[:, verb.keys] if verb.masked else None
-            if verb.name == "absorb":
-                first = first.absorb(drawn.map, *piece[1:], key_mask=mask)
-            elif verb.name == "step":
-                out, first = linattn.linear_attention_with_state(*piece, drawn.map, first, key_mask=mask, **options)
-                results.append(Result("step", out))
-            elif verb.name == "stream":
-                exact = {"window": window, "num_heavy": num_heavy}
-                stream = linattn.linear_attention_with_state(*piece, drawn.map, key_mask=mask, **options, **exact)
-                first = stream.state.flush(drawn.map)
-            elif verb.name == "merge":
-                first = first.merge(*second)
-            elif verb.name == "select":
-                first = first.select(torch.tensor(verb.rows, dtype=torch.int64))
-            else:
-                first = handled(first, verb.name)
-            states.append(first)
-        last = query[:, :, num_keys:]
-        return results + [Result("a state read", *state.read(drawn.map, last)) for state in states]
-
-    def truth(query: Tensor, key: Tensor, value: Tensor, noise: Noise | None) -> list[Rows]:
-        held = contents(verbs, live)
-        weigher = Weigher(drawn.map, sums_dtype(dtype))
-
-        def rows(queries: Tensor, content: Content, first: int) -> Rows:
-            picked = [x.transpose(1, 2)[content.source, content.place].transpose(1, 2) for x in (key, value)]
-            places = torch.arange(queries.shape[2]) + first
-            all_keys = Tokens(queries, *picked, content.live, places)
-            return parts_of(weigher, all_keys, Exactly(), is_causal=True).rows(all_keys, noise=noise)
-
-        found = []
-        for verb, content in zip(verbs, held, strict=True):
-            if verb.name == "step":
-                count = verb.keys.stop - verb.keys.start
-                found.append(rows(query[:, :, verb.keys], content, content.place.shape[1] - count))
-        last = query[:, :, num_keys:]
-        return found + [rows(last, content, content.place.shape[1]) for content in held]
-
-    text = f"State of {drawn}: {', '.join(str(verb) for verb in verbs)} ({options['backend']}, {exactly})"
-    given_tensors = (given.query, *tokens)
-    return Task(text, [drawn], given_tensors, live, call, truth, limits, draw_machine(dice), bool(exactly))
+    given = seen_through(given, [verb.keys for verb in verbs if not verb.masked])
+    own = Program(drawn, exactly, verbs, given.live, sizes, dice.weighted(BACKENDS), dtype)
+    return Task(
+        str(own), [drawn], given[:3], given.live, own.call, own.truth, own.limits, draw_machine(dice), bool(exactly)
+    )

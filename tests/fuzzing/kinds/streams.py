@@ -6,6 +6,7 @@ Letters: B batch, Hkv key/value heads, M keys of the whole stream, L tokens of a
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from fuzzing.dice import Dice
 from fuzzing.kinds.attention import BACKENDS, Given, draw_exactly, draw_given
 from fuzzing.limits import Limit, exact_limits, map_limits
 from fuzzing.machine import draw_machine, sums_dtype
-from fuzzing.maps import draw_map
+from fuzzing.maps import DrawnMap, draw_map
 from fuzzing.oracle import Part, Rows
 from fuzzing.task import Result, Task
 from fuzzing.tokens import DTYPES, draw_sizes
@@ -92,6 +93,82 @@ def handled(state: linattn.State, handling: str) -> linattn.State:
     return state.select(torch.arange(state.S.shape[0])) if handling == "selected" else state
 
 
+class Stream(NamedTuple):
+    """A stream, and what reads its state after it.
+
+    Attributes:
+        drawn: the map.
+        exactly: its exact part.
+        chunks: its calls.
+        live: (B, M), False for masked keys.
+        last: how many queries read the state, after those of the chunks.
+        backend: of all calls.
+        dtype: of the tokens.
+    """
+
+    drawn: DrawnMap
+    exactly: Exactly
+    chunks: list[Chunk]
+    live: Tensor
+    last: int
+    backend: str
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        """How many queries the chunks have."""
+        return self.chunks[-1].queries.stop
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
+        """Outputs, and the state read as it is and flushed."""
+        window, num_heavy = self.exactly
+        options = {"window": window, "num_heavy": num_heavy, "backend": self.backend, "enable_gqa": True}
+        state, outs, own = None, [], self.drawn.map
+        for chunk in self.chunks:
+            piece = query[:, :, chunk.queries], key[:, :, chunk.keys], value[:, :, chunk.keys]
+            mask = self.live[:, chunk.keys] if chunk.masked else None
+            out, state = linattn.linear_attention_with_state(*piece, own, state, key_mask=mask, **options)
+            outs.append(out)
+            state = handled(state, chunk.handling)
+        assert state is not None
+        later, roundings = query[:, :, self.count :], 4 if self.exactly else 1
+        return [
+            Result("outs of the stream", torch.cat(outs, 2), roundings=roundings),
+            Result("the state read", *state.read(own, later), roundings=roundings),
+            Result("the flushed state read", *state.flush(own).read(own, later)),
+        ]
+
+    def truth(self, query: Tensor, key: Tensor, value: Tensor, noise: Noise | None) -> list[Rows]:
+        """The same, each query over all keys before it."""
+        weigher, count = Weigher(self.drawn.map, sums_dtype(self.dtype)), self.count
+        places = torch.cat([chunk.places for chunk in self.chunks])
+        stream = Tokens(query[:, :, :count], key, value, self.live, places)
+        end = torch.full((self.last,), key.shape[2] - 1)
+        after = Tokens(query[:, :, count:], key, value, self.live, end)
+        return [
+            parts_of(weigher, stream, self.exactly, is_causal=True).rows(stream, noise=noise),
+            _after(weigher, stream, after, self.exactly).rows(after, noise=noise),
+            parts_of(weigher, after, Exactly(), is_causal=True).rows(after, noise=noise),
+        ]
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What it is refused for."""
+        has_tokens = self.live.numel() > 0 and not self.exactly
+        found = map_limits(self.drawn, is_causal=True, has_tokens=has_tokens)
+        for chunk in self.chunks:
+            lengths = [part.stop - part.start for part in (chunk.queries, chunk.keys)]
+            found += exact_limits(self.drawn, *lengths, *self.exactly, is_causal=True)
+        return found
+
+    def __str__(self) -> str:
+        chunks = ", ".join(str(chunk) for chunk in self.chunks)
+        return (
+            f"linear_attention_with_state({self.drawn}, {self.exactly}, backend={self.backend!r}); queries/keys "
+            f"{chunks}; read by {self.last}"
+        )
+
+
 def draw(
     dice: Dice,
     *,
@@ -102,79 +179,37 @@ def draw(
     whole: bool = False,
     chunks_most: int = 14,
 ) -> Task:
-    """Any stream, and a reading of its state as it is and flushed."""
+    """Any stream; `whole` is one graph from end to end."""
     sizes, dtype = draw_sizes(dice), dice.weighted(dtypes)
     exactly = draw_exactly(dice, share=share, is_causal=True)
     fitted = fitted or dice.chance(0.97)
     drawn = draw_map(dice, sizes, dtype, softmax=bool(exactly) and dice.chance(0.97), fitted=fitted)
     chunks = draw_chunks(dice, exactly.window, most, chunks_most, WHOLE if whole else WHOLE | CUT)
     last = dice.integer(0, 3)
-    count, num_keys = chunks[-1].queries.stop, chunks[-1].keys.stop
-    given = draw_given(dice, sizes, count + last, num_keys, dtype)
-    live = given.live.clone()
-    for chunk in chunks:
-        if not chunk.masked:
-            live[:, chunk.keys] = True
-    given = _unmasked(given, live)
-    backend = dice.weighted(BACKENDS)
-    window, num_heavy = exactly
-    options = {"window": window, "num_heavy": num_heavy, "backend": backend, "enable_gqa": True}
-    limits = _limits(drawn, chunks, exactly, sizes.batch)
-    words = [f"linear_attention_with_state({drawn}, window={window}, num_heavy={num_heavy}, backend={backend!r})"]
-    words.append(f"queries/keys {', '.join(str(chunk) for chunk in chunks)}; read by {last}")
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
-        state, outs = None, []
-        for chunk in chunks:
-            piece = query[:, :, chunk.queries], key[:, :, chunk.keys], value[:, :, chunk.keys]
-            mask = live[:, chunk.keys] if chunk.masked else None
-            out, state = linattn.linear_attention_with_state(*piece, drawn.map, state, key_mask=mask, **options)
-            outs.append(out)
-            state = handled(state, chunk.handling)
-        assert state is not None
-        read = state.read(drawn.map, query[:, :, count:])
-        flushed = state.flush(drawn.map).read(drawn.map, query[:, :, count:])
-        roundings = 4 if exactly else 1
-        return [
-            Result("outs of the stream", torch.cat(outs, 2), roundings=roundings),
-            Result("the state read", *read, roundings=roundings),
-            Result("the flushed state read", *flushed),
-        ]
-
-    def truth(query: Tensor, key: Tensor, value: Tensor, noise: Noise | None) -> list[Rows]:
-        weigher = Weigher(drawn.map, sums_dtype(dtype))
-        places = torch.cat([chunk.places for chunk in chunks])
-        stream = Tokens(query[:, :, :count], key, value, live, places)
-        after = Tokens(query[:, :, count:], key, value, live, torch.full((last,), num_keys - 1))
-        flushed = parts_of(weigher, after, Exactly(), is_causal=True)
-        return [
-            parts_of(weigher, stream, exactly, is_causal=True).rows(stream, noise=noise),
-            _after(weigher, stream, after, exactly).rows(after, noise=noise),
-            flushed.rows(after, noise=noise),
-        ]
-
+    given = draw_given(dice, sizes, chunks[-1].queries.stop + last, chunks[-1].keys.stop, dtype)
+    given = seen_through(given, [chunk.keys for chunk in chunks if not chunk.masked])
+    stream = Stream(drawn, exactly, chunks, given.live, last, dice.weighted(BACKENDS), dtype)
     return Task(
-        "; ".join(words), [drawn], given[:3], live, call, truth, limits, draw_machine(dice), bool(exactly), backend
+        str(stream),
+        [drawn],
+        given[:3],
+        given.live,
+        stream.call,
+        stream.truth,
+        stream.limits,
+        draw_machine(dice),
+        bool(exactly),
     )
 
 
-def _unmasked(given: Given, live: Tensor) -> Given:
-    """Tokens without NaN or inf where no mask hides them."""
+def seen_through(given: Given, unmasked: Sequence[slice]) -> Given:
+    """The same tokens where some parts come without a mask: all keys of those are live, and none is NaN or inf."""
+    live = given.live.clone()
+    for part in unmasked:
+        live[:, part] = True
     seen = live[:, None, :, None]
-    return given._replace(
-        key=torch.where(seen, given.key.nan_to_num(1, 1, 1), given.key),
-        value=torch.where(seen, given.value.nan_to_num(1, 1, 1), given.value),
-        mask=live,
-    )
-
-
-def _limits(drawn, chunks: list[Chunk], exactly: Exactly, batch: int) -> list[Limit]:
-    """What the stream is refused for."""
-    found = map_limits(drawn, is_causal=True, has_tokens=batch > 0 and chunks[-1].keys.stop > 0 and not exactly)
-    for chunk in chunks:
-        lengths = [part.stop - part.start for part in (chunk.queries, chunk.keys)]
-        found += exact_limits(drawn, *lengths, *exactly, is_causal=True)
-    return found
+    key, value = (torch.where(seen, x.nan_to_num(1, 1, 1), x) for x in (given.key, given.value))
+    return Given(given.query, key, value, live)
 
 
 def _after(weigher: Weigher, stream: Tokens, after: Tokens, exactly: Exactly) -> Parts:

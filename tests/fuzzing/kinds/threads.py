@@ -13,7 +13,7 @@ from fuzzing.case import Case
 from fuzzing.kinds.gradients import draw_task
 from fuzzing.limits import within
 from fuzzing.machine import machine_of
-from fuzzing.oracle import Mismatch, check_same
+from fuzzing.oracle import MismatchError, check_same
 from fuzzing.task import Task
 
 _THREADS = (2, 8)
@@ -74,4 +74,4 @@ def _check_kept(before: dict[str, Tensor], after: dict[str, Tensor], count: int)
     """Refuse other objects than before."""
     changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)]
     if changed:
-        raise Mismatch(f"after {count} threads the map's {sorted(changed)} are other objects")
+        raise MismatchError(f"after {count} threads the map's {sorted(changed)} are other objects")
