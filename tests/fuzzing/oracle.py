@@ -67,7 +67,8 @@ def attend(parts: Sequence[Part], query: Tensor, key: Tensor, value: Tensor, *, 
     den = weights.sum(-1)
     if noise is not None:
         # Numerator and normaliser are rounded apart.
-        weights, value = weights + noise(weights, error), value * (1 + noise(value, unit(parts[0].weigher.rounding)))
+        weights = weights + noise(weights, error + noise.outputs * weights.detach().abs())
+        value = value * (1 + noise(value, max(noise.outputs, unit(parts[0].weigher.rounding))))
     wide = value.unsqueeze(2)
     out = weights @ wide / torch.where(den == 0, 1, den).unsqueeze(-1)
     # Sparse maps: a query that overlaps no key has no weight at all.

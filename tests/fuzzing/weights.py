@@ -18,8 +18,27 @@ from fuzzing.machine import unit
 from fuzzing.tokens import without_masked
 from linattn.feature_maps import Centred, Expansion, FeatureMap
 
-# Random numbers like the first tensor, of the size of the second: rounding, as an experiment.
-Noise = Callable[[Tensor, Tensor | float], Tensor]
+# Noise of exponents: rows that are off by more are not compared.
+_MOST = 0.1
+
+
+class Noise(NamedTuple):
+    """Rounding as an experiment: random numbers of the size that a number may be off.
+
+    Attributes:
+        normal: standard normal numbers of a shape.
+        amplified: how many times larger they are than rounding.
+        outputs: the relative rounding of what parts put out, 0 where nothing is rounded before the end.
+    """
+
+    normal: Callable[..., Tensor]
+    amplified: float
+    outputs: float
+
+    def __call__(self, like: Tensor, size: Tensor | float, most: float = torch.inf) -> Tensor:
+        """Numbers in the shape of the first tensor, of the size of the second, at most so large."""
+        size = torch.as_tensor(size, dtype=torch.float64).detach() * self.amplified
+        return self.normal(*like.shape) * size.clamp(max=most)
 
 
 class Weights(NamedTuple):
@@ -126,7 +145,7 @@ def _softmax(query: Tensor, key: Tensor, scale: float, rounding: torch.dtype, no
     sizes = _heads(scale * query.abs() @ key.abs().mT.unsqueeze(2))
     error = _sums(rounding, query, key, 0) + unit(rounding) * (query.shape[-1] + 8) * sizes
     if noise is not None:
-        logits = logits + noise(logits, error)
+        logits = logits + noise(logits, error, _MOST)
     zero = logits.new_zeros(1, 1, 1, 1, 1)
     return Weights(logits, zero + 1, error, zero, _certain(query))
 
@@ -140,7 +159,7 @@ def _exponential(
     error = _sums(rounding, query, key, feature_map.num_features) + 8 * off * (unit(rounding) / unit(torch.float32))
     error = error + unit(rounding) * 6 * (_heads(lq) + _heads(lk))
     if noise is not None:
-        lq, lk = lq + noise(lq, error), lk + noise(lk, error.squeeze(2))
+        lq, lk = lq + noise(lq, error, _MOST), lk + noise(lk, error.squeeze(2), _MOST)
     exponent = torch.logsumexp(lq.unsqueeze(4) + lk[:, :, None, None], -1)
     zero = exponent.new_zeros(1, 1, 1, 1, 1)
     return Weights(exponent, zero + 1, error, zero, _certain(query))
@@ -176,7 +195,7 @@ def _linear(feature_map: FeatureMap, query: Tensor, key: Tensor, rounding: torch
         logs = logs + 8 * share * (_off(of_query, query) + _off(of_key, key))
         error = error + product * logs
         if noise is not None:
-            log_q, log_k = log_q + noise(log_q, logs), log_k + noise(log_k, logs)
+            log_q, log_k = log_q + noise(log_q, logs, _MOST), log_k + noise(log_k, logs, _MOST)
     return Weights(log_k, coefficient, error, log_q, _certain(query))
 
 
@@ -221,7 +240,7 @@ def _expansion(
     sizes = sizes + _heads(scale * query.abs() @ mean.abs().mT.unsqueeze(2))
     relative = _sums(rounding, query, key, feature_map.num_local) + unit(rounding) * (query.shape[-1] + 16) * sizes
     if noise is not None:
-        most = 1 + _heads(delta.abs() @ far.mT.unsqueeze(2))
+        most = (1 + _heads(delta.abs() @ far.mT.unsqueeze(2))) ** feature_map.order
         keys = keys + noise(keys, relative * most * far.unsqueeze(2))
     logits = scale * centre @ keys.mT
     seen = torch.where(visible, logits, -torch.inf)

@@ -190,15 +190,21 @@ def test_a_stream_may_be_cut_anywhere(name: str, cuts: list[int]) -> None:
     )
 
 
-@pytest.mark.parametrize("masked", [(True, False), (False, True), (True, False, True, False, False)], ids=str)
+@pytest.mark.parametrize(
+    ("masked", "cuts"),
+    [((True, False), [22]), ((False, True), [22]), ((True, False), [1]), ((True, False, True, False), [7, 9, 30])],
+    ids=str,
+)
 @pytest.mark.parametrize("num_heavy", [0, 3])
 @pytest.mark.parametrize("name", ["FavorPlus", "Expansion"])
-def test_the_masks_of_a_stream_come_and_go(name: str, num_heavy: int, masked: tuple[bool, ...]) -> None:
+def test_the_masks_of_a_stream_come_and_go(
+    name: str, num_heavy: int, masked: tuple[bool, ...], cuts: list[int]
+) -> None:
     """A masked token stays unseen when it leaves the window in a later call, which has no mask."""
     query, key, value = qkv(num_queries=45, num_keys=45)
     mask = torch.rand(2, 45, generator=torch.Generator().manual_seed(2)) > 0.5
-    bounds = [round(45 * i / len(masked)) for i in range(len(masked) + 1)]
-    pieces = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    mask[:, 0] = False
+    pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, 45])]
     for piece, given in zip(pieces, masked, strict=True):
         mask[:, piece] |= not given
     feature_map, state, outs = build(name), None, []

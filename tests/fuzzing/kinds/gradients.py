@@ -18,6 +18,7 @@ from fuzzing.machine import machine_of, sums_dtype, unit
 from fuzzing.oracle import MismatchError, Rows, check_close
 from fuzzing.task import Result, Task, compare
 from fuzzing.tokens import DTYPES
+from fuzzing.weights import Noise
 
 _DRAWS = {
     "attention": (5.0, lambda dice: attention.draw(dice, most=24, dtypes=_DTYPES)),
@@ -83,7 +84,7 @@ def _experiments(
 ) -> list[Tensor]:
     """How far gradients are off in the mean when every intermediate is off by its rounding."""
     amplified = max(min(_AMPLIFIED, _SMALL / max(max(_largest(one.relative) for one in truth), 1e-300)), 1.0)
-    noise = _noise(case, task, amplified)
+    noise = Noise(case.dice.normal, amplified, unit(task.dtype) if task.is_exact else 0.0)
     exact, own = leaves[:3], leaves[3:]
     results = []
     for noisy in (False, True, True, True):
@@ -139,17 +140,6 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(x) if y is None else y.detach() for x, y in zip(leaves, found, strict=True)]
 
 
-def _noise(case: Case, task: Task, amplified: float):
-    """Every intermediate off by its rounding, so many times amplified; outputs of parts are rounded to the inputs'."""
-    least = unit(task.dtype) if task.is_exact else 0.0
-
-    def noise(x: Tensor, size: Tensor | float) -> Tensor:
-        size = torch.as_tensor(size, dtype=torch.float64).clamp(min=least)
-        return case.dice.normal(*x.shape) * (size * amplified).clamp(max=0.1)
-
-    return noise
-
-
 def _check_finite(name: str, found: Tensor, wanted: Tensor) -> None:
     """Refuse gradients that are not finite, unless they are too large for their dtype."""
     largest = _largest(wanted)
@@ -165,13 +155,15 @@ def _largest(x: Tensor) -> float:
 def _band(found: Tensor, wanted: Tensor, task: Task) -> Tensor:
     """A few roundings of the largest gradient of a head."""
     tiny = torch.finfo(sums_dtype(task.dtype)).tiny * 2.0**30 + torch.finfo(found.dtype).tiny
-    return unit(found.dtype) * (2 * wanted.abs() + 16 * _spread(wanted)) + tiny
+    # Low precision: gradients of several uses are rounded before they are added.
+    uses = 16 if found.dtype in (torch.float32, torch.float64) else 32
+    return unit(found.dtype) * (2 * wanted.abs() + uses * _spread(wanted)) + tiny
 
 
 def _floor(task: Task, weights: Sequence[Sequence[Tensor]]) -> float:
     """Even a gradient of 0 is a difference of products; an expansion's moments are not centred on the keys seen."""
     query, key, value = (_largest(x) for x in task.exact_inputs())
-    size, factor = 1 + max(query, key), 16.0
+    size, factor = 1 + max(query, key), 64.0
     if any(drawn.is_expansion for drawn in task.maps):
         means = [x for drawn in task.maps for x in drawn.map.buffers() if x.is_floating_point()]
         factor *= 4 * max(size, *(_largest(x) for x in means), 1.0)
