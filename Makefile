@@ -26,7 +26,7 @@ fmt: $(VENV)/dev.stamp
 	$(BIN)/ruff format --quiet src tests benchmarks docs
 
 readme: $(VENV)/demo.stamp
-	$(BIN)/python docs/write_tables.py
+	$(BIN)/python docs/write_tables.py --take
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/run.py

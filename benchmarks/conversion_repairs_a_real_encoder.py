@@ -16,13 +16,17 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measuring import record
+from linattn.hf import KernelAttention, capture, from_pretrained, load
+from linattn.lab.audit.text import read_text
+from linattn.planning.methods import parse_method
+from measuring import record, verified_method
 
 MINUTES = 15
+NUM_VERIFIED = 512
 FEWEST_TEXTS = 20
 
 
@@ -59,9 +63,20 @@ def convert(case: Case, folder: Path) -> dict[str, Any]:
     return found
 
 
+def verify(out: Path) -> None:
+    """Refuse a converted folder that, loaded, attends otherwise than the definition of its maps says."""
+    exact, converted = load(), from_pretrained(out)
+    kernels = [part for part in converted.modules() if isinstance(part, KernelAttention)]
+    calls = capture(exact.model, exact.encode(read_text().content, NUM_VERIFIED)).calls
+    for kernel, call in zip(kernels, calls, strict=True):
+        method = replace(parse_method("Expansion"), window=kernel.window, num_heavy=kernel.num_heavy)
+        verified_method(method, kernel.feature_map, (call.query, call.key, call.value), is_causal=False)
+
+
 def measure(case: Case, folder: Path) -> None:
     """A row for the embedding, and one for the ranking where it is claimed."""
     report = convert(case, folder)
+    verify(folder / case.folder)
     if report["num_held_out"] < FEWEST_TEXTS:
         raise SystemExit(f"{case.folder}: {report['num_held_out']} held-out texts, wanted {FEWEST_TEXTS}")
     stages = {stage["name"]: stage["agreement"] for stage in report["stages"]}
@@ -86,7 +101,7 @@ def measure(case: Case, folder: Path) -> None:
 
 
 def main() -> None:
-    """All cases."""
+    """Verify and record every case."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary)
         for case in CASES:

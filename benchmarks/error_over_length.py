@@ -17,8 +17,8 @@ from linattn.hf import AttentionCall, capture, load
 from linattn.lab.audit.text import read_text
 from linattn.planning.costs import flops_per_token, state_numbers
 from linattn.planning.measures import relative_error, softmax_log_rows
-from linattn.planning.methods import parse_method
-from measuring import record
+from linattn.planning.methods import fit, parse_method
+from measuring import record, verified_method
 
 TEXT_LENGTH, NUM_TEXTS, NUM_ROWS = 512, 16, 256
 LENGTHS = (512, 2048, 8192)
@@ -57,13 +57,24 @@ def error(label: str, length: int, tensors: tuple[Tensor, Tensor, Tensor], scale
     return relative_error(out, exact)
 
 
+def verified_layers(label: str, recorded: Sequence[tuple[tuple[Tensor, Tensor, Tensor], float]]) -> None:
+    """Refuse a method whose output on some layer's first text is not what its definition says."""
+    method = parse_method(label)
+    for tensors, scale in recorded:
+        query, key, value = (x[:, :, : LENGTHS[0]] for x in tensors)
+        feature_map = method.build(query.shape[-1], num_features=None, scale=scale, seed=0)
+        fit(feature_map, query, key)
+        verified_method(method, feature_map, (query, key, value), is_causal=False)
+
+
 def main() -> None:
-    """Measure, record."""
+    """Verify, measure, record."""
     recorded = layers()
     head_dim, value_dim = recorded[0][0][0].shape[-1], recorded[0][0][2].shape[-1]
     for label in METHODS:
         method = parse_method(label)
         feature_map = method.build(head_dim, num_features=None, scale=1.0, seed=0)
+        verified_layers(label, recorded)
         errors = [
             torch.cat([error(label, length, tensors, scale) for tensors, scale in recorded]).mean().item()
             for length in LENGTHS

@@ -17,8 +17,9 @@ from linattn.feature_maps import Expansion
 from linattn.hf import AttentionCall, capture, intercept, load
 from linattn.lab.audit.text import read_text
 from linattn.lab.timing import spread
+from linattn.planning import methods as parsed
 from linattn.planning.measures import relative_error, uniform_average
-from measuring import record
+from measuring import record, verified_method
 
 NUM_TEXTS, NUM_TOKENS = 6, 512
 
@@ -78,6 +79,14 @@ class Encoder:
             errors.append(relative_error(attend(call, expansion, method), exact(call)))
         return float(torch.cat(errors).mean())
 
+    def verify(self, method: Method) -> None:
+        """Refuse a method whose output on some layer of the first text is not what its definition says."""
+        exact_part = parsed.Method(parsed.parse_method("Expansion").map, method.window, method.num_heavy)
+        for call, expansion in zip(self.recorded[0].calls, self.maps(method, 0), strict=True):
+            if not method.fixed:
+                expansion.fit(call.query, call.key)
+            verified_method(exact_part, expansion, (call.query, call.key, call.value), is_causal=False)
+
     def uniform_error(self, text: int) -> float:
         """The same of averaging the values."""
         errors = []
@@ -108,11 +117,12 @@ def exact(call: AttentionCall) -> torch.Tensor:
 
 
 def main() -> None:
-    """Measure and record every case, beside averaging the values uniformly."""
+    """Verify, measure and record every case, beside averaging the values uniformly."""
     encoder, texts = Encoder(), range(NUM_TEXTS)
     with torch.no_grad():
         uniform = spread([encoder.uniform_error(text) for text in texts])
         for method, most, least in CASES:
+            encoder.verify(method)
             if most is not None:
                 figure = spread([encoder.error(method, text) for text in texts])
                 claim = f"error per head on MiniLM, {method} (averaging the values: {uniform['median']:.2f})"

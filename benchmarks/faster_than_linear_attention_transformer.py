@@ -18,7 +18,7 @@ def main() -> None:
     """Verify, time, record."""
     feature_map = Exponential(HEAD_DIM)
     for is_causal, length, peer in ((False, 65_536, linear_attn), (True, 16_384, causal_linear_attn)):
-        inputs = tokens(length)
+        error, inputs = verified(feature_map, is_causal=is_causal), tokens(length)
         found = seconds(
             {
                 "linattn": lambda x=inputs, c=is_causal: linattn.linear_attention(*x, feature_map, is_causal=c),
@@ -34,7 +34,7 @@ def main() -> None:
             unit="×",
             bound=">= 1",
             length=length,
-            error=verified(feature_map, is_causal=is_causal),
+            error=error,
             seconds={name: spread(samples) for name, samples in found.items()},
         )
 

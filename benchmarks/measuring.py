@@ -1,10 +1,11 @@
-"""How benchmarks measure: verify, then time interleaved repeats in one process, and append one JSON row per claim."""
+"""How benchmarks measure: verify, then time interleaved repeats in one process, and write one JSON row per claim."""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ import linattn
 from linattn.feature_maps import FavorPlus, FeatureMap
 from linattn.lab.timing import seconds as seconds
 from linattn.lab.timing import spread as spread
+from linattn.planning.methods import Method
+from result_file import put_in_place, read_rows, write_rows
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 HEADS, HEAD_DIM, NUM_FEATURES = 8, 64, 256
@@ -86,6 +89,29 @@ def verified(feature_map: FeatureMap, bound: float = 1e-4, *, is_causal: bool = 
     return wrong
 
 
+def verified_method(method: Method, feature_map: FeatureMap, tensors: Sequence[Tensor], *, is_causal: bool) -> float:
+    """Largest relative error of a method's output against the quadratic reference in float64; refuses a wrong result.
+
+    The map must be fitted beforehand. In float64 only where keys are heavy: which are is decided by comparisons, which
+    rounding in float32 may decide otherwise. Without heavy keys in float32 too.
+
+    Args:
+        method: the exact part.
+        feature_map: the map.
+        tensors: query, key and value.
+        is_causal: whether later keys are hidden.
+    """
+    query, key, value = (x.double() for x in tensors)
+    exact_part = {"window": method.window, "num_heavy": method.num_heavy, "is_causal": is_causal}
+    truth = linattn.linear_attention(query, key, value, feature_map, backend="reference", **exact_part)
+    wrong = relative_error(linattn.linear_attention(query, key, value, feature_map, **exact_part), truth)
+    require(f"{method.label} in float64", wrong, 1e-10)
+    if not method.num_heavy:
+        wrong = relative_error(linattn.linear_attention(*tensors, feature_map, **exact_part), truth)
+        require(f"{method.label} in float32", wrong, 1e-4)
+    return wrong
+
+
 def require(name: str, error: float, bound: float) -> None:
     """Refuse to time a wrong result."""
     if not error <= bound:
@@ -99,7 +125,7 @@ def relative_error(found: Tensor, truth: Tensor) -> float:
 
 
 def record(claim: str, *, figure: Mapping[str, float] | float, unit: str, bound: str, **rest: object) -> None:
-    """Append a row to the result file and print it.
+    """Put a row into the result file, in the place of a former one of the same claim, and print it.
 
     Args:
         claim: what is measured, in words.
@@ -118,7 +144,15 @@ def record(claim: str, *, figure: Mapping[str, float] | float, unit: str, bound:
     value = figure if isinstance(figure, float) else figure["median"]
     sign, limit = bound.split()
     holds = value <= float(limit) if sign == "<=" else value >= float(limit)
-    row = {"claim": claim, "figure": figure, "unit": unit, "bound": bound, "holds": holds, **rest, "machine": machine}
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    row = {
+        "benchmark": Path(sys.argv[0]).stem,
+        "claim": claim,
+        "figure": figure,
+        "unit": unit,
+        "bound": bound,
+        "holds": holds,
+        **rest,
+        "machine": machine,
+    }
+    write_rows(RESULTS, put_in_place(read_rows(RESULTS), [row], lambda former: former["claim"] == claim))
     print(json.dumps(row), flush=True)

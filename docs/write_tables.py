@@ -1,6 +1,9 @@
 """Write the figures of README.md and docs/claims.md.
 
-From report/audit.jsonl and report/claims.jsonl (make demo) and benchmarks/results.jsonl (make bench).
+    python docs/write_tables.py [--take]
+
+From docs/figures.json and benchmarks/results.jsonl (make bench). --take first takes docs/figures.json from
+report/audit.jsonl and report/claims.jsonl (make demo), which are too large to be kept.
 """
 
 from __future__ import annotations
@@ -8,12 +11,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from linattn.lab.report import SOURCES, ClaimsSummary, summarise_audit, summarise_claims
-from linattn.planning.files import replacing
+from linattn.lab.report import SOURCES, summarise_audit, summarise_claims
+from linattn.records.atomic import atomic_file
 
 ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures.json"
+RESULTS = ROOT / "benchmarks" / "results.jsonl"
 SHOWN = (
     ("FavorPlus", 256),
     ("Hyperbolic(lengths='fixed')", 256),
@@ -46,46 +53,88 @@ REFUTED = (
 )
 
 
-def audit_table() -> str:
-    """Each method's error and costs beside both baselines."""
-    summary = summarise_audit(ROOT / "report" / "audit.jsonl")
+def take_figures(report: Path) -> dict[str, Any]:
+    """What the tables show of an audit and of a run of reproduce."""
+    summary, run = summarise_audit(report / "audit.jsonl"), summarise_claims(report / "claims.jsonl")
     header = summary.header
+    if summary.planned is None:
+        sys.exit(f"{report}/audit.jsonl holds no plan; write it with `linattn audit --target 0.1 --out {report}`")
+    lines = []
+    for name, features in SHOWN:
+        line = next((x for x in summary.lines if x.map == name and features in (None, x.features)), None)
+        if line is None:
+            sys.exit(f"{report}/audit.jsonl has no {name} with {features or 'its own'} features; run the audit again")
+        lines.append(
+            {
+                "method": line.map,
+                "features": features,
+                "state_numbers": line.state_numbers,
+                "flops_per_token": line.flops_per_token,
+                "error": line.error.mean,
+                "ratio": line.ratio,
+                "cosine": line.embedding_cosine.mean,
+            }
+        )
+    return {
+        "audit": {
+            "model": header.model,
+            "tokens": header.num_tokens,
+            "text": header.text,
+            "heads": header.num_layers * header.num_heads,
+            "baselines": [
+                {"name": base.name, "error": base.error, "cosine": base.embedding_cosine} for base in summary.baselines
+            ],
+            "lines": lines,
+            "plan": f"For a target of {summary.planned.target}: {summary.planned.words()}",
+        },
+        "claims": {
+            "setting": run.header.setting,
+            "processor": run.header.processor,
+            "threads": run.header.threads,
+            "torch": run.header.versions["torch"],
+            "decisions": [
+                {
+                    "name": claim.name,
+                    "status": claim.status,
+                    "sentence": claim.decision.sentence,
+                    "source": claim.decision.source,
+                    "figure": claim.decision.figure,
+                }
+                for claim in run.claims
+            ],
+        },
+    }
+
+
+def audit_table(audit: dict[str, Any]) -> str:
+    """Each method's error and costs beside both baselines."""
     rows = [
-        f"`linattn audit` on {header.model}, {header.num_tokens} tokens of {header.text}, mean over "
-        f"{header.num_layers * header.num_heads} heads:",
+        f"`linattn audit` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
+        f"{audit['heads']} heads:",
         "",
         "| method | numbers per head | FLOPs per token | relative output error | error over averaging's | cosine |",
         "|---|---|---|---|---|---|",
     ]
-    for base in summary.baselines:
-        averaging = summary.baselines[1].error
-        name = {"exact": "*exact softmax*", "uniform": "*averaging the values*"}[base.name]
-        rows.append(f"| {name} | | | {base.error:.2f} | {base.error / averaging:.2f} | {base.embedding_cosine:.3f} |")
-    for name, features in SHOWN:
-        line = next(x for x in summary.lines if x.map == name and features in (None, x.features))
-        width = f", {features} features" if features else ""
+    averaging = audit["baselines"][1]["error"]
+    for base in audit["baselines"]:
+        name = {"exact": "*exact softmax*", "uniform": "*averaging the values*"}[base["name"]]
+        rows.append(f"| {name} | | | {base['error']:.2f} | {base['error'] / averaging:.2f} | {base['cosine']:.3f} |")
+    for line in audit["lines"]:
+        width = f", {line['features']} features" if line["features"] else ""
         rows.append(
-            f"| `{line.map}`{width} | {line.state_numbers:,} | {line.flops_per_token:,} | {line.error.mean:.2f} | "
-            f"{line.ratio:.2f} | {line.embedding_cosine.mean:.3f} |"
+            f"| `{line['method']}`{width} | {line['state_numbers']:,} | {line['flops_per_token']:,} | "
+            f"{line['error']:.2f} | {line['ratio']:.2f} | {line['cosine']:.3f} |"
         )
     return "\n".join(rows)
 
 
-def plan_words() -> str:
-    """What a plan for each head reaches."""
-    planned = summarise_audit(ROOT / "report" / "audit.jsonl").planned
-    if planned is None:
-        sys.exit("report/audit.jsonl holds no plan; write it with `linattn audit --target 0.1 --out report`")
-    return f"For a target of {planned.target}: {planned.words()}"
-
-
-def benchmark_table() -> str:
-    """Every claim with its figure, its bound, and whether it holds on the machine the results are of."""
-    lines = [json.loads(text) for text in (ROOT / "benchmarks" / "results.jsonl").read_text().splitlines()]
-    machine = lines[0]["machine"]
+def benchmark_table(lines: list[dict[str, Any]]) -> str:
+    """Every claim with its figure, its bound, and whether it holds; the machine once, and in rows of another."""
+    machine = json.loads(Counter(json.dumps(line["machine"]) for line in lines).most_common(1)[0][0])
     rows = [
-        f"{machine['threads']} threads of one {machine['processor']} ({machine['vectors']}), torch {machine['torch']}; "
-        "medians, with the spread of interleaved repeats; 8 heads, D = 64, 256 features and float32 unless said:",
+        f"{_threads(machine)} of one {machine['processor']} ({machine['vectors']}), torch {machine['torch']}, unless a "
+        "row says otherwise; medians, with the spread of interleaved repeats; 8 heads, D = 64, 256 features and "
+        "float32 unless said:",
         "",
         "| | measured | wanted | |",
         "|---|---|---|---|",
@@ -93,13 +142,25 @@ def benchmark_table() -> str:
     for row in lines:
         verdict = "holds" if row["holds"] else "**missed**"
         bound = row["bound"].replace(">=", "≥").replace("<=", "≤")
-        rows.append(f"| {row['claim']} | {_figure(row['figure'], row['unit'])} | {bound} | {verdict} |")
+        claim = f"{row['claim']}{_difference(row['machine'], machine)}"
+        rows.append(f"| {claim} | {_figure(row['figure'], row['unit'])} | {bound} | {verdict} |")
     return "\n".join(rows)
 
 
-def conversion_table() -> str:
+def _difference(machine: dict[str, Any], usual: dict[str, Any]) -> str:
+    """How a row's machine differs from that of most, in brackets."""
+    names = [name for name in machine if machine[name] != usual.get(name)]
+    words = [_threads(machine) if name == "threads" else f"{name} {machine[name]}" for name in names]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _threads(machine: dict[str, Any]) -> str:
+    """How many threads."""
+    return f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
+
+
+def conversion_table(lines: list[dict[str, Any]]) -> str:
     """What fifteen minutes of conversion make of an encoder, beside its state before and both baselines."""
-    lines = [json.loads(text) for text in (ROOT / "benchmarks" / "results.jsonl").read_text().splitlines()]
     found = [row for row in lines if "calibrated" in row]
     if not found:
         sys.exit("benchmarks/results.jsonl holds no conversion; run benchmarks/conversion_repairs_a_real_encoder.py")
@@ -117,30 +178,29 @@ def conversion_table() -> str:
     return "\n".join(rows)
 
 
-def claims_words(summary: ClaimsSummary) -> str:
+def claims_words(claims: dict[str, Any]) -> str:
     """How many claims there are and how they fare, and those of the founding texts and the paper that fail."""
-    counts = {status: summary.count(status) for status in ("holds", "fails", "undecided")}
+    decisions = claims["decisions"]
+    counts = Counter(one["status"] for one in decisions)
     rows = [
-        f"Of {len(summary.claims)} claims {counts['holds']} hold and {counts['fails']} fail, {counts['undecided']} are "
-        f"undecided; all of them, with their figures, are in [docs/claims.md](docs/claims.md). {SOURCES} Among those "
-        "that fail:",
+        f"Measured by `linattn reproduce --{claims['setting']}`. Of {len(decisions)} claims {counts['holds']} hold and "
+        f"{counts['fails']} fail, {counts['undecided']} are undecided; all of them, with their figures, are in "
+        f"[docs/claims.md](docs/claims.md). {SOURCES} Among those that fail:",
         "",
         "| claim | source | what was measured |",
         "|---|---|---|",
     ]
-    refuted = (claim.decision for claim in summary.claims if claim.name in REFUTED)
-    rows += [_row(one.sentence, one.source, one.figure) for one in refuted]
+    rows += [_row(one["sentence"], one["source"], one["figure"]) for one in decisions if one["name"] in REFUTED]
     return "\n".join(rows)
 
 
-def claims_page(summary: ClaimsSummary) -> str:
+def claims_page(claims: dict[str, Any]) -> str:
     """Every claim with its verdict, and the command that measures it again."""
-    header = summary.header
     rows = [
         "# What is said of linear attention, and what holds",
         "",
-        f"Written by `make readme` from a run of `linattn reproduce --{header.setting}`; {header.processor}, "
-        f"{header.threads} threads, torch {header.versions['torch']}. Every claim is one file in "
+        f"Written by `make readme` from a run of `linattn reproduce --{claims['setting']}`; {claims['processor']}, "
+        f"{claims['threads']} threads, torch {claims['torch']}. Every claim is one file in "
         "`src/linattn/lab/experiments/`, with its setting, its figures and how they decide; `linattn reproduce NAME "
         "--again` takes them again.",
         "",
@@ -149,8 +209,10 @@ def claims_page(summary: ClaimsSummary) -> str:
         "| claim | verdict | the figure that decides | source | name |",
         "|---|---|---|---|---|",
     ]
-    decisions = (claim.decision for claim in summary.claims)
-    rows += [_row(one.sentence, f"**{one.status}**", one.figure, one.source, f"`{one.claim}`") for one in decisions]
+    rows += [
+        _row(one["sentence"], f"**{one['status']}**", one["figure"], one["source"], f"`{one['name']}`")
+        for one in claims["decisions"]
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -166,26 +228,43 @@ def _figure(figure: float | dict[str, float], unit: str) -> str:
     return f"{figure['median']:.3g} {unit} ({figure['min']:.3g} to {figure['max']:.3g})"
 
 
-def main() -> None:
-    """Replace what stands between the README's markers, and the page of claims."""
-    path = ROOT / "README.md"
-    text = path.read_text()
-    claims = summarise_claims(ROOT / "report" / "claims.jsonl")
-    tables = {
-        "audit": audit_table(),
-        "plan": plan_words(),
-        "conversions": conversion_table(),
-        "claims": claims_words(claims),
-        "benchmarks": benchmark_table(),
+def tables() -> dict[str, str]:
+    """What stands between the README's markers."""
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").split("\n") if line]
+    return {
+        "audit": audit_table(figures["audit"]),
+        "plan": figures["audit"]["plan"],
+        "conversions": conversion_table(lines),
+        "claims": claims_words(figures["claims"]),
+        "benchmarks": benchmark_table(lines),
     }
-    for name, table in tables.items():
+
+
+def written() -> dict[Path, str]:
+    """The files as they should be."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    for name, table in tables().items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not pattern.search(text):
             sys.exit(f"README.md has no place for the table {name!r}")
         text = pattern.sub(lambda match, table=table: match[1] + table + "\n" + match[2], text)
-    for file, content in ((path, text), (ROOT / "docs" / "claims.md", claims_page(claims))):
-        with replacing(file) as written:
-            written.write(content)
+    claims = json.loads(FIGURES.read_text(encoding="utf-8"))["claims"]
+    return {readme: text, ROOT / "docs" / "claims.md": claims_page(claims)}
+
+
+def main() -> None:
+    """Replace what stands between the README's markers, and the page of claims."""
+    if sys.argv[1:] == ["--take"]:
+        with atomic_file(FIGURES) as file:
+            json.dump(take_figures(ROOT / "report"), file, indent=1, ensure_ascii=False)
+            file.write("\n")
+    elif sys.argv[1:]:
+        sys.exit(f"write_tables.py knows --take alone, got {' '.join(sys.argv[1:])}")
+    for path, content in written().items():
+        with atomic_file(path) as file:
+            file.write(content)
 
 
 if __name__ == "__main__":

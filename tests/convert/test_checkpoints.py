@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,10 @@ def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, caplo
     assert WorkFolder(tmp_path, {}).resume("distillation", accelerator) is None
 
 
+def kept(place):
+    return sorted(path.name for path in place.iterdir())
+
+
 def test_only_the_last_whole_checkpoint_counts(trained, tmp_path):
     accelerator, model, _ = trained
     folder, best = WorkFolder(tmp_path, {}), dict(model.state_dict())
@@ -63,7 +68,9 @@ def test_only_the_last_whole_checkpoint_counts(trained, tmp_path):
     (draft / "progress.json").write_text("{")
     assert folder.resume("transfer", accelerator)[0].step == 99
     folder.save("transfer", accelerator, Progress(100, 2.0, 1.0, 1.0, 1.0), best)
-    assert [path.name for path in place.iterdir()] == ["step-00000100"]
+    assert kept(place) == ["step-00000099", "step-00000100"]
+    folder.save("transfer", accelerator, Progress(1000, 3.0, 1.0, 1.0, 1.0), best)
+    assert kept(place) == ["step-00000100", "step-00001000"]
 
 
 def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkeypatch):
@@ -79,6 +86,91 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkey
         folder.save("transfer", accelerator, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
     assert [path.name for path in (tmp_path / "checkpoints" / "transfer").iterdir()] == ["step-00000001"]
     assert folder.resume("transfer", accelerator)[0].step == 1
+
+
+def test_a_full_disk_names_the_checkpoint(trained, tmp_path, monkeypatch):
+    """Torch's own error says neither which file nor why."""
+    accelerator, model, _ = trained
+    folder, best = WorkFolder(tmp_path, {}), {"0.weight": model[0].weight.detach()}
+    place = tmp_path / "checkpoints" / "transfer"
+    for error, words in (
+        (RuntimeError("unexpected pos 832 vs 726"), r" was not written \(unexpected pos 832 vs 726\); free some space"),
+        (ValueError("I/O error: No space left on device"), " was not written; free some space"),
+    ):
+
+        def full(*_, error=error, **__):
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Accelerator, "save_state", full)
+            with pytest.raises(OSError, match=f"{place / 'step-00000002'}{words}"):
+                folder.save("transfer", accelerator, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
+        assert kept(place) == []
+
+
+def flip(file):
+    """One bit of a byte in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+FILES = ["best.safetensors", "optimizer.bin", "progress.json", "pytorch_model.bin", "random_states_0.pkl"]
+
+
+@pytest.fixture
+def twice(trained, tmp_path):
+    """A work folder with two checkpoints, and the accelerator."""
+    accelerator, model, _ = trained
+    folder, best = WorkFolder(tmp_path, {}), {"0.weight": model[0].weight.detach()}
+    for step in (1, 2):
+        folder.save("transfer", accelerator, Progress(step, 1.0, 1.0, 1.0, 1.0), best)
+    return folder, accelerator, tmp_path / "checkpoints" / "transfer"
+
+
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("name", [*FILES, "digests.json"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(twice, caplog, name, harm):
+    folder, accelerator, place = twice
+    assert {*FILES, "digests.json"} == {path.name for path in (place / "step-00000002").iterdir()}
+    harm(place / "step-00000002" / name)
+    assert folder.resume("transfer", accelerator)[0].step == 1
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{place / 'step-00000002'}" in record.getMessage()
+    assert "is damaged: " in record.getMessage()
+    assert f"the transfer goes on from the checkpoint before, {place / 'step-00000001'}" in record.getMessage()
+    # The step that is to come again finds its place free.
+    assert kept(place) == ["step-00000001"]
+
+
+def test_damaged_checkpoints_alone_are_an_error_that_names_the_cure(twice):
+    folder, accelerator, place = twice
+    for step in (1, 2):
+        flip(place / f"step-0000000{step}" / "optimizer.bin")
+    with pytest.raises(ValueError, match="no checkpoint of the transfer is whole") as caught:
+        folder.resume("transfer", accelerator)
+    for step in (1, 2):
+        assert f"{place / f'step-0000000{step}' / 'optimizer.bin'} is damaged: its bytes are not" in str(caught.value)
+    assert f"remove {place} to do the transfer anew, or {folder.path} to begin all anew" in str(caught.value)
+    # Nothing was thrown away.
+    assert kept(place) == ["step-00000001", "step-00000002"]
+
+
+def test_damaged_settings_and_stages_are_named_with_their_cure(tmp_path):
+    folder = WorkFolder(tmp_path, {"seed": 0})
+    folder.claim()
+    folder.remember("uniform", {"a": 1})
+    for name in ("uniform.json", "conversion.json"):
+        (tmp_path / name).write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"uniform.json is damaged \(.*\); remove it, and it is measured again"):
+        folder.recall("uniform")
+    with pytest.raises(ValueError, match=rf"conversion.json is damaged \(.*\); remove {tmp_path} to begin anew"):
+        WorkFolder(tmp_path, {"seed": 0})
 
 
 def test_another_conversion_is_refused_by_what_differs(tmp_path):

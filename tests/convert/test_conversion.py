@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,17 +11,13 @@ from torch.utils.data import DataLoader
 
 from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.running import run
-from linattn.convert.stages import agreement
+from linattn.convert.stages import agreement, measure
 from linattn.hf import from_pretrained, is_linearized, linearize_, restore_, save_pretrained
 
 # Of the ticking clock, on which a step takes half a second and what belongs to it as much.
 SECONDS = 12
 CONFIG = ConvertConfig("LearnedExponential(num_features=8)", minutes=SECONDS / 60, learning_rate=1e-3)
 EXACT_PART = "Expansion(num_centres=2) + window 4 + heavy 2"
-
-
-class CutError(Exception):
-    """What a kill is to a test."""
 
 
 def names(found):
@@ -75,9 +71,68 @@ def test_stages_and_trainings(build, batches, ticking, family, written, stages, 
     held_out = [batches[7], batches[15]]
     with torch.no_grad():
         exact, ours = ([run(one, batch) for batch in held_out] for one in (teacher, model))
-    assert agreement(ours, exact) == found.stages[-1].agreement
+    assert agreement(ours, exact) == found.result.agreement
     assert (found.stages[-1].agreement.divergence is not None) == (family == "llama")
     assert all(len(stage.layers) == 2 for stage in found.stages[1:])
+
+
+@pytest.mark.parametrize("kept", ["unconverted", "calibrated", "converted"])
+@pytest.mark.parametrize("written", [EXACT_PART, CONFIG.feature_map, "Centred(LearnedExponential(num_features=8))"])
+def test_the_model_is_left_at_its_best_stage(build, batches, ticking, tmp_path, monkeypatch, written, kept):
+    """Also when it is gone on with."""
+    measured = {}
+
+    def favouring(name, *args):
+        measured[name] = measure(name, *args)
+        return replace(
+            measured[name], agreement=replace(measured[name].agreement, embedding_cosine=float(name == kept))
+        )
+
+    monkeypatch.setattr(course, "measure", favouring)
+    teacher, states = build("bert"), []
+    for _ in range(2):
+        model = build("bert")
+        found = convert_(model, batches, replace(CONFIG, feature_map=written), work=tmp_path / "work")
+        assert names(found) == ["uniform", "unconverted", "calibrated", "converted"]
+        assert found.kept == found.result.name == kept
+        with torch.no_grad():
+            exact, ours = ([run(one, batches[number]) for number in (7, 15)] for one in (teacher, model))
+        assert agreement(ours, exact) == measured[kept].agreement
+        assert not any(module.training for module in model.modules())
+        states.append(state(model))
+    assert unchanged(model, states[0])
+    restore_(model)
+    assert kept == "converted" or unchanged(model, state(teacher))
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "stages"),
+    [
+        ("transfer", CONFIG.feature_map, ["uniform", "unconverted"]),
+        ("transfer", "Centred(LearnedExponential(num_features=8))", ["uniform", "unconverted", "calibrated"]),
+        ("distil", "FavorPlus(num_features=8)", ["uniform", "unconverted"]),
+        ("distil", EXACT_PART, ["uniform", "unconverted", "calibrated"]),
+        ("distil", CONFIG.feature_map, ["uniform", "unconverted", "calibrated"]),
+    ],
+)
+def test_a_training_without_a_step_is_not_named(build, batches, ticking, monkeypatch, name, written, stages):
+    own = getattr(course, name)
+
+    def interrupted(*args, **options):
+        training = own(*args, **options)
+
+        def validate():
+            signal.raise_signal(signal.SIGINT)
+            return training.validate()
+
+        return replace(training, validate=validate)
+
+    monkeypatch.setattr(course, name, interrupted)
+    found = convert_(build("bert"), batches, replace(CONFIG, feature_map=written))
+    assert found.stopped
+    assert names(found) == stages
+    done = {"transfer": [], "distil": ["transfer"] * ("Learned" in written)}[name]
+    assert [training.name for training in found.trainings] == done
 
 
 @pytest.mark.parametrize("family", ["gpt2", "modernbert", "vit"])
@@ -247,61 +302,3 @@ def test_models_and_texts_that_cannot_be_used(build, batches, tokenizer, paragra
     with pytest.raises(ValueError, match=r"BertModel is linearized already; call linattn.hf.restore_\(model\) first"):
         convert_(linear, batches, CONFIG)
     assert is_linearized(linear)
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_a_conversion_cut_off_in_both_trainings_is_one_that_was_not(
-    build, batches, clock, tmp_path, monkeypatch, family
-):
-    for name in ("transfer", "distil"):
-        own = getattr(course, name)
-
-        def timed(*args, own=own, **options):
-            training = own(*args, **options)
-            step = training.loss
-
-            def loss(number):
-                clock.now += 1
-                if (training.name, number) in cuts:
-                    cuts.remove((training.name, number))
-                    raise CutError
-                return step(number)
-
-            return replace(training, loss=loss)
-
-        monkeypatch.setattr(course, name, timed)
-    cuts = []
-    whole, parts = build(family), build(family)
-    config = replace(CONFIG, feature_map="Centred(LearnedExponential(num_features=8))", minutes=0.2)
-    expected = convert_(whole, batches, config)
-    cuts += [("transfer", 0), ("transfer", 2), ("distillation", 5)]
-    for _ in range(3):
-        with pytest.raises(CutError):
-            convert_(parts, batches, config, work=tmp_path / "work")
-        assert not is_linearized(parts)
-    assert not cuts
-    found = convert_(parts, batches, config, work=tmp_path / "work")
-    assert found == expected
-    assert unchanged(parts, state(whole))
-    # The same once more finds everything done.
-    again = build(family)
-    monkeypatch.setattr("linattn.convert.training._Run._step", None)
-    assert convert_(again, batches, config, work=tmp_path / "work") == found
-    assert unchanged(again, state(whole))
-
-
-def test_a_work_folder_takes_one_conversion(build, batches, ticking, tmp_path):
-    config = replace(CONFIG, minutes=0)
-    convert_(build("bert"), batches, config, work=tmp_path)
-    # More time is no other conversion.
-    convert_(build("bert"), batches, CONFIG, work=tmp_path)
-    for changes, name in (({"seed": 1}, "seed"), ({"distil": False}, "distil"), ({"layers": (0,)}, "layers")):
-        with pytest.raises(ValueError, match=re.escape(f"with other settings ({name}: ")):
-            convert_(build("bert"), batches, replace(config, **changes), work=tmp_path)
-    with pytest.raises(ValueError, match="samples: "):
-        convert_(build("bert"), batches[::-1], config, work=tmp_path)
-    other = build("bert")
-    with torch.no_grad():
-        other.embeddings.word_embeddings.weight[5, 5] += 1
-    with pytest.raises(ValueError, match="weights: "):
-        convert_(other, batches, config, work=tmp_path)

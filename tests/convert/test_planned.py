@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from linattn.convert import DEFAULT_MAP, ConvertConfig, convert_, course
 from linattn.convert.planning import make_plans
+from linattn.convert.stages import measure
 from linattn.hf import PlannedAttention, is_linearized, linearize_, restore_
 from linattn.lab.report import method_table, model_card
 from linattn.planning.plans import EXACT
@@ -35,6 +36,7 @@ def scaled(model):
 
 @pytest.fixture
 def bert():
+    torch.manual_seed(0)
     return scaled(BertModel(BertConfig(**SIZES)))
 
 
@@ -57,10 +59,12 @@ def kernels(model):
     return [part for part in model.modules() if isinstance(part, PlannedAttention)]
 
 
-@pytest.mark.parametrize("minutes", [0, 0.03])
-def test_every_head_has_the_method_of_its_plan(bert, minutes, monkeypatch):
+@pytest.mark.parametrize("minutes", [0, 0.5])
+def test_every_head_has_the_method_of_its_plan(bert, ticking, minutes, monkeypatch):
     plans = []
     monkeypatch.setattr(course, "make_plans", lambda *a, **k: plans.extend(make_plans(*a, **k)) or plans)
+    # Not the maps as they learn from each call, which may be better.
+    monkeypatch.setattr(course, "best", lambda stages: stages[-1])
     made = convert_(bert, batches(padded=True), config(minutes=minutes))
     assert made.method == "planned for an error of 0.2"
     assert made.heads == tuple(tuple(head.method for head in plan.heads) for plan in plans)
@@ -79,6 +83,27 @@ def test_every_head_has_the_method_of_its_plan(bert, minutes, monkeypatch):
     if minutes:
         assert [one.name for one in made.trainings] == ["distillation"]
         assert made.trainings[0].best_loss < made.trainings[0].first_loss
+
+
+@pytest.mark.parametrize("kept", ["unconverted", "calibrated", "converted"])
+def test_a_planned_model_is_left_at_its_best_stage(bert, ticking, kept, monkeypatch):
+    outputs = {}
+
+    def measured(name, model, texts, exact):
+        found = measure(name, model, texts, exact)
+        with torch.no_grad():
+            outputs[name] = model(**texts[0])[0]
+        return replace(found, agreement=replace(found.agreement, embedding_cosine=float(name == kept)))
+
+    monkeypatch.setattr(course, "measure", measured)
+    texts = batches()
+    made = convert_(bert, texts, config(minutes=0.5))
+    assert made.kept == kept
+    assert [stage.name for stage in made.stages] == ["uniform", "unconverted", "calibrated", "converted"]
+    # Of every eight batches the last is held out.
+    with torch.no_grad():
+        ours = bert(**texts[7])[0]
+    assert [name for name, theirs in outputs.items() if torch.equal(ours, theirs)] == [kept]
 
 
 def test_a_lower_target_gives_no_larger_error(bert):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy.stats import spearmanr
 
 from linattn import softmax_attention
 from linattn.convert.running import Outputs, run
-from linattn.convert.stages import agreement, measure, measure_uniform
+from linattn.convert.stages import Agreement, Stage, agreement, best, measure, measure_uniform
 from linattn.hf import KernelAttention, intercept, linearize_
 from linattn.planning.measures import relative_error, uniform_average
 
@@ -145,3 +148,27 @@ def test_models_without_states_of_tokens_are_refused(build, batches):
 
     with pytest.raises(ValueError, match="Mute gives no hidden states"):
         run(Mute(), batches[0])
+
+
+def stages_of(**figures):
+    """Stages by name, with these embedding cosines."""
+    return [Stage(name, Agreement(cosine, 0.5, 0.5, None)) for name, cosine in figures.items()]
+
+
+def test_the_best_stage_is_the_one_nearest_to_the_original_model():
+    assert best(stages_of(uniform=0.4, unconverted=0.9918, calibrated=0.98, converted=0.9884)).name == "unconverted"
+    assert best(stages_of(uniform=0.4, unconverted=0.5, calibrated=0.98, converted=0.97)).name == "calibrated"
+    assert best(stages_of(uniform=0.4, unconverted=0.5, calibrated=0.98, converted=0.99)).name == "converted"
+    # Averaging is no result, whatever its figures.
+    assert best(stages_of(uniform=0.9, unconverted=0.5)).name == "unconverted"
+    # Training that changes nothing is not named.
+    assert best(stages_of(uniform=0.4, unconverted=0.98, calibrated=0.98, converted=0.98)).name == "unconverted"
+    assert best(stages_of(uniform=0.4, unconverted=math.nan, converted=0.1)).name == "converted"
+
+
+def test_a_model_that_predicts_is_judged_by_its_predictions():
+    stages = stages_of(uniform=0.4, unconverted=0.99, converted=0.98)
+    divergences = dict(zip(("uniform", "unconverted", "converted"), (9.0, 0.2, 0.1), strict=True))
+    found = [replace(x, agreement=replace(x.agreement, divergence=divergences[x.name])) for x in stages]
+    assert best(found).name == "converted"
+    assert [stage.agreement.merit for stage in found] == [-9.0, -0.2, -0.1]

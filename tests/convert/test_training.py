@@ -198,8 +198,9 @@ def test_an_interrupt_in_a_checkpoint_leaves_no_draft(training, tmp_path, monkey
     monkeypatch.setattr(Accelerator, "save_state", interrupted)
     point = Point()
     assert train(training(point), folder, quiet).stopped
-    (checkpoint,) = (tmp_path / "work" / "checkpoints" / "distillation").iterdir()
-    assert checkpoint.name.startswith("step-")
+    checkpoints = list((tmp_path / "work" / "checkpoints" / "distillation").iterdir())
+    assert len(checkpoints) == 2
+    assert all(checkpoint.name.startswith("step-") for checkpoint in checkpoints)
 
 
 def test_what_is_not_finite_is_refused(training):
@@ -273,7 +274,7 @@ def test_a_training_cut_off_twice_is_one_that_was_not(training, tmp_path, monkey
     for _ in range(2):
         with pytest.raises(CutError):
             train(training(parts, loss=loss), WorkFolder(tmp_path / "parts", {}), quiet)
-        looks.append(int(next((tmp_path / "parts" / "checkpoints" / "distillation").iterdir()).name[5:]))
+        looks.append(int(max((tmp_path / "parts" / "checkpoints" / "distillation").iterdir()).name[5:]))
         # Another process knows nothing of these weights, nor of this process's random numbers.
         with torch.no_grad():
             parts.place.fill_(torch.randn(()).item())
@@ -284,6 +285,24 @@ def test_a_training_cut_off_twice_is_one_that_was_not(training, tmp_path, monkey
     curves = EventAccumulator(str(tmp_path / "parts" / "logs" / "distillation")).Reload()
     steps = [event.step for event in curves.Scalars("loss")]
     assert steps == list(range(1, expected.steps + 1))
+
+
+def test_a_training_cut_off_whose_last_checkpoint_is_damaged_is_one_that_was_not(training, tmp_path):
+    whole, parts = Point(), Point()
+    expected = train(training(whole), WorkFolder(tmp_path / "whole", {}), quiet)
+    with pytest.raises(CutError):
+        train(training(parts, loss=cut_at(parts, 31)), WorkFolder(tmp_path / "parts", {}), quiet)
+    *_, before, last = sorted((tmp_path / "parts" / "checkpoints" / "distillation").iterdir())
+    (last / "optimizer.bin").write_bytes(b"damaged")
+    seen = []
+    found = train(
+        training(parts, loss=lambda step: seen.append(step) or distance(parts) * (1 + step % 7)),
+        WorkFolder(tmp_path / "parts", {}),
+        quiet,
+    )
+    assert seen[0] == int(before.name[5:]) < int(last.name[5:])
+    assert found == expected
+    assert torch.equal(parts.place, whole.place)
 
 
 def test_a_finished_training_is_not_trained_again(training, tmp_path):

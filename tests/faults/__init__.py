@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from faults import attention, convert, feature_maps, lab, models
+from faults import attention, calls, convert, feature_maps, lab, models, records
 
-FAULTS = (*feature_maps.FAULTS, *attention.FAULTS, *models.FAULTS, *convert.FAULTS, *lab.FAULTS)
+FAULTS = (
+    *records.FAULTS,
+    *feature_maps.FAULTS,
+    *attention.FAULTS,
+    *calls.FAULTS,
+    *models.FAULTS,
+    *convert.FAULTS,
+    *lab.FAULTS,
+)

@@ -1,4 +1,4 @@
-"""Faults of conversions."""
+"""Faults of conversions, and of the choice of methods."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "forget a checkpoint before the next is whole",
         "convert/checkpoints.py",
-        "        with appearing(place) as draft:",
-        "        shutil.rmtree(place.parent, ignore_errors=True)\n        with appearing(place) as draft:",
+        "        with _named(place),",
+        "        shutil.rmtree(place.parent, ignore_errors=True)\n        with _named(place),",
         "tests/convert/test_checkpoints.py",
     ),
     Fault(
@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "let refused settings claim the work folder",
         "convert/conversion.py",
-        "    model.train(False)\n    teacher",
-        "    model.train(False)\n    folder and folder.claim()\n    teacher",
+        "        model.train(False)\n        teacher",
+        "        model.train(False)\n        folder and folder.claim()\n        teacher",
         "tests/convert/test_conversion.py",
     ),
     Fault(
@@ -109,5 +109,117 @@ FAULTS = (
         """draft = work / "result\"""",
         "draft = out",
         "tests/lab/commands/test_convert.py",
+    ),
+    Fault(
+        "keep no checkpoint but the last",
+        "convert/checkpoints.py",
+        "_GENERATIONS = 2",
+        "_GENERATIONS = 1",
+        "tests/convert/test_checkpoints.py",
+    ),
+    Fault(
+        "go on from a damaged checkpoint",
+        "convert/checkpoints.py",
+        "if _digest(file) != digest:",
+        "if False:",
+        "tests/convert/test_checkpoints.py tests/convert/test_training.py",
+    ),
+    Fault(
+        "pass over a damaged checkpoint without a word",
+        "convert/checkpoints.py",
+        "_LOG.warning(",
+        "_LOG.debug(",
+        "tests/convert/test_checkpoints.py",
+    ),
+    Fault(
+        "recall what a training has changed since",
+        "convert/course.py",
+        'self._work if name in (BASELINE, "unconverted") else None',
+        "self._work",
+        "tests/convert/test_going_on.py",
+    ),
+    Fault(
+        "measure again what nothing has changed",
+        "convert/course.py",
+        'in (BASELINE, "unconverted") else',
+        "in () else",
+        "tests/convert/test_going_on.py",
+    ),
+    Fault(
+        "keep the last stage and not the best",
+        "convert/course.py",
+        "kept = best(self._stages).name",
+        "kept = self._stages[-1].name",
+        "tests/convert/test_conversion.py tests/convert/test_planned.py",
+    ),
+    Fault(
+        "keep the drawn maps as their fit left them",
+        "convert/course.py",
+        "drawn = copy.deepcopy(maps)",
+        "drawn = maps",
+        "tests/convert/test_conversion.py",
+    ),
+    Fault(
+        "keep the calibrated maps as distillation left them",
+        "convert/course.py",
+        "self._method, copy.deepcopy(maps)",
+        "self._method, maps",
+        "tests/convert/test_conversion.py",
+    ),
+    Fault(
+        "keep the distilled weights beside the calibrated maps",
+        "convert/course.py",
+        "            self.undo()\n",
+        "            restore_(self._model)\n",
+        "tests/convert/test_conversion.py",
+    ),
+    Fault(
+        "name a distillation without a step",
+        "convert/course.py",
+        "if distilled:",
+        "if True:",
+        "tests/convert/test_conversion.py",
+    ),
+    Fault(
+        "name a transfer without a step",
+        "convert/course.py",
+        "if fitted or transferred:",
+        "if fitted or transferring:",
+        "tests/convert/test_conversion.py",
+    ),
+    Fault(
+        "prefer training that repairs nothing",
+        "convert/stages.py",
+        "return max((stage for stage in stages if",
+        "return max((stage for stage in reversed(stages) if",
+        "tests/convert/test_stages.py",
+    ),
+    Fault(
+        "judge predictions by embeddings",
+        "convert/stages.py",
+        "if self.divergence is None else -self.divergence",
+        "if True else 0.0",
+        "tests/convert/test_stages.py",
+    ),
+    Fault(
+        "work in a folder beside another process",
+        "convert/conversion.py",
+        "with locked(work), full_disk_names(work):",
+        "with full_disk_names(work):",
+        "tests/convert/test_going_on.py",
+    ),
+    Fault(
+        "let go of the work before the model is written",
+        "lab/commands/convert.py",
+        "        with locked(work):\n            yield",
+        "        yield",
+        "tests/lab/commands/test_convert_alone.py",
+    ),
+    Fault(
+        "choose a method at the edge of the target",
+        "planning/choosing.py",
+        "MARGIN = 0.9\n",
+        "MARGIN = 0.97\n",
+        "tests/planning/test_plans.py",
     ),
 )

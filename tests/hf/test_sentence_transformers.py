@@ -159,6 +159,17 @@ def test_its_own_save_keeps_the_maps(encoder, folder, tmp_path):
         loaded.save(str(tmp_path / "other"), safe_serialization=False)
 
 
+def test_the_save_of_a_model_that_was_linearized_in_memory_is_no_softmax_model(tiny, tmp_path):
+    model = tiny("bert")
+    linearize_(model[0].auto_model, feature_map="FavorPlus(num_features=16)")
+    model.save(str(tmp_path / "new"))
+    with pytest.raises(ValueError, match=r"linattn\.hf\.from_pretrained reads this folder"):
+        SentenceTransformer(str(tmp_path / "new"), **LOCAL)
+    inputs = {"input_ids": torch.tensor([[2, 3, 4]])}
+    with torch.no_grad():
+        assert torch.equal(from_pretrained(tmp_path / "new")(**inputs)[0], model[0].auto_model(**inputs)[0])
+
+
 def test_prompts_and_pooling_are_those_of_the_model(tiny, tmp_path):
     model = tiny("bert")
     model.prompts["query"] = "a b "

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from linattn.hf import StateCache, StateLayer, capture, intercept, linearize_, restore_
 from model_inputs import LANGUAGE_HEADS, OPTIONS, alone, batch, positions
@@ -217,6 +217,54 @@ def test_a_call_that_broke_off(linear):
     logits(model, input_ids=ids(1), past_key_values=kept)
     cache.reset()
     logits(model, input_ids=ids(), past_key_values=cache)
+
+
+@pytest.mark.parametrize("layers", [None, (0, 2), (1,)])
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_call_that_ended_between_two_layers(linear, layers, broken):
+    """The layers before the error have its tokens and the others do not: no call goes on from there."""
+    model, more = linear("llama", layers=layers), ids(12)[:, 9:]
+    cache = StateCache(model)
+    logits(model, input_ids=ids(), past_key_values=cache)
+    kept = cache.fork()
+
+    def stop(*_):
+        raise MemoryError
+
+    with model.model.layers[broken].register_forward_pre_hook(stop), pytest.raises(MemoryError):
+        logits(model, input_ids=more, past_key_values=cache)
+    counts = ", ".join(["12"] * broken + ["9"] * (3 - broken))
+    for call in (model, model.model):
+        with pytest.raises(RuntimeError, match=rf"different numbers of tokens \({counts}\).*go on from a fork taken"):
+            call(input_ids=more, past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"left between two layers, by an error.*call reset\(\)"):
+        model.generate(ids(13), past_key_values=cache, max_new_tokens=1)
+    whole = logits(model, input_ids=torch.cat((ids(), more), 1), use_cache=False)[:, 9:]
+    assert differ(logits(model, input_ids=more, past_key_values=kept), whole) <= CLOSE
+    cache.reset()
+    assert differ(logits(model, input_ids=torch.cat((ids(), more), 1), past_key_values=cache)[:, 9:], whole) <= CLOSE
+
+
+def test_a_decoders_call_that_ended_between_two_layers(build):
+    model = build("bart").double()
+    linearize_(model, feature_map=FAVOR)
+    cache = EncoderDecoderCache(StateCache(model), DynamicCache())
+    inputs = {"input_ids": ids(), "decoder_input_ids": ids(), "past_key_values": cache}
+
+    def stop(*_):
+        raise MemoryError
+
+    with model.decoder.layers[1].register_forward_pre_hook(stop), pytest.raises(MemoryError):
+        model(**inputs)
+    with pytest.raises(RuntimeError, match=r"different numbers of tokens \(9, 0\)"):
+        model(**inputs)
+
+
+def test_a_static_cache_is_refused(linear):
+    """Its empty slots would be attended to as keys."""
+    model = linear("llama")
+    with pytest.raises(ValueError, match=r"keys beyond the last query \(the empty slots of a static cache\)"):
+        logits(model, input_ids=ids(), past_key_values=StaticCache(model.config, max_cache_len=16))
 
 
 def test_a_model_made_bidirectional(build):

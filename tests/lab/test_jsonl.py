@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
+from linattn.lab._fields import read_field
 from linattn.lab.audit.records import AUDIT, Header, ModelRow
 
 HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)
@@ -61,3 +64,58 @@ def test_a_file_that_is_something_else(tmp_path, content):
     path = tmp_path / "audit.partial.jsonl"
     path.write_text(content, encoding="utf-8")
     assert AUDIT.unfinished(path) is None
+
+
+# What str.splitlines takes for the end of a line, beside the line feed.
+BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+@pytest.mark.parametrize("character", BREAKS)
+def test_only_a_line_feed_ends_a_line(tmp_path, character):
+    path = tmp_path / "audit.jsonl"
+    header = replace(HEADER, model=f"two{character}parts")
+    rows = [replace(row, map=f"{character}{row.map}{character}") for row in ROWS]
+    AUDIT.extend(path, header, [], rows)
+    assert AUDIT.read(path) == AUDIT.unfinished(path) == AUDIT.so_far(path) == (header, rows)
+
+
+def test_a_line_cut_off_within_a_character_costs_no_other(tmp_path):
+    path = tmp_path / "audit.jsonl"
+    AUDIT.extend(path, HEADER, [], [*ROWS, replace(ROWS[0], map="\N{GREEK SMALL LETTER OMEGA}")])
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index("\N{GREEK SMALL LETTER OMEGA}".encode()) + 1])
+    assert AUDIT.unfinished(path) == (HEADER, ROWS)
+
+
+def test_fields_with_defaults_may_be_missing(tmp_path):
+    path = tmp_path / "audit.jsonl"
+    AUDIT.write(path, HEADER, ROWS)
+    line, *others = path.read_text().splitlines(keepends=True)
+    values = json.loads(line)
+    del values["target"], values["calibration"]
+    path.write_text(json.dumps(values) + "\n" + "".join(others))
+    assert AUDIT.read(path) == (HEADER, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (True, int),
+        (1.0, int),
+        (2**63, int),
+        (10**400, float),
+        ("1.5", float),
+        (True, float),
+        (None, float),
+        (1, str),
+        ("\ud800", str),
+        (1, bool),
+        ("maybe", Literal["holds", "fails"]),
+        ([1, "a"], list[int]),
+        ({"a": 1}, dict[str, str]),
+        ({}, list[float] | None),
+    ],
+)
+def test_fields_of_another_type_are_refused(value, wanted):
+    with pytest.raises(ValueError, match="wanted"):
+        read_field(value, wanted)

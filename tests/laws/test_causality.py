@@ -60,9 +60,6 @@ class Shifted(linattn.feature_maps.FeatureMap):
 
     exponential = True
 
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-
     def query(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -74,12 +71,13 @@ class Shifted(linattn.feature_maps.FeatureMap):
 @pytest.mark.parametrize("position", [1, 20, 49])
 def test_a_key_far_above_its_block_drowns_nobody(backend: str, position: int) -> None:
     """One key 120 nats above all others, within one block: earlier rows keep their digits and gradients."""
+    feature_map = Shifted(8, 8)
     query, key, value = qkv(1, 2, 2, LENGTH, LENGTH)
     key[:, :, position] += 120
     results = []
     for dtype, chosen in ((torch.float64, "reference"), (torch.float32, backend)):
         leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
-        out = linattn.linear_attention(*leaves, Shifted(), is_causal=True, backend=chosen)
+        out = linattn.linear_attention(*leaves, feature_map, is_causal=True, backend=chosen)
         results.append((out, *torch.autograd.grad(out[:, :, :position].square().sum(), leaves)))
     for truth, found in zip(*results, strict=True):
         assert found.isfinite().all()
@@ -98,7 +96,7 @@ def test_jumps_around_the_limit_of_float32_keep_gradients_scaled_for_half_precis
     results = []
     for dtype, backend in ((torch.float64, "reference"), (torch.float32, "blocked")):
         leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
-        out = linattn.linear_attention(*leaves, Shifted(), is_causal=True, backend=backend)
+        out = linattn.linear_attention(*leaves, Shifted(8, 8), is_causal=True, backend=backend)
         results.append((out, *torch.autograd.grad(out[:, :, :position], leaves, upstream.to(dtype))))
     sizes = (1.0, *[float(upstream.abs().max())] * 3)
     for truth, found, size in zip(*results, sizes, strict=True):
@@ -125,27 +123,40 @@ def test_a_lower_limit_of_jumps_costs_time_and_nothing_else(
         assert relative_error(found, truth) <= (1e-12 if name in NONNEGATIVE_MAPS else 1e-8)
 
 
-@pytest.mark.parametrize("jump", [50.0, 120.0])
-@pytest.mark.parametrize("lead", ["state", "block"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_before_the_first_live_key_of_a_block_see_what_came_before(
-    backend: str, lead: str, jump: float, blocks_of
-) -> None:
-    """A block that begins with masked tokens, its first live key far above all earlier ones."""
-    blocks_of(4 if lead == "block" else 64)
+@pytest.mark.parametrize("masked", [1, 5])
+def test_rows_that_see_the_state_alone_are_not_drowned(backend: str, masked: int) -> None:
+    """A block that begins with masked tokens: their rows read the state, far below the block's first live key."""
+    feature_map = Shifted(8, 8)
+    query, key, value = qkv(1, 2, 2, 20, 20)
+    key[:, :, 8 + masked] += 120
+    mask = torch.ones(1, 20, dtype=torch.bool)
+    mask[:, 8 : 8 + masked] = False
+    results = []
+    for dtype, chosen in ((torch.float64, "reference"), (torch.float32, backend)):
+        tokens = [x.to(dtype) for x in (query, key, value)]
+        state = linattn.linear_attention_with_state(*(x[:, :, :8] for x in tokens), feature_map).state
+        leaves = [x[:, :, 8:].requires_grad_() for x in tokens]
+        options = {"key_mask": mask[:, 8:], "backend": chosen}
+        out = linattn.linear_attention_with_state(*leaves, feature_map, state, **options).out
+        results.append((out, *torch.autograd.grad(out[:, :, :masked].square().sum(), leaves)))
+    for truth, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("jump", [50.0, 120.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_see_earlier_blocks_alone_are_not_drowned(backend: str, jump: float, blocks_of) -> None:
+    """The same within one call, in both passes."""
+    blocks_of(4)
     query, key, value = qkv(1, 2, 2, 12, 12)
     key[:, :, 6] += jump
     mask = torch.ones(1, 12, dtype=torch.bool)
     mask[:, 4:6] = False
     results = []
     for dtype, chosen in ((torch.float64, "reference"), (torch.float32, backend)):
-        leaves, state, outs = [x.to(dtype).requires_grad_() for x in (query, key, value)], None, []
-        for part in (slice(0, 4), slice(4, 12)) if lead == "state" else (slice(None),):
-            piece = (x[:, :, part] for x in leaves)
-            options = {"key_mask": mask[:, part], "backend": chosen}
-            out, state = linattn.linear_attention_with_state(*piece, Shifted(), state, **options)
-            outs.append(out)
-        out = torch.cat(outs, 2)
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = linattn.linear_attention(*leaves, Shifted(8, 8), key_mask=mask, is_causal=True, backend=chosen)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for truth, found in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import linattn
-from grid import ADDITIVE_MAPS, CASES, SOFTMAX_MAPS, Case, build, qkv, takes_statistics_from_the_call
+from grid import (
+    ADDITIVE_MAPS,
+    CASES,
+    CAUSAL_MAPS,
+    SOFTMAX_MAPS,
+    Case,
+    build,
+    qkv,
+    takes_statistics_from_the_call,
+)
 
 PARTIAL_CASES = tuple(
     c for c in CASES if c.map_name in ADDITIVE_MAPS and not takes_statistics_from_the_call(c.map_name)
@@ -80,6 +89,51 @@ def test_combine_differentiates_rows_that_saw_nothing() -> None:
         assert grad.isfinite().all()
 
 
+def nested(query, key, value, feature_map, mask):
+    """Parts combined twice."""
+    part = linattn.linear_partial(query, key, value, feature_map, key_mask=mask)
+    return linattn.combine(linattn.combine(part, part), linattn.softmax_partial(query, key, value, key_mask=mask))
+
+
+def read(query, key, value, feature_map, mask):
+    """A state beside exact keys."""
+    state = linattn.State.empty(feature_map, batch_size=2, num_heads=2, value_dim=5, dtype=torch.float64)
+    part = state.absorb(feature_map, key, value, key_mask=mask).read(feature_map, query)
+    return linattn.combine(linattn.combine(part, part), linattn.softmax_partial(query, key, value, key_mask=mask))
+
+
+def windowed(is_causal):
+    """An exact part inside a part."""
+
+    def attend(query, key, value, feature_map, mask):
+        options = {"key_mask": mask, "is_causal": is_causal, "window": 2, "num_heavy": 2}
+        part = linattn.linear_partial(query, key, value, feature_map, **options)
+        return linattn.combine(part, linattn.softmax_partial(query, key, value, key_mask=mask))
+
+    return attend
+
+
+# A signed normaliser has no logarithm.
+POSITIVE_MAPS = [n for n in SOFTMAX_MAPS if n in CAUSAL_MAPS and build(n).positive_normalizer]
+NESTED = {"nested": nested, "read": read, "window": windowed(False), "causal window": windowed(True)}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize("map_name", POSITIVE_MAPS)
+def test_rows_that_saw_nothing_have_no_gradient(map_name: str, kind: str) -> None:
+    """However parts are nested: outputs 0, gradients 0 there, finite everywhere."""
+    feature_map = build(map_name)
+    leaves = [x.requires_grad_() for x in qkv(heads=2, num_queries=12, num_keys=12)]
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0], mask[1, :7] = False, False
+    out = NESTED[kind](*leaves, feature_map, mask).out
+    assert out.isfinite().all()
+    assert (out[0] == 0).all()
+    for grad in torch.autograd.grad(out.square().sum(), leaves):
+        assert grad.isfinite().all()
+        assert (grad[0] == 0).all()
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.backend == "blocked"], ids=str)
 def test_rows_are_what_the_op_averages_with(case: Case) -> None:
     query, key, value = qkv()
@@ -97,8 +151,20 @@ def test_rows_are_what_the_op_averages_with(case: Case) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_rows_survive_a_later_giant_key() -> None:
-    query, key, _ = qkv(heads=2, dtype=torch.float32)
-    key[:, :, 30] *= 100
-    rows = linattn.attention_rows(query, key, build("FavorPlus"), torch.arange(30), is_causal=True)
-    torch.testing.assert_close(rows.sum(-1), torch.ones(2, 2, 30), rtol=1e-5, atol=0)
+@pytest.mark.parametrize("hidden", ["later", "masked"])
+@pytest.mark.parametrize("map_name", CAUSAL_MAPS)
+def test_rows_do_not_depend_on_keys_they_do_not_see(map_name: str, hidden: str) -> None:
+    """A giant key, later or masked: the rows before it are as without it, and average as the op does."""
+    query, key, value = qkv()
+    giant = key.clone()
+    giant[:, :, 30] *= 100
+    mask, compared = torch.ones(2, 37, dtype=torch.bool), 30
+    if hidden == "masked":
+        mask[:, 30], compared = False, 37
+    options = {"key_mask": mask, "is_causal": hidden == "later", "enable_gqa": True}
+    index = torch.arange(37)
+    found = [linattn.attention_rows(query, k, build(map_name), index, **options) for k in (giant, key)]
+    rows, usual = (x[:, :, :compared] for x in found)
+    torch.testing.assert_close(rows, usual, rtol=1e-9, atol=1e-12)
+    out = linattn.linear_attention(query, giant, value, build(map_name), **options)[:, :, :compared]
+    torch.testing.assert_close(rows @ value.repeat_interleave(2, 1), out, rtol=1e-7, atol=1e-7)

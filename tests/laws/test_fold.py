@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 
 import pytest
@@ -128,6 +129,35 @@ def test_a_state_refuses_another_draw_and_knows_its_own_again(name: str) -> None
     ):
         with pytest.raises(ValueError, match=r"built with .*seed=0.*seed=1"):
             refused()
+
+
+def test_a_state_refuses_another_projection_under_the_same_seed() -> None:
+    feature_map = build("FavorPlus")
+    other = build("FavorPlus")
+    other.load_state_dict({**feature_map.state_dict(), "projection": 2 * feature_map.projection})
+    assert repr(other) == repr(feature_map)
+    state = linattn.linear_attention_with_state(*qkv(), feature_map, enable_gqa=True).state
+    with pytest.raises(ValueError, match="features of different maps, draws or weights do not mix"):
+        state.read(other, qkv()[0])
+    wrapped = [linattn.feature_maps.Centred(x).fit(*qkv(heads=2)[:2]).fingerprint() for x in (feature_map, other)]
+    assert wrapped[0] != wrapped[1]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_state_is_saved_and_loaded(window: int | None) -> None:
+    """With torch's safe loader; its repr is one line."""
+    feature_map = build("FavorPlus")
+    state = linattn.linear_attention_with_state(*qkv(), feature_map, enable_gqa=True, window=window).state
+    file = io.BytesIO()
+    torch.save({"state": state}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["state"]
+    options = {"enable_gqa": True, "window": window}
+    outs = [linattn.linear_attention_with_state(*qkv(seed=5), feature_map, s, **options).out for s in (state, loaded)]
+    assert torch.equal(*outs)
+    assert "\n" not in repr(loaded)
+    assert repr(loaded).startswith("State(batch=2, heads=2, features=12, value_dim=5")
+    assert len(repr(loaded)) < 300
 
 
 def test_states_of_different_maps_do_not_merge() -> None:

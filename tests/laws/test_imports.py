@@ -30,6 +30,12 @@ try:
 except ImportError as error:
     print(error)
 """
+LIGHT = """
+import sys, torch
+before = set(sys.modules)
+import linattn
+print(sorted(name for name in set(sys.modules) - before if not name.startswith("linattn")))
+"""
 MISSING = "linattn.convert trains transformers models, and {} is missing: pip install 'linattn[convert]'"
 
 
@@ -43,6 +49,11 @@ def run(script: str) -> str:
 
 def test_the_core_runs_with_torch_alone() -> None:
     assert run(SCRIPT) == MISSING.format("transformers, accelerate, tensorboard")
+
+
+def test_importing_the_core_loads_nothing_that_torch_has_not() -> None:
+    """torch's compiler and sympy above all, which take longer than torch itself."""
+    assert run(LIGHT) == "[]"
 
 
 def test_converting_says_what_it_needs() -> None:

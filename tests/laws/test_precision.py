@@ -33,6 +33,33 @@ def test_autocast_changes_nothing(case: Case) -> None:
     assert torch.equal(plain, cast)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_autocast_takes_mixed_dtypes_in_the_widest(case: Case) -> None:
+    """Rotary positions leave queries and keys in float32 beside values in bfloat16."""
+    query, key, value = qkv(dtype=torch.float32)
+    value = value.bfloat16()
+    with pytest.raises(TypeError, match="share one dtype"):
+        case.attend(query, key, value, case.build())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = case.attend(query, key, value, case.build())
+        exact = linattn.softmax_attention(query, key, value, enable_gqa=True, is_causal=case.is_causal)
+    assert torch.equal(found, case.attend(query, key, value.float(), case.build()))
+    assert exact.isfinite().all()
+
+
+def test_autocast_takes_mixed_dtypes_in_states_and_rows() -> None:
+    query, key, value = qkv(heads=2, dtype=torch.float32)
+    half, feature_map = value.bfloat16(), build("FavorPlus")
+    state = linattn.State.empty(feature_map, batch_size=2, num_heads=2, value_dim=5)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = state.absorb(feature_map, key, half)
+        rows = linattn.attention_rows(query, key.bfloat16(), feature_map, torch.tensor([0]))
+        out, after = linattn.linear_attention_with_state(query, key, half, feature_map, state)
+    assert torch.equal(found.S, state.absorb(feature_map, key, half.float()).S)
+    assert torch.equal(after.S, linattn.linear_attention_with_state(query, key, half.float(), feature_map).state.S)
+    assert (rows.dtype, out.dtype) == (torch.float32, torch.float32)
+
+
 def test_states_are_kept_in_float32() -> None:
     for dtype, kept in (
         (torch.bfloat16, torch.float32),

@@ -36,7 +36,22 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "integers": (
         lambda: attend(value=V.long()),
         TypeError,
-        r"value must be floating point, got torch.int64.*float\(\)",
+        r"value must be float16, bfloat16, float32 or float64, got torch.int64.*float\(\)",
+    ),
+    "float8": (
+        lambda: attend(*(x.to(torch.float8_e4m3fn) for x in (Q, K, V))),
+        TypeError,
+        r"query must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn; convert",
+    ),
+    "meta": (
+        lambda: attend(*(x.to("meta") for x in (Q, K, V))),
+        ValueError,
+        "value are on the meta device.*attention needs values.*FakeTensorMode",
+    ),
+    "state-to-a-dtype": (
+        lambda: state_of().to(torch.float32),
+        TypeError,
+        r"takes a device, got torch.float32; sums are kept in torch.float64.*State.empty\(",
     ),
     "dtypes": (
         lambda: attend(query=Q.float()),

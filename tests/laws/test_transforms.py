@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, HEAD_DIM, Case, Learned, build, qkv, sums
+from grid import CASES, HEAD_DIM, MAPS, Case, Learned, build, qkv, sums
+from linattn.feature_maps import RandomFeatureMap
 from linattn.feature_maps._base import live_map
 
 TRANSFORM_CASES = tuple(
@@ -67,6 +68,57 @@ def test_compiled_decoding_equals_eager(map_name: str) -> None:
     torch.testing.assert_close(sums(found.state), sums(expected.state), rtol=1e-12, atol=1e-12)
     assert isinstance(found.state, linattn.State)
     assert found.state.built_with == expected.state.built_with
+
+
+EXACT_OPTIONS = ({"window": 4}, {"window": 4, "num_heavy": 3}, {"num_heavy": 3})
+
+
+@pytest.mark.parametrize("map_name", ["Expansion-call", "Centred-Balanced-FavorPlus"])
+@pytest.mark.parametrize("options", EXACT_OPTIONS, ids=str)
+def test_compiled_equals_eager_beside_exact_keys(map_name: str, options: dict[str, int]) -> None:
+    """Maps that take statistics from the call included."""
+    torch.compiler.reset()
+    feature_map, (query, key, value) = build(map_name), qkv()
+
+    def attend(q, k, v):
+        return linattn.linear_attention(q, k, v, feature_map, enable_gqa=True, **options)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, value), attend(query, key, value), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("map_name", MAPS)
+def test_the_reference_compiles(map_name: str) -> None:
+    """Errors of the blocked backend recommend it."""
+    torch.compiler.reset()
+    feature_map, (query, key, value) = build(map_name), qkv()
+
+    def attend(q, k, v):
+        return linattn.linear_attention(q, k, v, feature_map, enable_gqa=True, backend="reference")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, value), attend(query, key, value), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("map_name", ["FavorPlus", "Expansion", "Expansion-0"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", EXACT_OPTIONS[:2], ids=str)
+def test_vmap_equals_a_loop_beside_exact_keys(map_name: str, is_causal: bool, options: dict[str, int]) -> None:
+    """All inputs mapped, queries alone, and gradients."""
+    feature_map, batches = build(map_name), [qkv(seed=10 * i, num_queries=13, num_keys=13) for i in range(3)]
+    stacked = [torch.stack(x) for x in zip(*batches, strict=True)]
+
+    def attend(q, k, v):
+        return linattn.linear_attention(q, k, v, feature_map, is_causal=is_causal, enable_gqa=True, **options)
+
+    looped = torch.stack([attend(*x) for x in batches])
+    torch.testing.assert_close(torch.func.vmap(attend)(*stacked), looped, rtol=1e-12, atol=1e-12)
+    shared = torch.func.vmap(attend, in_dims=(0, None, None))(stacked[0], *batches[0][1:])
+    looped = torch.stack([attend(x[0], *batches[0][1:]) for x in batches])
+    torch.testing.assert_close(shared, looped, rtol=1e-12, atol=1e-12)
+    grad = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=(0, 1, 2))
+    for found, *alone in zip(torch.func.vmap(grad)(*stacked), *(grad(*x) for x in batches), strict=True):
+        torch.testing.assert_close(found, torch.stack(alone), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", TRANSFORM_CASES, ids=str)
@@ -163,3 +215,18 @@ def test_the_compiler_is_told_the_right_shapes(map_name: str, name: str, blocks_
 def _state(feature_map: linattn.feature_maps.FavorPlus) -> linattn.State:
     """A state of a few keys."""
     return linattn.linear_attention_with_state(*qkv(num_queries=4, num_keys=4), feature_map, enable_gqa=True).state
+
+
+@pytest.mark.parametrize("map_name", [name for name in MAPS if name != "Learned"])
+def test_maps_built_under_inference_mode_are_ordinary(map_name: str) -> None:
+    """Built, fitted and used there; then differentiated through, drawn again and cast outside."""
+    with torch.inference_mode():
+        feature_map = build(map_name)
+        linattn.linear_attention(*qkv(), feature_map, enable_gqa=True)
+    leaves = [x.requires_grad_() for x in qkv()]
+    out = linattn.linear_attention(*leaves, feature_map, enable_gqa=True)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
+    for module in feature_map.modules():
+        if isinstance(module, RandomFeatureMap):
+            module.redraw(1)
+    assert not any(x.is_inference() for x in feature_map.double().buffers())

@@ -61,6 +61,18 @@ def test_no_cheaper_candidate_meets_the_target(is_causal):
         assert chosen.heads[head].method == expected
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_tenth_of_the_target_is_kept_in_reserve(is_causal):
+    """A method is chosen up to the error of 0.9 of the target, and not beyond."""
+    query, key, value = (torch.randn(1, 1, 64, D) for _ in range(3))
+    label = "Expansion(num_centres=4)"
+    options = {"candidates": [label], "is_causal": is_causal, "num_tokens": 10**6}
+    error = plan(query, key, value, target_error=1e9, **options).heads[0].expected_error
+    assert error > 0
+    for share, method in ((0.9 - 1e-6, label), (0.9 + 1e-6, "exact")):
+        assert plan(query, key, value, target_error=error / share, **options).heads[0].method == method
+
+
 def test_the_expected_error_is_that_of_the_sampled_rows():
     query, key, value = (torch.randn(2, 2, 48, D) for _ in range(3))
     label = "Expansion(num_centres=4) + window 8"

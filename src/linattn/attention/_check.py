@@ -10,6 +10,8 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def check_map(feature_map: object) -> None:
     """Refuse what is not a feature map."""
@@ -38,8 +40,10 @@ def check_tensors(
                 f"{name} must be (B, H, L, width) like scaled_dot_product_attention's, got {x.ndim} dimensions "
                 f"{tuple(x.shape)}; add dimensions with unsqueeze, or transpose(1, 2) from (B, L, H, width)"
             )
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {x.dtype}; convert it with {name}.float()")
+        if x.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it with {name}.float()"
+            )
     if len({x.dtype for x in named.values()}) > 1:
         raise TypeError(
             f"query, key and value must share one dtype, got {query.dtype}, {key.dtype}, {value.dtype}; "
@@ -50,9 +54,30 @@ def check_tensors(
             f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}; "
             "move with .to()"
         )
+    if query.is_meta:
+        raise ValueError(
+            "query, key and value are on the meta device, which holds shapes without values; attention needs values: "
+            "move the tensors to a real device, or trace shapes under torch's FakeTensorMode"
+        )
     _check_shapes(query, key, value, enable_gqa=enable_gqa)
     if feature_map is not None:
         _check_fits_map(query, key, feature_map)
+
+
+def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, tensors of different dtypes in the widest of them, since autocast mixes them; else as they are.
+
+    Rotary positions leave queries and keys in float32 beside values in bfloat16. SDPA takes them there too.
+    """
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    if any(not isinstance(x, Tensor) or x.dtype not in _DTYPES for x in tensors):
+        return tensors
+    dtype = first.dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn.attention._blocked.fold import outside_autocast
 from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._swapping import named_tensors
 
 
 def own_tensors(
@@ -18,10 +19,9 @@ def own_tensors(
     is_causal: bool,
 ) -> dict[str, Tensor]:
     """By name; everything else of the map is a constant that folds may read from the map itself."""
-    named = (*feature_map.named_parameters(), *feature_map.named_buffers())
     with outside_autocast(query.device):
         call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
-    return {name: tensor for name, tensor in named if _varies(tensor)} | dict(call)
+    return {name: tensor for name, tensor in named_tensors(feature_map) if _varies(tensor)} | dict(call)
 
 
 def _varies(tensor: Tensor) -> bool:

@@ -7,26 +7,14 @@ are formed as log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn.attention._blocked import Moments
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-
-
-class _Host(nn.Module):
-    """A map as a module whose forward pass is any function of it."""
-
-    def __init__(self, feature_map: FeatureMap) -> None:
-        super().__init__()
-        self.map = feature_map
-
-    def forward(self, function: Callable[[FeatureMap], Any]) -> Any:
-        """The function's result."""
-        return function(self.map)
+from linattn.feature_maps._swapping import with_swapped_tensors
 
 
 def attend(
@@ -45,24 +33,9 @@ def attend(
 
     With `span`, for as many queries as keys, causal rows see the keys of earlier spans of so many tokens only.
     """
-
-    def compute(hosted_map: FeatureMap) -> Any:
-        seen = _visible(query.shape[3], key.shape[2], mask, query.device, is_causal=is_causal, span=span)
-        return _attend(hosted_map, query, key, value, mask, before, seen)
-
     with torch.autocast(query.device.type, enabled=False):
-        swapped = {f"map.{name}": tensor for name, tensor in own.items()}
-        found: tuple[Tensor, Tensor, Tensor, Moments] = torch.func.functional_call(
-            _Host(feature_map), swapped, (compute,)
-        )
-    return found
-
-
-class _Logs(NamedTuple):
-    """log|φ| and its sign, or linear features with a logarithmic weight."""
-
-    exponent: Tensor  # (..., L, R) or (..., L, 1)
-    linear: Tensor | None
+        seen = _visible(query.shape[3], key.shape[2], mask, query.device, is_causal=is_causal, span=span)
+        return _attend(with_swapped_tensors(feature_map, own), query, key, value, mask, before, seen)
 
 
 def _attend(
@@ -80,7 +53,7 @@ def _attend(
     if mask is not None:
         key, value = (torch.where(mask.unsqueeze(-1), x, 0) for x in (key, value))
     q, k = query.to(sums.dtype), key.to(sums.dtype)
-    extended = torch.cat((value, torch.ones_like(value[..., :1])), -1).to(sums.dtype)
+    extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1).to(sums.dtype)
     if isinstance(feature_map, GroupedFeatureMap):
         rows, reference = _grouped_rows(feature_map, q, k, extended, visible, sums, m)
         log_k, phi_k = feature_map.key_log_weight(k), feature_map.key(k)

@@ -10,7 +10,14 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from linattn.attention import _blocked, _reference
-from linattn.attention._check import check_exact_part, check_key_mask, check_map, check_tensors, per_head
+from linattn.attention._check import (
+    check_exact_part,
+    check_key_mask,
+    check_map,
+    check_tensors,
+    in_one_dtype,
+    per_head,
+)
 from linattn.attention._exact import ExactKeys, Far, Stream, attend_bidirectional, attend_causal
 from linattn.attention._own import own_tensors
 from linattn.attention.partial import Partial, as_partial
@@ -52,11 +59,13 @@ def linear_attention(
 
     Time O((Lq + Lk)·R·(D + Dv)) per head; memory beyond inputs and output O(R·Dv) per head and one block of features,
     forward and backward: features are recomputed, never stored for the whole sequence. Exponents, sums and the
-    division run in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0. An exact part
-    adds O(L·(3·window + num_heavy)·(D + Dv)) time; with a window on both sides the map's part is two folds.
+    division run in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0, and so is one
+    whose features are all 0 (a rectifier without a floor). An exact part adds O(L·(3·window + num_heavy)·(D + Dv))
+    time; with a window on both sides the map's part is two folds.
 
     Args:
-        query: (B, H, Lq, D), any floating dtype, any strides.
+        query: (B, H, Lq, D), float16, bfloat16, float32 or float64, any strides. All three share one dtype; under
+            autocast they may differ, and are taken in the widest.
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
         feature_map: the kernel; the temperature is the map's `scale`, there is none here.
@@ -76,11 +85,11 @@ def linear_attention(
         (B, H, Lq, Dv) in the query's dtype.
 
     Raises:
-        TypeError: `feature_map` is no FeatureMap instance; tensors are not floating point or differ in dtype;
+        TypeError: `feature_map` is no FeatureMap instance; tensors are of another dtype or differ in theirs;
             `key_mask` is not bool.
-        ValueError: shapes, devices, the map's width or heads do not fit; unknown `backend`; a map that takes
-            statistics from the call is used causally; an exact part beside a map that is not one for the softmax kernel
-            with a positive normaliser; a window where queries and keys differ in number.
+        ValueError: shapes, devices, the map's width or heads do not fit; tensors are on the meta device; unknown
+            `backend`; a map that takes statistics from the call is used causally; an exact part beside a map that is
+            not one for the softmax kernel with a positive normaliser; a window where queries and keys differ in number.
 
     Example:
         >>> import torch, linattn
@@ -189,7 +198,7 @@ def linear_attention_with_state(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
     call = _checked(query, key, value, feature_map, key_mask, enable_gqa, window, num_heavy, backend, True)
-    fingerprint = feature_map.fingerprint()
+    key, value, fingerprint = call.key, call.value, feature_map.fingerprint()
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
@@ -262,6 +271,7 @@ def _checked(
 ) -> _Call:
     """The call, wrong input refused."""
     check_map(feature_map)
+    query, key, value = in_one_dtype(query, key, value)
     check_tensors(query, key, value, feature_map, enable_gqa=enable_gqa)
     check_key_mask(key_mask, key)
     check_exact_part(query, key, feature_map, window, num_heavy, is_causal=is_causal)

@@ -78,11 +78,15 @@ def combine(*partials: Partial) -> Partial:
     peak = torch.where(peak == -torch.inf, 0, peak)
     weights = torch.exp(logs - peak)
     total = weights.sum(0)
-    shares = weights / torch.where(total == 0, 1, total)
+    # Guarded, so that rows that saw nothing have gradient 0 instead of NaN.
+    dead = total == 0
+    safe_total = torch.where(dead, 1, total)
+    shares = weights / safe_total
     out = shares[0].unsqueeze(-1) * partials[0].out.to(shares.dtype)
     for share, part in zip(shares[1:], partials[1:], strict=True):
-        out.addcmul_(share.unsqueeze(-1), part.out.to(shares.dtype))
-    return Partial(out.to(partials[0].out.dtype), torch.log(total) + peak)
+        out = torch.addcmul(out, share.unsqueeze(-1), part.out.to(shares.dtype))
+    log_normalizer = torch.where(dead, -torch.inf, torch.log(safe_total) + peak)
+    return Partial(out.to(partials[0].out.dtype), log_normalizer)
 
 
 def as_partial(

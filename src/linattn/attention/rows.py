@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linattn.attention._blocked import accumulation_dtype
 from linattn.attention._blocked.fold import hosted
-from linattn.attention._check import check_key_mask, check_map, check_tensors
+from linattn.attention._check import check_key_mask, check_map, check_tensors, in_one_dtype
 from linattn.attention._own import own_tensors
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
@@ -60,6 +60,7 @@ def attention_rows(
         [0.25, 0.75]
     """
     check_map(feature_map)
+    query, key = in_one_dtype(query, key)
     check_tensors(query, key, key, feature_map, enable_gqa=enable_gqa)
     check_key_mask(key_mask, key)
     rows = _check_index(query_index, query.shape[2])
@@ -108,12 +109,12 @@ def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: Tenso
         phi_q = phi_q + c
         phi_q = torch.exp(phi_q - phi_q.detach().amax(-1, keepdim=True))
         phi_k = torch.exp(torch.where(seen, phi_k - c, -torch.inf))
-    else:
-        weight = feature_map.key_log_weight(key)
-        if weight is not None and key.shape[-2]:
-            phi_k = phi_k * torch.exp(weight - weight.detach().amax(-1, keepdim=True)).unsqueeze(-1)
-    weights = (phi_q @ phi_k.mT).unflatten(2, query.shape[2:4])
-    return torch.where(visible, weights, 0)
+    weights = torch.where(visible, (phi_q @ phi_k.mT).unflatten(2, query.shape[2:4]), 0)
+    log_weight = None if feature_map.exponential else feature_map.key_log_weight(key)
+    if log_weight is None:
+        return weights
+    # Per row: a key that a row does not see may have any weight.
+    return weights * _exponentials(torch.where(visible, log_weight[:, :, None, None], -torch.inf))
 
 
 def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
@@ -122,9 +123,7 @@ def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: T
     step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
     parts = [torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, dim=-2)]
     logs = torch.cat(parts, -1) if parts else lq.new_zeros(*lq.shape[:-1], 0)
-    logs = torch.where(visible, logs.unflatten(2, query.shape[2:4]), -torch.inf)
-    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
-    return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))
+    return _exponentials(torch.where(visible, logs.unflatten(2, query.shape[2:4]), -torch.inf))
 
 
 def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
@@ -133,9 +132,14 @@ def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor,
     number = feature_map.group(query).unsqueeze(-1)
     logs = torch.take_along_dim(feature_map.key_log_weight(key).mT, number, -2)
     logs = torch.where(visible, logs.unflatten(2, shape), -torch.inf).flatten(2, 3)
-    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
-    weights, psi = torch.exp(logs - torch.where(peak == -torch.inf, 0, peak)), feature_map.key(key)
+    weights, psi = _exponentials(logs), feature_map.key(key)
     places = feature_map.places().to(query.dtype).expand(*number.shape[:2], -1, -1)
     phi_q, _ = feature_map.local_query(query, torch.take_along_dim(places, number, -2), weights @ psi)
     found: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)
     return found
+
+
+def _exponentials(logs: Tensor) -> Tensor:
+    """exp(logs) (..., Lk), each row relative to its largest entry; rows of -inf are 0."""
+    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
+    return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
-from linattn.attention._check import check_key_mask, check_tensors
+from linattn.attention._check import check_key_mask, check_tensors, in_one_dtype
 from linattn.attention.partial import Partial
 
 
@@ -30,7 +29,7 @@ def softmax_attention(
     O(Lq·Lk·(D + Dv)) time; memory as torch's chosen kernel, O(Lq·Lk) where a mask is needed.
 
     Args:
-        query: (B, H, Lq, D), floating.
+        query: (B, H, Lq, D), float16, bfloat16, float32 or float64.
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
         key_mask: (B, Lk) bool, True = attend; masked keys are inert whatever they hold; all masked gives 0.
@@ -52,6 +51,7 @@ def softmax_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
+    query, key, value = in_one_dtype(query, key, value)
     check_tensors(query, key, value, None, enable_gqa=enable_gqa)
     check_key_mask(key_mask, key)
     lq, lk = query.shape[2], key.shape[2]
@@ -60,6 +60,9 @@ def softmax_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa
         )
     if key_mask is None and is_causal and 0 < lq < lk:
+        # Imported here: it imports torch's compiler.
+        from torch.nn.attention.bias import causal_lower_right
+
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa
         )
@@ -98,6 +101,7 @@ def softmax_partial(
         >>> round(part.log_normalizer.exp().item(), 4)
         4.0
     """
+    query, key, value = in_one_dtype(query, key, value)
     check_tensors(query, key, value, None, enable_gqa=enable_gqa)
     check_key_mask(key_mask, key)
     if key_mask is not None:

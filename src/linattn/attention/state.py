@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linattn.attention import _blocked
-from linattn.attention._check import check_key_mask, check_map, check_tensors, per_head
+from linattn.attention._check import check_key_mask, check_map, check_tensors, in_one_dtype, per_head
 from linattn.attention._exact.heavy import attend_to_all
 from linattn.attention._exact.keys import ExactKeys
 from linattn.attention._own import own_tensors
@@ -32,7 +32,8 @@ class State:
     A monoid: `merge` is associative with `empty` as unit, and absorbing a ++ b is merging absorb(a) with absorb(b).
     So one pass, chunks, single steps and several machines are the same fold bracketed differently. Immutable: every
     verb returns a new state, and holding an old one is a fork or a roll-back. Memory R·(Dv + 1) numbers per head,
-    float32 (float64 for float64 inputs), whatever the dtype of the tokens.
+    float32 (float64 for float64 inputs), whatever the dtype of the tokens. `torch.save` writes it and `torch.load`
+    reads it, with `weights_only` as by default; copies for other devices are made by `to`.
 
     Attributes:
         S: Σ φ(k)vᵀ·exp(-m): (B, H, R, Dv).
@@ -101,6 +102,7 @@ class State:
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, key)
+        key, value = in_one_dtype(key, value)
         check_tensors(key, key, value, feature_map, enable_gqa=False)
         check_key_mask(key_mask, key)
         self.check_fits(key, value)
@@ -198,8 +200,26 @@ class State:
         return self._each(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
-        """The same state on another device."""
+        """The same state on another device.
+
+        Raises:
+            TypeError: a dtype was given: sums keep float32, or float64 for float64 tokens, whatever the tokens' dtype.
+        """
+        if not isinstance(device, torch.device | str | int):
+            raise TypeError(
+                f"State.to takes a device, got {device!r}; sums are kept in {self.S.dtype} whatever dtype tokens of at "
+                "most that width have: to continue in another, build a state with State.empty(…, dtype=…)"
+            )
         return self._each(lambda x: x.to(device))
+
+    def __repr__(self) -> str:
+        """Shapes, dtype, device and the map, on one line."""
+        batch, heads, num_features, value_dim = self.S.shape
+        exact = f", window={self.exact.window}, num_heavy={self.exact.num_heavy}" if self.exact is not None else ""
+        return (
+            f"State(batch={batch}, heads={heads}, features={num_features}, value_dim={value_dim}{exact}, "
+            f"{self.S.dtype}, {self.S.device}, built_with={self.built_with})"
+        )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> State:
         """The state with each of its tensors changed alike."""
@@ -259,6 +279,8 @@ def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:
     return State(S, z, m, built_with, *exact)
 
 
+# Read by torch.load under weights_only: a state is tensors, numbers and a string.
+torch.serialization.add_safe_globals([State, ExactKeys])
 pytree.register_pytree_node(
     State,
     lambda state: ([state.S, state.z, state.m, *([state.exact] if state.exact else [])], state.built_with),

@@ -13,8 +13,8 @@ from torch import Tensor
 from linattn.attention import softmax_attention
 from linattn.convert.running import Batch, to_device
 from linattn.feature_maps import FeatureMap, FittedMap
-from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, intercept
-from linattn.hf.kernel_attention import tempered
+from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
+from linattn.hf.observing import live_tokens as unpadded
 from linattn.planning.methods import Method
 
 
@@ -105,7 +105,7 @@ def fit_maps(
 ) -> None:
     """Fit every map that takes statistics to its layer's queries and keys over all batches together.
 
-    Cost: two forward passes per batch, and the fits.
+    Cost: a forward pass per batch, memory for at most 16384 tokens of each layer, and the fits.
 
     Args:
         maps: changed in place.
@@ -118,17 +118,15 @@ def fit_maps(
 
     Source: the `fit` of each map.
     """
-    recorded = [record(model, batch) for batch in batches]
-    for layer, feature_map in zip(layers, maps, strict=True):
-        if isinstance(feature_map, FittedMap):
-            calls = [found[layer.module_name] for found in recorded]
-            query = torch.cat([live_tokens(tempered(feature_map, call.query, call.scale), call) for call in calls], 2)
-            feature_map.fit(query, torch.cat([live_tokens(call.key, call) for call in calls], 2))
+    fitted = {
+        layer.module_name: feature_map
+        for layer, feature_map in zip(layers, maps, strict=True)
+        if isinstance(feature_map, FittedMap)
+    }
+    if fitted:
+        calibrating.fit_maps(model, fitted, batches)
 
 
 def live_tokens(x: Tensor, call: AttentionCall) -> Tensor:
     """The unpadded tokens of all samples in a row: (B, H, L, D) -> (1, H, N, D)."""
-    tokens = x.transpose(1, 2)
-    if call.key_mask is not None and x.shape[2] == call.key_mask.shape[1]:
-        return tokens[call.key_mask].unsqueeze(0).transpose(1, 2)
-    return tokens.flatten(0, 1).unsqueeze(0).transpose(1, 2)
+    return unpadded(x, call.key_mask)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,12 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linattn.planning.files import appearing, replacing
+from linattn.records.atomic import atomic_file, atomic_folder
 
-_PROGRESS, _BEST, _IDENTITY = "progress.json", "best.safetensors", "conversion.json"
+_LOG = logging.getLogger(__name__)
+_PROGRESS, _BEST, _DIGESTS, _IDENTITY = "progress.json", "best.safetensors", "digests.json", "conversion.json"
+# Should the last be damaged, there is the one before.
+_GENERATIONS = 2
 
 
 @dataclass(frozen=True)
@@ -38,17 +44,18 @@ class Progress:
 
 
 class WorkFolder:
-    """A folder for one conversion; its trainings each keep their last checkpoint.
+    """A folder for one conversion; its trainings each keep their last two checkpoints.
 
-    A checkpoint is a folder that is renamed when it is whole; the one before is removed after that. Settings that are
-    refused before there is anything to keep leave no folder.
+    A checkpoint is a folder that is renamed when it is whole; the one before the one before is removed after that. Each
+    holds the digests of its files: one that is damaged is passed over for the one before. Settings that are refused
+    before there is anything to keep leave no folder.
 
     Args:
         path: the folder; made with the first thing that is kept in it.
         identity: what tells this conversion from another: settings, samples, versions.
 
     Raises:
-        ValueError: if the folder holds another conversion.
+        ValueError: if the folder holds another conversion, or its settings cannot be read.
 
     Example:
         >>> import tempfile
@@ -67,7 +74,7 @@ class WorkFolder:
         file = path / _IDENTITY
         if not file.is_file():
             return
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = _read(file, f"remove {path} to begin anew")
         if found != now:
             names = sorted(name for name in {*found, *now} if found.get(name) != now.get(name))
             changes = ", ".join(f"{name}: {found.get(name)!r}, now {now.get(name)!r}" for name in names)
@@ -78,7 +85,7 @@ class WorkFolder:
 
     def claim(self) -> None:
         """Say in the folder which conversion it is for; from now on it takes no other."""
-        with replacing(self.path / _IDENTITY) as writing:
+        with atomic_file(self.path / _IDENTITY) as writing:
             json.dump(self._identity, writing, indent=1)
 
     @property
@@ -89,35 +96,43 @@ class WorkFolder:
     def recall(self, name: str) -> Any:
         """What was remembered under a name; None for nothing."""
         file = self.path / f"{name}.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return _read(file, "remove it, and it is measured again") if file.is_file() else None
 
     def remember(self, name: str, values: Any) -> None:
         """Keep plain values, as JSON has them, under a name."""
-        with replacing(self.path / f"{name}.json") as writing:
+        with atomic_file(self.path / f"{name}.json") as writing:
             json.dump(values, writing, indent=1)
 
     def save(self, training: str, accelerator: Accelerator, progress: Progress, best: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint of a training and forget the one before.
+        """Write a checkpoint of a training, and forget all but it and the one before.
 
         Args:
             training: its name.
             accelerator: holds the model and the optimiser.
             progress: how far it has come.
             best: the model's tensors at the least validation loss.
+
+        Raises:
+            OSError: if it cannot be written; those before stay.
         """
         place = self._place(training) / f"step-{progress.step:08}"
-        with appearing(place) as draft:
+        with _named(place), atomic_folder(place) as draft:
             # As torch saves it: safetensors would warn of every tied weight at every checkpoint.
             accelerator.save_state(str(draft), safe_serialization=False)
             save_file({name: tensor.contiguous() for name, tensor in best.items()}, draft / _BEST)
             (draft / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        # Those before, and what a kill has left of one.
+            digests = {path.name: _digest(path) for path in draft.iterdir() if path.is_file()}
+            (draft / _DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
+        kept = self._checkpoints(training)[-_GENERATIONS:]
+        # Older ones, and what a kill has left of one.
         for other in self._place(training).iterdir():
-            if other != place:
+            if other not in kept:
                 shutil.rmtree(other)
 
     def resume(self, training: str, accelerator: Accelerator) -> tuple[Progress, dict[str, Tensor]] | None:
-        """Load the last checkpoint of a training into the accelerator's model and optimiser.
+        """Load the last whole checkpoint of a training into the accelerator's model and optimiser.
+
+        One that is damaged is told of in the log and removed, where there is a whole one before it.
 
         Args:
             training: its name.
@@ -125,15 +140,72 @@ class WorkFolder:
 
         Returns:
             Its progress and best tensors; None where there is no checkpoint.
+
+        Raises:
+            ValueError: if there are checkpoints, and all of them are damaged.
         """
-        # Ordered by step; drafts begin with a dot.
-        found = sorted(self._place(training).glob("step-*"))
-        if not found:
+        damages: dict[Path, str] = {}
+        for checkpoint in reversed(self._checkpoints(training)):
+            damage = _damage(checkpoint)
+            if damage is None:
+                break
+            damages[checkpoint] = damage
+        else:
+            if damages:
+                raise ValueError(
+                    f"no checkpoint of the {training} is whole: {'; '.join(damages.values())}; remove "
+                    f"{self._place(training)} to do the {training} anew, or {self.path} to begin all anew"
+                )
             return None
-        accelerator.load_state(str(found[-1]))
-        values = json.loads((found[-1] / _PROGRESS).read_text(encoding="utf-8"))
-        return Progress(**values), load_file(found[-1] / _BEST)
+        for damaged, damage in damages.items():
+            _LOG.warning("%s; the %s goes on from the checkpoint before, %s", damage, training, checkpoint)
+            # Steps of that number are to come again.
+            shutil.rmtree(damaged)
+        accelerator.load_state(str(checkpoint))
+        values = json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8"))
+        return Progress(**values), load_file(checkpoint / _BEST)
 
     def _place(self, training: str) -> Path:
         """The folder of a training's checkpoints."""
         return self.path / "checkpoints" / training
+
+    def _checkpoints(self, training: str) -> list[Path]:
+        """A training's checkpoints by step; drafts begin with a dot."""
+        return sorted(self._place(training).glob("step-*"))
+
+
+@contextmanager
+def _named(place: Path) -> Iterator[None]:
+    """Torch's error about a file that it cannot write says neither which file nor why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"the checkpoint {place} was not written ({error}); free some space, and start again") from error
+
+
+def _read(file: Path, remedy: str) -> Any:
+    """A JSON file, or an error that names it."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); {remedy}") from error
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None where its files are those that were written."""
+    file = checkpoint / _DIGESTS
+    try:
+        digests = json.loads(file.read_text(encoding="utf-8"))
+        for name, digest in digests.items():
+            file = checkpoint / name
+            if _digest(file) != digest:
+                return f"{file} is damaged: its bytes are not those that were written"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{file} is damaged: {error}"
+    return None
+
+
+def _digest(file: Path) -> str:
+    """What tells a file's bytes from others."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from linattn.convert.running import Batch
 from linattn.convert.samples import Samples, from_batches, from_texts
 from linattn.hf import is_linearized
 from linattn.planning.methods import Method, parse_method
+from linattn.records.atomic import full_disk_names
+from linattn.records.locks import locked
 
 
 def convert_(
@@ -36,10 +39,11 @@ def convert_(
     for each of its heads is chosen and fitted there (`linattn.plan`); maps with weights are trained until their
     attention rows are those of softmax (`transfer`); then the whole model is trained to make of texts what it made of
     them before (`distil`). The best weights on validation texts are kept. How wrong the model is, layer by layer and
-    end to end, is measured before, between and after on texts held out from all of that.
+    end to end, is measured before, between and after on texts held out from all of that, and the model is left at the
+    stage that was least wrong: training that is too short may do harm.
 
     Cost: `config.minutes` of training; two copies of the model, and of its optimiser's moments; audits on at most 32
-    texts.
+    texts. In `work` two checkpoints of each training, each as large as three to four models.
 
     Args:
         model: any model that `linattn.hf.linearize_` takes and that gives hidden states, in float32. It is left in
@@ -47,8 +51,8 @@ def convert_(
         tokenizer_or_batches: the model's tokenizer, which then reads `config.texts`; or batches, each the keyword
             arguments of a forward pass.
         config: what to do.
-        work: a folder for checkpoints and TensorBoard curves. If it holds a conversion that was cut off, this one goes
-            on from its last checkpoint. None keeps everything in memory.
+        work: a folder for checkpoints and TensorBoard curves, of one conversion at a time. If it holds a conversion
+            that was cut off, this one goes on from its last whole checkpoint. None keeps everything in memory.
         notify: told of the training's name, the share of its time that is spent, and its best validation loss.
 
     Returns:
@@ -56,7 +60,8 @@ def convert_(
 
     Raises:
         ValueError: if the model, its dtype or the method cannot be used, the texts are too short, or `work` holds
-            another conversion.
+            another conversion, or nothing but damaged checkpoints of a training.
+        OSError: if `work` cannot be written, or another process works in it (`linattn.records.locks.InUseError`).
         RuntimeError: if the layers' attention is more than softmax (`linattn.hf.capture`), or a loss or gradient is not
             finite. Whatever ends the conversion early, Ctrl-C outside of training included, the model is as it was.
 
@@ -76,18 +81,29 @@ def convert_(
     method = None if config.target_error is not None else parse_method(config.feature_map or DEFAULT_MAP)
     _check(model, config)
     samples = _samples(model, tokenizer_or_batches, config)
-    folder = None if work is None else WorkFolder(work, _identity(model, method, config, samples))
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(False)
-    teacher = copy.deepcopy(model).requires_grad_(False)
-    course = Course(model, teacher, method, config, samples, folder, notify or _silent)
-    try:
-        return course.go()
-    except BaseException:
-        course.undo()
-        for module, training in modes:
-            module.training = training
-        raise
+    with _alone(work):
+        folder = None if work is None else WorkFolder(work, _identity(model, method, config, samples))
+        modes = [(module, module.training) for module in model.modules()]
+        model.train(False)
+        teacher = copy.deepcopy(model).requires_grad_(False)
+        course = Course(model, teacher, method, config, samples, folder, notify or _silent)
+        try:
+            return course.go()
+        except BaseException:
+            course.undo()
+            for module, training in modes:
+                module.training = training
+            raise
+
+
+@contextmanager
+def _alone(work: Path | None) -> Iterator[None]:
+    """No other process works in the folder, and where the disk is full the error names it."""
+    if work is None:
+        yield
+        return
+    with locked(work), full_disk_names(work):
+        yield
 
 
 def _check(model: PreTrainedModel, config: ConvertConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -12,7 +13,7 @@ from linattn.convert.distilling import distil, taught
 from linattn.convert.planning import make_plans
 from linattn.convert.running import to_device
 from linattn.convert.samples import Samples
-from linattn.convert.stages import Stage, measure, measure_uniform
+from linattn.convert.stages import BASELINE, Stage, best, measure, measure_uniform
 from linattn.convert.training import Notify, Trained, Training, train
 from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
@@ -35,13 +36,15 @@ class Conversion:
         method: written form of the map and its exact part, or the error that the methods of all heads were planned for.
         linearization: which layers were replaced, and why others were not.
         stages: "uniform" (every attention averages), "unconverted" (the map as drawn), "calibrated" (fitted, or trained
-            by attention transfer) and "converted" (distilled): those there are, in order; the last is the result.
-        trainings: attention transfer and distillation, those that took place.
+            by attention transfer) and "converted" (distilled): those that took place, in order.
+        trainings: attention transfer and distillation, those that took at least one step.
         num_held_out: texts behind every figure.
         num_held_out_tokens: their tokens.
         stopped: whether an interrupt ended it early.
         heads: by converted layer, the written form of each head's method, "exact" for softmax; none where all heads
             share `method`.
+        kept: name of the stage that the model was left at, the best of them (`linattn.convert.stages.best`); empty for
+            the last.
     """
 
     method: str
@@ -52,6 +55,12 @@ class Conversion:
     num_held_out_tokens: int
     stopped: bool
     heads: tuple[tuple[str, ...], ...] = ()
+    kept: str = ""
+
+    @property
+    def result(self) -> Stage:
+        """The stage that the model was left at."""
+        return next((stage for stage in self.stages if stage.name == self.kept), self.stages[-1])
 
 
 class Course:
@@ -82,6 +91,8 @@ class Course:
         self._stages: list[Stage] = []
         self._trainings: list[Trained] = []
         self._plans: list[Plan] = []
+        # By stage, what gives an original model that stage's maps again.
+        self._again: dict[str, Callable[[], Linearization]] = {}
 
     def go(self) -> Conversion:
         """All stages in order."""
@@ -100,15 +111,17 @@ class Course:
             maps, fitted, put = self._by_one_method(self._method, calls, is_causal=is_causal)
         replaced = {layer.layer: layer for layer in put.replaced}
         self._train(maps, fitted)
+        kept = self._keep_the_best()
         return Conversion(
             method=label(self._method, self._config),
             linearization=Linearization(tuple(replaced.get(layer.layer, layer) for layer in probe.layers)),
             stages=tuple(self._stages),
-            trainings=tuple(self._trainings),
+            trainings=tuple(training for training in self._trainings if training.steps),
             num_held_out=sum(len(found.live) for found in self._exact),
             num_held_out_tokens=sum(int(found.live.sum()) for found in self._exact),
             stopped=self._stopped,
             heads=tuple(tuple(head.method for head in made.heads) for made in self._plans),
+            kept=kept,
         )
 
     def _by_one_method(
@@ -124,7 +137,8 @@ class Course:
         put = self._put(maps, method)
         self._nothing_is_refused_any_more()
         if late:
-            self._audit("unconverted")
+            drawn = copy.deepcopy(maps)
+            self._audit("unconverted", lambda: self._put(drawn, method))
             fit_maps(maps, self._layers, self._teacher, self._samples.calibration)
         return maps, fitted, put
 
@@ -139,8 +153,9 @@ class Course:
             write_plans(file, self._plans)
         if not is_causal:
             restore_(self._model)
-            self._put_plans([replace(made, fitted={}) for made in self._plans])
-            self._audit("unconverted")
+            drawn = [replace(made, fitted={}) for made in self._plans]
+            self._put_plans(drawn)
+            self._audit("unconverted", lambda: self._put_plans(drawn))
             restore_(self._model)
             self._put_plans(self._plans)
         return [], True, put
@@ -155,7 +170,7 @@ class Course:
         """Take the folder, and measure the baseline."""
         if self._work is not None:
             self._work.claim()
-        self._stage("uniform", lambda: measure_uniform(self._teacher, self._samples.held_out, self._exact))
+        self._stage(BASELINE, lambda: measure_uniform(self._teacher, self._samples.held_out, self._exact))
 
     def undo(self) -> None:
         """Make the model what it was."""
@@ -168,9 +183,10 @@ class Course:
         config, learned = self._config, [any(True for _ in feature_map.parameters()) for feature_map in maps]
         seconds, some = config.minutes * 60, any(learned)
         transferring = seconds * (_TRANSFER_SHARE if config.distil else 1) * some
+        transferred = False
         if transferring:
             chosen = [(m, layer) for m, layer, learns in zip(maps, self._layers, learned, strict=True) if learns]
-            self._run(
+            transferred = self._run(
                 transfer(
                     self._model,
                     [feature_map for feature_map, _ in chosen],
@@ -181,10 +197,10 @@ class Course:
                     learning_rate=config.map_learning_rate,
                 )
             )
-        if fitted or transferring:
-            self._audit("calibrated")
+        if fitted or transferred:
+            self._audit_calibrated(maps)
         if config.distil and seconds and not self._stopped:
-            self._run(
+            distilled = self._run(
                 distil(
                     self._model,
                     maps,
@@ -195,16 +211,35 @@ class Course:
                     map_learning_rate=config.map_learning_rate * _DISTILLED_MAP_RATE,
                 )
             )
-            self._audit("converted")
+            if distilled:
+                self._audit("converted")
+
+    def _audit_calibrated(self, maps: list[FeatureMap]) -> None:
+        """The model with its maps as they are before distillation."""
+        method, calibrated = self._method, copy.deepcopy(maps)
+        if method is None:
+            self._audit("calibrated", lambda: self._put_plans(self._plans))
+        else:
+            self._audit("calibrated", lambda: self._put(calibrated, method))
+
+    def _keep_the_best(self) -> str:
+        """Take the model back to its best stage, if it is past that; the stage's name."""
+        kept = best(self._stages).name
+        if kept != self._stages[-1].name:
+            self.undo()
+            self._again[kept]()
+        return kept
 
     @property
     def _stopped(self) -> bool:
         """Whether an interrupt ended a training."""
         return any(training.stopped for training in self._trainings)
 
-    def _run(self, training: Training) -> None:
-        """A training, noted."""
-        self._trainings.append(train(training, self._work, self._notify))
+    def _run(self, training: Training) -> bool:
+        """A training, noted, and whether it took place: an interrupt may come before its first step."""
+        done = train(training, self._work, self._notify)
+        self._trainings.append(done)
+        return done.steps > 0
 
     def _put_plans(self, plans: list[Plan]) -> Linearization:
         """Linearize the model by these plans."""
@@ -227,14 +262,16 @@ class Course:
         self._model.train(False)
         return found
 
-    def _audit(self, name: str) -> None:
-        """The model as it is now, on held-out texts."""
+    def _audit(self, name: str, again: Callable[[], Linearization] | None = None) -> None:
+        """The model as it is now, on held-out texts; what brings it back here is to come after `undo`."""
+        if again is not None:
+            self._again[name] = again
         self._stage(name, lambda: measure(name, self._model, self._samples.held_out, self._exact))
 
     def _stage(self, name: str, taken: Callable[[], Stage]) -> None:
         """A stage, remembered where there is a folder and measured where it is not."""
         # What comes after a training depends on when that ended.
-        lasting = self._work if name in ("uniform", "unconverted") else None
+        lasting = self._work if name in (BASELINE, "unconverted") else None
         found = None if lasting is None else lasting.recall(name)
         stage = taken() if found is None else Stage.from_json(found)
         if lasting is not None and found is None:

@@ -5,6 +5,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from linattn.convert.losses import token_divergence
 from linattn.convert.running import Batch, Outputs, run, to_device
 from linattn.hf import AttentionCall, KernelAttention, PlannedAttention, PreTrainedModel, intercept
 from linattn.planning.measures import relative_error, uniform_average
+
+BASELINE = "uniform"
+"""Name of the stage that is no result: every attention averages its values."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,12 @@ class Agreement:
     token_cosine: float
     rank_correlation: float | None
     divergence: float | None
+
+    @property
+    def merit(self) -> float:
+        """What stages are compared by, more is better: minus the divergence of predictions, else embedding cosine."""
+        merit = self.embedding_cosine if self.divergence is None else -self.divergence
+        return -math.inf if math.isnan(merit) else merit
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,30 @@ def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Seq
     """
     with torch.no_grad(), intercept(model, _uniform):
         outputs = [run(model, to_device(batch, model.device)) for batch in batches]
-    return Stage("uniform", agreement(outputs, exact))
+    return Stage(BASELINE, agreement(outputs, exact))
+
+
+def best(stages: Sequence[Stage]) -> Stage:
+    """The stage of the most merit; of several, the first: training that repairs nothing is not worth its name.
+
+    Cost: none.
+
+    Args:
+        stages: in order, at least one beside the baseline, which is left out.
+
+    Returns:
+        One of them.
+
+    Example:
+        >>> layers = (LayerError("layer.0", 0.1, 0.1, 0.5),)
+        >>> cosines = {"uniform": 0.4, "unconverted": 0.99, "converted": 0.98}
+        >>> stages = [Stage(name, Agreement(x, x, None, None), layers) for name, x in cosines.items()]
+        >>> best(stages).name
+        'unconverted'
+
+    Source: none.
+    """
+    return max((stage for stage in stages if stage.name != BASELINE), key=lambda stage: stage.agreement.merit)
 
 
 def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement:

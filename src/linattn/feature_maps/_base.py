@@ -60,6 +60,10 @@ class FeatureMap(nn.Module, ABC):
         self.handle = next(_HANDLES)
         _LIVE[self.handle] = self
 
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As `nn.Module`, with a tensor that serves training too when the map is built under inference mode."""
+        super().register_buffer(name, None if tensor is None else outside_inference(tensor), persistent)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or a map read from a file, is another object."""
         super().__setstate__(state)
@@ -76,7 +80,7 @@ class FeatureMap(nn.Module, ABC):
         return self.num_features if self.exponential else 1
 
     def fingerprint(self, followed: Collection[str] = ()) -> str:
-        """What tells this map from every other one: its `repr`, and a digest of its parameters where it has any.
+        """What tells this map from every other one: its `repr`, and a digest of its parameters and random draws.
 
         A `State` keeps it and refuses a map with another one, so a step of an optimiser or other weights loaded end the
         life of a state. Trainable parameters are read at each call, frozen ones (`requires_grad_(False)`) once, until
@@ -87,9 +91,17 @@ class FeatureMap(nn.Module, ABC):
             followed: names of parameters to leave out, which somebody else answers for.
         """
         names = [name for name, _ in self.named_parameters() if name not in followed]
-        if not names:
-            return repr(self)
-        return f"{self!r} with weights {_digest_by_handle(self.handle, *names)}"
+        if torch.compiler.is_compiling():
+            # Imported here: torch's marks for its compiler import the compiler.
+            from linattn.feature_maps._constants import constant_tensor_digest as find
+        else:
+            find = tensor_digest
+        digest = find(self.handle, *names)
+        return f"{self!r} with weights {digest}" if digest else repr(self)
+
+    def draw_digest(self) -> str:
+        """A digest of the random tensors that `repr` names by their seed alone; "" for maps without any."""
+        return "".join(child.draw_digest() for child in self._modules.values() if isinstance(child, FeatureMap))
 
     @abstractmethod
     def query(self, x: Tensor) -> Tensor:
@@ -182,6 +194,14 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) 
     return found
 
 
+def outside_inference(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one made under inference mode, which autograd and in-place writes would refuse."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
+
+
 def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     """A module's own buffers by name, as they are now."""
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
@@ -205,11 +225,12 @@ def live_map(handle: int) -> FeatureMap:
     return _LIVE[handle]
 
 
-@torch.compiler.assume_constant_result
-def _digest_by_handle(handle: int, *names: str) -> str:
-    """The digest of a map's parameters of these names; a graph may read no values, hence holds the result."""
-    found = dict(live_map(handle).named_parameters())
-    return digest_of_weights(found[name] for name in names)
+def tensor_digest(handle: int, *names: str) -> str:
+    """The digest of a map's parameters of these names and of its draws."""
+    feature_map = live_map(handle)
+    found = dict(feature_map.named_parameters()) if names else {}
+    weights, draws = digest_of_weights(found[name] for name in names) if names else "", feature_map.draw_digest()
+    return f"{weights}-{draws}" if weights and draws else weights + draws
 
 
 def features(feature_map: FeatureMap, x: Tensor, side: str) -> Tensor:

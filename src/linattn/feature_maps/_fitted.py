@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap, own_buffers, uncast_
+from linattn.feature_maps._base import FeatureMap, outside_inference, own_buffers, uncast_
 from linattn.feature_maps._digest import digest
 
 
@@ -51,6 +51,8 @@ class FittedMap(FeatureMap):
 
     def _refresh(self) -> None:
         """Forget or derive anew what depends on the fitted tensors; called after each change of them."""
+        for name, buffer in own_buffers(self).items():
+            self._buffers[name] = outside_inference(buffer)
         self._fingerprint = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

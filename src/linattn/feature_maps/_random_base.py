@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap, own_buffers, uncast_
+from linattn.feature_maps._digest import digest
 from linattn.feature_maps._draw import Draw, Lengths, draw_projection, orthogonal_pairs
 from linattn.feature_maps._moments import Rows
 
@@ -32,7 +33,7 @@ class RandomFeatureMap(FeatureMap):
 
     W is float64 whatever dtype the module is cast to, drawn by a CPU generator, hence the same in every process and on
     every device that has float64. `redraw` is the only other source of randomness; evaluation never draws. W and the
-    seed live in `state_dict`, and `repr` names every setting: two maps with the same `repr` are the same map. W is
+    seed live in `state_dict`, `repr` names every setting and `fingerprint` holds a digest of W as well. W is
     changed by `redraw` and `load_state_dict`; values written into the buffer in place are not noticed.
 
     Attributes:
@@ -56,6 +57,7 @@ class RandomFeatureMap(FeatureMap):
     features_per_row: int = 1
     projection: Tensor
     seed: Tensor
+    _draw_digest: str | None
 
     def __init__(
         self,
@@ -138,6 +140,12 @@ class RandomFeatureMap(FeatureMap):
             f"lengths={self.lengths!r}, scale={self.scale}, seed={self._seed}, num_heads={self.num_heads}"
         )
 
+    def draw_digest(self) -> str:
+        """A digest of W, which may have been loaded beside another draw's seed; read once after each change of W."""
+        if self._draw_digest is None:
+            self._draw_digest = digest(self.projection)
+        return self._draw_digest
+
     def _weights(self, projection: Tensor) -> Tensor:
         """W as it multiplies inputs from the right, (D, ·) or (H, D, ·), in float64."""
         return (projection * math.sqrt(self.scale)).mT.contiguous()
@@ -147,7 +155,7 @@ class RandomFeatureMap(FeatureMap):
         with torch.inference_mode(False), torch.no_grad():
             weights = self._weights(self.projection)
             self._prepared = {torch.float64: weights, torch.float32: weights.to(torch.float32)}
-        self._prepared_from = self.projection
+        self._prepared_from, self._draw_digest = self.projection, None
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and the weights in its dtype."""
@@ -159,7 +167,7 @@ class RandomFeatureMap(FeatureMap):
             )
         if x.dtype not in self._prepared:
             x = x.to(torch.float32)
-        if self._prepared_from is not self.projection:  # swapped from outside, as torch.func.functional_call does
+        if self._prepared_from is not self.projection:  # swapped for one call
             return x, self._weights(self.projection).to(x.dtype)
         return x, self._prepared[x.dtype]
 

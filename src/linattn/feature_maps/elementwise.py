@@ -116,7 +116,7 @@ class Relu(ElementwiseMap):
     Args:
         head_dim: D, the width of a query or key.
         floor: what is added to every feature, ≥ 0; with 0 a query without positive coordinates gives no weight to any
-            key.
+            key, and its output is 0.
 
     Raises:
         ValueError: if `head_dim` is not a positive integer, or `floor` is negative or not finite.

@@ -1,4 +1,4 @@
-"""Kernels for attention modules, built from what `linearize_` was given, and tried."""
+"""Kernels for attention modules, built from what `linearize_` was given, and, when they are fitted, tried."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._kernels import Kernel
 from linattn.hf.kernel_attention import KernelAttention
@@ -15,35 +15,32 @@ from linattn.planning import Plan
 from linattn.planning.methods import parse_method
 
 
-def written_kernel(found: AttentionModule, text: str, num_features: int | None, seed: int) -> tuple[Kernel, str]:
+def written_kernel(
+    found: AttentionModule, text: str, num_features: int | None, seed: int
+) -> tuple[KernelAttention, str]:
     """The kernel of a written form, and the form in exact names."""
     width, method = found.head_dim, parse_method(text)
     # At the default scale whatever the module's: KernelAttention makes up the difference with each call.
     built = method.build(width, num_features=num_features, scale=width**-0.5, seed=seed + found.number)
     # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
     built.requires_grad_(True)
-    kernel = KernelAttention(built, found.name, window=method.window, num_heavy=method.num_heavy)
-    try_out(found, kernel, method.label)
-    return kernel, method.label
+    return KernelAttention(built, found.name, window=method.window, num_heavy=method.num_heavy), method.label
 
 
 def own_kernel(
     found: AttentionModule, feature_map: Callable[[int], FeatureMap] | None, window: int | None, num_heavy: int
-) -> tuple[Kernel, str]:
-    """The kernel of a map that a function builds, and the map in words."""
+) -> KernelAttention:
+    """The kernel of a map that a function builds."""
     if isinstance(feature_map, FeatureMap) or not callable(feature_map):
         raise TypeError(
             f"feature_map must be text, or a function that builds a map from a head width, got "
             f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
         )
-    kernel = KernelAttention(feature_map(found.head_dim), found.name, window=window, num_heavy=num_heavy)
-    label = in_words(kernel)
-    try_out(found, kernel, label)
-    return kernel, label
+    return KernelAttention(feature_map(found.head_dim), found.name, window=window, num_heavy=num_heavy)
 
 
-def planned_kernel(found: AttentionModule, plan: Plan) -> tuple[Kernel, str]:
-    """The kernel of a plan, and how many heads have which method."""
+def check_plan(found: AttentionModule, plan: Plan) -> None:
+    """Refuse the plan of another layer."""
     if plan.head_dim != found.head_dim or plan.is_causal != found.is_causal:
         kinds = ("bidirectional", "causal")
         raise ValueError(
@@ -51,9 +48,6 @@ def planned_kernel(found: AttentionModule, plan: Plan) -> tuple[Kernel, str]:
             f"its plan is for heads of width {plan.head_dim} and {kinds[plan.is_causal]}; give the plans of this "
             "model's layers, in order"
         )
-    kernel = PlannedAttention(plan, found.name)
-    try_out(found, kernel, plan.summary)
-    return kernel, plan.summary
 
 
 def in_words(kernel: Kernel) -> str:
@@ -77,7 +71,14 @@ def try_out(found: AttentionModule, kernel: Kernel, label: str) -> None:
         with torch.no_grad():
             kernel(token, token, value, scale=found.head_dim**-0.5, is_causal=found.is_causal)
     except ValueError as error:
-        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}") from error
+        cure = "; in linearize_, calibrate=batches fits it to samples" if _is_unfitted(kernel) else ""
+        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}{cure}") from error
+
+
+def _is_unfitted(kernel: Kernel) -> bool:
+    """Whether some map takes statistics of samples and has none."""
+    fitted = [part for part in kernel.modules() if isinstance(part, FittedMap)]
+    return any(all(getattr(part, name) is None for name in part.fitted_buffers) for part in fitted)
 
 
 def _sizes(kernel: Kernel) -> tuple[int, int | None]:

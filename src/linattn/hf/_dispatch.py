@@ -38,7 +38,7 @@ def attend(
     scale = read_scale(query, scaling)
     kernel = kernel_of(module)
     if kernel is None:
-        return _attend_exactly(module, query, key, value, mask, scale, dropout, is_causal, options), None
+        return attend_exactly(module, query, key, value, mask, scale, dropout, is_causal, options), None
     num_seen = 0 if linattn_layer is None else linattn_layer.num_tokens
     refuse_options(kernel.module_name, num_seen + key.shape[-2], dropout, options)
     key_mask, is_causal = read_mask(kernel.module_name, module, mask, is_causal)
@@ -55,7 +55,7 @@ def attend(
     return out.transpose(1, 2), None
 
 
-def _attend_exactly(
+def attend_exactly(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

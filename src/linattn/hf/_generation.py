@@ -26,6 +26,20 @@ def hand_over(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
+def check_caches(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let every part of a model that may be called by itself refuse a cache that an error left between two layers."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return [part.register_forward_pre_hook(_check_cache, with_kwargs=True) for part in parts]
+
+
+def _check_cache(part: nn.Module, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook: whichever argument is a cache of states."""
+    for given in (*args, *options.values()):
+        cache: Any = given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
+        if isinstance(cache, StateCache):
+            cache.check_level()
+
+
 def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: one keyword more, which the module hands on unread."""
     cache: Any = next((options[name] for name in _CACHES if options.get(name) is not None), None)

@@ -8,6 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+MARK = "linattn.hf.from_pretrained reads this folder"
+"""What a linearized model's config.json names as its attention: no other reader has one of that name, and says so."""
+
+# What transformers reads from config.json, and never writes by itself.
+_WRITTEN = "attn_implementation"
+
 
 @dataclass(frozen=True)
 class Former:
@@ -41,6 +47,20 @@ def switch_to(model: PreTrainedModel, name: str) -> Former:
 def attends_by(model: PreTrainedModel, name: str) -> bool:
     """Whether some part of the model names this implementation."""
     return any(config._attn_implementation == name for config in _configs(model))
+
+
+def mark(model: PreTrainedModel) -> None:
+    """Let every config.json that is written of the model, or of a part of it, say that softmax is not its attention."""
+    for config in _configs(model):
+        if _WRITTEN not in vars(config):
+            setattr(config, _WRITTEN, MARK)
+
+
+def unmark(model: PreTrainedModel) -> None:
+    """Undo `mark`."""
+    for config in _configs(model):
+        if vars(config).get(_WRITTEN) == MARK:
+            delattr(config, _WRITTEN)
 
 
 def _configs(model: PreTrainedModel) -> Iterator[Any]:

@@ -9,8 +9,14 @@ from linattn.hf._kernels import Kernel
 from linattn.hf.kernel_attention import KernelAttention
 from linattn.hf.planned_attention import PlannedAttention
 from linattn.planning.json_records import check_fields
-from linattn.planning.map_records import describe, rebuild
-from linattn.planning.plans import plan_from_record, plan_record
+from linattn.planning.map_records import check_size, describe, rebuild
+from linattn.planning.methods import parse_method
+from linattn.planning.plans import EXACT, Plan, plan_from_record, plan_record
+
+# Keys in a window, keys attended to exactly, numbers in a value: what is beyond is no model's.
+_MOST = 2**20
+# Characters of a method's written form.
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,34 @@ def rebuild_kernel(record: Any, module_name: str, *, place: str, remedy: str) ->
         planned = check_fields(record, _PlannedRecord, place, remedy)
         plan = plan_from_record(planned["plan"], f"{place}, plan", remedy)
         try:
+            _check_methods(plan)
             return PlannedAttention(plan, module_name)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{place}: {error}; {remedy}") from error
     checked = check_fields(record, _KernelRecord, place, remedy)
     try:
+        _check_counts(window=checked["window"], num_heavy=checked["num_heavy"])
         feature_map = rebuild(checked["feature_map"])
-    except ValueError as error:
+    # A record may hold a map in a map in a map.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {error}; {remedy}") from error
     return KernelAttention(feature_map, module_name, window=checked["window"], num_heavy=checked["num_heavy"])
+
+
+def _check_methods(plan: Plan) -> None:
+    """Refuse methods that would hold more than any model's, before they are built."""
+    _check_counts(value_dim=plan.value_dim)
+    for label in plan.groups:
+        if len(label) > _LONGEST:
+            raise ValueError(f"a method of {len(label)} characters is none of linattn's")
+        if label != EXACT:
+            method = parse_method(label)
+            _check_counts(window=method.window, num_heavy=method.num_heavy)
+            check_size(method.map.name, {"head_dim": plan.head_dim, **dict(method.map.options)})
+
+
+def _check_counts(**counts: int | None) -> None:
+    """Refuse sizes beyond any model's."""
+    for name, count in counts.items():
+        if count is not None and count > _MOST:
+            raise ValueError(f"{name} is {count}, which is beyond any model's; at most {_MOST} is read")

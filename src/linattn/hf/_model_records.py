@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linattn.planning.files import replacing
 from linattn.planning.json_records import check_fields, read_record
+from linattn.records.atomic import atomic_file
 
 RECORD, TENSORS = "linattn.json", "linattn.safetensors"
 REMEDY = "save the model again, with linattn.hf.save_pretrained"
@@ -64,7 +64,7 @@ class ModelRecord:
 def write(folder: Path, record: ModelRecord, tensors: Mapping[str, Tensor]) -> None:
     """Both files; tensors that share memory are written once each."""
     save_file({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}, folder / TENSORS)
-    with replacing(folder / RECORD) as file:
+    with atomic_file(folder / RECORD) as file:
         json.dump({"kind": _KIND, "version": _VERSION, **asdict(record)}, file, allow_nan=False, indent=1)
 
 
@@ -102,7 +102,8 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{path} is missing, and with it the tensors of the kernels; {REMEDY}")
     try:
         found = {name: x.clone() for name, x in load_file(path, device="cpu").items()}
-    except SafetensorError as error:
+    # The second kind: dtypes that safetensors knows, and its reader for torch does not.
+    except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {REMEDY}") from None
     got, wanted = outlines(found), record.tensors
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - got.keys())]

@@ -11,13 +11,16 @@ from transformers import PreTrainedModel
 
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf._building import own_kernel, planned_kernel, written_kernel
+from linattn.hf._building import check_plan, in_words, own_kernel, try_out, written_kernel
 from linattn.hf._calls import refuse_weights
 from linattn.hf._dispatch import NAME
-from linattn.hf._generation import generate_as_before, generate_by_states, hand_over
-from linattn.hf._implementation import Former, attends_by, switch_to
+from linattn.hf._generation import check_caches, generate_as_before, generate_by_states, hand_over
+from linattn.hf._implementation import Former, attends_by, mark, switch_to, unmark
 from linattn.hf._kernels import KERNEL, Kernel, kernel_of
+from linattn.hf._model_writing import save_as_before, save_with_kernels
+from linattn.hf.calibrating import Sample, calibrate_kernels, calibrate_plans
 from linattn.hf.interception import NAME as INTERCEPTED
+from linattn.hf.planned_attention import PlannedAttention
 from linattn.planning import Plan
 
 # Where a model keeps what `restore_` needs; it follows the model into copies and pickles.
@@ -87,6 +90,7 @@ def linearize_(
     num_heavy: int = 0,
     num_features: int | None = None,
     seed: int = 0,
+    calibrate: Iterable[Sample] | None = None,
 ) -> Linearization:
     """Replace softmax by the kernel of a feature map, in place, in all attention layers of a model or in some.
 
@@ -102,7 +106,9 @@ def linearize_(
     dropout on the weights (load the model with its attention dropout at 0), returned weights. This changes what the
     model computes, without training it anew: `linattn audit` says beforehand by how much.
 
-    Cost: building the maps. Afterwards a replaced layer takes time linear in the tokens, but for a plan's exact heads.
+    Cost: building the maps; with `calibrate` a forward pass per batch, and memory for at most 16384 tokens of each
+    layer's queries and keys, evenly spread over the samples. Afterwards a replaced layer takes time linear in the
+    tokens, but for a plan's exact heads.
 
     Args:
         model: any transformers model whose layers use AttentionInterface.
@@ -119,17 +125,24 @@ def linearize_(
         num_heavy: the same.
         num_features: R, for a written map whose width is free and not written.
         seed: layer n's map is drawn from seed + n; for written random maps.
+        calibrate: batches of samples like what the model will read: mappings of its inputs, as a tokenizer returns, or
+            tensors (B, L) of input ids. Maps that take statistics (Expansion, Nystrom, Oprf, Sderf, Centred, Balanced)
+            are fitted to the queries and keys that the softmax model has there, each to its own layer's, padding left
+            out; maps that a function builds are fitted too, and so are those of plans that hold no fitted tensors. A
+            causal layer needs such maps fitted. None for maps that need no samples, or learn from each call.
 
     Returns:
         A `Linearization`: what was replaced by what, and what was not and why.
 
     Raises:
-        TypeError: if `feature_map` is neither text nor a function that returns maps.
+        TypeError: if `feature_map` is neither text nor a function that returns maps, or a batch is no such thing.
         ValueError: if not one of feature_map and plans is given, there are not as many plans as layers, the model
             ignores AttentionInterface, is linearized or intercepted already, has no such layers, or the map or plan
-            cannot be built or used: a causal layer needs maps that learn nothing from the call.
+            cannot be built or used: a causal layer needs maps that learn nothing from the call. Also if `calibrate`
+            holds no batches or nothing to calibrate is there.
 
     Example:
+        >>> import torch
         >>> from transformers import BertConfig, BertModel
         >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
         >>> model = BertModel(BertConfig(**sizes))
@@ -139,6 +152,12 @@ def linearize_(
         >>> model.encoder.layer[1].attention.self.linear_attention.feature_map
         Taylor(head_dim=2, order=2, scale=0.7071067811865476)
         >>> restore_(model)
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> causal = LlamaModel(LlamaConfig(**sizes))
+        >>> batches = [torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])]
+        >>> _ = linearize_(causal, feature_map="Expansion(num_centres=3)", calibrate=batches)
+        >>> causal.layers[0].self_attn.linear_attention.feature_map.centres.shape  # heads, centres, their width
+        torch.Size([2, 3, 2])
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236); transformers' documentation, "Attention interface".
     """
@@ -151,20 +170,17 @@ def linearize_(
     chosen = [found for found in modules if found.number not in reasons]
     exact_part = window is not None or num_heavy > 0
     _check_surface(feature_map, plans, len(chosen), exact_part=exact_part, has_width=num_features is not None)
-    kernels = {}
-    for place, found in enumerate(chosen):
-        if plans is not None:
-            kernels[found.number] = planned_kernel(found, plans[place])
-        elif isinstance(feature_map, str):
-            kernels[found.number] = written_kernel(found, feature_map, num_features, seed)
-        else:
-            kernels[found.number] = own_kernel(found, feature_map, window, num_heavy)
-    install(model, [(found, kernels[found.number][0]) for found in chosen])
+    if plans is not None:
+        labelled = _planned(model, chosen, plans, calibrate)
+    else:
+        labelled = _mapped(model, chosen, feature_map, window, num_heavy, num_features, seed, calibrate)
+    for found, (kernel, label) in zip(chosen, labelled, strict=True):
+        try_out(found, kernel, label)
+    install(model, [(found, kernel) for found, (kernel, _) in zip(chosen, labelled, strict=True)])
+    labels = {found.number: label for found, (_, label) in zip(chosen, labelled, strict=True)}
     return Linearization(
         tuple(
-            LayerReport(found.number, found.name, kernels[found.number][1], None)
-            if found.number in kernels
-            else LayerReport(found.number, found.name, None, reasons[found.number])
+            LayerReport(found.number, found.name, labels.get(found.number), reasons.get(found.number))
             for found in modules
         )
     )
@@ -195,6 +211,8 @@ def restore_(model: PreTrainedModel) -> None:
     for hook in undo.hooks:
         hook.remove()
     generate_as_before(model)
+    save_as_before(model)
+    unmark(model)
     undo.former.put_back()
     delattr(model, _UNDO)
 
@@ -214,7 +232,45 @@ def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, Ker
     if stateful:
         generate_by_states(model)
     hooks = [*refuse_weights(model), *(hook for module in stateful for hook in hand_over(module))]
+    if stateful:
+        hooks += check_caches(model)
+    mark(model)
+    save_with_kernels(model)
     setattr(model, _UNDO, _Undo(former, tuple(hooks)))
+
+
+def _planned(
+    model: PreTrainedModel, chosen: list[AttentionModule], plans: Sequence[Plan], calibrate: Iterable[Sample] | None
+) -> list[tuple[Kernel, str]]:
+    """The kernel of each layer's plan, and how many heads have which method."""
+    pairs = list(zip(chosen, plans, strict=True))
+    for found, plan in pairs:
+        check_plan(found, plan)
+    if calibrate is not None:
+        plans = calibrate_plans(model, pairs, calibrate)
+    return [(PlannedAttention(plan, found.name), plan.summary) for found, plan in zip(chosen, plans, strict=True)]
+
+
+def _mapped(
+    model: PreTrainedModel,
+    chosen: list[AttentionModule],
+    feature_map: str | Callable[[int], FeatureMap] | None,
+    window: int | None,
+    num_heavy: int,
+    num_features: int | None,
+    seed: int,
+    calibrate: Iterable[Sample] | None,
+) -> list[tuple[Kernel, str]]:
+    """The kernel of each layer's map, and the map in words."""
+    if isinstance(feature_map, str):
+        written = [written_kernel(found, feature_map, num_features, seed) for found in chosen]
+        kernels, labels = [kernel for kernel, _ in written], [label for _, label in written]
+    else:
+        kernels, labels = [own_kernel(found, feature_map, window, num_heavy) for found in chosen], None
+    if calibrate is not None:
+        calibrate_kernels(model, list(zip(chosen, kernels, strict=True)), calibrate)
+    # What was fitted is a part of the words.
+    return list(zip(kernels, labels or map(in_words, kernels), strict=True))
 
 
 def _check_surface(

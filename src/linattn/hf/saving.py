@@ -6,22 +6,21 @@ import os
 import warnings
 from pathlib import Path
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import linattn
-from linattn.hf import _model_records
+from linattn.hf import _model_records, _model_writing
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import in_words, try_out
-from linattn.hf._kernel_records import describe_kernel, rebuild_kernel
-from linattn.hf._kernels import KERNEL, Kernel, kernel_of
-from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, outlines
-from linattn.hf._softmax_folders import bring_back, not_brought_back, softmax_model, softmax_state
+from linattn.hf._kernel_records import rebuild_kernel
+from linattn.hf._kernels import Kernel
+from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord
+from linattn.hf._model_writing import tensor_prefix
+from linattn.hf._softmax_folders import bring_back, softmax_model
 from linattn.hf.linearization import install, is_linearized
-from linattn.hf.loading import quiet
-from linattn.planning.files import appearing
+from linattn.records.atomic import atomic_folder
 
 
 def save_pretrained(
@@ -31,11 +30,14 @@ def save_pretrained(
 
         from_pretrained(folder) has the model's numbers, and in evaluation mode its outputs, to the bit
 
-    The folder is a plain one of transformers, which its own classes load as the softmax model. Beside that,
-    linattn.safetensors holds the tensors of the kernels (draws, what was fitted, learned weights), and of the model
-    what a plain folder does not bring back: buffers that are no part of `state_dict`, and weights of another dtype than
-    the first one's. linattn.json says which layer attends by which map, window and number of heavy keys, or by which
-    plan, and which versions wrote it. A map that several layers share becomes one map for each.
+    The folder is a plain one of transformers but for its config.json, which names an attention that transformers does
+    not have: its own classes refuse the folder and point here, or, told AutoModel.from_pretrained(folder,
+    attn_implementation="sdpa"), load the softmax model. Beside that, linattn.safetensors holds the tensors of the
+    kernels (draws, what was fitted, learned weights), and of the model what a plain folder does not bring back: buffers
+    that are no part of `state_dict`, and weights of another dtype than the first one's. linattn.json says which layer
+    attends by which map, window and number of heavy keys, or by which plan, and which versions wrote it. A map that
+    several layers share becomes one map for each. The model's own `save_pretrained`, which trainers call, adds the same
+    two files to what it writes, in a folder that may hold others.
 
     Cost: writing the weights.
 
@@ -66,14 +68,14 @@ def save_pretrained(
 
     Source: transformers' documentation, "Loading models"; the format of safetensors.
     """
-    with appearing(Path(folder).expanduser().absolute()) as temporary:
+    with atomic_folder(Path(folder).expanduser().absolute()) as temporary:
         write_linearized(model, temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
 
 
 def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
-    """Read a folder that `save_pretrained` wrote.
+    """Read a folder that `save_pretrained`, or a linearized model's own method of that name, wrote.
 
     The model has the class and the dtypes it was saved with, is on the CPU and in evaluation mode, and is linearized
     alike: `generate` keeps states, learned weights are trainable, `restore_` makes it the softmax model as transformers
@@ -93,7 +95,8 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
         FileNotFoundError: if linattn.json is missing (the folder holds no linearized model), or linattn.safetensors, or
             the weights.
         ValueError: if linattn.json is no JSON, of another format version, or does not agree with the weights, with
-            linattn.safetensors or with the model that transformers builds; every tensor and layer is named.
+            linattn.safetensors or with the model that transformers builds, every tensor and layer being named; or a
+            file asks for what no folder written here does: code of a hub, files elsewhere, sizes beyond any model's.
 
     Warns:
         UserWarning: if another version of linattn wrote the folder; the model is read nonetheless.
@@ -123,42 +126,12 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
 
 def write_linearized(model: PreTrainedModel, folder: Path) -> None:
     """The files of a linearized model, into a folder that exists; nothing is written before everything is checked."""
-    kind = type(model)
     if not is_linearized(model):
         raise ValueError(
-            f"{kind.__name__} is not linearized; call linearize_ on it first, or write it by its own save_pretrained"
+            f"{type(model).__name__} is not linearized; call linearize_ on it first, or write it by its own "
+            "save_pretrained"
         )
-    if getattr(transformers, kind.__name__, None) is not kind:
-        raise ValueError(
-            f"{kind.__module__}.{kind.__qualname__} is no class that transformers exports, and from_pretrained finds "
-            "classes there alone; save a model of transformers' own classes, for example the one inside"
-        )
-    modules = list(attention_modules(model))
-    kernels = [(found, kernel) for found in modules if (kernel := kernel_of(found.module)) is not None]
-    layers = tuple(LayerRecord(found.number, found.name, describe_kernel(kernel)) for found, kernel in kernels)
-    tensors: dict[str, Tensor] = not_brought_back(model)
-    for found, kernel in kernels:
-        tensors.update(kernel.state_dict(prefix=_prefix(found.name)))
-    record = ModelRecord(
-        linattn=linattn.__version__,
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        model_class=kind.__name__,
-        dtype=str(model.dtype).removeprefix("torch."),
-        num_layers=len(modules),
-        layers=layers,
-        tensors=outlines(tensors),
-    )
-    # What was there before is no linearized model from now on, and what is written is one from the last file on.
-    (folder / RECORD).unlink(missing_ok=True)
-    with quiet():
-        model.save_pretrained(folder, state_dict=softmax_state(model))
-    _model_records.write(folder, record, tensors)
-
-
-def _prefix(module_name: str) -> str:
-    """What the names of a kernel's tensors begin with."""
-    return f"{module_name}.{KERNEL}."
+    _model_writing.write(model, folder)
 
 
 def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tuple[AttentionModule, LayerRecord]]:
@@ -185,7 +158,7 @@ def _kernel(
     found: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]
 ) -> tuple[AttentionModule, Kernel]:
     """One layer's kernel with its tensors, which are taken out of `tensors`, and tried."""
-    place, prefix = f"{path / RECORD}, layer {layer.number}", _prefix(found.name)
+    place, prefix = f"{path / RECORD}, layer {layer.number}", tensor_prefix(found.name)
     kernel = rebuild_kernel(layer.kernel, found.name, place=place, remedy=REMEDY)
     own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     try:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from linattn.hf.loading import quiet
 from linattn.hf.saving import from_pretrained, write_linearized
-from linattn.planning.files import appearing
+from linattn.records.atomic import atomic_folder
 
 # What sentence-transformers itself passes on to every model; other options would have to be obeyed.
 _WHERE = {"subfolder", "token", "cache_dir", "revision", "local_files_only", "trust_remote_code"}
@@ -139,7 +139,7 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
     `model`, and max_seq_length, which sentence-transformers lowers to the model's positions when it loads; a model card
     is not written, since an earlier one tells of another model. The folder is one for `linattn.hf.from_pretrained` too.
     What was loaded from it may be saved by its own `save` as well; the `save` of a model that was linearized in memory
-    writes softmax.
+    writes a folder that `linattn.hf.from_pretrained` reads, and SentenceTransformer refuses.
 
     Cost: writing the weights.
 
@@ -179,5 +179,5 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
     whole = copy(model)
     whole._modules = OrderedDict(model._modules)
     whole._modules[name] = linear
-    with appearing(Path(folder).expanduser().absolute()) as temporary:
+    with atomic_folder(Path(folder).expanduser().absolute()) as temporary:
         whole.save(str(temporary), create_model_card=False)

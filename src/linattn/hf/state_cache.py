@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
@@ -168,6 +168,8 @@ class StateCache(Cache):
     * continue a text: give the same cache again;
     * try several continuations, or take one back: continue from `fork`, and keep the cache.
 
+    A call that ends by an error leaves it between two tokens, and the next call refuses it: go on from a fork.
+
     An encoder-decoder takes it for its self-attention: `EncoderDecoderCache(StateCache(model), DynamicCache())`. A pass
     that records gradients keeps the graph alive through the states. Whisper's `generate` with return_dict_in_generate
     takes the keys of its cache apart, of which there are none here: pass it an ordinary cache.
@@ -215,6 +217,22 @@ class StateCache(Cache):
         """What its layers hold, in bytes: states, and the keys and values of layers that kept their softmax."""
         held = pytree.tree_leaves([vars(layer) for layer in self.layers])
         return sum(x.nbytes for x in held if isinstance(x, Tensor))
+
+    def check_level(self) -> None:
+        """A call of the model is about to begin; at the end of each one, every layer has seen the same tokens.
+
+        Raises:
+            RuntimeError: if an earlier call ended between two layers, by an error: some have seen its tokens, others
+                have not, and a state cannot give them back.
+        """
+        counted = [layer for layer in self.layers if isinstance(layer, StateLayer | DynamicLayer)]
+        counts = [layer.get_seq_length() for layer in counted]
+        if any(count != counts[0] for count in counts):
+            raise RuntimeError(
+                f"the layers of the cache have seen different numbers of tokens ({', '.join(map(str, counts))}): a "
+                "call was left between two layers, by an error; go on from a fork taken before that call, or call "
+                "reset() on the cache and give the model the whole text again"
+            )
 
     def fork(self) -> StateCache:
         """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_type_hints
 
-from linattn.planning.files import replacing
+from linattn.lab._fields import read_field
+from linattn.records.atomic import atomic_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -54,7 +56,7 @@ class Form(Generic[H, R]):
 
         Source: the JSON Lines format.
         """
-        with replacing(path) as file:
+        with atomic_file(path) as file:
             file.writelines(self._line(record) for record in chain([header], rows))
 
     def read(self, path: Path) -> tuple[H, list[R]]:
@@ -76,8 +78,29 @@ class Form(Generic[H, R]):
 
         Source: the JSON Lines format.
         """
-        with path.open(encoding="utf-8") as file:
-            return self._records(file, path)
+        return self._records(_lines(path.read_bytes(), path), path)
+
+    def so_far(self, path: Path) -> tuple[H, list[R]]:
+        """Read what `extend` has written until now.
+
+        Cost: linear in the file, all of it in memory.
+
+        Args:
+            path: the file, finished or not.
+
+        Returns:
+            The header and the whole rows, in order; a last line that was cut off is left out.
+
+        Raises:
+            ValueError: as `read`, for any line but the last.
+
+        Example:
+            See `extend`.
+
+        Source: the JSON Lines format.
+        """
+        content = path.read_bytes()
+        return self._records(_lines(content[: content.rfind(b"\n") + 1], path), path)
 
     def unfinished(self, path: Path) -> tuple[H, list[R]] | None:
         """What an early end has left of a file written by `extend`.
@@ -88,8 +111,7 @@ class Form(Generic[H, R]):
             path: the unfinished file.
 
         Returns:
-            The header and the whole rows, in order; a last line that was cut off is left out. None where there is no
-            such file.
+            As `so_far`; None where there is no such file, or none that can be read.
 
         Example:
             See `extend`.
@@ -98,9 +120,8 @@ class Form(Generic[H, R]):
         """
         if not path.is_file():
             return None
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         try:
-            return self._records((line for line in lines if line.endswith("\n")), path)
+            return self.so_far(path)
         except ValueError:
             return None
 
@@ -149,14 +170,20 @@ class Form(Generic[H, R]):
     def _record(self, line: str, place: str) -> H | R:
         """One line, read and checked against the fields of its kind."""
         kinds = dict(self._kinds())
-        values = json.loads(line)
-        kind = kinds.get(values.pop("kind", None)) if isinstance(values, dict) else None
+        values = _parsed(line, place)
+        name = values.pop("kind", None) if isinstance(values, dict) else None
+        kind = kinds.get(name) if isinstance(name, str) else None
         if kind is None:
             raise ValueError(f"{place} is no row of {self.subject}; its kind must be one of {', '.join(kinds)}")
-        wanted = {field.name: field.type for field in fields(kind)}
-        if set(values) != set(wanted):
+        wanted, needed = _types(kind)
+        if not needed <= set(values) <= set(wanted):
             raise ValueError(f"{place}: got the fields {sorted(values)}, wanted {sorted(wanted)}; measure again")
-        return kind(**{name: _number(value, str(wanted[name])) for name, value in values.items()})
+        for field, value in values.items():
+            try:
+                values[field] = read_field(value, wanted[field])
+            except ValueError as error:
+                raise ValueError(f"{place}, {field}: {error}; move the file away and measure again") from None
+        return kind(**values)
 
     def _line(self, record: DataclassInstance) -> str:
         """One record as a line."""
@@ -175,6 +202,25 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _number(value: Any, wanted: str) -> Any:
-    """The float behind "inf" or "nan", where a float is wanted."""
-    return float(value) if wanted.startswith("float") and isinstance(value, str) else value
+@cache
+def _types(kind: type[DataclassInstance]) -> tuple[dict[str, Any], set[str]]:
+    """The type of each field, and the fields that files of earlier versions have too: those without a default."""
+    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+    return get_type_hints(kind), needed
+
+
+def _lines(content: bytes, path: Path) -> list[str]:
+    """A file's lines, ended by a line feed and by nothing else: texts may hold other characters that break lines."""
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}); move it away and measure again") from None
+    return lines if lines[-1] else lines[:-1]
+
+
+def _parsed(line: str, place: str) -> Any:
+    """What a line of JSON holds."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is damaged ({error}); move the file away and measure again") from None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linattn.planning.files import replacing
 from linattn.planning.json_records import check_fields, read_record
+from linattn.records.atomic import atomic_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -26,7 +26,7 @@ _REMEDY = "make the plan again, with `linattn audit --target` or linattn.plan"
 def write(path: Path, plans: Sequence[DataclassInstance]) -> None:
     """A file of plans, one per layer."""
     layers = [plain(plan) for plan in plans]
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         json.dump({"kind": _KIND, "version": _VERSION, "layers": layers}, file, allow_nan=False, indent=1)
 
 

@@ -20,6 +20,43 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float | None": (float, int, type(None)),
 }
 
+_LARGEST = 2**63 - 1
+
+
+def read_json(path: Path, kind: str, remedy: str) -> Any:
+    """What a JSON file holds.
+
+    Cost: linear in the file.
+
+    Args:
+        path: the file, which exists.
+        kind: what it should be, in words; errors call the file so.
+        remedy: what to do about another file, the end of every error.
+
+    Returns:
+        The values as `json` gives them.
+
+    Raises:
+        ValueError: if the file is no JSON, is nested beyond what Python reads, or holds an integer of too many digits.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.json"
+        >>> _ = path.write_text("[" * 99999)
+        >>> read_json(path, "cake", "bake it again")
+        Traceback (most recent call last):
+        ValueError: ...a.json is not a cake: it is nested too deeply; bake it again
+
+    Source: none, a format.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is not a {kind}: it is nested too deeply; {remedy}") from None
+    # Wrong syntax, wrong bytes, and integers of more digits than Python reads.
+    except ValueError as error:
+        raise ValueError(f"{path} is not a {kind}: it is no JSON ({error}); {remedy}") from None
+
 
 def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, Any]:
     """A JSON file that holds one record of a kind and a version.
@@ -47,10 +84,7 @@ def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, A
 
     Source: none, a format.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a {kind}: it is no JSON ({error}); {remedy}") from None
+    found = read_json(path, kind, remedy)
     if not isinstance(found, dict) or found.get("kind") != kind:
         raise ValueError(f'{path} is not a {kind}: it wants "kind": "{kind}"; {remedy}')
     if found.get("version") != version:
@@ -91,7 +125,12 @@ def check_fields(values: Any, kind: type[DataclassInstance], place: str, remedy:
         value, types = values[name], _TYPES.get(written)
         # In Python, True is an integer; in a record it is none.
         mixed = isinstance(value, bool) and written != "bool"
-        unfit = types is not None and (mixed or not isinstance(value, types))
+        unfit = types is not None and (mixed or not isinstance(value, types) or _is_beyond(value))
         if unfit or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{place}: {name} must be a finite {written}, got {value!r}; {remedy}")
     return dict(values)
+
+
+def _is_beyond(value: Any) -> bool:
+    """Whether an integer is none that a tensor's size or a count can be, nor a float hold."""
+    return isinstance(value, int) and abs(value) > _LARGEST

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +12,11 @@ from torch import Tensor
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
 
 _KINDS: dict[str, Any] = {**FEATURE_MAPS, **WRAPPERS}
+# Numbers that a map's tensors, or its state of values as wide as queries, may hold: 1 GB in float64. Far above what
+# models use, and far below what a broken record asks for.
+_MOST_NUMBERS = 2**27
+# Maps whose features are monomials in the D coordinates, up to a degree.
+_OF_MONOMIALS = ("TensorPolynomial", "Taylor", "Expansion")
 
 
 def describe(feature_map: FeatureMap) -> dict[str, Any]:
@@ -71,7 +78,8 @@ def rebuild(record: Any) -> FeatureMap:
         The map: random ones drawn from seed 0, others not fitted or not trained, learned weights trainable.
 
     Raises:
-        ValueError: if it is no such record, names no map of the library, or the constructor refuses its options.
+        ValueError: if it is no such record, names no map of the library, asks for sizes beyond any model's, or the
+            constructor refuses its options.
 
     Example:
         >>> rebuild({"name": "Taylor", "options": {"head_dim": 4, "order": 1, "scale": 0.5}})
@@ -85,11 +93,49 @@ def rebuild(record: Any) -> FeatureMap:
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"there is no feature map {name!r}; this linattn has {', '.join(_KINDS)}")
+    check_size(name, record["options"])
     options = {
         option: rebuild(value) if isinstance(value, dict) else value for option, value in record["options"].items()
     }
     try:
         built: FeatureMap = kind(**options)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} cannot be built from {record['options']!r}: {error}") from error
     return built
+
+
+def check_size(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a map that would hold more than 2**27 numbers, before it is built: a file may say anything.
+
+    Cost: none worth naming.
+
+    Args:
+        name: of the map.
+        options: of its constructor, head_dim among them; what is no number is for the constructor to check.
+
+    Raises:
+        ValueError: if they multiply to more.
+
+    Example:
+        >>> check_size("FavorPlus", {"head_dim": 64, "num_features": 10**9})
+        Traceback (most recent call last):
+        ValueError: FavorPlus would hold more than 134217728 numbers with head_dim 64 and num_features 1000000000
+
+    Source: none.
+    """
+    counts = {name: value for name, value in options.items() if type(value) is int and name != "seed"}
+    if max(counts.values(), default=0) > _MOST_NUMBERS or _log_size(name, counts) > math.log(_MOST_NUMBERS):
+        named = " and ".join(f"{option} {value}" for option, value in counts.items())
+        raise ValueError(f"{name} would hold more than {_MOST_NUMBERS} numbers with {named}")
+
+
+def _log_size(name: str, counts: Mapping[str, int]) -> float:
+    """The logarithm of H·D·max(D, R), R from whatever the map's constructor takes it from."""
+    width = max(counts.get("head_dim", 1), 1)
+    log_features = sum(math.log(max(counts.get(option, 1), 1)) for option in ("num_features", "num_centres", "nu"))
+    if name in _OF_MONOMIALS:
+        degree = max(counts.get("degree", counts.get("order", 2)), 0)
+        log_features += math.lgamma(width + degree + 1) - math.lgamma(width + 1) - math.lgamma(degree + 1)
+        # Each monomial is stored as the numbers of its factors.
+        log_features += math.log(max(degree, 1))
+    return math.log(max(counts.get("num_heads", 1), 1)) + math.log(width) + max(math.log(width), log_features)

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 
 from linattn import softmax_attention
 from linattn.hf import capture, load
-from linattn.lab.audit.planned import plan_model, second_half
+from linattn.lab.audit.planned import Planner, second_half
 from linattn.lab.audit.records import ModelRow, PlanRow, read_records
 from linattn.lab.audit.text import Text
 from linattn.lab.commands.app import app
 from linattn.lab.report import Report, summarise_audit, write_page
 from linattn.lab.report.audit.plan_summary import PlanSummary
-from linattn.planning import read_plans
+from linattn.planning import plan, read_plans
 from linattn.planning.measures import relative_error
 from pages import Page
 
@@ -102,7 +102,38 @@ def test_no_measured_token_is_calibrated_on(folder, prose):
     assert measured == whole[:32]
     assert calibrated[-20:] == whole[-20:]
     with pytest.raises(ValueError, match="gives 10 tokens to calibrate on, wanted 32"):
-        plan_model(loaded, Text("few", "w1 " * 10), target_error=0.1, num_tokens=32)
+        Planner(loaded, Text("few", "w1 " * 10), target_error=0.1, num_tokens=32)
+
+
+def test_plans_are_gone_on_from(run, tmp_path, monkeypatch):
+    """A plan that was made and measured is not made again; that of another audit is kept aside."""
+    out = tmp_path / "out"
+    assert run("--target", "0.6").exit_code == 0
+    whole, plans = read_records(out / "audit.jsonl")[1], (out / "plan.json").read_bytes()
+    (out / "audit.jsonl").unlink()
+    (out / "plan.json").unlink()
+    made = []
+
+    def counted(*tensors, **options):
+        made.append(options["target_error"])
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return plan(*tensors, **options)
+
+    monkeypatch.setattr("linattn.lab.audit.planned.plan", counted)
+    assert run("--target", "0.6").exit_code == 130
+    assert len(read_plans(out / "plan.partial.json")) == 1
+    assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "plan.partial.json"]
+    assert "planned" in Page((out / "index.html").read_text(encoding="utf-8")).text
+    assert run("--target", "0.6").exit_code == 0
+    assert len(made) == 3
+    assert set(read_records(out / "audit.jsonl")[1]) == set(whole)
+    assert (out / "plan.json").read_bytes() == plans
+    assert run("--target", "0.6").exit_code == 0
+    assert len(made) == 3
+    assert run("--target", "0.05").exit_code == 0
+    assert made[3:] == [0.05] * 2
+    assert (out / "plan.1.json").read_bytes() == plans
 
 
 def head(number, method, expected, error, flops=50):

@@ -10,7 +10,7 @@ import pytest
 
 from linattn.lab.audit.records import Header, HeadRow, ModelRow, RankRow, read_records, write_records
 from linattn.lab.audit.text import read_text
-from linattn.planning.files import replacing
+from linattn.records.atomic import atomic_file
 
 HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)
 HEAD = HeadRow(0, 0, "Relu", 2, 0, None, 0.1, 0.7, 0.2, 0.6, None, 0.3, 1.0, 1.5, 4.0, 0.9, None, 6, 20)
@@ -60,7 +60,7 @@ def test_an_early_end_leaves_what_was_there(tmp_path, ending):
 
 def test_nothing_shows_under_the_name_before_the_end(tmp_path):
     path = tmp_path / "a.txt"
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         file.write("half")
         assert not path.exists()
     assert path.read_text() == "half"

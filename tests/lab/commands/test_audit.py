@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 
 import pytest
+import torch
+import transformers
 from typer.testing import CliRunner
 
 from linattn import cli
+from linattn.hf import load
 from linattn.lab.audit.measuring import Audit
-from linattn.lab.audit.records import read_records
+from linattn.lab.audit.records import HeadRow, read_records
+from linattn.lab.audit.truth import LayerTruth
 from linattn.lab.commands.app import app
+from linattn.lab.report import summarise_audit
+from linattn.planning.methods import parse_method
+from pages import Page
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 
@@ -31,6 +40,18 @@ def run(folder, prose, tmp_path):
         return CliRunner(env=WIDE).invoke(app, ["audit", *fixed, *words])
 
     return with_words
+
+
+@pytest.fixture(scope="module")
+def wide_folder(folder, tmp_path_factory):
+    """A small model whose heads are 256 wide."""
+    where = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=64, head_dim=256, intermediate_size=16, pad_token_id=0, **sizes)
+    transformers.LlamaModel(config).save_pretrained(where)
+    transformers.AutoTokenizer.from_pretrained(folder("llama")).save_pretrained(where)
+    return where
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
@@ -85,30 +106,148 @@ def test_refusals(run, tmp_path, words, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupt_leaves_what_was_there(run, tmp_path, monkeypatch):
-    run("--map", "Relu")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+@pytest.fixture
+def ends(monkeypatch):
+    """A function that lets every audit from now on end in an interrupt after so many rows; None: not at all."""
     measure = Audit.rows
 
-    def interrupted(self):
-        for number, row in enumerate(measure(self)):
-            if number == 5:
-                raise KeyboardInterrupt
-            yield row
+    def after(number):
+        def interrupted(self, *words):
+            yield from islice(measure(self, *words), number)
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(Audit, "rows", interrupted)
-    result = run("--map", "FavorPlus")
+        monkeypatch.setattr(Audit, "rows", measure if number is None else interrupted)
+
+    return after
+
+
+def figures(path):
+    """The rows of an audit's file, of which none may be there twice."""
+    rows = read_records(path)[1]
+    assert len(set(rows)) == len(rows)
+    return rows
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The methods measured on a layer, in order."""
+    measure, found = LayerTruth.measure, []
+
+    def counted(self, method, feature_map):
+        found.append(method.label)
+        return measure(self, method, feature_map)
+
+    monkeypatch.setattr(LayerTruth, "measure", counted)
+    return found
+
+
+# Two baselines, five ranks of two layers of four heads, then for each method two layers of heads and the whole model.
+@pytest.mark.parametrize("number", [0, 1, 2, 5, 44, 46, 50, 51, 52, 58, 60])
+def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, measured, number):
+    words = ["--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "1"]
+    file = tmp_path / "out" / "audit.jsonl"
+    run(*words)
+    whole = figures(file)
+    assert len(whole) == 60
+    file.unlink()
+    ends(number)
+    result = run(*words)
     assert result.exit_code == 130
-    assert "Interrupted. Nothing half-written is left" in result.output
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert ("the same command goes on from there" in result.output) == (number > 0)
+    assert figures(file) == whole[:number]
+    ends(None)
+    measured.clear()
+    assert run(*words).exit_code == 0
+    assert set(figures(file)) == set(whole)
+    layers = (max(number - 42, 0) // 4, max(number - 51, 0) // 4)
+    assert measured == ["FavorPlus"] * max(2 - layers[0], 0) + ["Relu"] * max(2 - layers[1], 0)
+    assert sorted(path.name for path in file.parent.iterdir()) == ["audit.jsonl", "index.html"]
+
+
+def test_a_finished_audit_is_measured_anew_when_asked_for(run, tmp_path, measured):
+    file = tmp_path / "out" / "audit.jsonl"
+    run("--map", "Relu")
+    before = file.read_bytes()
+    assert run("--map", "Relu").exit_code == 0
+    assert measured == ["Relu"] * 2
+    assert run("--map", "Relu", "--again").exit_code == 0
+    assert measured == ["Relu"] * 4
+    assert file.read_bytes() == before == file.with_name("audit.1.jsonl").read_bytes()
+
+
+def test_an_interrupt_leaves_a_page_of_what_is_measured(run, tmp_path, ends):
+    words = ["--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "2"]
+    ranks = 5 * 2 * 4
+    ends(2 + ranks + 9 + 3)
+    result = run(*words)
+    assert f"{tmp_path / 'out' / 'index.html'} shows the 1 methods and widths" in result.output.replace("\n", "")
+    page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    assert "Not finished: FavorPlus; Relu are still to be measured" in page.text
+    summary = summarise_audit(tmp_path / "out" / "audit.jsonl")
+    assert [(line.map, line.draws) for line in summary.lines] == [("FavorPlus", 1)]
+    ends(None)
+    assert run(*words).exit_code == 0
+    page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    assert "Not finished" not in page.text
+
+
+def test_another_audit_is_kept_aside_and_gone_on_from(run, tmp_path, ends):
+    file = tmp_path / "out" / "audit.jsonl"
+    run("--map", "Relu")
+    before = file.read_bytes()
+    ends(5)
+    result = run("--map", "FavorPlus", "--features", "8")
+    assert result.exit_code == 130
+    said = result.output.replace("\n", "")
+    assert f"What was measured before is now in {file.with_name('audit.1.jsonl')}. It is of another model" in said
+    assert file.with_name("audit.1.jsonl").read_bytes() == before
+    assert read_records(file)[0].maps == ["FavorPlus"]
+    ends(0)
+    run("--map", "Relu")
+    assert file.read_bytes() == before
+    assert len(figures(file.with_name("audit.2.jsonl"))) == 5
+
+
+def test_a_file_that_is_no_audit_is_kept_aside(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "audit.jsonl").write_text("something else\n")
+    assert run("--map", "Relu").exit_code == 0
+    assert (tmp_path / "out" / "audit.1.jsonl").read_text() == "something else\n"
+
+
+def test_every_stage_is_told_without_a_terminal(run):
+    output = run("--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "2").output
+    wanted = ("Loading ", "Recording the attention of", "Exact attention and averaging", "The limit of every rank")
+    wanted += ("FavorPlus, 8 features, draw 1 of 2", "FavorPlus, 8 features, draw 2 of 2", "Relu, 8 features")
+    places = [output.index(words) for words in wanted]
+    assert places == sorted(places)
+    line = next(line for line in output.splitlines() if line.startswith("Relu, 8 features"))
+    assert re.fullmatch(r"Relu, 8 features \(\d+%, \d+:\d\d passed, about \d+:\d\d left\)", line)
+
+
+def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder, tmp_path, monkeypatch):
+    methods = tuple(map(parse_method, ("Relu", "Expansion(num_centres=64)")))
+    monkeypatch.setattr("linattn.lab.commands.audit.default_methods", lambda: methods)
+    monkeypatch.setattr("linattn.lab.commands.audit.load", lambda name: load(str(wide_folder)))
+    reason = "on heads 256 wide its state has 4,227,200 numbers, as many as the keys and values of 8,257 tokens"
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert f"Left out: Expansion(num_centres=64): {reason}. --map measures it all the same." in result.output
+    header, rows = read_records(tmp_path / "out" / "audit.jsonl")
+    assert (header.maps, header.left_out) == (["Relu"], {"Expansion(num_centres=64)": reason})
+    assert {row.map for row in rows if isinstance(row, HeadRow)} == {"Relu"}
+    page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    assert f"Expansion(num_centres=64). {reason}." in page.text
+    assert "Left out" not in run("--map", "Expansion(num_centres=1)", "--map", "Taylor").output
+    assert read_records(tmp_path / "out" / "audit.jsonl")[0].left_out == {}
 
 
 def test_an_interrupt_that_was_swallowed(run, tmp_path, monkeypatch):
     """Python ignores what a signal handler raises inside a destructor or a weak reference's callback."""
     measure = Audit.rows
 
-    def swallowing(self):
-        for row in measure(self):
+    def swallowing(self, *words):
+        for row in measure(self, *words):
             with contextlib.suppress(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
             yield row
@@ -116,7 +255,7 @@ def test_an_interrupt_that_was_swallowed(run, tmp_path, monkeypatch):
     monkeypatch.setattr(Audit, "rows", swallowing)
     before = signal.getsignal(signal.SIGINT)
     assert run("--map", "Relu").exit_code == 130
-    assert not list((tmp_path / "out").iterdir())
+    assert figures(tmp_path / "out" / "audit.jsonl") == []
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -133,24 +272,30 @@ def test_an_interrupt_while_the_page_is_written(run, tmp_path, monkeypatch):
 def test_a_real_interrupt(folder, prose, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(prose, encoding="utf-8")
-    words = ["audit", str(folder("bert")), "--text", str(text), "--tokens", "32", "--draws", "5000", "--out", str(out)]
-    command = [sys.executable, "-c", "from linattn.cli import main; main()", *words]
+    words = ["--text", str(text), "--tokens", "32", "--map", "FavorPlus", "--draws", "5000", "--out", str(out)]
+    command = [sys.executable, "-c", "from linattn.cli import main; main()", "audit", str(folder("bert")), *words]
     # One thread: tiny matrices gain nothing from more.
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not list(out.glob(".audit.jsonl.*.part")):
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert "Interrupted. Nothing half-written is left" in output
-    assert not list(out.iterdir())
+    file, kept = out / "audit.jsonl", 0
+    for number in range(2):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone) as process:
+            try:
+                deadline = time.monotonic() + 120
+                while not file.exists() or len(file.read_text().splitlines()) < kept + 100:
+                    assert process.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                process.send_signal(signal.SIGINT)
+                output, _ = process.communicate(timeout=120)
+            finally:
+                process.kill()
+        assert process.returncode == 130
+        assert "the same command goes on from there" in output.replace("\n", " ")
+        assert ("figures were measured before and are kept" in output) == (number == 1)
+        before, kept = kept, len(figures(file))
+        assert kept > before
+        assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html"]
+        assert "Not finished: FavorPlus" in Page((out / "index.html").read_text(encoding="utf-8")).text
 
 
 def test_missing_extras_are_named(monkeypatch):

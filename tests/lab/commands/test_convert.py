@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ from typer.testing import CliRunner
 
 from linattn.convert.running import run as run_model
 from linattn.convert.samples import from_texts
-from linattn.convert.stages import agreement
+from linattn.convert.stages import agreement, measure
 from linattn.hf import from_pretrained
 from linattn.hf.kernel_attention import KernelAttention
 from linattn.lab.commands.app import app
@@ -95,6 +97,18 @@ def subprocess_of(script, *arguments):
     )
 
 
+class Favouring:
+    """Measures a model as ever, and says of one stage that it is the best."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, name, *args):
+        found = measure(name, *args)
+        cosine = 0.9918 if name == self.name else 0.9884
+        return replace(found, agreement=replace(found.agreement, embedding_cosine=cosine))
+
+
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_from_the_words_to_the_folder(run, folder, text, tmp_path, family):
     result = run("--map", LEARNED, "--minutes", "0.2", "--seed", "4", family=family)
@@ -117,7 +131,7 @@ def test_from_the_words_to_the_folder(run, folder, text, tmp_path, family):
     teacher, student = AutoModel.from_pretrained(folder(family)).eval(), from_pretrained(out)
     with torch.no_grad():
         exact, ours = ([run_model(one, batch) for batch in samples.held_out] for one in (teacher, student))
-    found = report["stages"][-1]["agreement"]
+    found = {stage["name"]: stage["agreement"] for stage in report["stages"]}[report["kept"]]
     for name, value in vars(agreement(ours, exact)).items():
         assert found[name] == pytest.approx(value, abs=1e-6)
 
@@ -309,6 +323,46 @@ def test_killed_three_times_it_ends_as_if_it_had_not_been(words, tmp_path):
         assert ours["best_loss"] < ours["first_loss"]
         # All runs together were given the time once.
         assert theirs["seconds"] * 0.5 < ours["seconds"] < theirs["seconds"] * 2
+
+
+def test_the_best_stage_is_written_and_named(run, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("linattn.convert.course.measure", Favouring("unconverted"))
+    result = run("--map", "FavorPlus(num_features=8)", "--minutes", "0.1")
+    assert result.exit_code == 0, result.output
+    report, card = report_of(tmp_path / "out"), (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert report["kept"] == "unconverted"
+    assert [stage["name"] for stage in report["stages"]] == ["uniform", "unconverted", "converted"]
+    words = "Kept: the map as drawn, since distilling made it worse: embedding cosine 0.9884 against 0.9918."
+    assert words in result.output.replace("\n", " ")
+    assert words in card
+    plain, kept = AutoModel.from_pretrained(folder("bert")), from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(weight, kept[name]) for name, weight in plain.state_dict().items())
+
+
+def test_a_full_disk_at_the_end_names_the_folder_and_loses_no_work(run, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("linattn.lab.commands.convert.model_card", full)
+        result = run("--map", LEARNED, "--minutes", "0.1")
+    assert result.exit_code == 1
+    words = f"No space left on device: {tmp_path / 'out'} was not written; free some space, or write elsewhere"
+    assert words in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out.unfinished"]
+    monkeypatch.setattr("linattn.convert.training._Run._step", None)
+    assert run("--map", LEARNED, "--minutes", "0.1").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_without_a_terminal_the_stages_are_lines(run):
+    lines = run("--map", LEARNED, "--minutes", "0.2").output.splitlines()
+    assert lines[0] == "Measuring and calibrating"
+    for name in ("transfer", "distillation"):
+        told = [line for line in lines if line.startswith(f"{name}: ")]
+        assert re.fullmatch(rf"{name}: \d+% done, loss \d+\.\d{{4}}, about \d+\.\d minutes left", told[0])
+        assert re.fullmatch(rf"{name}: done, loss \d+\.\d{{4}}; measuring", told[-1])
+        assert 2 <= len(told) <= 5
 
 
 def test_help():

@@ -8,7 +8,7 @@ import pytest
 
 from linattn.convert import Agreement, Conversion, LayerError, Stage, Trained
 from linattn.hf import LayerReport, Linearization
-from linattn.lab.report import layer_table, model_card, stage_table
+from linattn.lab.report import kept_in_words, layer_table, model_card, stage_table
 from linattn.lab.report.conversion import markdown
 
 
@@ -88,3 +88,45 @@ def test_the_card(conversion):
     calibrated = replace(conversion, trainings=(), linearization=Linearization(conversion.linearization.layers[:2]))
     assert "Training: none." in model_card(calibrated, "tiny")
     assert "keep softmax" not in model_card(calibrated, "tiny")
+
+
+def staged(kept, divergence=None, **figures):
+    """A conversion with these stages, each of an embedding cosine, or of a divergence and of cosines that say less."""
+    stages = []
+    for number, (name, figure) in enumerate(figures.items()):
+        values = (figure, 0.5, 0.5, None) if divergence is None else (0.9 + number / 100, 0.5, 0.5, figure)
+        layers = () if name == "uniform" else (LayerError("layer.0", number / 8, number / 4, 0.8),)
+        stages.append(Stage(name, Agreement(*values), layers))
+    return Conversion("Taylor", Linearization(()), tuple(stages), (), 9, 99, False, (), kept)
+
+
+def test_the_stage_that_is_kept_and_why():
+    def found(*args, **figures):
+        return kept_in_words(staged(*args, uniform=0.4, **figures))
+
+    assert found("converted", unconverted=0.98, calibrated=0.97, converted=0.99) == "Kept: distilled"
+    words = "Kept: the map as drawn, since distilling made it worse: embedding cosine 0.9884 against 0.9918"
+    assert found("unconverted", unconverted=0.9918, converted=0.9884) == words
+    words = (
+        "Kept: the map as drawn, since calibrating and distilling made it worse: embedding cosine 0.9700 and 0.9884 "
+        "against 0.9918"
+    )
+    assert found("unconverted", unconverted=0.9918, calibrated=0.97, converted=0.9884) == words
+    words = "Kept: calibrated, since distilling made it no better: embedding cosine 0.97000000 against 0.97000000"
+    assert found("calibrated", unconverted=0.5, calibrated=0.97, converted=0.97) == words
+    words = "Kept: calibrated, since distilling made it worse: embedding cosine 0.97000000 against 0.97000100"
+    assert found("calibrated", unconverted=0.5, calibrated=0.970001, converted=0.97) == words
+
+
+def test_what_predicts_is_kept_by_its_predictions():
+    words = "Kept: calibrated, since distilling made it worse: prediction KL 0.2000 against 0.1000"
+    assert kept_in_words(staged("calibrated", True, uniform=9.0, calibrated=0.1, converted=0.2)) == words
+
+
+def test_the_card_and_the_worst_head_are_those_of_the_stage_that_was_kept():
+    conversion = staged("calibrated", uniform=0.4, unconverted=0.5, calibrated=0.99, converted=0.97)
+    card = model_card(conversion, "tiny")
+    assert f"\n{kept_in_words(conversion)}.\n" in card
+    assert layer_table(conversion).rows == (("layer.0", "0.8000", "0.1250", "0.2500", "0.3750", "0.5000"),)
+    # Conversions that name no stage are those of their last.
+    assert kept_in_words(replace(conversion, kept="")) == "Kept: distilled"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import Moments, Running, Workspace, block_size, blocks
+from linattn.attention._blocked.blocks import Moments, Running, Workspace, block_size, blocks, lowest
 from linattn.attention._blocked.features import Keys, key_block, query_block, query_features
 from linattn.attention._blocked.jumps import split, split_rows
 from linattn.attention._blocked.reading import store_rows, times_z
@@ -42,6 +42,8 @@ def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor, span: int)
     elif mask is not None:
         index = mask.to(torch.uint8).argmax(-1)[..., None, None]
         first = torch.take_along_dim(keys.log, index, dim=-2).squeeze(-2)
+        # Rows before it see the state alone, where that holds any key.
+        first = torch.where(mask[..., :1] | (m <= lowest(m.dtype)), first, m)
     safe = (c - torch.maximum(m, first)).amax(-1) < _MAX_JUMP
     return None if bool(safe.all()) else safe
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn.attention._blocked import (
     absorption,
@@ -27,6 +27,7 @@ from linattn.attention._blocked import (
     reading,
 )
 from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._swapping import with_swapped_tensors
 
 
 class Task(NamedTuple):
@@ -90,18 +91,6 @@ def is_followed(*tensors: Tensor) -> bool:
     return recorded or dual or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-class _Host(nn.Module):
-    """A map and a fold as one module, which is what `torch.func.functional_call` can swap tensors in."""
-
-    def __init__(self, feature_map: FeatureMap, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.map, self.function = feature_map, function
-
-    def forward(self, *arguments: Any) -> Any:
-        """The function's result."""
-        return self.function(self.map, *arguments)
-
-
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context without autocast; entering one where none is at work would cost a single token a tenth of its time."""
     if not torch.is_autocast_enabled(device.type):
@@ -114,10 +103,7 @@ def hosted(
 ) -> Any:
     """function(feature_map, *args), outside autocast, with the map's tensors replaced by `own`."""
     with outside_autocast(device):
-        if not own:
-            return function(feature_map, *args)
-        swapped = {f"map.{name}": tensor for name, tensor in own.items()}
-        return torch.func.functional_call(_Host(feature_map, function), swapped, args)
+        return function(with_swapped_tensors(feature_map, own), *args)
 
 
 def forward(

@@ -48,24 +48,25 @@ def rows(feature_map: GroupedFeatureMap, block: Block, visible: Tensor, before: 
     which = torch.arange(m.shape[0] * m.shape[1], device=m.device).view(*m.shape[:2], 1) * feature_map.num_groups
     which = (group + which).flatten()
     psi, log = feature_map.key(block.key), feature_map.key_log_weight(block.key)
-    exponents = log.mT.reshape(m.numel(), -1).index_select(0, which).view(*group.shape, -1)
+    length = block.key.shape[-2]
+    exponents = log.mT.reshape(m.numel(), length).index_select(0, which).view(*group.shape, length)
     exponents = torch.where(visible, exponents, -torch.inf)
     from_state = flat.m.index_select(0, which).view(group.shape)
     reference = torch.maximum(exponents.detach().amax(-1), from_state).clamp(min=lowest(S.dtype))
     weights = torch.exp(exponents - reference.unsqueeze(-1))
     decay = torch.exp(from_state - reference).unsqueeze(-1)
-    own_z = flat.z.squeeze(1).index_select(0, which).view(*group.shape, -1)
+    own_z = flat.z.squeeze(1).index_select(0, which).unflatten(0, group.shape)
     own_z = torch.matmul(weights, psi) + decay * own_z
-    place = flat.places.squeeze(1).index_select(0, which).view(*group.shape, -1)
+    place = flat.places.squeeze(1).index_select(0, which).unflatten(0, group.shape)
     phi_q, log_weight = feature_map.local_query(block.query, place, own_z)
     num = torch.matmul(weights * torch.matmul(phi_q, psi.mT), block.value)
-    num = num + decay * read_groups(phi_q, group, flat.S)
+    num = num + decay * read_groups(phi_q, group, flat.S, feature_map.num_groups)
     return num, (phi_q * own_z).sum(-1), reference + log_weight
 
 
-def read_groups(phi_q: Tensor, group: Tensor, S: Tensor) -> Tensor:
+def read_groups(phi_q: Tensor, group: Tensor, S: Tensor, num_groups: int) -> Tensor:
     """φ(q)ᵀS of each query's own group: (B, H, N, F), (B, H, N), (B·H·C, F, Dv) -> (B, H, N, Dv)."""
-    cut = tiles(group, S.shape[0] // group.shape[:2].numel())
+    cut = tiles(group, num_groups)
     found = torch.bmm(cut.pick(phi_q.flatten(0, 2)), S.index_select(0, cut.group))
     out = found.new_empty(group.numel() + 1, S.shape[-1])
     return out.index_copy(0, cut.target, found.flatten(0, 1))[:-1].view(*group.shape, S.shape[-1])

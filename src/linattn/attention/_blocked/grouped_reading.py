@@ -50,7 +50,8 @@ class Tiles(NamedTuple):
 
     def pick(self, rows: Tensor) -> Tensor:
         """The tiles' rows (t, T, ·) of rows (B·H·N, ·)."""
-        return rows.index_select(0, self.query.flatten()).view(*self.query.shape, -1)
+        picked: Tensor = rows.index_select(0, self.query.flatten()).unflatten(0, self.query.shape)
+        return picked
 
 
 def tiles(group: Tensor, num_groups: int) -> Tiles:
@@ -128,7 +129,7 @@ def forward(
     cut, flat = tiles(groups_of(feature_map, rows, S.dtype), feature_map.num_groups), flat_groups(feature_map, S, z, m)
     rows = rows.reshape(-1, rows.shape[-1])
     out, sums = query.new_empty(count + 1, S.shape[-1]), S.new_empty(count + 1, 2)
-    for part in cut.chunks(flat.S[0].numel() + part_width(cut, feature_map)):
+    for part in cut.chunks(flat.S.shape[1:].numel() + part_width(cut, feature_map)):
         x = part.pick(rows).to(S.dtype)
         num, den, own = read_tiles(feature_map, x, *(y.index_select(0, part.group) for y in flat[:3]))
         num.div_(den.masked_fill(den == 0, torch.inf).unsqueeze(-1))
@@ -162,8 +163,8 @@ def backward(
         flat = flat_groups(feature_map, S.detach(), z.detach(), m)
     grad_rows, grad_S, grad_z = spare_row(query), torch.zeros_like(flat.S), torch.zeros_like(flat.z)
     grad_places = torch.zeros_like(flat.places)
-    given = [grads[0].reshape(-1, S.shape[-1]), grads[1].flatten(), grads[2].flatten()]
-    for part in cut.chunks(flat.S[0].numel() + part_width(cut, feature_map)):
+    given = [grads[0].flatten(0, 3), grads[1].flatten(), grads[2].flatten()]
+    for part in cut.chunks(flat.S.shape[1:].numel() + part_width(cut, feature_map)):
         leaves = [part.pick(rows).to(S.dtype), *(y.index_select(0, part.group).detach() for y in flat[:3])]
         with torch.enable_grad():
             leaves = [leaf.requires_grad_() for leaf in leaves]

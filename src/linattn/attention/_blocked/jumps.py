@@ -80,7 +80,7 @@ class Split(NamedTuple):
 def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int, exponential: bool) -> Split:
     """Pad a block: t (B, H, G·n, R), keys and values of n tokens; copies, so that their buffers may be reused."""
     assert keys.log is not None
-    extended = torch.cat((value, torch.ones_like(value[..., :1])), -1)
+    extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1)
     log = keys.log.expand(*extended.shape[:-1], -1)
     linear = None if keys.linear is None else _padded(keys.linear, 2)
     return Split(

@@ -60,7 +60,7 @@ def _grouped_queries(feature_map: GroupedFeatureMap, query: Tensor, state: Momen
     rows, flat = query.flatten(2, 3), flat_groups(feature_map, *state)
     cut = tiles(groups_of(feature_map, rows, state.z.dtype), feature_map.num_groups)
     rows, total = rows.reshape(-1, rows.shape[-1]), torch.zeros_like(flat.z).squeeze(1)
-    for part in cut.chunks(flat.S[0].numel() + part_width(cut, feature_map)):
+    for part in cut.chunks(flat.S.shape[1:].numel() + part_width(cut, feature_map)):
         x, z = part.pick(rows).to(total.dtype), flat.z.index_select(0, part.group)
         phi_q, _ = feature_map.local_query(x, flat.places.index_select(0, part.group), z)
         den = (phi_q * z).sum(-1)

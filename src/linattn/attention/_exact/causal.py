@@ -119,7 +119,7 @@ def _far_rows(
 ) -> tuple[Partial, Moments]:
     """The rows over the map's keys: the state's, and those left to it as blocks begin, w at a time."""
     count, value_dim, parts, state = left.live.shape[2], left.value.shape[-1], [], before
-    if first < 2 * window:
+    if first < 2 * window or count == 0:
         parts.append(far.read(rows[:, :, :, first : 2 * window], before, value_dim))
     if count:
         # The third block sees the keys left first, the last one all of them; between, keys lie a span behind.

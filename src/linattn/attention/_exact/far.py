@@ -81,7 +81,7 @@ class Far(NamedTuple):
             k, v = (_turned(x[:, :, keys], short) for x in (key, value))
             seen = None if mask is None else mask[..., keys]
             if short:
-                seen = k.new_ones(1, 1, keys.stop - keys.start, dtype=torch.bool) if seen is None else seen
+                seen = k.new_ones(k.shape[0], 1, keys.stop - keys.start, dtype=torch.bool) if seen is None else seen
             seen = None if seen is None else torch.nn.functional.pad(seen.flip(-1), (short, 0))
             part, state = self.earlier_spans(rows, k, v, seen, state, window)
             parts.append(Partial(part.out.flip(3), part.log_normalizer.flip(3)))

@@ -32,7 +32,7 @@ def near(
     query: Tensor,  # (B, H, G, L, D)
     key: Tensor,  # (B, H, L, D)
     value: Tensor,  # (B, H, L, Dv)
-    mask: Tensor | None,  # (B, H or 1, L)
+    seen: Tensor | None,  # (B, H or 1, L)
     *,
     window: int,
     scale: float,
@@ -46,19 +46,20 @@ def near(
     batch, heads, groups, length, _ = query.shape
     per_block = batch * heads * groups * window * window * (2 if is_causal else 3)
     size = max(_CHUNK // max(per_block, 1), 1) * window
-    mass = torch.zeros(batch, heads, length + 2 * window, dtype=torch.promote_types(key.dtype, torch.float32))
-    mass = mass.to(key.device)
-    parts = []
-    for start in range(0, length, size):
+    parts, mass = [], None
+    for start in range(0, max(length, 1), size):
         stop = min(start + size, length)
         chunk = _Chunk(start, stop, -(-(stop - start) // window), window, is_causal)
-        out, log, weights = chunk.attend(query, key, value, mask, scale)
+        out, log, weights = chunk.attend(query, key, value, seen, scale)
+        # From the weights, which torch.vmap has mapped if it has mapped any input.
+        mass = weights.new_zeros(batch, heads, length + 2 * window) if mass is None else mass
         if first is not None:
             places = torch.arange(start, start + chunk.num_blocks * window, device=key.device)
             live = ((places >= first) & (places < length)).view(-1, 1, window, 1)
             columns = torch.where(live, weights.detach().unflatten(3, (groups, window)), 0)
             chunk.add_columns(mass, columns.sum((3, 4)))
         parts.append(Partial(out, log))
+    assert mass is not None  # one chunk at least
     return Near(joined(parts), mass[..., window : window + length])
 
 

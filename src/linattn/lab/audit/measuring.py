@@ -11,7 +11,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,35 +19,24 @@ from torch import Tensor
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept
+from linattn.lab.audit.kept import Kept
+from linattn.lab.audit.layer_rows import head_rows, rank_rows, ranks
+from linattn.lab.audit.leaving_out import unpayable
 from linattn.lab.audit.measurements import Configuration, Measurements
-from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, Header, HeadRow, ModelRow, PlanRow, RankRow, Row
+from linattn.lab.audit.planned import Planner
+from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, Header, ModelRow, PlanRow, Row
 from linattn.lab.audit.text import Text
-from linattn.lab.audit.truth import LayerTruth, Measurement
+from linattn.lab.audit.truth import LayerTruth
+from linattn.lab.audit.work import Work
 from linattn.lab.circumstances import versions
-from linattn.planning import Plan
-from linattn.planning.costs import flops_per_token, state_numbers
+from linattn.lab.pace import Silent, Watch
 from linattn.planning.measures import uniform_average
 from linattn.planning.methods import Method, fit
 
 _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
-_RANKS = tuple(2**power for power in range(9))
 _MOST_RANKED = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """Plans to be measured too.
-
-    Attributes:
-        plans: one per layer.
-        target: the error each head was to meet.
-        calibration: source of the text they were made on.
-    """
-
-    plans: tuple[Plan, ...]
-    target: float
-    calibration: str
+_SILENT = Silent()
 
 
 class Audit:
@@ -68,7 +57,9 @@ class Audit:
         measurements: Measurements,
         *,
         num_tokens: int = 512,
-        planned: Planned | None = None,
+        planned: Planner | None = None,
+        leave_out: bool = False,
+        watch: Watch = _SILENT,
     ) -> None:
         """Record the model's attention and compute what is exact about it.
 
@@ -80,23 +71,31 @@ class Audit:
             text: the text; a shorter one than asked for is used whole, and the header says how many tokens it gave.
             measurements: what to measure; every map is built once here, so that a bad option fails at once.
             num_tokens: tokens to read, special tokens included.
-            planned: plans made on another text, to be measured on this one; None for none.
+            planned: makes plans on another text, to be measured on this one; None for none.
+            leave_out: whether methods whose state cannot pay on this model's heads are left out; the header says why.
+            watch: told what begins.
 
         Raises:
             ValueError: if the text gives fewer than 8 tokens, a map refuses its arguments, or the model cannot be
                 intercepted.
         """
-        self.measurements = measurements
         self._model, self._planned = loaded.model, planned
         self._inputs = loaded.encode(text.content, num_tokens)
         length = self._inputs["input_ids"].shape[1]
         if length < _FEWEST_TOKENS:
             raise ValueError(f"{text.source} gives {length} tokens; an audit needs at least {_FEWEST_TOKENS}")
+        watch.begin(f"Recording the attention of {loaded.name} to {length} tokens")
         self._output, calls = self._record()
         first = length // 2 if calls[0].is_causal else 0
-        for configuration in (one for one in measurements.configurations() if one.draw == 0):
-            configuration.build(calls[0].query.shape[-1], scale=calls[0].scale, layer=0)
-        self._layers = [LayerTruth(call, first=first, num_rows=_NUM_ROWS) for call in calls]
+        shapes = [(call.query.shape[-1], call.value.shape[-1]) for call in calls]
+        left_out = unpayable(measurements, shapes, scale=calls[0].scale, num_tokens=length) if leave_out else {}
+        methods = tuple(method for method in measurements.methods if method.label not in left_out)
+        self.measurements = replace(measurements, methods=methods)
+        self._samples = self._built(calls[0])
+        self._layers = []
+        for number, call in enumerate(calls):
+            watch.pass_by(f"Exact answers, layer {number + 1} of {len(calls)}")
+            self._layers.append(LayerTruth(call, first=first, num_rows=_NUM_ROWS))
         self.header = Header(
             versions=versions("linattn", "torch", "transformers"),
             model=loaded.name,
@@ -111,21 +110,64 @@ class Audit:
             num_tokens=length,
             first_measured=first,
             num_rows=len(self._layers[0].query_index),
-            maps=[method.label for method in measurements.methods],
+            maps=[method.label for method in methods],
             features=list(measurements.features),
             draws=measurements.draws,
             seed=measurements.seed,
             target=None if planned is None else planned.target,
-            calibration=None if planned is None else planned.calibration,
+            calibration=None if planned is None else planned.source,
+            left_out=left_out,
         )
 
-    def rows(self) -> Iterator[Row]:
+    def kept(self, rows: Sequence[Row]) -> Kept:
+        """What of an earlier run's rows need not be measured again.
+
+        Cost: linear in the rows.
+
+        Args:
+            rows: written under the same header.
+
+        Returns:
+            Those of all that was measured to its end.
+
+        Example:
+            See `tests/lab/audit/test_resuming.py`.
+
+        Source: none.
+        """
+        heads = [layer.call.query.shape[1] for layer in self._layers]
+        return Kept(rows, heads=heads, ranks=ranks(self._layers[0]))
+
+    def work(self, kept: Kept) -> tuple[float, float]:
+        """All work, and what of it an earlier run has done, in operations, roughly.
+
+        Cost: none worth naming.
+
+        Args:
+            kept: what need not be measured again.
+
+        Returns:
+            Both.
+
+        Example:
+            See `tests/lab/audit/test_resuming.py`.
+
+        Source: `linattn.lab.audit.work`.
+        """
+        parts = list(self._parts(kept))
+        return sum(work for work, _ in parts), sum(work for work, done in parts if done)
+
+    def rows(self, kept: Kept | None = None, watch: Watch = _SILENT) -> Iterator[Row]:
         """Measure: the baselines and the ranks first, then for every configuration its heads and the whole model.
 
         Ranks are left out of texts with more than 1024 measured tokens, whose decompositions would take the most time.
 
         Cost: what `LayerTruth.rank_errors` costs; per configuration, for each layer what `LayerTruth.measure` costs,
         and one forward pass.
+
+        Args:
+            kept: what need not be measured again; nothing of it is yielded.
+            watch: told what begins and what is done.
 
         Returns:
             An iterator that measures as it goes; a configuration's `ModelRow` is its last row. A plan's rows end it.
@@ -135,26 +177,62 @@ class Audit:
 
         Source: none, an order.
         """
-        yield self._end_to_end(EXACT, None, 0, _exact)
-        yield self._end_to_end(UNIFORM, None, 0, _uniform)
-        if self.header.num_tokens - self.header.first_measured <= _MOST_RANKED:
-            for number, layer in enumerate(self._layers):
-                yield from _rank_rows(number, layer)
+        kept = self.kept([]) if kept is None else kept
+        watch.begin("Exact attention and averaging the values")
+        for label, answer in ((EXACT, _exact), (UNIFORM, _uniform)):
+            if not kept.has_model(label, None, 0):
+                yield self._end_to_end(label, None, 0, answer)
+                watch.advance(self._work.baseline)
+        if self._are_ranked:
+            yield from self._measure_ranks(kept, watch)
         for configuration in self.measurements.configurations():
-            maps = [self._build(configuration, number) for number in range(len(self._layers))]
-            for number, (layer, feature_map) in enumerate(zip(self._layers, maps, strict=True)):
-                yield from _head_rows(
-                    configuration, number, feature_map, layer, layer.measure(configuration.method, feature_map)
-                )
-            answer = _linear(configuration.method, maps)
-            yield self._end_to_end(configuration.method.label, maps[0].num_features, configuration.draw, answer)
-        if self._planned is not None:
-            yield from self._measure_plans(self._planned.plans)
+            if not kept.has_model(
+                configuration.method.label, self._sample(configuration).num_features, configuration.draw
+            ):
+                yield from self._measure(configuration, kept, watch)
+        if self._planned is not None and not kept.has_model(PLANNED, None, 0):
+            yield from self._measure_plans(self._planned, kept, watch)
 
-    def _measure_plans(self, plans: Sequence[Plan]) -> Iterator[Row]:
+    @property
+    def _are_ranked(self) -> bool:
+        """Whether the text is short enough for its attention matrices to be decomposed."""
+        return self.header.num_tokens - self.header.first_measured <= _MOST_RANKED
+
+    def _measure_ranks(self, kept: Kept, watch: Watch) -> Iterator[Row]:
+        """The limits of every rank, layer by layer."""
+        watch.begin("The limit of every rank")
+        for number, layer in enumerate(self._layers):
+            if not kept.has_ranks(number):
+                watch.pass_by(f"The limit of every rank, layer {number + 1} of {len(self._layers)}")
+                yield from rank_rows(number, layer)
+                watch.advance(self._work.ranks)
+
+    def _measure(self, configuration: Configuration, kept: Kept, watch: Watch) -> Iterator[Row]:
+        """One method at one width with one draw: each layer's heads, then the whole model."""
+        label, draw = configuration.method.label, configuration.draw
+        words = _words(configuration, self._sample(configuration), self.header.draws)
+        watch.begin(words)
+        maps = []
+        for number, layer in enumerate(self._layers):
+            feature_map = self._build(configuration, number)
+            maps.append(feature_map)
+            if not kept.has_heads(label, feature_map.num_features, draw, number):
+                watch.pass_by(f"{words}, layer {number + 1} of {len(self._layers)}")
+                measured = layer.measure(configuration.method, feature_map)
+                yield from head_rows(configuration, number, feature_map, layer, measured)
+                watch.advance(self._work.heads(configuration.method, feature_map))
+        watch.pass_by(f"{words}, the whole model")
+        yield self._end_to_end(label, maps[0].num_features, draw, _linear(configuration.method, maps))
+        watch.advance(self._work.model(configuration.method, maps[0]))
+
+    def _measure_plans(self, planner: Planner, kept: Kept, watch: Watch) -> Iterator[Row]:
         """One row per head, then the whole model."""
-        for number, (layer, plan) in enumerate(zip(self._layers, plans, strict=True)):
-            call = layer.call
+        watch.begin(f"A method for each head, for an error of {planner.target}")
+        for number, layer in enumerate(self._layers):
+            if kept.has_plan(number):
+                continue
+            watch.pass_by(f"A method for each head, layer {number + 1} of {len(self._layers)}")
+            plan, call = planner.plan(number), layer.call
             errors = layer.error(plan.attend(call.query, call.key, call.value)).tolist()
             for head, (chosen, error) in enumerate(zip(plan.heads, errors, strict=True)):
                 yield PlanRow(
@@ -168,8 +246,54 @@ class Audit:
                     state_numbers=chosen.state_numbers,
                     flops_per_token=chosen.flops_per_token,
                 )
+            watch.advance(self._work.plan)
         yield self._end_to_end(
-            PLANNED, None, 0, lambda call: plans[call.layer].attend(call.query, call.key, call.value)
+            PLANNED, None, 0, lambda call: planner.plan(call.layer).attend(call.query, call.key, call.value)
+        )
+        watch.advance(self._work.baseline)
+
+    def _parts(self, kept: Kept) -> Iterator[tuple[float, bool]]:
+        """Every part's work, and whether it is done."""
+        layers, work = range(len(self._layers)), self._work
+        yield from ((work.baseline, kept.has_model(label, None, 0)) for label in (EXACT, UNIFORM))
+        if self._are_ranked:
+            yield from ((work.ranks, kept.has_ranks(layer)) for layer in layers)
+        for one in self.measurements.configurations():
+            label, sample = one.method.label, self._sample(one)
+            whole = kept.has_model(label, sample.num_features, one.draw)
+            for layer in layers:
+                done = whole or kept.has_heads(label, sample.num_features, one.draw, layer)
+                yield work.heads(one.method, sample), done
+            yield work.model(one.method, sample), whole
+        if self._planned is not None:
+            yield from ((work.plan, kept.has_plan(layer)) for layer in layers)
+            yield work.baseline, kept.has_model(PLANNED, None, 0)
+
+    def _built(self, call: AttentionCall) -> dict[tuple[str, int | None], FeatureMap]:
+        """A map of each method and width, of which sizes are told; a bad option fails here."""
+        head_dim, scale = call.query.shape[-1], call.scale
+        return {
+            (one.method.label, one.num_features): one.build(head_dim, scale=scale, layer=0)
+            for one in self.measurements.configurations()
+            if one.draw == 0
+        }
+
+    def _sample(self, configuration: Configuration) -> FeatureMap:
+        """The map of which a configuration's sizes are told."""
+        return self._samples[configuration.method.label, configuration.num_features]
+
+    @property
+    def _work(self) -> Work:
+        """What the parts cost, roughly."""
+        header = self.header
+        return Work(
+            num_layers=header.num_layers,
+            num_tokens=header.num_tokens,
+            num_measured=header.num_tokens - header.first_measured,
+            num_rows=header.num_rows,
+            head_dim=header.head_dim,
+            value_dim=header.value_dim,
+            is_causal=header.is_causal,
         )
 
     def _record(self) -> tuple[Tensor, tuple[AttentionCall, ...]]:
@@ -202,50 +326,10 @@ class Audit:
         return ModelRow(label, features, draw, float(embedding), float(_cosine(ours, exact).mean()))
 
 
-def _head_rows(
-    configuration: Configuration, layer: int, feature_map: FeatureMap, truth: LayerTruth, measured: Measurement
-) -> Iterator[HeadRow]:
-    """One row per head of a layer."""
-    seed = configuration.first_seed + layer if configuration.method.map.is_random else None
-    method, value_dim = configuration.method, truth.call.value.shape[-1]
-    numbers = state_numbers(method, feature_map, value_dim=value_dim)
-    flops = flops_per_token(method, feature_map, value_dim=value_dim, is_causal=truth.call.is_causal)
-    for head in range(len(measured.error)):
-        yield HeadRow(
-            layer=layer,
-            head=head,
-            map=configuration.method.label,
-            features=feature_map.num_features,
-            draw=configuration.draw,
-            seed=seed,
-            error=float(measured.error[head]),
-            uniform_error=float(truth.uniform_error[head]),
-            total_variation=float(measured.total_variation[head]),
-            uniform_total_variation=float(truth.uniform_total_variation[head]),
-            kl=_existing(measured.kl[head]),
-            uniform_kl=_existing(truth.uniform_kl[head]),
-            query_norm=float(measured.query_norm[head]),
-            key_norm=float(measured.key_norm[head]),
-            sum_square=float(measured.sum_square[head]),
-            logit_std=float(truth.logit_std[head]),
-            predicted_ratio=_existing(measured.predicted_ratio[head]),
-            state_numbers=numbers,
-            flops_per_token=flops,
-        )
-
-
-def _rank_rows(layer: int, truth: LayerTruth) -> Iterator[RankRow]:
-    """The limit of every rank on every head of a layer."""
-    value_dim = truth.call.value.shape[-1]
-    ranks = [rank for rank in _RANKS if rank <= truth.call.query.shape[2] - truth.first]
-    for rank, errors in zip(ranks, truth.rank_errors(ranks), strict=True):
-        for head, error in enumerate(errors.tolist()):
-            yield RankRow(layer, head, rank, rank * (value_dim + 1), error)
-
-
-def _existing(value: Tensor) -> float | None:
-    """A number, or None for nan: what does not exist."""
-    return None if bool(value.isnan()) else float(value)
+def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
+    """A configuration, for those who wait."""
+    words = f"{configuration.method.label}, {sample.num_features:,} features"
+    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.map.is_random else words
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -5,9 +5,14 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
-from linattn.hf import LoadedModel, capture
+from collections.abc import Iterable
+from itertools import takewhile
+from pathlib import Path
+
+from linattn.hf import AttentionCall, LoadedModel, capture
+from linattn.lab.audit.records import PlanRow
 from linattn.lab.audit.text import Text
-from linattn.planning import Plan, plan
+from linattn.planning import Plan, plan, read_plans
 
 
 def second_half(loaded: LoadedModel, text: Text, num_tokens: int) -> Text:
@@ -43,40 +48,106 @@ def second_half(loaded: LoadedModel, text: Text, num_tokens: int) -> Text:
     return Text(f"second half of {text.source}", text.content[middle:])
 
 
-def plan_model(loaded: LoadedModel, text: Text, *, target_error: float, num_tokens: int) -> tuple[Plan, ...]:
-    """A plan for every layer of a model, calibrated on the attention it pays to a text.
+class Planner:
+    """A plan for every layer of a model, made one after the other on the attention it pays to a text.
 
-    Cost: two forward passes, and `linattn.plan` once per layer.
-
-    Args:
-        loaded: model and tokenizer.
-        text: the calibration text.
-        target_error: relative error of a head's output to be met.
-        num_tokens: tokens of the text to read, and the length the plans are for.
-
-    Returns:
-        One plan per layer, in order.
-
-    Raises:
-        ValueError: as `linattn.plan`, or if the text gives fewer than `num_tokens` tokens.
-
-    Example:
-        See `tests/lab/audit/test_planned.py`.
-
-    Source: none.
+    Attributes:
+        target: the error each head is to meet.
+        source: of the calibration text.
+        plans: those made so far, one per layer, in order.
     """
-    inputs = loaded.encode(text.content, num_tokens)
-    length = inputs["input_ids"].shape[1]
-    if length < num_tokens:
-        raise ValueError(f"{text.source} gives {length} tokens to calibrate on, wanted {num_tokens}; give a longer one")
-    return tuple(
-        plan(
-            call.query,
-            call.key,
-            call.value,
-            target_error=target_error,
-            is_causal=call.is_causal,
-            scale=call.scale,
-        )
-        for call in capture(loaded.model, inputs).calls
-    )
+
+    target: float
+    source: str
+    plans: list[Plan]
+
+    def __init__(self, loaded: LoadedModel, text: Text, *, target_error: float, num_tokens: int) -> None:
+        """Check what is asked for; nothing is planned yet.
+
+        Cost: linear in the text.
+
+        Args:
+            loaded: model and tokenizer.
+            text: the calibration text.
+            target_error: relative error of a head's output to be met.
+            num_tokens: tokens of the text to read, and the length the plans are for.
+
+        Raises:
+            ValueError: if the target is not positive, or the text gives fewer than `num_tokens` tokens.
+        """
+        if not target_error > 0:
+            raise ValueError(f"target_error must be positive, got {target_error}; 0.1 is a good one")
+        self.target, self.source, self.plans = target_error, text.source, []
+        self._model, self._inputs = loaded.model, loaded.encode(text.content, num_tokens)
+        self._calls: tuple[AttentionCall, ...] = ()
+        length = self._inputs["input_ids"].shape[1]
+        if length < num_tokens:
+            raise ValueError(
+                f"{text.source} gives {length} tokens to calibrate on, wanted {num_tokens}; give a longer one"
+            )
+
+    def plan(self, layer: int) -> Plan:
+        """The plan of a layer, made now if it is not yet, with those of the layers before.
+
+        Cost: two forward passes the first time, and `linattn.plan` per layer.
+
+        Args:
+            layer: number of the layer.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: as `linattn.plan`.
+
+        Example:
+            See `tests/lab/audit/test_planned.py`.
+
+        Source: none.
+        """
+        if not self._calls and layer >= len(self.plans):
+            self._calls = capture(self._model, self._inputs).calls
+        while layer >= len(self.plans):
+            call = self._calls[len(self.plans)]
+            self.plans.append(
+                plan(
+                    call.query,
+                    call.key,
+                    call.value,
+                    target_error=self.target,
+                    is_causal=call.is_causal,
+                    scale=call.scale,
+                )
+            )
+        return self.plans[layer]
+
+    def go_on_from(self, file: Path, rows: Iterable[PlanRow]) -> None:
+        """Take over the plans that an earlier run of the same audit has made and measured.
+
+        Cost: that of reading.
+
+        Args:
+            file: written by `linattn.write_plans`; one that is not there, or is damaged, is passed over.
+            rows: the earlier run's; plans of a file that chose otherwise are another audit's.
+
+        Example:
+            See `tests/lab/commands/test_audit.py`.
+
+        Source: none.
+        """
+        measured: dict[int, list[tuple[str, float]]] = {}
+        for row in rows:
+            measured.setdefault(row.layer, []).append((row.method, row.expected_error))
+        try:
+            found = read_plans(file)
+        except (OSError, ValueError):
+            return
+        same = takewhile(lambda pair: _choices(pair[1]) == measured.get(pair[0]), enumerate(found))
+        plans = [one for _, one in same]
+        if len(plans) > len(self.plans):
+            self.plans = plans
+
+
+def _choices(one: Plan) -> list[tuple[str, float]]:
+    """What a plan chose for each head, and the error it expects."""
+    return [(head.method, head.expected_error) for head in one.heads]

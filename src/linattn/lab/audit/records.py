@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from linattn.lab.jsonl import Form
@@ -37,6 +37,7 @@ class Header:
         seed: seed of the audit.
         target: the error a plan was made for; null without a plan.
         calibration: source of the text the plan was made on; null without a plan.
+        left_out: why methods were not measured, by their written forms.
     """
 
     versions: dict[str, str]
@@ -58,6 +59,7 @@ class Header:
     seed: int
     target: float | None = None
     calibration: str | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

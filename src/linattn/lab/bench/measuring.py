@@ -15,6 +15,8 @@ from linattn.lab.bench.records import BenchHeader, LengthRow
 from linattn.lab.bench.settings import Settings
 from linattn.lab.circumstances import processor, versions
 from linattn.lab.timing import seconds
+from linattn.planning.costs import exact_flops_per_token, flops_per_token
+from linattn.planning.methods import parse_method
 
 _EXACT_LIMIT = 60.0
 
@@ -67,6 +69,30 @@ class Bench:
             exact_limit=exact_limit,
             memory=memory.how_measured(settings),
         )
+
+    def operations(self, length: int) -> float:
+        """Floating-point operations of one call of each contender, for an estimate of the time left.
+
+        Cost: the map's constructor.
+
+        Args:
+            length: L.
+
+        Returns:
+            The count; exact attention is counted even where it will be left out.
+
+        Example:
+            >>> bench = Bench(Settings(map="FavorPlus", features=8, heads=1, head_dim=4, memory=False))
+            >>> bench.operations(10)  # 10 tokens: 4·8·4 + 4·8·5, and 2·10·8
+            4480.0
+
+        Source: `linattn.planning.costs`.
+        """
+        settings, head_dim = self._settings, self._settings.head_dim
+        method = parse_method(settings.spec.label)
+        one = flops_per_token(method, settings.build_map(), value_dim=head_dim, is_causal=settings.is_causal)
+        exact = exact_flops_per_token(length, head_dim=head_dim, value_dim=head_dim, is_causal=settings.is_causal)
+        return float(settings.batch * settings.heads * length * (one + exact))
 
     def rows(self, kept: Sequence[LengthRow], announce: Callable[[str], None]) -> Iterator[LengthRow]:
         """Measure every length that is not among those kept.

@@ -1,23 +1,62 @@
-"""The `linattn` command's subcommands, each in a file of its own."""
+"""The `linattn` command's subcommands, each in a file of its own that is imported when it is asked for.
+
+Help and version come at once: torch alone is imported by then, since `import linattn` does so.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Annotated, Any
+
 import typer
+from typer.core import TyperGroup
 
-from linattn.lab.commands.audit import audit
-from linattn.lab.commands.bench import bench
-from linattn.lab.commands.convert import convert
-from linattn.lab.commands.reproduce import reproduce
+from linattn import __version__
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+# What each does, as the first sentence of its function says: help is not to import them all.
+COMMANDS = {
+    "audit": "Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.",
+    "bench": "Measure from which length on linear attention is faster than exact attention, on your shapes.",
+    "convert": "Turn a model's softmax attention into linear attention, and say how wrong it is before and after.",
+    "reproduce": "Measure the claims of the founding texts and of the Performer paper, and say which hold.",
+}
+
+
+class _Lazy(TyperGroup):
+    """Subcommands that are imported when they are run or asked for help."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """One subcommand."""
+        if cmd_name not in COMMANDS:
+            return None
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name)(getattr(import_module(f"linattn.lab.commands.{cmd_name}"), cmd_name))
+        return typer.main.get_command(single)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The subcommands in help."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+app = typer.Typer(cls=_Lazy, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+def _print_version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        typer.echo(f"linattn {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def linattn() -> None:
+def linattn(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """Kernel attention in linear time that always says how wrong it is."""
-
-
-app.command()(audit)
-app.command()(bench)
-app.command()(convert)
-app.command()(reproduce)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +11,14 @@ from rich.markup import escape
 
 from linattn.hf import LoadedModel, load
 from linattn.lab.audit.measurements import Measurements, default_methods
-from linattn.lab.audit.measuring import Audit, Planned
-from linattn.lab.audit.planned import plan_model, second_half
-from linattn.lab.audit.records import HeadRow, ModelRow, Row, write_records
+from linattn.lab.audit.measuring import Audit
+from linattn.lab.audit.planned import Planner, second_half
+from linattn.lab.audit.records import AUDIT, Header
 from linattn.lab.audit.text import Text, read_text
-from linattn.lab.commands.terminal import ending, interrupts, print_table, progress_bar, whole_numbers
+from linattn.lab.commands._audit_files import Files, measure
+from linattn.lab.commands.stages import stages
+from linattn.lab.commands.terminal import ending, interrupts, print_table, whole_numbers
 from linattn.lab.report import AuditSummary, Point, advise, overview, summarise_audit, write_report
-from linattn.planning import write_plans
 from linattn.planning.methods import parse_method
 
 # From this many columns on the table has room for the spreads.
@@ -49,6 +49,9 @@ def audit(
     target: Annotated[
         float | None, typer.Option(help="Also plan a method for each head that meets this error, and measure the plan.")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure anew what was measured; the old file is kept.")
+    ] = False,
     plan_out: Annotated[
         Path | None, typer.Option(help="File of the plan; plan.json beside the page if left out. Needs --target.")
     ] = None,
@@ -58,36 +61,48 @@ def audit(
 ) -> None:
     """Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.
 
-    Everything is measured next to exact attention and to averaging the values uniformly.
+    Everything is measured next to exact attention and to averaging the values uniformly. Figures are kept as they are
+    taken: after an interruption the same command goes on. Another audit's file is kept aside.
     """
     console = Console()
     records, plans = out / "audit.jsonl", plan_out or out / "plan.json"
-    with ending("audit", console, lambda: f"Nothing half-written is left in {out}."):
+    begun: list[Header] = []
+    with ending("audit", console, lambda: _what_is_left(begun, out)), interrupts() as pressed:
         if target is None and (plan_out or calibration):
             raise ValueError("--plan-out and --calibration belong to a plan; give --target too, as in --target 0.1")
         methods = tuple(parse_method(name) for name in maps) if maps else default_methods()
         wanted = Measurements(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
-        loaded, content = load(model), read_text(text)
-        with console.status("Recording the model's attention"):
-            planned = None if target is None else _planned(loaded, content, calibration, tokens, target)
-            measured = Audit(loaded, content, wanted, num_tokens=tokens, planned=planned)
-        header = measured.header
-        if header.num_tokens < tokens:
-            console.print(f"{escape(header.text)} gives only {header.num_tokens} tokens; all of them are read.")
-        write_records(records, header, _shown(measured, console))
-        if planned is not None:
-            write_plans(plans, planned.plans)
+        with stages(console) as watch:
+            watch.begin(f"Loading {model or 'the packaged encoder'}")
+            loaded, content = load(model), read_text(text)
+            planner = None if target is None else _planner(loaded, content, calibration, tokens, target)
+            # What was asked for by name is measured, whatever it keeps.
+            measured = Audit(
+                loaded, content, wanted, num_tokens=tokens, planned=planner, leave_out=not maps, watch=watch
+            )
+            begun.append(measured.header)
+            _tell(measured.header, tokens, console)
+            measure(measured, planner, Files(records, plans), again=again, watch=watch, pressed=pressed)
         summary = summarise_audit(records)
         page = write_report(out)
     _print(console, summary)
-    written = [records, page] if planned is None else [records, plans, page]
+    written = [records, page] if planner is None else [records, plans, page]
     console.print(f"Written: {escape(' and '.join(map(str, written)))}", highlight=False)
 
 
-def _planned(loaded: LoadedModel, text: Text, calibration: Path | None, tokens: int, target: float) -> Planned:
-    """Plans made on a text of which no token will be measured."""
+def _planner(loaded: LoadedModel, text: Text, calibration: Path | None, tokens: int, target: float) -> Planner:
+    """Plans to be made on a text of which no token will be measured."""
     other = second_half(loaded, text, tokens) if calibration is None else read_text(calibration)
-    return Planned(plan_model(loaded, other, target_error=target, num_tokens=tokens), target, other.source)
+    return Planner(loaded, other, target_error=target, num_tokens=tokens)
+
+
+def _tell(header: Header, tokens: int, console: Console) -> None:
+    """What will be read and measured, where it is not what was asked for."""
+    if header.num_tokens < tokens:
+        console.print(f"{escape(header.text)} gives only {header.num_tokens} tokens; all of them are read.")
+    for label, reason in header.left_out.items():
+        text = f"Left out: {label}: {reason}. --map measures it all the same."
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print(console: Console, summary: AuditSummary) -> None:
@@ -103,16 +118,15 @@ def _print(console: Console, summary: AuditSummary) -> None:
         console.print(f"[bold]{escape(point.heading)}.[/bold] {escape(point.text)}", highlight=False)
 
 
-def _shown(measured: Audit, console: Console) -> Iterator[Row]:
-    """The audit's rows, passed on under a progress bar: one step per configuration and baseline."""
-    total = 2 + sum(1 for _ in measured.measurements.configurations()) + (measured.header.target is not None)
-    with interrupts() as pressed, progress_bar(console) as progress:
-        task = progress.add_task("Measuring", total=total)
-        for row in measured.rows():
-            if pressed:
-                raise KeyboardInterrupt
-            yield row
-            if isinstance(row, HeadRow):
-                progress.update(task, description=escape(f"{row.map}, layer {row.layer}"))
-            elif isinstance(row, ModelRow):
-                progress.advance(task)
+def _what_is_left(begun: list[Header], out: Path) -> str:
+    """What an interrupted run has kept; its page is written, unless that is interrupted too."""
+    records = out / "audit.jsonl"
+    found = AUDIT.unfinished(records) if begun else None
+    if found is None or found[0] not in begun or not found[1]:
+        return f"Nothing was measured yet, and nothing in {out} is changed but by what was said above."
+    kept = f"All figures so far are in {records}; the same command goes on from there."
+    try:
+        summary, page = summarise_audit(records), write_report(out)
+    except (KeyboardInterrupt, ValueError):
+        return kept
+    return f"{kept} {page} shows the {len(summary.lines)} methods and widths that are measured."

@@ -13,7 +13,9 @@ from rich.markup import escape
 from linattn.lab.bench.measuring import Bench
 from linattn.lab.bench.records import BENCH, LengthRow, partial_path
 from linattn.lab.bench.settings import Settings
-from linattn.lab.commands.terminal import ending, interrupts, print_table, progress_bar, whole_numbers
+from linattn.lab.commands.stages import stages
+from linattn.lab.commands.terminal import ending, interrupts, print_table, whole_numbers
+from linattn.lab.pace import Pace
 from linattn.lab.report import conclude, length_table, summarise_bench, write_report
 
 # From this many columns on the table has room for fastest and slowest.
@@ -97,11 +99,12 @@ def _what_is_left(partial: Path) -> str:
 
 
 def _shown(measured: Bench, kept: list[LengthRow], console: Console) -> Iterator[LengthRow]:
-    """The benchmark's rows, passed on under a progress bar: one step per length."""
-    with interrupts() as pressed, progress_bar(console) as progress:
-        task = progress.add_task("Measuring", total=len(measured.header.lengths), completed=len(kept))
-        for row in measured.rows(kept, lambda words: progress.update(task, description=escape(words))):
+    """The benchmark's rows, passed on with a line for each stage of each length; work is counted in operations."""
+    work = {length: measured.operations(length) for length in measured.header.lengths}
+    with interrupts() as pressed, stages(console) as watch:
+        watch.pace = Pace(sum(work.values()), done=sum(work[row.length] for row in kept))
+        for row in measured.rows(kept, watch.begin):
             yield row
-            progress.advance(task)
+            watch.advance(work[row.length])
             if pressed:
                 raise KeyboardInterrupt

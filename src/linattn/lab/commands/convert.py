@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,7 +21,12 @@ from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
 from linattn.hf import LoadedModel, is_sentence_transformer, load, save_pretrained
 from linattn.lab.audit.text import read_text
 from linattn.lab.commands.terminal import ending, interrupts, print_table, share_bar
-from linattn.lab.report import layer_table, method_in_words, method_table, model_card, stage_table
+from linattn.lab.report import kept_in_words, layer_table, method_in_words, method_table, model_card, stage_table
+from linattn.records.atomic import full_disk_names
+from linattn.records.locks import LOCK, InUseError, locked
+
+# Without a terminal the time left is told from this share of a training on, and then once in every such part of it.
+_FIRST_SHARE, _PARTS = 0.01, 4
 
 
 def convert(
@@ -58,14 +64,14 @@ def convert(
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
 
-    Figures are of texts held out from all fitting and training. Ctrl-C during training ends it and keeps the best so
-    far; after anything worse the same command goes on where it was.
+    Figures are of texts held out from all fitting and training; of the stages the best is kept. Ctrl-C during training
+    ends it and keeps the best so far; after anything worse the same command goes on where it was.
     """
     console = Console()
     # Of "." or a link the name is elsewhere.
     out = out.resolve()
     work = out.with_name(f"{out.name}.unfinished")
-    with ending("convert", console, lambda: f"The work so far is in {work}; the same command goes on."):
+    with ending("convert", console, lambda: _what_is_left(work)), _alone(work, out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise FileExistsError(f"{out} exists and is not an empty folder; give a new folder, or remove it first")
         texts = tuple(read_text(file).content for file in (text or (None,)))
@@ -80,11 +86,31 @@ def convert(
             distil=distil,
             seed=seed,
         )
-        with _shown(console) as notify:
+        with _shown(console) if console.is_terminal else _told(console) as notify:
             conversion = convert_(loaded.model, loaded.tokenizer, config, work=work, notify=notify)
-        _write(loaded, conversion, work, out)
+        with full_disk_names(out):
+            _write(loaded, conversion, work, out)
     _print(console, conversion)
     console.print(f"Written: {escape(str(out))}", highlight=False)
+
+
+def _what_is_left(work: Path) -> str:
+    """What an interrupt has left."""
+    if not work.exists():
+        return "Nothing was kept yet."
+    return f"The work so far is in {work}; the same command goes on."
+
+
+@contextmanager
+def _alone(work: Path, out: Path) -> Iterator[None]:
+    """From the first look at the folders to the end of the work no other process makes the same model."""
+    try:
+        with locked(work):
+            yield
+    except InUseError:
+        raise InUseError(
+            f"another process is converting a model into {out}; wait until it has ended, or give another folder for OUT"
+        ) from None
 
 
 @contextmanager
@@ -98,6 +124,37 @@ def _shown(console: Console) -> Iterator[Callable[[str, float, float], None]]:
             progress.update(task, description=escape(f"{name}, loss {loss:.4f}"), total=1.0, completed=share)
             if share == 1.0:
                 progress.update(task, description="Measuring", total=None)
+            if pressed:
+                raise KeyboardInterrupt
+
+        yield notify
+
+
+@contextmanager
+def _told(console: Console) -> Iterator[Callable[[str, float, float], None]]:
+    """A line for every part of a conversion, where no terminal shows a bar; an interrupt is raised as there."""
+    console.print("Measuring and calibrating")
+    begun: dict[str, tuple[float, float]] = {}
+    due: dict[str, float] = {}
+
+    def tell(name: str, share: float, loss: float) -> None:
+        """A line when a training has begun, at every part of it, and at its end."""
+        now = time.perf_counter()
+        start, first = begun.setdefault(name, (now, share))
+        if share >= 1.0:
+            console.print(f"{name}: done, loss {loss:.4f}; measuring", markup=False, highlight=False)
+        elif share - first >= _FIRST_SHARE and share >= due.get(name, 0.0):
+            # What a run before this one did was not done at this one's speed.
+            left = (now - start) / (share - first) * (1.0 - share)
+            words = f"{name}: {share:.0%} done, loss {loss:.4f}, about {left / 60:.1f} minutes left"
+            console.print(words, markup=False, highlight=False)
+            due[name] = (math.floor(share * _PARTS) + 1) / _PARTS
+
+    with interrupts() as pressed:
+
+        def notify(name: str, share: float, loss: float) -> None:
+            """Tell, and obey."""
+            tell(name, share, loss)
             if pressed:
                 raise KeyboardInterrupt
 
@@ -121,7 +178,12 @@ def _write(loaded: LoadedModel, conversion: Conversion, work: Path, out: Path) -
         shutil.copytree(work / "logs", draft / "logs")
     out.parent.mkdir(parents=True, exist_ok=True)
     draft.rename(out)
-    shutil.rmtree(work)
+    for path in work.iterdir():
+        # The lock goes with the process that holds it.
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
 
 
 def _plain(value: Any) -> Any:
@@ -142,6 +204,7 @@ def _print(console: Console, conversion: Conversion) -> None:
         "correlations are to the original model; errors are of a layer's attention, 0 is exact.",
         highlight=False,
     )
+    console.print(f"{kept_in_words(conversion)}.", markup=False, highlight=False)
     if conversion.heads:
         print_table(console, method_table(conversion))
         console.print(f"The layers attend by {method_in_words(conversion)}.", markup=False, highlight=False)

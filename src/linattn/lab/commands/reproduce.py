@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +10,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.lab.commands.terminal import ending, interrupts, print_words, time_bar
+from linattn.lab.asides import set_aside
+from linattn.lab.commands.stages import stages
+from linattn.lab.commands.terminal import ending, interrupts, print_words
 from linattn.lab.experiments import EXPERIMENTS
 from linattn.lab.experiments.experiment import Row
 from linattn.lab.experiments.records import CLAIMS, Record
 from linattn.lab.experiments.reproduction import Reproduction
+from linattn.lab.pace import Pace
 from linattn.lab.report import Table, summarise_claims, verdict_table, write_report
 
 
@@ -41,7 +42,7 @@ def reproduce(
         print_words(console, _listed())
         return
     file = out / "claims.jsonl"
-    with ending("reproduce", console, lambda: f"All figures so far are in {file}; the same command goes on."):
+    with ending("reproduce", console, lambda: _what_is_left(file, out)):
         run = Reproduction(claims or [], "full" if full else "quick")
         kept = _kept(file, run, again, console)
         CLAIMS.extend(file, run.header, kept, _shown(run, kept, console))
@@ -70,9 +71,7 @@ def _kept(file: Path, run: Reproduction, again: bool, console: Console) -> list[
     same = found is not None and found[0] == run.header
     kept = [record for record in found[1] if not (again and record.claim in run.names)] if found and same else []
     if file.exists() and (not same or again):
-        aside = next(name for number in count(1) if not (name := file.with_stem(f"{file.stem}.{number}")).exists())
-        # A copy: whenever this ends, either the old file or the new one is whole under its name.
-        shutil.copy2(file, aside)
+        aside = set_aside(file)
         why = "" if same else " It was measured at another setting, by another version or on another machine."
         console.print(f"What was measured before is now in {escape(str(aside))}.{why}", highlight=False)
     figures = sum(isinstance(record, Row) and record.claim in run.names for record in kept)
@@ -81,16 +80,25 @@ def _kept(file: Path, run: Reproduction, again: bool, console: Console) -> list[
     return kept
 
 
+def _what_is_left(file: Path, out: Path) -> str:
+    """What an interrupted run has kept; its page is written, unless that is interrupted too."""
+    kept = f"All figures so far are in {file}; the same command goes on."
+    try:
+        return f"{kept} {write_report(out)} shows the claims that are decided."
+    except (KeyboardInterrupt, OSError):
+        return kept
+
+
 def _shown(run: Reproduction, kept: list[Record], console: Console) -> Iterator[Record]:
-    """The run's records, passed on under a bar that counts expected seconds."""
+    """The run's records, passed on with a line per claim; work is counted in the seconds its claims should take."""
     missing = run.missing(kept)
-    with interrupts() as pressed, time_bar(console) as progress:
-        seconds = sum(run.seconds(name) for name, number in missing.items() if number)
-        task = progress.add_task("Measuring", total=seconds)
-        for record in run.records(kept):
+    work = {name: run.seconds(name) for name, number in missing.items() if number}
+    with interrupts() as pressed, stages(console) as watch:
+        watch.pace = Pace(sum(work.values()), seconds_per_unit=1.0)
+        for record in run.records(kept, lambda name: watch.begin(f"Measuring {name}")):
             yield record
             if isinstance(record, Row):
-                progress.advance(task, run.seconds(record.claim) / missing[record.claim])
-            progress.update(task, description=escape(record.claim))
+                watch.advance(work[record.claim] / missing[record.claim])
+                watch.pass_by(f"Measuring {record.claim}")
             if pressed:
                 raise KeyboardInterrupt

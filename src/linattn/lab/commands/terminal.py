@@ -13,12 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table as RichTable
 
@@ -80,23 +78,11 @@ def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> I
     try:
         yield
     except KeyboardInterrupt:
-        console.print(f"Interrupted. {what_is_left()}", markup=False, highlight=False)
+        console.print(f"Interrupted. {what_is_left()}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED) from None
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         Console(stderr=True).print(f"linattn {command}: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_FAILED) from None
-
-
-def progress_bar(console: Console) -> Progress:
-    """A bar with a count and the time, which vanishes when it is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
-
-
-def time_bar(console: Console) -> Progress:
-    """A bar whose steps are seconds of work, with the time left, which vanishes when it is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=600)
 
 
 def share_bar(console: Console) -> Progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,10 @@ from linattn.lab.circumstances import processor, versions
 from linattn.lab.experiments import EXPERIMENTS
 from linattn.lab.experiments.experiment import Experiment, Measurement, Row
 from linattn.lab.experiments.records import ClaimsHeader, Decision, Record, Setting
+
+
+def _silent(name: str) -> None:
+    """Nobody is told."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,14 @@ class Reproduction:
             name: sum((name, one.series, one.x) not in taken for one in self._measurements(name)) for name in self.names
         }
 
-    def records(self, kept: Sequence[Record]) -> Iterator[Record]:
+    def records(self, kept: Sequence[Record], announce: Callable[[str], None] = _silent) -> Iterator[Record]:
         """Figures that are missing, as they are taken, and after the last of a claim its verdict.
 
         Cost: that of the experiments.
 
         Args:
             kept: what earlier runs of the same circumstances have taken; nothing of it is taken again.
+            announce: told the name of each claim that begins.
 
         Returns:
             The new records. An experiment that ends in an error is noted in `crashes` and left.
@@ -98,6 +103,7 @@ class Reproduction:
         decided = {record.claim for record in kept if isinstance(record, Decision)}
         for name in self.names:
             if name not in decided:
+                announce(name)
                 yield from self._claim(name, [row for row in kept if isinstance(row, Row) and row.claim == name])
 
     def _claim(self, name: str, kept: list[Row]) -> Iterator[Record]:

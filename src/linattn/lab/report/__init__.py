@@ -15,6 +15,7 @@ from linattn.lab.report.claims.summary import SOURCES as SOURCES
 from linattn.lab.report.claims.summary import ClaimsSummary as ClaimsSummary
 from linattn.lab.report.claims.summary import summarise_claims as summarise_claims
 from linattn.lab.report.claims.summary import verdict_table as verdict_table
+from linattn.lab.report.conversion import kept_in_words as kept_in_words
 from linattn.lab.report.conversion import layer_table as layer_table
 from linattn.lab.report.conversion import method_in_words as method_in_words
 from linattn.lab.report.conversion import method_table as method_table

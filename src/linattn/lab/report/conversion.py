@@ -14,6 +14,9 @@ _WORDS = {
     "calibrated": "calibrated",
     "converted": "distilled",
 }
+_WORK = {"calibrated": "calibrating", "converted": "distilling"}
+# Of figures; of two that agree to the fewer, the more.
+_FEWER, _MORE = 4, 8
 
 
 def stage_table(conversion: Conversion) -> Table:
@@ -60,7 +63,7 @@ def layer_table(conversion: Conversion) -> Table:
         conversion: what `linattn.convert.convert_` returned.
 
     Returns:
-        One row per converted layer; 0 is exact.
+        One row per converted layer; 0 is exact. The worst head is that of the stage that was kept.
 
     Example:
         See `tests/lab/report/test_conversion.py`.
@@ -69,8 +72,37 @@ def layer_table(conversion: Conversion) -> Table:
     """
     stages = [stage for stage in conversion.stages if stage.layers]
     columns = ("layer", "uniform averaging", *(_WORDS[stage.name] for stage in stages), "worst head")
-    rows = [_layer_row(stages, number) for number in range(len(stages[-1].layers))]
+    rows = [_layer_row(stages, conversion.result, number) for number in range(len(stages[-1].layers))]
     return Table(columns, tuple(rows))
+
+
+def kept_in_words(conversion: Conversion) -> str:
+    """Which stage's weights the model has, and why where it is not the last.
+
+    Cost: none worth naming.
+
+    Args:
+        conversion: what `linattn.convert.convert_` returned.
+
+    Returns:
+        A sentence without its full stop.
+
+    Example:
+        See `tests/lab/report/test_conversion.py`.
+
+    Source: none.
+    """
+    result = conversion.result
+    later = conversion.stages[conversion.stages.index(result) + 1 :]
+    if not later:
+        return f"Kept: {_WORDS[result.name]}"
+    kept, others = _figure(result), [_figure(stage) for stage in later]
+    digits = _MORE if any(f"{other:.{_FEWER}f}" == f"{kept:.{_FEWER}f}" for other in others) else _FEWER
+    measure = "embedding cosine" if result.agreement.divergence is None else "prediction KL"
+    work = " and ".join(_WORK[stage.name] for stage in later)
+    effect = "no better" if any(other == kept for other in others) else "worse"
+    figures = " and ".join(f"{other:.{digits}f}" for other in others)
+    return f"Kept: {_WORDS[result.name]}, since {work} made it {effect}: {measure} {figures} against {kept:.{digits}f}"
 
 
 def method_table(conversion: Conversion) -> Table:
@@ -149,6 +181,7 @@ def model_card(conversion: Conversion, name: str) -> str:
         f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
         "nothing was fitted to or trained on, against the original model:",
         markdown(stage_table(conversion)),
+        f"{kept_in_words(conversion)}.",
         "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
         markdown(layer_table(conversion)),
     ]
@@ -184,11 +217,17 @@ def method_in_words(conversion: Conversion) -> str:
     )
 
 
-def _layer_row(stages: list[Stage], number: int) -> tuple[str, ...]:
+def _layer_row(stages: list[Stage], result: Stage, number: int) -> tuple[str, ...]:
     """One layer."""
-    last = stages[-1].layers[number]
+    kept = result.layers[number]
     errors = (_number(stage.layers[number].error) for stage in stages)
-    return last.layer, _number(last.uniform_error), *errors, _number(last.worst)
+    return kept.layer, _number(kept.uniform_error), *errors, _number(kept.worst)
+
+
+def _figure(stage: Stage) -> float:
+    """What stages are compared by, as it is shown."""
+    found = stage.agreement
+    return found.embedding_cosine if found.divergence is None else found.divergence
 
 
 def _number(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +40,19 @@ class Report:
     unread: tuple[Point, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Section:
+    """What one file adds to the page.
+
+    Attributes:
+        figures: charts by the id of their place.
+        values: what its template names.
+    """
+
+    figures: Mapping[str, go.Figure]
+    values: Mapping[str, object]
+
+
 def write_report(folder: Path) -> Path:
     """Write index.html from audit.jsonl, claims.jsonl and bench.jsonl of a folder, those of them that are there.
 
@@ -60,14 +73,17 @@ def write_report(folder: Path) -> Path:
     Source: none, a layout.
     """
     unread: list[Point] = []
-    page = folder / "index.html"
+    audit = _read(folder / "audit.jsonl", summarise_audit, _draw_audit, unread)
+    claims = _read(folder / "claims.jsonl", summarise_claims, _draw_claims, unread)
+    bench = _read(folder / "bench.jsonl", summarise_bench, _draw_bench, unread)
     report = Report(
-        audit=_read(folder / "audit.jsonl", summarise_audit, unread),
-        claims=_read(folder / "claims.jsonl", summarise_claims, unread),
-        bench=_read(folder / "bench.jsonl", summarise_bench, unread),
+        audit=None if audit is None else audit[0],
+        claims=None if claims is None else claims[0],
+        bench=None if bench is None else bench[0],
         unread=tuple(unread),
     )
-    write_page(report, page)
+    page = folder / "index.html"
+    _write(report, [found[1] for found in (audit, claims, bench) if found is not None], page)
     return page
 
 
@@ -88,26 +104,41 @@ def write_page(report: Report, path: Path) -> None:
 
     Source: none, a layout.
     """
+    sections = []
+    if report.claims is not None:
+        sections.append(_draw_claims(report.claims))
+    if report.audit is not None:
+        sections.append(_draw_audit(report.audit))
+    if report.bench is not None:
+        sections.append(_draw_bench(report.bench))
+    _write(report, sections, path)
+
+
+def _write(report: Report, sections: Sequence[Section], path: Path) -> None:
+    """The page of sections that are drawn."""
     figures: dict[str, go.Figure] = {}
     values: dict[str, object] = {"report": report, "answers": answers(report.audit, report.claims, report.bench)}
-    if report.claims is not None:
-        for claim in report.claims.claims:
-            figures[f"chart-{claim.name}"] = claim_chart(claim)
-        values |= {"alternative": alternative, "sources": SOURCES}
-    if report.audit is not None:
-        values |= _audit_values(report.audit, figures)
-    if report.bench is not None:
-        values |= _bench_values(report.bench, figures)
+    for section in sections:
+        figures |= section.figures
+        values |= section.values
     write_html(path, "report.html.j2", figures, values)
 
 
-def _audit_values(summary: AuditSummary, figures: dict[str, go.Figure]) -> dict[str, object]:
+def _draw_claims(summary: ClaimsSummary) -> Section:
+    """The claims' charts, and what their section names."""
+    figures = {f"chart-{claim.name}": claim_chart(claim) for claim in summary.claims}
+    return Section(figures, {"alternative": alternative, "sources": SOURCES})
+
+
+def _draw_audit(summary: AuditSummary) -> Section:
     """The audit's charts, and what its section names."""
     chosen = best_line(summary.lines) or summary.lines[0]
-    figures["head-map"] = head_map.head_map(summary, chosen)
-    figures["state-frontier"] = frontier.state_frontier(summary)
-    figures["flops-frontier"] = frontier.flops_frontier(summary)
-    return {
+    figures = {
+        "head-map": head_map.head_map(summary, chosen),
+        "state-frontier": frontier.state_frontier(summary),
+        "flops-frontier": frontier.flops_frontier(summary),
+    }
+    values = {
         "advice": advise(summary),
         "end_to_end": tables.end_to_end(summary),
         "heads": tables.heads(summary),
@@ -115,23 +146,33 @@ def _audit_values(summary: AuditSummary, figures: dict[str, go.Figure]) -> dict[
         "cells": head_map.head_cells(summary),
         "small_gain": SMALL_GAIN,
     }
+    return Section(figures, values)
 
 
-def _bench_values(summary: BenchSummary, figures: dict[str, go.Figure]) -> dict[str, object]:
+def _draw_bench(summary: BenchSummary) -> Section:
     """The benchmark's charts, and what its section names."""
-    figures["time-curves"] = time_curves(summary)
+    figures = {"time-curves": time_curves(summary)}
     measured = any(row.linear_memory is not None for row in summary.rows)
     if measured:
         figures["memory-curves"] = memory_curves(summary)
-    return {"points": conclude(summary), "table_of_lengths": length_table(summary), "memory_measured": measured}
+    values = {"points": conclude(summary), "table_of_lengths": length_table(summary), "memory_measured": measured}
+    return Section(figures, values)
 
 
-def _read(path: Path, summarise: Callable[[Path], T], unread: list[Point]) -> T | None:
-    """A file's summary; what is wrong with it goes to `unread`."""
-    if not path.is_file():
+def _read(
+    path: Path, summarise: Callable[[Path], T], draw: Callable[[T], Section], unread: list[Point]
+) -> tuple[T, Section] | None:
+    """A file's summary and its section of the page; what is wrong with it goes to `unread`."""
+    if not path.exists():
         return None
+    heading = f"{path.name} could not be read"
     try:
-        return summarise(path)
-    except ValueError as error:
-        unread.append(Point(f"{path.name} could not be read", str(error)))
-        return None
+        summary = summarise(path)
+        return summary, draw(summary)
+    except (ValueError, OSError) as error:
+        unread.append(Point(heading, str(error)))
+    except Exception as error:
+        # Figures may contradict each other in more ways than can be listed, and must not cost the other files theirs.
+        what = f"its figures contradict each other ({type(error).__name__}: {error})"
+        unread.append(Point(heading, f"{path} is damaged: {what}; move it away and measure again"))
+    return None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from linattn.lab.audit.measurements import Measurements
 from linattn.lab.audit.records import (
+    AUDIT,
     EXACT,
     PLANNED,
     UNIFORM,
@@ -18,10 +21,10 @@ from linattn.lab.audit.records import (
     PlanRow,
     RankRow,
     Row,
-    read_records,
 )
 from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.planning.costs import exact_flops_per_token
+from linattn.planning.methods import parse_method
 
 # Less gain over averaging than this is not worth a map.
 SMALL_GAIN = 0.05
@@ -79,7 +82,7 @@ class Line:
     @property
     def ratio(self) -> float:
         """Mean error over that of averaging uniformly."""
-        return self.error.mean / self.uniform_error
+        return _over(self.error.mean, self.uniform_error)
 
     @property
     def verdict(self) -> str:
@@ -87,7 +90,7 @@ class Line:
 
         "better", "hardly better" or "no better" than averaging.
         """
-        worst = self.ratio + (self.error.spread or 0.0) / self.uniform_error
+        worst = self.ratio + _over(self.error.spread or 0.0, self.uniform_error)
         if not worst < 1:
             return "no better"
         return "better" if self.ratio < 1 - SMALL_GAIN else "hardly better"
@@ -141,6 +144,8 @@ class AuditSummary:
         uniform_errors: error of averaging of [layer][head].
         limits: of the attention matrices cut to a rank, narrowest first; none where the text was too long for them.
         planned: a plan, measured; None where there was none.
+        unfinished: methods of which some width or draw is not measured yet, in the order they will be; "planned" for
+            the plan.
     """
 
     header: Header
@@ -150,6 +155,7 @@ class AuditSummary:
     uniform_errors: list[list[float]]
     limits: tuple[Limit, ...]
     planned: PlanSummary | None = None
+    unfinished: tuple[str, ...] = ()
 
 
 def summarise_audit(path: Path) -> AuditSummary:
@@ -158,13 +164,13 @@ def summarise_audit(path: Path) -> AuditSummary:
     Cost: linear in the file.
 
     Args:
-        path: audit.jsonl.
+        path: audit.jsonl, finished or not; a last line that was cut off is left out.
 
     Returns:
-        A `AuditSummary`.
+        A `AuditSummary` of the methods, widths and draws that were measured to their end.
 
     Raises:
-        ValueError: if the file is no whole audit.
+        ValueError: if the file is none of `linattn audit`, or none of its methods was measured to its end.
 
     Example:
         >>> import tempfile
@@ -179,18 +185,23 @@ def summarise_audit(path: Path) -> AuditSummary:
 
     Source: none, means and standard deviations.
     """
-    header, rows = read_records(path)
+    header, rows = AUDIT.so_far(path)
+    measured = {(row.map, row.features, row.draw) for row in rows if isinstance(row, ModelRow)}
     heads: dict[tuple[str, int], list[HeadRow]] = {}
     models: dict[tuple[str, int | None], list[ModelRow]] = {}
     for row in rows:
-        if isinstance(row, HeadRow):
+        if isinstance(row, HeadRow) and (row.map, row.features, row.draw) in measured:
             heads.setdefault((row.map, row.features), []).append(row)
         elif isinstance(row, ModelRow):
             models.setdefault((row.map, row.features), []).append(row)
     planned = models.pop((PLANNED, None), [])
     baselines = {name: models.pop((name, None), []) for name in (EXACT, UNIFORM)}
     if not heads or set(models) != set(heads) or not all(baselines.values()):
-        raise ValueError(f"{path} is no whole audit: rows of some map or baseline are missing; run the audit again")
+        raise ValueError(
+            f"{path} is no whole audit: rows of some map or baseline are missing, or no method is measured to its end "
+            "yet; run the audit again"
+        )
+    _check_heads(path, header, heads.values())
     reference = next(iter(heads.values()))
     return AuditSummary(
         header=header,
@@ -199,12 +210,37 @@ def summarise_audit(path: Path) -> AuditSummary:
         ),
         baselines=(_exact(baselines[EXACT][0]), _uniform(baselines[UNIFORM][0], reference)),
         head_ratios={
-            key: _by_head(header, found, lambda row: row.error / row.uniform_error) for key, found in heads.items()
+            key: _by_head(header, found, lambda row: _over(row.error, row.uniform_error))
+            for key, found in heads.items()
         },
         uniform_errors=_by_head(header, reference, lambda row: row.uniform_error),
         limits=_limits(rows),
         planned=_planned(header, rows, planned),
+        unfinished=_unfinished(header, models, planned),
     )
+
+
+def _check_heads(path: Path, header: Header, found: Iterable[list[HeadRow]]) -> None:
+    """Refuse a file that lacks a head of some map, or has one twice."""
+    wanted: Counter[tuple[int, int]] | None = None
+    for rows in found:
+        for draw in {row.draw for row in rows}:
+            heads = Counter((row.layer, row.head) for row in rows if row.draw == draw)
+            wanted = heads if wanted is None else wanted
+            if heads != wanted or {layer for layer, _ in heads} != set(range(header.num_layers)):
+                raise ValueError(f"{path} is no whole audit: {rows[0].map} has not one row per head; measure again")
+
+
+def _unfinished(
+    header: Header, models: Mapping[tuple[str, int | None], list[ModelRow]], planned: list[ModelRow]
+) -> tuple[str, ...]:
+    """Methods that the header announces and that are not measured at all widths with all draws."""
+    found = Counter(label for (label, _), rows in models.items() for _ in rows)
+    methods = tuple(map(parse_method, header.maps))
+    wanted = Measurements(methods, tuple(header.features), header.draws, max(header.seed, 0)).configurations()
+    counts = Counter(configuration.method.label for configuration in wanted)
+    missing = [label for label, count in counts.items() if found[label] < count]
+    return (*missing, *([PLANNED] if header.target is not None and not planned else []))
 
 
 def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow]) -> Line:
@@ -281,6 +317,13 @@ def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], fl
         found.setdefault((row.layer, row.head), []).append(value(row))
     widths = [1 + max(head for at, head in found if at == layer) for layer in range(header.num_layers)]
     return [[_mean(found[layer, head]) for head in range(width)] for layer, width in enumerate(widths)]
+
+
+def _over(error: float, uniform_error: float) -> float:
+    """Error over that of averaging; where averaging is exact, 1 if the error is 0 too and infinity if not."""
+    if uniform_error == 0:
+        return math.inf if error else 1.0
+    return error / uniform_error
 
 
 def _mean(values: Iterable[float]) -> float:

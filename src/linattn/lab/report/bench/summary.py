@@ -73,6 +73,9 @@ def summarise_bench(path: Path) -> BenchSummary:
     header, rows = BENCH.read(path)
     if [row.length for row in rows] != header.lengths or rows[0].exact_seconds is None:
         raise ValueError(f"{path} is no whole benchmark: rows of some lengths are missing; measure again")
+    seconds = [second for row in rows for second in (*row.linear_seconds, *(row.exact_seconds or ()))]
+    if not all(math.isfinite(second) and second > 0 for second in seconds):
+        raise ValueError(f"{path} is damaged: a call took no time, or no finite one; measure again")
     both = [(row.length, _median(row.linear_seconds), _median(row.exact_seconds)) for row in rows if row.exact_seconds]
     return BenchSummary(
         header=header,

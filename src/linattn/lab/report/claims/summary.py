@@ -74,17 +74,20 @@ def summarise_claims(path: Path) -> ClaimsSummary:
         A `ClaimsSummary`.
 
     Raises:
-        ValueError: if the file is none of `linattn reproduce`.
+        ValueError: if the file is none of `linattn reproduce`, or a line of it is damaged.
 
     Example:
         See `tests/lab/report/test_claims.py`.
 
     Source: none.
     """
-    found = CLAIMS.unfinished(path)
-    if found is None:
-        raise ValueError(f"{path} is not {CLAIMS.subject}; move it away and measure again")
-    header, records = found
+    try:
+        header, records = CLAIMS.so_far(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not {CLAIMS.subject}, or it is damaged: {error}") from None
+    unknown = sorted({record.claim for record in records} - set(header.configs))
+    if unknown:
+        raise ValueError(f"{path} has rows of claims that its header lacks, {unknown[0]!r}; measure again")
     decisions = {record.claim: record for record in records if isinstance(record, Decision)}
     rows: dict[str, list[Row]] = {}
     for record in records:

@@ -1,0 +1,73 @@
+"""What an earlier run of the same audit has measured, and need not be measured again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from linattn.lab.audit.records import HeadRow, ModelRow, RankRow, Row
+
+# What rows were measured together: their kind, and what they are of.
+Group = tuple[str, str, int | None, int, int]
+
+
+class Kept:
+    """Rows of an earlier run, by what they were measured of.
+
+    Attributes:
+        rows: those of all that was measured to its end, in order.
+    """
+
+    rows: list[Row]
+
+    def __init__(self, rows: Sequence[Row], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
+        """Leave out what an early end has cut short.
+
+        Cost: linear in the rows.
+
+        Args:
+            rows: as they were in the file.
+            heads: query heads of each layer.
+            ranks: ranks measured on each layer's heads.
+
+        Example:
+            >>> from linattn.lab.audit.records import PlanRow
+            >>> one = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 100, 50)
+            >>> Kept([one], heads=[2], ranks=[]).rows  # the second head is missing
+            []
+
+        Source: none, counts.
+        """
+        found = Counter(map(_group, rows))
+        wanted = {"head": heads, "plan": heads, "rank": [len(ranks) * number for number in heads]}
+        self._whole = {
+            group
+            for group, number in found.items()
+            if group[0] == "model" or (group[-1] < len(heads) and number == wanted[group[0]][group[-1]])
+        }
+        self.rows = [row for row in rows if _group(row) in self._whole]
+
+    def has_model(self, label: str, features: int | None, draw: int) -> bool:
+        """Whether the whole model was measured."""
+        return ("model", label, features, draw, 0) in self._whole
+
+    def has_heads(self, label: str, features: int, draw: int, layer: int) -> bool:
+        """Whether a layer's heads were."""
+        return ("head", label, features, draw, layer) in self._whole
+
+    def has_ranks(self, layer: int) -> bool:
+        """Whether a layer's limits were."""
+        return ("rank", "", None, 0, layer) in self._whole
+
+    def has_plan(self, layer: int) -> bool:
+        """Whether a layer's plan was."""
+        return ("plan", "", None, 0, layer) in self._whole
+
+
+def _group(row: Row) -> Group:
+    """What a row was measured with."""
+    if isinstance(row, HeadRow):
+        return ("head", row.map, row.features, row.draw, row.layer)
+    if isinstance(row, ModelRow):
+        return ("model", row.map, row.features, row.draw, 0)
+    return ("rank" if isinstance(row, RankRow) else "plan", "", None, 0, row.layer)

@@ -1,0 +1,122 @@
+"""How far a long work is, and how long the rest of it will take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Watch(Protocol):
+    """Who is told how a measurement goes."""
+
+    def begin(self, words: str) -> None:
+        """A stage begins."""
+
+    def pass_by(self, words: str) -> None:
+        """A part of a stage begins; of interest where a stage takes long."""
+
+    def advance(self, work: float) -> None:
+        """So much work is done."""
+
+
+class Silent:
+    """A `Watch` for whom nothing is shown."""
+
+    def begin(self, words: str) -> None:
+        """Nothing is shown."""
+
+    def pass_by(self, words: str) -> None:
+        """Nothing is shown."""
+
+    def advance(self, work: float) -> None:
+        """Nothing is shown."""
+
+
+class Pace:
+    """The time a work takes, from the part of it that is done.
+
+    Attributes:
+        total: all work, in any unit.
+        done: what of it is done.
+    """
+
+    total: float
+    done: float
+
+    def __init__(
+        self,
+        total: float,
+        *,
+        done: float = 0.0,
+        seconds_per_unit: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the clock.
+
+        Cost: none.
+
+        Args:
+            total: all work, in any unit.
+            done: what an earlier run has done of it, which took this one no time.
+            seconds_per_unit: what to expect before anything is done; None for no expectation.
+            clock: seconds since some moment.
+
+        Example:
+            >>> ticks = iter([0.0, 4.0, 4.0])
+            >>> pace = Pace(10, clock=lambda: next(ticks))
+            >>> pace.advance(2)
+            >>> pace.passed, pace.left
+            (4.0, 16.0)
+
+        Source: the rule of three.
+        """
+        self.total, self.done = total, done
+        self._kept, self._expected, self._clock = done, seconds_per_unit, clock
+        self._start = clock()
+
+    def advance(self, work: float) -> None:
+        """Count work as done."""
+        self.done += work
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
+    @property
+    def left(self) -> float | None:
+        """Seconds the rest will take at the pace so far; None while nothing is known of it."""
+        now = self.done - self._kept
+        speed = self.passed / now if now > 0 else self._expected
+        return None if speed is None else max(self.total - self.done, 0.0) * speed
+
+    @property
+    def words(self) -> str:
+        """The share done and both times, in words.
+
+        Cost: none.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> ticks = iter([0.0, 65.0, 65.0])
+            >>> pace = Pace(10, clock=lambda: next(ticks))
+            >>> pace.advance(2)
+            >>> pace.words
+            '20%, 1:05 passed, about 4:20 left'
+
+        Source: none.
+        """
+        passed, left = self.passed, self.left
+        share = self.done / self.total if self.total else 1.0
+        rest = "time left not known yet" if left is None else f"about {_clocked(left)} left"
+        return f"{share:.0%}, {_clocked(passed)} passed, {rest}"
+
+
+def _clocked(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

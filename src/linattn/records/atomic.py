@@ -1,0 +1,163 @@
+"""Files and folders that are either whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+from uuid import uuid4
+
+# No space on the device, none in the quota (which Windows does not have), none below the limit of a file.
+_FULL = [getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)]
+# A name may have 255 bytes, and a character up to 4.
+_MOST_CHARACTERS = 40
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[TextIO]:
+    """A text file that appears under its name only when the block ends well.
+
+    Written beside its place under a temporary name, another one for every call, then renamed, which replaces an earlier
+    file in one step.
+
+    Cost: that of writing.
+
+    Args:
+        path: the file's name; its folder is made if it is missing.
+
+    Returns:
+        A context manager that yields the open file, UTF-8.
+
+    Raises:
+        OSError: if the folder cannot be made or written to, or the disk is full. Whatever ends the block early, an
+            interrupt included, leaves `path` as it was and no temporary file.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with atomic_file(folder / "a.txt") as file:
+        ...     _ = file.write("whole")
+        >>> [name.name for name in folder.iterdir()]
+        ['a.txt']
+
+    Source: POSIX rename(2).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(path)
+    try:
+        with full_disk_names(path):
+            with temporary.open("x", encoding="utf-8") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A folder that appears under its name, with all its files, only when the block ends well.
+
+    Filled beside its place under a temporary name, another one for every call, then renamed in one step.
+
+    Cost: that of writing.
+
+    Args:
+        folder: the name, of nothing yet or of an empty folder; its parent is made if it is missing.
+
+    Returns:
+        A context manager that yields the folder to write into.
+
+    Raises:
+        FileExistsError: if there is a file of that name, or a folder that is not empty.
+        OSError: if the folder cannot be made or written to, or the disk is full. Whatever ends the block early, an
+            interrupt included, leaves nothing under the name and no temporary folder.
+
+    Example:
+        >>> import tempfile
+        >>> place = Path(tempfile.mkdtemp()) / "new"
+        >>> with atomic_folder(place) as folder:
+        ...     _ = (folder / "a.txt").write_text("whole")
+        ...     place.exists()
+        False
+        >>> [name.name for name in place.iterdir()]
+        ['a.txt']
+
+    Source: POSIX rename(2).
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not an empty folder; give a new folder, or remove it first")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(folder)
+    try:
+        with full_disk_names(folder):
+            temporary.mkdir()
+            yield temporary
+            for path in temporary.rglob("*"):
+                if path.is_file():
+                    _reach_the_disk(path)
+            temporary.rename(folder)
+    except BaseException:
+        # Whatever cannot be removed is not to hide the error.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def full_disk_names(path: Path) -> Iterator[None]:
+    """Where the disk is full, let the error say what was not written: the system's own names no file.
+
+    Cost: none.
+
+    Args:
+        path: what is being written, by the name that its reader knows.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        OSError: with the number of the system's error, in place of an error about a full disk, a full quota or a file
+            that is too large; every other error passes.
+
+    Example:
+        >>> with full_disk_names(Path("a.txt")):
+        ...     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        Traceback (most recent call last):
+        ...
+        OSError: [Errno 28] No space left on device: a.txt was not written; free some space, or write elsewhere
+
+    Source: POSIX write(2).
+    """
+    try:
+        yield
+    except Exception as error:
+        number = _full(error)
+        if number is None:
+            raise
+        words = f"{os.strerror(number)}: {path} was not written; free some space, or write elsewhere"
+        raise OSError(number, words) from error
+
+
+def _full(error: Exception) -> int | None:
+    """The number of the error, if it is about a full disk."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return error.errno
+    # Libraries in other languages, and those that copy many files, have errors of their own with the system's words.
+    return next((number for number in _FULL if os.strerror(number) in str(error)), None)
+
+
+def _beside(path: Path) -> Path:
+    """A name in the same folder that no other call has."""
+    return path.with_name(f".{path.name[:_MOST_CHARACTERS]}.{uuid4().hex}.part")
+
+
+def _reach_the_disk(path: Path) -> None:
+    """Wait until a file's bytes are where a loss of power leaves them."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

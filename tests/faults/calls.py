@@ -1,0 +1,87 @@
+"""Faults of what surrounds the sums: shared maps, empty inputs, dtypes, rows that see nothing."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "write the call's tensors into the shared map",
+        "feature_maps/_swapping.py",
+        "dict(module._parameters), dict(module._buffers)",
+        "module._parameters, module._buffers",
+        "tests/laws/test_threads.py",
+    ),
+    Fault(
+        "forget the parameters of a replica",
+        "feature_maps/_swapping.py",
+        '.get("_former_parameters", {})',
+        '.get("_no_parameters", {})',
+        "tests/laws/test_threads.py",
+    ),
+    Fault(
+        "one maximum for all rows of a weighted map",
+        "attention/rows.py",
+        "    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)\n"
+        "    return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))",
+        "    peak = logs.detach().amax() if logs.numel() else logs.new_zeros(1)\n"
+        "    return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))",
+        "tests/laws/test_combination.py",
+    ),
+    Fault(
+        "take the logarithm of rows that saw nothing",
+        "attention/partial.py",
+        "torch.log(safe_total)",
+        "torch.log(total)",
+        "tests/laws/test_combination.py",
+    ),
+    Fault(
+        "let a block's first live key drown rows that read the state alone",
+        "attention/_blocked/causal.py",
+        "torch.where(mask[..., :1] | (m <= lowest(m.dtype)), first, m)",
+        "first",
+        "tests/laws/test_causality.py",
+    ),
+    Fault(
+        "take the first dtype instead of the widest under autocast",
+        "attention/_check.py",
+        "dtype = torch.promote_types(dtype, x.dtype)",
+        "dtype = torch.bfloat16",
+        "tests/laws/test_precision.py",
+    ),
+    Fault(
+        "keep buffers of inference mode",
+        "feature_maps/_base.py",
+        "    if not tensor.is_inference():\n        return tensor",
+        "    if True:\n        return tensor",
+        "tests/laws/test_transforms.py",
+    ),
+    Fault(
+        "name a draw by its seed alone",
+        "feature_maps/_random_base.py",
+        "self._draw_digest = digest(self.projection)",
+        'self._draw_digest = ""',
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
+        "keep the neighbourhood's masses out of vmap",
+        "attention/_exact/neighbourhood.py",
+        "weights.new_zeros(batch, heads, length + 2 * window)",
+        "torch.zeros(batch, heads, length + 2 * window, dtype=weights.dtype)",
+        "tests/laws/test_transforms.py",
+    ),
+    Fault(
+        "cut no chunk where there are no tokens",
+        "attention/_exact/neighbourhood.py",
+        "range(0, max(length, 1), size)",
+        "range(0, length, size)",
+        "tests/laws/test_empty.py",
+    ),
+    Fault(
+        "import torch's compiler with the core",
+        "attention/softmax.py",
+        "import torch\nfrom torch import Tensor\n",
+        "import torch\nimport torch._dynamo\nfrom torch import Tensor\n",
+        "tests/laws/test_imports.py",
+    ),
+)

@@ -1,0 +1,62 @@
+"""The `linattn` command itself: its version, its help, and what it imports for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+from typer.testing import CliRunner
+
+import linattn
+from linattn.lab.commands.app import COMMANDS, app
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb"}
+HEAVY = ("transformers", "accelerate", "plotly", "jinja2", "numpy.random", "linattn.hf", "linattn.convert", "rich.live")
+IMPORTED = """
+import sys
+from linattn.cli import main
+before = set(sys.modules)
+try:
+    main()
+finally:
+    sys.stderr.write(" ".join(set(sys.modules) - before))
+"""
+
+
+def test_the_version():
+    result = CliRunner(env=WIDE).invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"linattn {linattn.__version__}\n")
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"]])
+def test_version_and_help_import_no_heavy_package(words):
+    command = [sys.executable, "-c", IMPORTED, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **WIDE})
+    assert "linattn.lab.commands.app" in done.stderr.split()
+    assert not set(HEAVY) & set(done.stderr.split())
+
+
+def test_a_module_that_is_run():
+    done = subprocess.run([sys.executable, "-m", "linattn", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"linattn {linattn.__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_each_subcommand_does(name):
+    """Every subcommand is listed with the first sentence of its own help."""
+    everything = CliRunner(env=WIDE).invoke(app, ["--help"]).output
+    own = CliRunner(env=WIDE).invoke(app, [name, "--help"])
+    assert own.exit_code == 0
+    assert f" {name} [OPTIONS]" in own.output
+    function = getattr(import_module(f"linattn.lab.commands.{name}"), name)
+    assert function.__doc__.startswith(COMMANDS[name])
+    assert " ".join(f"{name} {COMMANDS[name]}".split()) in " ".join(everything.split())
+
+
+def test_a_word_that_is_no_subcommand():
+    result = CliRunner(env=WIDE).invoke(app, ["measure"])
+    assert result.exit_code == 2
+    assert "measure" in result.output
