@@ -7,6 +7,7 @@ Letters: B batch, H heads, L tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,58 @@ def draw_task(case: Case) -> Task:
     return _DRAWS[kind][1](case.dice)
 
 
+class Pulled(NamedTuple):
+    """A task and a loss over its results.
+
+    Attributes:
+        task: the task.
+        found: its results.
+        exact: the truth's leaves: queries, keys and values in float64.
+        own: the maps' trainable parameters.
+        truth: the truth's results.
+        weights: what the loss multiplies each tensor of each result with.
+    """
+
+    task: Task
+    found: Sequence[Result]
+    exact: list[Tensor]
+    own: list[Tensor]
+    truth: Sequence[Rows]
+    weights: list[list[Tensor]]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Everything that the truth has a gradient for."""
+        return [*self.exact, *self.own]
+
+
+def prepared(case: Case, task: Task, found: Sequence[Result], own: Sequence[Tensor] = ()) -> Pulled:
+    """A loss over a task's results, which are compared first."""
+    exact = [x.requires_grad_() for x in task.exact_inputs()]
+    truth = task.truth(*exact, None)
+    compare(found, truth, task.dtype)
+    weights = [_weights(case, result, one) for result, one in zip(found, truth, strict=True)]
+    return Pulled(task, found, exact, list(own), truth, weights)
+
+
+def hold(case: Case, pulled: Pulled, ours: Sequence[Tensor]) -> None:
+    """Hold the gradients of queries, keys, values and parameters against those of the truth."""
+    task = pulled.task
+    wanted = gradients(loss(_tensors(pulled.found, pulled.truth), pulled.weights), pulled.leaves)
+    names = ["query", "key", "value", *(f"parameter {i}" for i in range(len(pulled.own)))]
+    for name, x, y in zip(names, ours, wanted, strict=True):
+        _check_finite(name, x, y)
+    for name, x in zip(names[1:3], ours[1:3], strict=True):
+        if (x != 0).masked_fill(task.live[:, None, :, None], False).any():
+            raise MismatchError(f"gradient of {name}: masked tokens have one")
+    if all(bool(((x - y).abs() <= _band(x, y, task)).all()) for x, y in zip(ours, wanted, strict=True)):
+        return
+    for name, x, y, extra in zip(names, ours, wanted, _experiments(case, pulled), strict=True):
+        if _largest(y) <= _LARGEST * torch.finfo(x.dtype).max:
+            band = _band(x, y, task) + _MARGIN * _spread(extra) + _floor(task, pulled.weights)
+            check_close(x, y.double(), band, f"gradient of {name}")
+
+
 def run(case: Case) -> None:
     """Compare the gradients of queries, keys, values and trainable parameters."""
     task = draw_task(case)
@@ -53,50 +106,28 @@ def run(case: Case) -> None:
         found = within(task.limits, lambda: task.call(*leaves))
         if not task.is_usable:
             return
-        exact = [x.requires_grad_() for x in task.exact_inputs()]
-        truth = task.truth(*exact, None)
-        compare(found, truth, task.dtype)
-        weights = [_weights(case, result, one) for result, one in zip(found, truth, strict=True)]
-        ours = _gradients(_loss([result.tensors for result in found], weights), [*leaves, *own])
-    wanted = _gradients(_loss(_tensors(found, truth), weights), [*exact, *own])
-    names = ["query", "key", "value", *(f"parameter {i}" for i in range(len(own)))]
-    for name, x, y in zip(names, ours, wanted, strict=True):
-        _check_finite(name, x, y)
-    for name, x in zip(names[1:3], ours[1:3], strict=True):
-        if (x != 0).masked_fill(task.live[:, None, :, None], False).any():
-            raise MismatchError(f"gradient of {name}: masked tokens have one")
-    if all(bool(((x - y).abs() <= _band(x, y, task)).all()) for x, y in zip(ours, wanted, strict=True)):
-        return
-    off = _experiments(case, task, found, truth, weights, [*exact, *own])
-    for name, x, y, extra in zip(names, ours, wanted, off, strict=True):
-        if _largest(y) <= _LARGEST * torch.finfo(x.dtype).max:
-            band = _band(x, y, task) + _MARGIN * _spread(extra) + _floor(task, weights)
-            check_close(x, y.double(), band, f"gradient of {name}")
+        pulled = prepared(case, task, found, own)
+        ours = gradients(loss([result.tensors for result in found], pulled.weights), [*leaves, *own])
+    hold(case, pulled, ours)
 
 
-def _experiments(
-    case: Case,
-    task: Task,
-    found: Sequence[Result],
-    truth: Sequence[Rows],
-    weights: Sequence[Sequence[Tensor]],
-    leaves: Sequence[Tensor],
-) -> list[Tensor]:
+def _experiments(case: Case, pulled: Pulled) -> list[Tensor]:
     """How far gradients are off in the mean when every intermediate is off by its rounding."""
-    amplified = max(min(_AMPLIFIED, _SMALL / max(max(_largest(one.relative) for one in truth), 1e-300)), 1.0)
+    task, weights = pulled.task, pulled.weights
+    relative = max((_largest(one.relative) for one in pulled.truth), default=0.0)
+    amplified = max(min(_AMPLIFIED, _SMALL / max(relative, 1e-300)), 1.0)
     noise = Noise(case.dice.normal, amplified, unit(task.dtype) if task.is_exact else 0.0)
-    exact, own = leaves[:3], leaves[3:]
     results = []
     for noisy in (False, True, True, True):
-        inputs = [x.detach().requires_grad_() for x in exact]
+        inputs = [x.detach().requires_grad_() for x in pulled.exact]
         rows = task.truth(*inputs, noise if noisy else None)
-        loss = _loss(_tensors(found, rows), weights)
-        for result, one, given in zip(found, rows, weights, strict=True):
+        total = loss(_tensors(pulled.found, rows), weights)
+        for result, one, given in zip(pulled.found, rows, weights, strict=True):
             # What a weight adds to the loss is a difference of products, each of them rounded; so is the weight.
             size = given[0].abs().sum(-1) * (1.0 if result.is_rows else one.largest) + sum(x.abs() for x in given[1:])
             rounding = unit(sums_dtype(task.dtype)) * (one.shares.shape[-1] + 16) + one.relative.unsqueeze(-1)
-            loss = loss + (one.shares * noise(one.shares, rounding) * size.unsqueeze(-1)).sum() * noisy
-        results.append(_gradients(loss, [*inputs, *own]))
+            total = total + (one.shares * noise(one.shares, rounding) * size.unsqueeze(-1)).sum() * noisy
+        results.append(gradients(total, [*inputs, *pulled.own]))
     clean, *others = results
     squares = [
         torch.stack([(x - y).double().square() for x in group]).mean(0)
@@ -123,7 +154,7 @@ def _tensors(found: Sequence[Result], truth: Sequence[Rows]) -> list[list[Tensor
     ]
 
 
-def _loss(tensors: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor]]) -> Tensor:
+def loss(tensors: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor]]) -> Tensor:
     """Σ weight·tensor, in float64; what has no weight is left out, whatever it is."""
     total = torch.zeros((), dtype=torch.float64)
     for group, given in zip(tensors, weights, strict=True):
@@ -132,11 +163,11 @@ def _loss(tensors: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor
     return total
 
 
-def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+def gradients(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Gradients, 0 for leaves that the loss does not depend on."""
-    if not loss.requires_grad:
+    if not total.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
     return [torch.zeros_like(x) if y is None else y.detach() for x, y in zip(leaves, found, strict=True)]
 
 
