@@ -50,6 +50,13 @@ FAULTS = (
         "tests/laws/test_causality.py",
     ),
     Fault(
+        "allow jumps up to the limit of float32",
+        BLOCKED + "causal.py",
+        "_MAX_JUMP = 60.0",
+        "_MAX_JUMP = 84.0",
+        "tests/laws/test_causality.py",
+    ),
+    Fault(
         "do not rescale the state when the maximum rises",
         BLOCKED + "blocks.py",
         "decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)",
@@ -169,6 +176,13 @@ FAULTS = (
         "attention/_exact/causal.py",
         "(2 * window - places)",
         "(2 * window)",
+        "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "forget the masks of earlier calls of a stream",
+        "attention/_exact/causal.py",
+        "mask is None and exact.recent_live.shape[2] == 0 and",
+        "mask is None and",
         "tests/laws/test_exact_part.py",
     ),
 )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import linattn
-from grid import BACKENDS, CAUSAL_MAPS, NONNEGATIVE_MAPS, Case, build, qkv, relative_error
+from grid import BACKENDS, CAUSAL_MAPS, NONNEGATIVE_MAPS, Case, build, qkv, relative_error, tokens
+from linattn.attention._blocked import causal
 
 CAUSAL_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
 LENGTH, CUT = 50, 31
@@ -84,6 +85,44 @@ def test_a_key_far_above_its_block_drowns_nobody(backend: str, position: int) ->
         torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("position", [1, 20, 49])
+@pytest.mark.parametrize("jump", [59.0, 59.9, 61.0, 75.0, 80.0, 83.9, 86.0])
+def test_jumps_around_the_limit_of_float32_keep_gradients_scaled_for_half_precision(jump: float, position: int) -> None:
+    """A row's denominator of exp(-jump) divides a gradient of 2^16: beyond exp(-77) that is no float32 any more."""
+    query, key, value = qkv(1, 2, 2, LENGTH, LENGTH)
+    key = 0.1 * key
+    key[:, :, position] += jump
+    upstream = 2.0**16 * tokens(*value.shape, seed=3)[:, :, :position]
+    results = []
+    for dtype, backend in ((torch.float64, "reference"), (torch.float32, "blocked")):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = linattn.linear_attention(*leaves, Shifted(8, 8), is_causal=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out[:, :, :position], leaves, upstream.to(dtype))))
+    sizes = (1.0, *[float(upstream.abs().max())] * 3)
+    for truth, found, size in zip(*results, sizes, strict=True):
+        assert found.isfinite().all()
+        # Exponents near the jump are rounded to jump · 2^-24 ≤ 6e-6, as above, relative to the largest gradients.
+        torch.testing.assert_close(found.double() / size, truth / size, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("name", ["FavorPlus", "Trigonometric", "Centred-Taylor"])
+def test_a_lower_limit_of_jumps_costs_time_and_nothing_else(
+    name: str, limit: float, monkeypatch: pytest.MonkeyPatch, blocks_of
+) -> None:
+    blocks_of(16)
+    feature_map, results = build(name), []
+    inputs = qkv(num_queries=LENGTH, num_keys=LENGTH, scale=2.0)
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(1)) > 0.3
+    for chosen in (causal._MAX_JUMP, limit):
+        monkeypatch.setattr(causal, "_MAX_JUMP", chosen)
+        leaves = [x.requires_grad_() for x in inputs]
+        out = linattn.linear_attention(*leaves, feature_map, key_mask=mask, is_causal=True, enable_gqa=True)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for truth, found in zip(*results, strict=True):
+        assert relative_error(found, truth) <= (1e-12 if name in NONNEGATIVE_MAPS else 1e-8)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("masked", [1, 5])
 def test_rows_that_see_the_state_alone_are_not_drowned(backend: str, masked: int) -> None:
@@ -101,6 +140,24 @@ def test_rows_that_see_the_state_alone_are_not_drowned(backend: str, masked: int
         options = {"key_mask": mask[:, 8:], "backend": chosen}
         out = linattn.linear_attention_with_state(*leaves, feature_map, state, **options).out
         results.append((out, *torch.autograd.grad(out[:, :, :masked].square().sum(), leaves)))
+    for truth, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("jump", [50.0, 120.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_see_earlier_blocks_alone_are_not_drowned(backend: str, jump: float, blocks_of) -> None:
+    """The same within one call, in both passes."""
+    blocks_of(4)
+    query, key, value = qkv(1, 2, 2, 12, 12)
+    key[:, :, 6] += jump
+    mask = torch.ones(1, 12, dtype=torch.bool)
+    mask[:, 4:6] = False
+    results = []
+    for dtype, chosen in ((torch.float64, "reference"), (torch.float32, backend)):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = linattn.linear_attention(*leaves, Shifted(8, 8), key_mask=mask, is_causal=True, backend=chosen)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for truth, found in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
 

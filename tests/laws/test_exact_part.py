@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -187,6 +188,38 @@ def test_a_stream_may_be_cut_anywhere(name: str, cuts: list[int]) -> None:
     torch.testing.assert_close(
         state.read(feature_map, later).out, once.read(feature_map, later).out, rtol=1e-11, atol=1e-11
     )
+
+
+@pytest.mark.parametrize(
+    ("masked", "cuts"),
+    [((True, False), [22]), ((False, True), [22]), ((True, False), [1]), ((True, False, True, False), [7, 9, 30])],
+    ids=str,
+)
+@pytest.mark.parametrize("num_heavy", [0, 3])
+@pytest.mark.parametrize("name", ["FavorPlus", "Expansion"])
+def test_the_masks_of_a_stream_come_and_go(
+    name: str, num_heavy: int, masked: tuple[bool, ...], cuts: list[int]
+) -> None:
+    """A masked token stays unseen when it leaves the window in a later call, which has no mask."""
+    query, key, value = qkv(num_queries=45, num_keys=45)
+    mask = torch.rand(2, 45, generator=torch.Generator().manual_seed(2)) > 0.5
+    mask[:, 0] = False
+    pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, 45])]
+    for piece, given in zip(pieces, masked, strict=True):
+        mask[:, piece] |= not given
+    feature_map, state, outs = build(name), None, []
+    options = {"enable_gqa": True, "window": 4, "num_heavy": num_heavy}
+    whole = linattn.linear_attention(query, key, value, feature_map, key_mask=mask, is_causal=True, **options)
+    for piece, given in zip(pieces, masked, strict=True):
+        out, state = linattn.linear_attention_with_state(
+            *(x[:, :, piece] for x in (query, key, value)),
+            feature_map,
+            state,
+            key_mask=mask[:, piece] if given else None,
+            **options,
+        )
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=1e-11, atol=1e-11)
 
 
 def test_the_size_of_a_stream_s_state_does_not_grow() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, HEAD_DIM, MAPS, Case, Learned, build, qkv, sums
+from grid import CASES, CAUSAL_MAPS, HEAD_DIM, MAPS, Case, Learned, build, qkv, sums
 from linattn.feature_maps import RandomFeatureMap
 from linattn.feature_maps._base import live_map
 
@@ -51,13 +51,14 @@ def test_a_graph_whose_map_is_gone_says_so() -> None:
         live_map(-1)
 
 
-@pytest.mark.parametrize("map_name", ["FavorPlus", "LearnedExponential"])
+@pytest.mark.parametrize("map_name", CAUSAL_MAPS)
 def test_compiled_decoding_equals_eager(map_name: str) -> None:
     torch.compiler.reset()
     feature_map = build(map_name).requires_grad_(False)
     step = torch.compile(
         lambda q, k, v, state: linattn.linear_attention_with_state(q, k, v, feature_map, state, enable_gqa=True),
         fullgraph=True,
+        backend="aot_eager",
     )
     q, k, v = qkv()
     state = linattn.linear_attention_with_state(q, k, v, feature_map, enable_gqa=True).state
@@ -119,6 +120,18 @@ def test_vmap_equals_a_loop_beside_exact_keys(map_name: str, is_causal: bool, op
     grad = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=(0, 1, 2))
     for found, *alone in zip(torch.func.vmap(grad)(*stacked), *(grad(*x) for x in batches), strict=True):
         torch.testing.assert_close(found, torch.stack(alone), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_queries", [0, 1])
+def test_compiled_rows_of_a_group_share_no_memory(num_queries: int) -> None:
+    torch.compiler.reset()
+    feature_map, tokens = build("Expansion-one-centre"), qkv(1, 2, 2, num_queries)
+
+    def attend(q, k, v):
+        return linattn.linear_partial(q, k, v, feature_map)
+
+    found = torch.compile(attend, fullgraph=True, backend="aot_eager")(*tokens)
+    torch.testing.assert_close(found, attend(*tokens), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", TRANSFORM_CASES, ids=str)

@@ -90,14 +90,25 @@ class FeatureMap(nn.Module, ABC):
         Args:
             followed: names of parameters to leave out, which somebody else answers for.
         """
-        names = [name for name, _ in self.named_parameters() if name not in followed]
         if torch.compiler.is_compiling():
             # Imported here: torch's marks for its compiler import the compiler.
-            from linattn.feature_maps._constants import constant_tensor_digest as find
-        else:
-            find = tensor_digest
-        digest = find(self.handle, *names)
+            from linattn.feature_maps._constants import constant_fingerprint
+
+            found: str = constant_fingerprint(self.handle, *followed)
+            return found
+        return self.read_fingerprint(followed)
+
+    def read_fingerprint(self, followed: Collection[str]) -> str:
+        """`fingerprint`, outside a graph: values are read."""
+        names = [name for name, _ in self.named_parameters() if name not in followed]
+        digest = self._tensor_digest(names)
         return f"{self!r} with weights {digest}" if digest else repr(self)
+
+    def _tensor_digest(self, names: Collection[str]) -> str:
+        """The digest of the parameters of these names and of the map's draws; "" where there are none."""
+        found = dict(self.named_parameters()) if names else {}
+        weights, draws = digest_of_weights(found[name] for name in names) if names else "", self.draw_digest()
+        return f"{weights}-{draws}" if weights and draws else weights + draws
 
     def draw_digest(self) -> str:
         """A digest of the random tensors that `repr` names by their seed alone; "" for maps without any."""
@@ -223,14 +234,6 @@ def live_map(handle: int) -> FeatureMap:
             "attribute of the module, or compile again"
         )
     return _LIVE[handle]
-
-
-def tensor_digest(handle: int, *names: str) -> str:
-    """The digest of a map's parameters of these names and of its draws."""
-    feature_map = live_map(handle)
-    found = dict(feature_map.named_parameters()) if names else {}
-    weights, draws = digest_of_weights(found[name] for name in names) if names else "", feature_map.draw_digest()
-    return f"{weights}-{draws}" if weights and draws else weights + draws
 
 
 def features(feature_map: FeatureMap, x: Tensor, side: str) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from linattn.feature_maps._base import tensor_digest
+from linattn.feature_maps._base import live_map
 
 
 @torch.compiler.assume_constant_result
-def constant_tensor_digest(handle: int, *names: str) -> str:
-    """`tensor_digest`, found while the graph is made."""
-    return tensor_digest(handle, *names)
+def constant_fingerprint(handle: int, *followed: str) -> str:
+    """A map's `fingerprint`, found while the graph is made."""
+    return live_map(handle).read_fingerprint(followed)

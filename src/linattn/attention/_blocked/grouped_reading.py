@@ -137,7 +137,8 @@ def forward(
         out.index_copy_(0, target, num.flatten(0, 1).to(out.dtype))
         own = own + flat.m[part.group].unsqueeze(-1)
         sums.index_copy_(0, target, torch.stack((den.flatten(), own.flatten()), -1))
-    den, reference = (x.contiguous().view(shape) for x in sums[:count].unbind(-1))
+    # Copies even where there is one row or none: a compiled operator may not return two views of one memory.
+    den, reference = (x.clone(memory_format=torch.contiguous_format).view(shape) for x in sums[:count].unbind(-1))
     return out[:count].view(*shape, S.shape[-1]), den, reference
 
 

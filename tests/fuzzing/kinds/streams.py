@@ -1,0 +1,228 @@
+"""linear_attention_with_state over a stream cut anywhere, its masks coming and going; the state's readings after it.
+
+Letters: B batch, Hkv key/value heads, M keys of the whole stream, L tokens of a chunk (Lq, Lk).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import linattn
+from fuzzing import who
+from fuzzing.dice import Dice
+from fuzzing.kinds.attention import BACKENDS, Given, draw_exactly, draw_given
+from fuzzing.limits import Limit, exact_limits, map_limits
+from fuzzing.machine import draw_machine, sums_dtype
+from fuzzing.maps import DrawnMap, draw_map
+from fuzzing.oracle import Part, Rows
+from fuzzing.task import Result, Task
+from fuzzing.tokens import DTYPES, draw_sizes
+from fuzzing.truth import Exactly, Parts, Tokens, parts_of
+from fuzzing.weights import Noise, Weigher
+
+
+class Chunk(NamedTuple):
+    """One call of a stream.
+
+    Attributes:
+        queries: of all the stream's queries.
+        keys: of all its keys.
+        masked: whether its mask is given.
+        handling: what happens to the state after it.
+    """
+
+    queries: slice
+    keys: slice
+    masked: bool
+    handling: str
+
+    @property
+    def places(self) -> Tensor:
+        """The place of the last key that each query sees, -1 for none."""
+        count = self.queries.stop - self.queries.start
+        last = torch.arange(count) + self.keys.stop - count
+        return last.clamp(min=self.keys.start - 1)
+
+    def __str__(self) -> str:
+        sizes = f"{self.queries.stop - self.queries.start}/{self.keys.stop - self.keys.start}"
+        return f"{sizes}{' masked' if self.masked else ''}{' ' + self.handling if self.handling else ''}"
+
+
+def draw_chunks(dice: Dice, window: int | None, most: int, number: int, handlings: dict[str, float]) -> list[Chunk]:
+    """Chunks of 0, 1 and more tokens; sometimes fewer queries than keys, without a window also more."""
+    found, queries, keys = [], 0, 0
+    style = dice.pick("steps", "any", "any", "any", "prefill")
+    for turn in range(min(dice.integer(1, 14 if style == "steps" else 6), number)):
+        length = 1 if style == "steps" and not dice.chance(0.1) else dice.length(most // 2)
+        length = dice.integer(4, most) if style == "prefill" and turn == 0 else length
+        # Whole streams stay small enough for a dense truth.
+        length = min(length, max(48 - keys, 1))
+        length = min(length, 3) if style == "prefill" and turn else length
+        count = length if dice.chance(0.8) else dice.integer(0, length)
+        if window is None and dice.chance(0.1):
+            count = length + dice.integer(1, 3)
+        handling = dice.weighted(handlings)
+        rows, columns = slice(queries, queries + count), slice(keys, keys + length)
+        found.append(Chunk(rows, columns, dice.chance(0.5), handling))
+        queries, keys = rows.stop, columns.stop
+    return found
+
+
+# Ways to the same state; those that cut the graph apart.
+WHOLE = {"": 10.0, "moved": 1.0, "flattened": 1.0, "selected": 1.0}
+CUT = {"detached": 1.0, "copied": 1.0}
+
+
+def handled(state: linattn.State, handling: str) -> linattn.State:
+    """The same state by another way."""
+    if handling == "detached":
+        return state.detach()
+    if handling == "moved":
+        return state.to("cpu")
+    if handling == "copied":
+        return copy.deepcopy(state.detach())
+    if handling == "flattened":
+        leaves, spec = pytree.tree_flatten(state)
+        return pytree.tree_unflatten(leaves, spec)
+    return state.select(torch.arange(state.S.shape[0])) if handling == "selected" else state
+
+
+class Stream(NamedTuple):
+    """A stream, and what reads its state after it.
+
+    Attributes:
+        drawn: the map.
+        exactly: its exact part.
+        chunks: its calls.
+        live: (B, M), False for masked keys.
+        last: how many queries read the state, after those of the chunks.
+        backend: of all calls.
+        dtype: of the tokens.
+    """
+
+    drawn: DrawnMap
+    exactly: Exactly
+    chunks: list[Chunk]
+    live: Tensor
+    last: int
+    backend: str
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        """How many queries the chunks have."""
+        return self.chunks[-1].queries.stop
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
+        """Outputs, and the state read as it is and flushed."""
+        window, num_heavy = self.exactly
+        options = {"window": window, "num_heavy": num_heavy, "backend": self.backend, "enable_gqa": True}
+        state, outs, own = None, [], self.drawn.map
+        for chunk in self.chunks:
+            piece = query[:, :, chunk.queries], key[:, :, chunk.keys], value[:, :, chunk.keys]
+            mask = self.live[:, chunk.keys] if chunk.masked else None
+            out, state = linattn.linear_attention_with_state(*piece, own, state, key_mask=mask, **options)
+            outs.append(out)
+            state = handled(state, chunk.handling)
+        assert state is not None
+        later, roundings = query[:, :, self.count :], 4 if self.exactly else 1
+        return [
+            Result("outs of the stream", torch.cat(outs, 2), roundings=roundings),
+            Result("the state read", *state.read(own, later), roundings=roundings),
+            Result("the flushed state read", *state.flush(own).read(own, later)),
+        ]
+
+    def truth(self, query: Tensor, key: Tensor, value: Tensor, noise: Noise | None) -> list[Rows]:
+        """The same, each query over all keys before it."""
+        weigher, count = Weigher(self.drawn.map, sums_dtype(self.dtype)), self.count
+        places = torch.cat([chunk.places for chunk in self.chunks])
+        stream = Tokens(query[:, :, :count], key, value, self.live, places)
+        end = torch.full((self.last,), key.shape[2] - 1)
+        after = Tokens(query[:, :, count:], key, value, self.live, end)
+        return [
+            parts_of(weigher, stream, self.exactly, is_causal=True).rows(stream, noise=noise),
+            _after(weigher, stream, after, self.exactly).rows(after, noise=noise),
+            parts_of(weigher, after, Exactly(), is_causal=True).rows(after, noise=noise),
+        ]
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What it is refused for."""
+        has_tokens = self.live.numel() > 0 and not self.exactly
+        found = map_limits(self.drawn, is_causal=True, has_tokens=has_tokens)
+        for chunk in self.chunks:
+            lengths = [part.stop - part.start for part in (chunk.queries, chunk.keys)]
+            found += exact_limits(self.drawn, *lengths, *self.exactly, is_causal=True)
+        return found
+
+    def __str__(self) -> str:
+        chunks = ", ".join(str(chunk) for chunk in self.chunks)
+        return (
+            f"linear_attention_with_state({self.drawn}, {self.exactly}, backend={self.backend!r}); queries/keys "
+            f"{chunks}; read by {self.last}"
+        )
+
+
+def draw(
+    dice: Dice,
+    *,
+    most: int = 40,
+    dtypes: dict[torch.dtype, float] = DTYPES,
+    fitted: bool = False,
+    share: float = 0.5,
+    whole: bool = False,
+    chunks_most: int = 14,
+) -> Task:
+    """Any stream; `whole` is one graph from end to end."""
+    sizes, dtype = draw_sizes(dice), dice.weighted(dtypes)
+    exactly = draw_exactly(dice, share=share, is_causal=True)
+    fitted = fitted or dice.chance(0.97)
+    drawn = draw_map(dice, sizes, dtype, softmax=bool(exactly) and dice.chance(0.97), fitted=fitted)
+    chunks = draw_chunks(dice, exactly.window, most, chunks_most, WHOLE if whole else WHOLE | CUT)
+    last = dice.integer(0, 3)
+    given = draw_given(dice, sizes, chunks[-1].queries.stop + last, chunks[-1].keys.stop, dtype)
+    given = seen_through(given, [chunk.keys for chunk in chunks if not chunk.masked])
+    stream = Stream(drawn, exactly, chunks, given.live, last, dice.weighted(BACKENDS), dtype)
+    return Task(
+        str(stream),
+        [drawn],
+        given[:3],
+        given.live,
+        stream.call,
+        stream.truth,
+        stream.limits,
+        draw_machine(dice),
+        bool(exactly),
+    )
+
+
+def seen_through(given: Given, unmasked: Sequence[slice]) -> Given:
+    """The same tokens where some parts come without a mask: all keys of those are live, and none is NaN or inf."""
+    live = given.live.clone()
+    for part in unmasked:
+        live[:, part] = True
+    seen = live[:, None, :, None]
+    key, value = (torch.where(seen, x.nan_to_num(1, 1, 1), x) for x in (given.key, given.value))
+    return Given(given.query, key, value, live)
+
+
+def _after(weigher: Weigher, stream: Tokens, after: Tokens, exactly: Exactly) -> Parts:
+    """The parts of a query after the stream: the heavy keys are those that its last block's queries saw."""
+    if not exactly:
+        return parts_of(weigher, after, exactly, is_causal=True)
+    assert exactly.window is not None
+    assert weigher.map is not None
+    scale, num_keys = weigher.map.scale, stream.key.shape[2]
+    arguments = (stream.live, stream.places, exactly.window, exactly.num_heavy, scale, weigher.rounding)
+    heavy = who.heavy_so_far(stream.grouped.detach(), stream.key.detach(), *arguments)
+    exact = heavy.last[:, :, None, None] | who.near(after.places, num_keys, exactly.window, is_causal=True)
+    seen = after.live[:, None, None, None]
+    softmax = Weigher(None, weigher.rounding, scale)
+    unclear = heavy.last_unclear.repeat_interleave(after.grouped.shape[2], 1).unsqueeze(-1)
+    return Parts([Part(softmax, exact & seen), Part(weigher, ~exact & seen)], unclear.expand(after.query.shape[:3]))
