@@ -68,11 +68,13 @@ class Shifted(linattn.feature_maps.FeatureMap):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("level", [0, -120])
 @pytest.mark.parametrize("position", [1, 20, 49])
-def test_a_key_far_above_its_block_drowns_nobody(backend: str, position: int) -> None:
+def test_a_key_far_above_its_block_drowns_nobody(backend: str, level: int, position: int) -> None:
     """One key 120 nats above all others, within one block: earlier rows keep their digits and gradients."""
     feature_map = Shifted(8, 8)
     query, key, value = qkv(1, 2, 2, LENGTH, LENGTH)
+    key += level
     key[:, :, position] += 120
     results = []
     for dtype, chosen in ((torch.float64, "reference"), (torch.float32, backend)):

@@ -16,7 +16,15 @@ from linattn.feature_maps import Expansion, FavorPlus, FeatureMap, features
 # Every map that may have an exact part.
 MAPS = tuple(n for n in SOFTMAX_MAPS if n in NONNEGATIVE_MAPS or isinstance(build(n), Expansion))
 CAUSAL_MAPS = tuple(n for n in MAPS if not takes_statistics_from_the_call(n))
-PARTS = {"heavy": (None, 3), "window": (4, 0), "both": (4, 3), "wide": (8, 5), "single": (1, 2), "all": (64, 2)}
+PARTS = {
+    "heavy": (None, 3),
+    "window": (4, 0),
+    "both": (4, 3),
+    "wide": (8, 5),
+    "single": (1, 2),
+    "narrow": (1, 0),
+    "all": (64, 2),
+}
 
 
 def fitted(name: str, query: Tensor, key: Tensor, mask: Tensor | None) -> FeatureMap:
@@ -126,7 +134,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("length", [3, 37, 64])
+@pytest.mark.parametrize("length", [2, 3, 37, 64])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", MAPS)
 def test_float64_equals_the_definition(name: str, part: str, length: int, masked: bool, blocks_of) -> None:

@@ -64,6 +64,9 @@ def draw(
     exactly = draw_exactly(dice, share=share, is_causal=is_causal)
     drawn = draw_map(dice, sizes, dtype, softmax=bool(exactly) and dice.chance(0.97), fitted=fitted)
     num_keys = dice.length(most)
+    if exactly.window is not None and dice.chance(0.4):
+        # Around the lengths where the first keys leave a neighbourhood.
+        num_keys = min(dice.integer(1, 4 * exactly.window + 1), most)
     num_queries = num_keys if dice.chance(0.95 if exactly else 0.6) else dice.length(most)
     given = draw_given(dice, sizes, num_queries, num_keys, dtype)
     backend, name = dice.weighted(BACKENDS), dice.pick("linear_attention", "linear_partial")
