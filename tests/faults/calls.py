@@ -78,6 +78,20 @@ FAULTS = (
         "tests/laws/test_empty.py",
     ),
     Fault(
+        "let cancellation make a normaliser negative",
+        "attention/_blocked/grouped_reading.py",
+        "den = torch.maximum((phi_q * z).sum(-1), feature_map.least_normalizer(z))",
+        "den = (phi_q * z).sum(-1)",
+        "tests/laws/test_combination.py",
+    ),
+    Fault(
+        "invert denormal normalisers",
+        "attention/_blocked/reading.py",
+        "(den.abs() < torch.finfo(den.dtype).tiny)",
+        "(den == 0)",
+        "tests/laws/test_gradient.py",
+    ),
+    Fault(
         "import torch's compiler with the core",
         "attention/softmax.py",
         "import torch\nfrom torch import Tensor\n",

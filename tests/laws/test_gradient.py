@@ -105,6 +105,19 @@ def test_no_state_is_unwound_by_subtraction() -> None:
         assert relative_error(found[early], truth[early]) <= 3 * relative_error(reference[early], truth[early]) + 6e-8
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_denormal_normalisers_pass_no_nan_on(is_causal: bool) -> None:
+    """Features of e^-45 on both sides, whose products are below the smallest normal number, beside ordinary rows."""
+    query, key, value = (x.float() for x in qkv(1, 1, 1, 6, 6, 4))
+    query[:, :, 2:4] = key[:, :, :4] = -45.0
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out = linattn.linear_attention(*leaves, linattn.feature_maps.EluPlusOne(4), is_causal=is_causal)
+    assert out.isfinite().all()
+    for grad in torch.autograd.grad(out.square().sum(), leaves):
+        assert grad.isfinite().all()
+        assert grad.abs().sum() > 0
+
+
 def test_second_derivatives_are_refused_by_blocked_and_right_in_the_reference() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 3, 3, value_dim=2))
     feature_map = Case("FavorPlus", "blocked", False).build()

@@ -104,6 +104,8 @@ def _grouped_rows(
     z = weights @ psi + own[..., -1]
     phi_q, log_weight = feature_map.local_query(q, torch.take_along_dim(places, number, -2), z)
     found = (weights * (phi_q @ psi.mT)) @ extended + (phi_q.unsqueeze(-2) @ own).squeeze(-2)
+    den = torch.maximum(found[..., -1], feature_map.least_normalizer(z))
+    found = torch.cat((found[..., :-1], den.unsqueeze(-1)), -1)
     return found.unflatten(2, shape), (reference + log_weight).unflatten(2, shape)
 
 

@@ -63,6 +63,10 @@ class GroupedFeatureMap(FeatureMap):
         """
 
     @abstractmethod
+    def least_normalizer(self, z: Tensor) -> Tensor:
+        """What χ·z is at least, in exact arithmetic: (..., F) -> (...). Cancellation may leave less, or less than 0."""
+
+    @abstractmethod
     def key(self, x: Tensor) -> Tensor:
         """ψ, the factor of a key's features that all groups share: (..., L, D) -> (..., L, F)."""
 

@@ -234,6 +234,10 @@ class Expansion(GroupedFeatureMap, FittedMap):
         squares = delta.index_select(-1, first) * delta.index_select(-1, second) * halves
         return torch.cat((1 - u + u.square() / 2, (1 - u) * delta, squares), -1), u.squeeze(-1)
 
+    def least_normalizer(self, z: Tensor) -> Tensor:
+        """The count Σ p_j: equal to it at orders 0 and 1, half the logits' variance above it at order 2."""
+        return z[..., 0]
+
     def key(self, x: Tensor) -> Tensor:
         """[1, k, kkᵀ] up to the order, keys less their mean: (..., L, D) -> (..., L, F)."""
         x, (_, _, key_mean, _) = self._operands(x)

@@ -61,7 +61,8 @@ def rows(feature_map: GroupedFeatureMap, block: Block, visible: Tensor, before: 
     phi_q, log_weight = feature_map.local_query(block.query, place, own_z)
     num = torch.matmul(weights * torch.matmul(phi_q, psi.mT), block.value)
     num = num + decay * read_groups(phi_q, group, flat.S, feature_map.num_groups)
-    return num, (phi_q * own_z).sum(-1), reference + log_weight
+    den = torch.maximum((phi_q * own_z).sum(-1), feature_map.least_normalizer(own_z))
+    return num, den, reference + log_weight
 
 
 def read_groups(phi_q: Tensor, group: Tensor, S: Tensor, num_groups: int) -> Tensor:

@@ -65,7 +65,8 @@ def row_gradients(
     grad_out: Tensor, grad_den: Tensor, out: Tensor, den: Tensor, space: Workspace
 ) -> tuple[Tensor, Tensor]:
     """Gradients (…, Dv) and (…, 1) of the row's num and den, in units of the reference the row was normalised with."""
-    dead = (den == 0).unsqueeze(-1)
+    # A denormal sum has no inverse within the dtype: its row passes no gradient on, instead of NaN to every key.
+    dead = (den.abs() < torch.finfo(den.dtype).tiny).unsqueeze(-1)
     inverse = den.unsqueeze(-1).reciprocal().masked_fill_(dead, 0)
     grad_num = torch.mul(grad_out, inverse, out=space.buffer("grad_num", *out.shape))
     from_out = torch.mul(grad_num, out, out=space.buffer("from_out", *out.shape)).sum(-1, keepdim=True)
