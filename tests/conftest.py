@@ -25,7 +25,7 @@ def _strict_world() -> Iterator[None]:
 @pytest.fixture
 def blocks_of(monkeypatch: pytest.MonkeyPatch):
     """Force the blocked backend's block size, and short segments of blocks."""
-    from linattn.attention._blocked import (
+    from linattn.attention.backends.blocked import (
         absorption,
         causal,
         causal_backward,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from faults import attention, calls, convert, feature_maps, lab, models, records
+from faults import attention, biases, calls, convert, feature_maps, lab, models, records
 
 FAULTS = (
     *records.FAULTS,
     *feature_maps.FAULTS,
     *attention.FAULTS,
+    *biases.FAULTS,
     *calls.FAULTS,
     *models.FAULTS,
     *convert.FAULTS,

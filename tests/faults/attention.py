@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
-BLOCKED = "attention/_blocked/"
+BLOCKED = "attention/backends/blocked/"
 
 FAULTS = (
     Fault(
@@ -16,16 +16,16 @@ FAULTS = (
     ),
     Fault(
         "mask the values only",
-        BLOCKED + "features.py",
-        "if mask is not None:",
-        "if False:",
+        "attention/backends/blocked/features.py",
+        "rise = None if bias is None else bias.unsqueeze(-1)",
+        "rise = None",
         "tests/laws/test_masking.py",
     ),
     Fault(
         "let masked tokens hold NaN",
-        BLOCKED + "blocks.py",
-        "rows if mask is None else rows.masked_fill_",
-        "rows if True else rows.masked_fill_",
+        "attention/backends/blocked/blocks.py",
+        "return rows if bias is None else rows.masked_fill_(is_masked(bias).unsqueeze(-1), 0)",
+        "return rows",
         "tests/laws/test_masking.py",
     ),
     Fault(
@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "keep the state in the inputs' dtype",
-        BLOCKED + "blocks.py",
+        "attention/sums.py",
         "return torch.promote_types(dtype, torch.float32)",
         "return dtype",
         "tests/laws/test_precision.py",
@@ -73,11 +73,11 @@ FAULTS = (
     Fault(
         "unwind the state by subtraction",
         BLOCKED + "causal_backward.py",
-        "            found.append(Visit(entry, c, keys, phi_k, safe, start, stop))",
+        "            found.append(BlockState(entry, c, keys, phi_k, safe, start, stop))",
         "            rise = (c - entry.m).exp()\n"
         "            S = entry.S * (entry.m - c).exp().unsqueeze(-1) + phi_k.mT @ v\n"
-        "            entry = Moments((S - phi_k.mT @ v) * rise.unsqueeze(-1), entry.z, entry.m) if start else entry\n"
-        "            found.append(Visit(entry, c, keys, phi_k, safe, start, stop))",
+        "            entry = Sums((S - phi_k.mT @ v) * rise.unsqueeze(-1), entry.z, entry.m) if start else entry\n"
+        "            found.append(BlockState(entry, c, keys, phi_k, safe, start, stop))",
         "tests/laws/test_gradient.py",
     ),
     Fault(
@@ -90,7 +90,7 @@ FAULTS = (
     Fault(
         "ignore the incoming state",
         "attention/functional.py",
-        "        if state is not None:\n            return state.moments",
+        "        if state is not None:\n            return state.sums",
         "        if state is not None:\n            pass",
         "tests/laws/test_fold.py",
     ),
@@ -117,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "merge without a common exponent",
-        "attention/state.py",
+        "attention/sums.py",
         "m = torch.maximum(self.m, other.m)",
         "m = self.m",
         "tests/laws/test_fold.py",
@@ -152,44 +152,44 @@ FAULTS = (
     ),
     Fault(
         "leave heavy keys to the map too",
-        "attention/_exact/bidirectional.py",
-        "rest = seen.scatter(-1, chosen, False)",
-        "rest = seen",
+        "attention/exact/bidirectional.py",
+        "rest = every.scatter(-1, chosen, -torch.inf)",
+        "rest = every",
         "tests/laws/test_exact_part.py",
     ),
     Fault(
         "see one key ahead in the window",
-        "attention/_exact/neighbourhood.py",
+        "attention/exact/neighbourhood.py",
         ".tril(self.window)",
         ".tril(self.window + 1)",
         "tests/laws/test_exact_part.py",
     ),
     Fault(
         "keep the lightest keys",
-        "attention/_exact/heavy.py",
+        "attention/exact/heavy.py",
         "descending=True",
         "descending=False",
         "tests/laws/test_exact_part.py",
     ),
     Fault(
         "favour keys that many queries saw",
-        "attention/_exact/causal.py",
+        "attention/exact/causal.py",
         "(2 * window - places)",
         "(2 * window)",
         "tests/laws/test_exact_part.py",
     ),
     Fault(
         "forget the masks of earlier calls of a stream",
-        "attention/_exact/causal.py",
-        "mask is None and exact.recent_live.shape[2] == 0 and",
-        "mask is None and",
+        "attention/exact/causal.py",
+        "bias is None and exact.recent_bias.shape[2] == 0 and",
+        "bias is None and",
         "tests/laws/test_exact_part.py",
     ),
     Fault(
         "take a lone key of an earlier span for the row's own",
         BLOCKED + "__init__.py",
-        "not (span or grouped) and _is_bare",
-        "not grouped and _is_bare",
+        "not (span or bound.is_grouped)",
+        "not bound.is_grouped",
         "tests/laws/test_exact_part.py",
     ),
     Fault(

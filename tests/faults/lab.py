@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
-BLOCKED = "attention/_blocked/"
+BLOCKED = "attention/backends/blocked/"
 
 FAULTS = (
     Fault(

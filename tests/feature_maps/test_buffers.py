@@ -23,7 +23,7 @@ def test_written_in_pieces_or_whole(map_name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("map_name", CAUSAL_MAPS)
 def test_pulled_back_as_autograd_does(map_name: str) -> None:
     feature_map, x = build(map_name), tokens(2, 2, 11, 8).requires_grad_()
-    for side, pull in ((feature_map.query, feature_map.pull_query), (feature_map.key, feature_map.pull_key)):
+    for side, pull in ((feature_map.query, feature_map.query_vjp), (feature_map.key, feature_map.key_vjp)):
         out = side(x)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         (expected,) = torch.autograd.grad(out, x, grad)

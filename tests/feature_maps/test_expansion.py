@@ -99,7 +99,7 @@ def test_moving_all_keys_changes_nothing() -> None:
 
 
 def test_a_long_step_is_shortened_to_the_spread_at_order_1() -> None:
-    """Far from the only centre the weights are those of 1.5 standard deviations, whatever the distance."""
+    """MapPart from the only centre the weights are those of 1.5 standard deviations, whatever the distance."""
     sample, key = normal(1, 1, 200, D), normal(1, 1, 200, D, seed=1)
     value, direction = normal(1, 1, 200, 2, seed=2), normal(1, 1, 1, D, seed=3)
     expansion = Expansion(D, 1).fit(sample, key)

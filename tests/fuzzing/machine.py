@@ -10,7 +10,7 @@ import torch
 
 from fuzzing.dice import Dice
 from linattn.attention import rows
-from linattn.attention._blocked import (
+from linattn.attention.backends.blocked import (
     absorption,
     causal,
     causal_backward,
@@ -20,7 +20,7 @@ from linattn.attention._blocked import (
     opaque,
     reading,
 )
-from linattn.attention._exact import far, heavy, neighbourhood
+from linattn.attention.exact import heavy, map_part, neighbourhood
 from linattn.feature_maps import _base
 
 _WITH_BLOCKS = (absorption, causal, causal_backward, grouped_causal, mass, opaque, reading)
@@ -67,7 +67,7 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         "tiles": (grouped_reading, "_CHUNK"),
         "smallest tile": (grouped_reading, "_SMALLEST"),
         "largest tile": (grouped_reading, "_LARGEST"),
-        "turned": (far, "_SEGMENT"),
+        "turned": (map_part, "_SEGMENT"),
         "near": (neighbourhood, "_CHUNK"),
         "heavy": (heavy, "_CHUNK"),
         "rows": (rows, "_BUDGET"),

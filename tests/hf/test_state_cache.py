@@ -118,10 +118,10 @@ def test_softmax_layers_grow(linear):
 
 
 def test_exact_keys_count_and_stay_few(linear):
-    """Two blocks of 2 keys at the most, each with its mass, a float64, and a mark, a byte, beside it."""
+    """Two blocks of 2 keys at the most, each with its mass and its bias, two float64, beside it."""
     few = [size - 3 * STATE for size in sizes(linear("llama", f"{FAVOR} + window 2", None))]
-    keys = [size // (3 * (TOKEN + 2 * 2 * (8 + 1))) for size in few]
-    assert few == [count * 3 * (TOKEN + 2 * 2 * (8 + 1)) for count in keys]
+    keys = [size // (3 * (TOKEN + 2 * 2 * (8 + 8))) for size in few]
+    assert few == [count * 3 * (TOKEN + 2 * 2 * (8 + 8)) for count in keys]
     assert keys[0] == 1
     assert max(keys) <= 4
 

@@ -7,7 +7,7 @@ import torch
 
 import linattn
 from grid import BACKENDS, CAUSAL_MAPS, NONNEGATIVE_MAPS, Case, build, qkv, relative_error, tokens
-from linattn.attention._blocked import causal
+from linattn.attention.backends.blocked import causal
 
 CAUSAL_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
 LENGTH, CUT = 50, 31

@@ -55,7 +55,7 @@ def test_outputs_stay_within_the_hull_at_any_scale(case: Case, scale: float) -> 
     # Exponential and elementwise weights are sums of nonnegative terms; tensor maps cancel, relative to |φ(q)||φ(k)|.
     band = 2e-5 if "Taylor" not in case.map_name and "Tensor" not in case.map_name else 2e-3
     if case.map_name == "Expansion-2":
-        # 1 + t + t²/2 is made of moments that are not centred: they cancel relative to the square of the logits.
+        # 1 + t + t²/2 is made of sums that are not centred: they cancel relative to the square of the logits.
         band *= max(1.0, (scale**2 / HEAD_DIM**0.5) ** 2)
     found = torch.where(has_weight(case, query.float(), key.float()), found, (low + high) / 2)
     assert (found >= low - band).all()

@@ -33,6 +33,23 @@ def test_autocast_changes_nothing(case: Case) -> None:
     assert torch.equal(plain, cast)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("map_name", ["FavorPlus", "Expansion"])
+def test_autocast_changes_no_exact_part(map_name: str, is_causal: bool) -> None:
+    query, key, value = qkv(heads=2, dtype=torch.float32)
+    feature_map, options = build(map_name), {"window": 4, "num_heavy": 2}
+
+    def everything() -> list[torch.Tensor]:
+        out = linattn.linear_attention(query, key, value, feature_map, is_causal=is_causal, **options)
+        state = linattn.linear_attention_with_state(query, key, value, feature_map, **options).state
+        return [out, *state.read(feature_map, query), *linattn.softmax_partial(query, key, value)]
+
+    plain = everything()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = everything()
+    assert all(torch.equal(x, y) for x, y in zip(plain, cast, strict=True))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_autocast_takes_mixed_dtypes_in_the_widest(case: Case) -> None:
     """Rotary positions leave queries and keys in float32 beside values in bfloat16."""

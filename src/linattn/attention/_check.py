@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import FeatureMap
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -144,9 +145,45 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
         raise ValueError(f"key_mask is on {key_mask.device}, the keys on {key.device}; move it with .to()")
 
 
-def per_head(key_mask: Tensor | None) -> Tensor | None:
-    """The mask as the backends take it, for heads that may differ: (B, Lk) -> (B, 1, Lk)."""
-    return None if key_mask is None else key_mask.unsqueeze(1)
+def check_key_bias(key_bias: Tensor | None, key: Tensor) -> None:
+    """Refuse anything but floating biases (B, Hkv or 1, Lk)."""
+    if key_bias is None:
+        return
+    if not isinstance(key_bias, Tensor) or key_bias.dtype not in _DTYPES:
+        got = key_bias.dtype if isinstance(key_bias, Tensor) else type(key_bias).__name__
+        raise TypeError(
+            f"key_bias must be a floating tensor, the logarithm of a factor on each key's weight, got {got}; "
+            "a bool mask goes into key_mask"
+        )
+    batch, heads, length = key.shape[:3]
+    if tuple(key_bias.shape) not in ((batch, heads, length), (batch, 1, length)):
+        raise ValueError(
+            f"key_bias must be (B, Hkv or 1, Lk) = {(batch, heads, length)} or {(batch, 1, length)}, got "
+            f"{tuple(key_bias.shape)}; expand it along the batch, or unsqueeze(1) for all heads"
+        )
+    if key_bias.device != key.device:
+        raise ValueError(f"key_bias is on {key_bias.device}, the keys on {key.device}; move it with .to()")
+
+
+def as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> Tensor | None:
+    """Mask and bias as one, checked: (B, Hkv or 1, Lk) in the accumulation dtype, -inf for masked keys, or None."""
+    check_key_mask(key_mask, key)
+    check_key_bias(key_bias, key)
+    dtype = accumulation_dtype(key.dtype)
+    bias = None if key_bias is None else key_bias.to(dtype)
+    if key_mask is None:
+        return bias
+    if bias is None:
+        bias = torch.zeros((), dtype=dtype, device=key.device)
+    return torch.where(key_mask.unsqueeze(1), bias, -torch.inf)
+
+
+def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None:
+    """Which keys statistics of the call are taken over: (B, Lk), or (B, Hkv or 1, Lk) where a bias masks some."""
+    if key_bias is None:
+        return key_mask
+    live = key_bias != -torch.inf
+    return live if key_mask is None else live & key_mask.unsqueeze(1)
 
 
 def check_exact_part(

@@ -5,27 +5,18 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn.attention import _blocked, _reference
-from linattn.attention._check import (
-    check_exact_part,
-    check_key_mask,
-    check_map,
-    check_tensors,
-    in_one_dtype,
-    per_head,
-)
-from linattn.attention._exact import ExactKeys, Far, Stream, attend_bidirectional, attend_causal
-from linattn.attention._own import own_tensors
+from linattn.attention._check import as_bias, check_exact_part, check_map, check_tensors, in_one_dtype, live_keys
+from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
+from linattn.attention.bound_map import bind, outside_autocast
+from linattn.attention.exact import ExactKeys, MapPart, Stream, attend_bidirectional, attend_causal
 from linattn.attention.partial import Partial, as_partial
 from linattn.attention.state import State, check_built_with, check_exact_keys
+from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
-
-Backend = Literal["auto", "blocked", "reference"]
-_BACKENDS = {"auto": _blocked.attend, "blocked": _blocked.attend, "reference": _reference.attend}
 
 
 class Attended(NamedTuple):
@@ -47,15 +38,16 @@ def linear_attention(
     feature_map: FeatureMap,
     *,
     key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
     window: int | None = None,
     num_heavy: int = 0,
-    backend: Backend = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """Attention with the kernel of a feature map, in linear time.
 
-        out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j) = φ(q_i)ᵀS / φ(q_i)ᵀz
+        out_i = Σ_j w_ij v_j / Σ_j w_ij = φ(q_i)ᵀS / φ(q_i)ᵀz,   w_ij = φ(q_i)·φ(k_j)·exp(b_j)
 
     Time O((Lq + Lk)·R·(D + Dv)) per head; memory beyond inputs and output O(R·Dv) per head and one block of features,
     forward and backward: features are recomputed, never stored for the whole sequence. Exponents, sums and the
@@ -71,13 +63,16 @@ def linear_attention(
         feature_map: the kernel; the temperature is the map's `scale`, there is none here.
         key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, NaN and inf
             included, forward and backward. A query whose every key is masked gets 0.
+        key_bias: (B, Hkv or 1, Lk), floating: b, the logarithm of a factor on each key's weight, exact keys included;
+            -inf is a masked key, whatever it holds. A constant added to all of a head's changes no output.
+            Differentiable.
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns
             top-left, which differs when Lq ≠ Lk.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one state per key/value head.
         window: exact softmax attention, without the map, between blocks of so many tokens, a power of two: a query sees
             its own block and both neighbours, causally its own up to itself and the one before. None for no window.
         num_heavy: exact softmax attention on so many keys, those of the largest estimated column mass; causally, with
-            a window, those of the largest score so far (`attention/_exact/causal.py` has the rule).
+            a window, those of the largest score so far (`attention/exact/causal.py` has the rule).
         backend: "blocked" (plain torch, linear), "reference" (quadratic, for checking) or "auto", which takes
             "blocked". A named backend runs or raises.
 
@@ -103,9 +98,10 @@ def linear_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794),
         section 2.
     """
-    call = _checked(query, key, value, feature_map, key_mask, enable_gqa, window, num_heavy, backend, is_causal)
+    options = _Options(enable_gqa, window, num_heavy, backend, is_causal)
+    call = _checked(query, key, value, feature_map, key_mask, key_bias, options)
     if call.is_plain:
-        return call.attend(None)[0].flatten(1, 2)
+        return call.attend(None)[0].out.flatten(1, 2)
     return call.attend_partly_exactly(None).partial.ungrouped().out
 
 
@@ -116,11 +112,12 @@ def linear_partial(
     feature_map: FeatureMap,
     *,
     key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
     window: int | None = None,
     num_heavy: int = 0,
-    backend: Backend = "auto",
+    backend: str = "auto",
 ) -> Partial:
     """`linear_attention` with its log-normaliser, to be combined with attention over other keys.
 
@@ -138,11 +135,12 @@ def linear_partial(
         >>> round(linear_partial(q, k, v, relu).log_normalizer.exp().item(), 4)
         4.0
     """
-    call = _checked(query, key, value, feature_map, key_mask, enable_gqa, window, num_heavy, backend, is_causal)
+    options = _Options(enable_gqa, window, num_heavy, backend, is_causal)
+    call = _checked(query, key, value, feature_map, key_mask, key_bias, options)
     if not call.is_plain:
         return call.attend_partly_exactly(None).partial.ungrouped()
-    rows = call.attend(None)[:3]
-    return as_partial(feature_map, call.own, call.grouped, *rows).ungrouped()
+    rows, _ = call.attend(None)
+    return as_partial(call.tokens.bound, call.tokens.query, rows).ungrouped()
 
 
 def linear_attention_with_state(
@@ -153,10 +151,11 @@ def linear_attention_with_state(
     state: State | None = None,
     *,
     key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
     enable_gqa: bool = False,
     window: int | None = None,
     num_heavy: int = 0,
-    backend: Backend = "auto",
+    backend: str = "auto",
 ) -> Attended:
     """Causal attention over the state's keys and these, and the state after them.
 
@@ -173,6 +172,7 @@ def linear_attention_with_state(
         feature_map: the kernel; maps that take statistics from the call must be fitted first.
         state: what was seen before, from an earlier call or `State`; None is the empty one. It is not changed.
         key_mask: (B, Lk) bool, True = attend; masked keys do not enter the state.
+        key_bias: (B, Hkv or 1, Lk), as in `linear_attention`.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
         window: as in `linear_attention`, for the stream's own blocks, wherever it is cut: the state keeps the keys of
             the last one or two.
@@ -197,8 +197,9 @@ def linear_attention_with_state(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
-    call = _checked(query, key, value, feature_map, key_mask, enable_gqa, window, num_heavy, backend, True)
-    key, value, fingerprint = call.key, call.value, feature_map.fingerprint()
+    options = _Options(enable_gqa, window, num_heavy, backend, is_causal=True)
+    call = _checked(query, key, value, feature_map, key_mask, key_bias, options)
+    key, value, fingerprint = call.tokens.key, call.tokens.value, feature_map.fingerprint()
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
@@ -206,55 +207,61 @@ def linear_attention_with_state(
         state.check_fits(key, value)
         check_exact_keys(state.exact, window, num_heavy)
     if call.is_plain:
-        out, _, _, moments = call.attend(state)
-        return Attended(out.flatten(1, 2), State(*moments, fingerprint))
+        rows, sums = call.attend(state)
+        return Attended(rows.out.flatten(1, 2), State(*sums, fingerprint))
     found = call.attend_partly_exactly(state)
-    return Attended(found.partial.ungrouped().out, State(*found.moments, fingerprint, found.exact))
+    return Attended(found.partial.ungrouped().out, State(*found.sums, fingerprint, found.exact))
+
+
+class _Options(NamedTuple):
+    """The options of a call, as given."""
+
+    enable_gqa: bool
+    window: int | None
+    num_heavy: int
+    backend: str
+    is_causal: bool
 
 
 class _Call(NamedTuple):
-    """One call of attention, checked, its queries grouped by key/value head."""
+    """One call of attention, checked, and what is to run it."""
 
-    feature_map: FeatureMap
-    own: dict[str, Tensor]
-    grouped: Tensor  # (B, Hkv, G, Lq, D)
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None  # (B, 1, Lk)
+    tokens: Call
     window: int
     num_heavy: int
     backend: Backend
-    is_causal: bool
 
     @property
     def is_plain(self) -> bool:
         """Whether the map takes all keys."""
         return not (self.window or self.num_heavy)
 
-    def before(self, state: State | None) -> _blocked.Moments:
+    def before(self, state: State | None) -> Sums:
         """The sums before the call."""
         if state is not None:
-            return state.moments
-        kept = _blocked.accumulation_dtype(self.key.dtype)
-        batch, heads = self.key.shape[:2]
-        return _blocked.no_moments(self.feature_map, batch, heads, self.value.shape[-1], kept, self.key.device)
+            return state.sums
+        key, value = self.tokens.key, self.tokens.value
+        feature_map, dtype = self.tokens.bound.feature_map, accumulation_dtype(key.dtype)
+        return no_sums(feature_map, key.shape[0], key.shape[1], value.shape[-1], dtype, key.device)
 
-    def attend(self, state: State | None) -> tuple[Tensor, Tensor, Tensor, _blocked.Moments]:
-        """Output, denominator and its exponent by query group, and the sums after, by the map alone."""
-        tensors = (self.grouped, self.key, self.value, self.mask, self.before(state))
-        return _BACKENDS[self.backend](self.feature_map, self.own, *tensors, is_causal=self.is_causal)
+    def attend(self, state: State | None) -> tuple[Rows, Sums]:
+        """Rows by query group and the sums after, by the map alone."""
+        bound, query, key, value, bias, is_causal = self.tokens
+        with outside_autocast(query.device):
+            return self.backend.attend(bound, query, key, value, bias, self.before(state), is_causal=is_causal)
 
     def attend_partly_exactly(self, state: State | None) -> Stream:
         """The same with exact keys."""
-        far = Far(self.feature_map, self.own, _BACKENDS[self.backend])
-        tokens, before = (self.grouped, self.key, self.value, self.mask), self.before(state)
+        bound, query, key, value, bias, is_causal = self.tokens
+        map_part, before = MapPart(bound, self.backend), self.before(state)
         exact = None if state is None else state.exact
         if exact is None:
-            exact = ExactKeys.empty(self.key, self.value, window=self.window, num_heavy=self.num_heavy)
-        if self.is_causal:
-            return attend_causal(far, *tokens, before, exact)
-        found = attend_bidirectional(far, *tokens, before, window=self.window, num_heavy=self.num_heavy)
-        return Stream(found, before, exact)
+            exact = ExactKeys.empty(key, value, window=self.window, num_heavy=self.num_heavy)
+        with outside_autocast(query.device):
+            if is_causal:
+                return attend_causal(map_part, query, key, value, bias, before, exact)
+            sizes = {"window": self.window, "num_heavy": self.num_heavy}
+            return Stream(attend_bidirectional(map_part, query, key, value, bias, before, **sizes), before, exact)
 
 
 def _checked(
@@ -263,21 +270,17 @@ def _checked(
     value: Tensor,
     feature_map: FeatureMap,
     key_mask: Tensor | None,
-    enable_gqa: bool,
-    window: int | None,
-    num_heavy: int,
-    backend: Backend,
-    is_causal: bool,
+    key_bias: Tensor | None,
+    options: _Options,
 ) -> _Call:
     """The call, wrong input refused."""
+    enable_gqa, window, num_heavy, backend, is_causal = options
     check_map(feature_map)
     query, key, value = in_one_dtype(query, key, value)
     check_tensors(query, key, value, feature_map, enable_gqa=enable_gqa)
-    check_key_mask(key_mask, key)
+    bias = as_bias(key_mask, key_bias, key)
     check_exact_part(query, key, feature_map, window, num_heavy, is_causal=is_causal)
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
-    own = own_tensors(feature_map, query, key, key_mask, is_causal=is_causal)
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    mask = per_head(key_mask)
-    return _Call(feature_map, own, grouped, key, value, mask, window or 0, num_heavy, backend, is_causal)
+    check_backend(backend)
+    bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
+    tokens = Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
+    return _Call(tokens, window or 0, num_heavy, choose(backend, tokens))

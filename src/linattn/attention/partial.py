@@ -5,14 +5,13 @@ Letters: B batch, H heads, L tokens (Lq, Lk), D head width, Dv value width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.attention import _blocked
-from linattn.feature_maps import FeatureMap
+from linattn.attention.backends import Rows
+from linattn.attention.bound_map import BoundMap
 
 
 class Partial(NamedTuple):
@@ -89,14 +88,10 @@ def combine(*partials: Partial) -> Partial:
     return Partial(out.to(partials[0].out.dtype), log_normalizer)
 
 
-def as_partial(
-    feature_map: FeatureMap, own: Mapping[str, Tensor], query: Tensor, out: Tensor, den: Tensor, reference: Tensor
-) -> Partial:
+def as_partial(bound: BoundMap, query: Tensor, rows: Rows) -> Partial:
     """Rows (B, H, G, L, …) of queries (B, H, G, L, D) as a partial result of that shape, on the kernel's true scale."""
     # The guarded logarithm keeps the gradient of rows that saw no key at 0 instead of NaN.
-    dead = den == 0
-    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, den).log() + reference)
-    weight = _blocked.query_log_weight(feature_map, own, query.to(den.dtype))
-    if weight is not None:
-        log_normalizer = log_normalizer + weight
-    return Partial(out, log_normalizer)
+    dead = rows.den == 0
+    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, rows.den).log() + rows.reference)
+    weight = bound.query_log_weight(query.to(rows.den.dtype))
+    return Partial(rows.out, log_normalizer if weight is None else log_normalizer + weight)

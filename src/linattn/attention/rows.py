@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked import accumulation_dtype
-from linattn.attention._blocked.fold import hosted
-from linattn.attention._check import check_key_mask, check_map, check_tensors, in_one_dtype
-from linattn.attention._own import own_tensors
+from linattn.attention._check import as_bias, check_map, check_tensors, in_one_dtype, live_keys
+from linattn.attention.bound_map import bind
+from linattn.attention.softmax import inert
+from linattn.attention.sums import accumulation_dtype, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 # Exponents held at once when rows are formed one weight at a time.
@@ -27,6 +27,7 @@ def attention_rows(
     query_index: Tensor,
     *,
     key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -43,6 +44,7 @@ def attention_rows(
         feature_map: the kernel.
         query_index: (n,) integers in [-Lq, Lq): which rows.
         key_mask: (B, Lk) bool, True = attend.
+        key_bias: (B, Hkv or 1, Lk), as in `linear_attention`.
         is_causal: bottom-right aligned, as in `linear_attention`.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
 
@@ -62,19 +64,19 @@ def attention_rows(
     check_map(feature_map)
     query, key = in_one_dtype(query, key)
     check_tensors(query, key, key, feature_map, enable_gqa=enable_gqa)
-    check_key_mask(key_mask, key)
+    bias = as_bias(key_mask, key_bias, key)
     rows = _check_index(query_index, query.shape[2])
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
-    own = own_tensors(feature_map, query, key, key_mask, is_causal=is_causal)
-    if key_mask is not None:
-        key = torch.where(key_mask[:, None, :, None], key, 0)
-    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
+    rise = query.new_zeros(1, 1, 1, 1, key.shape[2], dtype=dtype)
+    if bias is not None:
+        key, rise = inert(key, bias), bias[:, :, None, None]
     if is_causal:
-        visible = visible.tril(key.shape[2] - query.shape[2])
-    visible = visible[rows] if key_mask is None else visible[rows] & key_mask[:, None, None, None, :]
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        rise = torch.where(visible.tril(key.shape[2] - query.shape[2])[rows], rise, -torch.inf)
     chosen = query[:, :, rows].unflatten(1, heads).to(dtype)
     weigh = _weighing(feature_map, is_causal=is_causal)
-    weights: Tensor = hosted(weigh, feature_map, own, query.device, chosen, key.to(dtype), visible)
+    weights: Tensor = bound.run(weigh, query.device, chosen, key.to(dtype), rise)
     total = weights.sum(-1, keepdim=True)
     return (weights / torch.where(total == 0, 1, total)).flatten(1, 2)
 
@@ -99,40 +101,39 @@ def _weighing(feature_map: FeatureMap, *, is_causal: bool) -> Callable[..., Tens
     return _log_weights if is_causal and feature_map.exponential else _weights
 
 
-def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
-    """Weights (B, H, G, n, Lk) by one product, each row on a scale of its own."""
+def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, rise: Tensor) -> Tensor:
+    """Weights (B, H, G, n, Lk) by one product, each row on a scale of its own; `rise` broadcasts to that shape."""
     phi_q, phi_k = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
     if feature_map.exponential:
-        seen = visible.any(-2).squeeze(2).unsqueeze(-1) if visible.ndim == 5 else visible.any(-2).unsqueeze(-1)
-        lowest = torch.finfo(phi_k.dtype).min / 4
-        c = torch.where(seen, phi_k.detach(), lowest).amax(-2, keepdim=True) if key.shape[-2] else phi_k.new_zeros(1)
+        # Not causal: all rows see the same keys, so that one maximum per feature serves them.
+        exponents = phi_k + rise[:, :, 0, 0].unsqueeze(-1)
+        c = exponents.detach().amax(-2, keepdim=True) if key.shape[-2] else phi_k.new_zeros(1)
+        c = c.clamp(min=lowest(phi_k.dtype))
         phi_q = phi_q + c
         phi_q = torch.exp(phi_q - phi_q.detach().amax(-1, keepdim=True))
-        phi_k = torch.exp(torch.where(seen, phi_k - c, -torch.inf))
-    weights = torch.where(visible, (phi_q @ phi_k.mT).unflatten(2, query.shape[2:4]), 0)
-    log_weight = None if feature_map.exponential else feature_map.key_log_weight(key)
-    if log_weight is None:
+        weights: Tensor = (phi_q @ torch.exp(exponents - c).mT).unflatten(2, query.shape[2:4])
         return weights
-    # Per row: a key that a row does not see may have any weight.
-    return weights * _exponentials(torch.where(visible, log_weight[:, :, None, None], -torch.inf))
+    log_weight = feature_map.key_log_weight(key)
+    logs = rise if log_weight is None else log_weight[:, :, None, None] + rise
+    products: Tensor = (phi_q @ phi_k.mT).unflatten(2, query.shape[2:4])
+    return products * _exponentials(logs)
 
 
-def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
+def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, rise: Tensor) -> Tensor:
     """The same from log Σ_f φ_f(q)φ_f(k), which no later key can underflow."""
     lq, lk = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
     step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
     parts = [torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, dim=-2)]
     logs = torch.cat(parts, -1) if parts else lq.new_zeros(*lq.shape[:-1], 0)
-    return _exponentials(torch.where(visible, logs.unflatten(2, query.shape[2:4]), -torch.inf))
+    return _exponentials(logs.unflatten(2, query.shape[2:4]) + rise)
 
 
-def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
+def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, rise: Tensor) -> Tensor:
     """The same where a query reads one group, with features that depend on the keys it sees."""
     shape, query = query.shape[2:4], query.flatten(2, 3)
     number = feature_map.group(query).unsqueeze(-1)
-    logs = torch.take_along_dim(feature_map.key_log_weight(key).mT, number, -2)
-    logs = torch.where(visible, logs.unflatten(2, shape), -torch.inf).flatten(2, 3)
-    weights, psi = _exponentials(logs), feature_map.key(key)
+    logs = torch.take_along_dim(feature_map.key_log_weight(key).mT, number, -2).unflatten(2, shape)
+    weights, psi = _exponentials(logs + rise).flatten(2, 3), feature_map.key(key)
     places = feature_map.places().to(query.dtype).expand(*number.shape[:2], -1, -1)
     phi_q, _ = feature_map.local_query(query, torch.take_along_dim(places, number, -2), weights @ psi)
     found: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)

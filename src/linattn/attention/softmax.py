@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_key_mask, check_tensors, in_one_dtype
+from linattn.attention._check import as_bias, check_tensors, in_one_dtype
+from linattn.attention.bound_map import outside_autocast
 from linattn.attention.partial import Partial
+from linattn.attention.sums import accumulation_dtype
 
 
 def softmax_attention(
@@ -18,13 +20,14 @@ def softmax_attention(
     value: Tensor,
     *,
     key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """Exact softmax attention, by torch's scaled_dot_product_attention, under this library's conventions.
 
-        out_i = Σ_j exp(scale · q_i·k_j) v_j / Σ_j exp(scale · q_i·k_j)
+        out_i = Σ_j exp(scale · q_i·k_j + b_j) v_j / Σ_j exp(scale · q_i·k_j + b_j)
 
     O(Lq·Lk·(D + Dv)) time; memory as torch's chosen kernel, O(Lq·Lk) where a mask is needed.
 
@@ -33,6 +36,7 @@ def softmax_attention(
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
         key_mask: (B, Lk) bool, True = attend; masked keys are inert whatever they hold; all masked gives 0.
+        key_bias: (B, Hkv or 1, Lk), floating: b, added to the logits of a key's column; -inf is a masked key.
         is_causal: query i sees keys j ≤ i + Lk - Lq (bottom-right; SDPA's own flag is top-left).
         scale: the temperature, default D**-0.5.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
@@ -53,25 +57,25 @@ def softmax_attention(
     """
     query, key, value = in_one_dtype(query, key, value)
     check_tensors(query, key, value, None, enable_gqa=enable_gqa)
-    check_key_mask(key_mask, key)
+    bias = as_bias(key_mask, key_bias, key)
     lq, lk = query.shape[2], key.shape[2]
-    if key_mask is None and is_causal and lq == lk:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa
-        )
-    if key_mask is None and is_causal and 0 < lq < lk:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if bias is None and is_causal and lq == lk:
+        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    if bias is None and is_causal and 0 < lq < lk:
         # Imported here: it imports torch's compiler.
         from torch.nn.attention.bias import causal_lower_right
 
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa
-        )
-    mask = _visible(query, key, key_mask, is_causal=is_causal)
-    if key_mask is not None:
-        key, value = _inert(key, key_mask), _inert(value, key_mask)
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-    )
+        return attend(query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa)
+    if bias is not None:
+        key, value = inert(key, bias), inert(value, bias)
+    if key_bias is None:
+        mask = _visible(query, lk, bias, is_causal=is_causal)
+        return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    # SDPA wants biases in the query's dtype: 16 bits would round them.
+    q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
+    logits = _logit_bias(query, key, bias, is_causal=is_causal)
+    return attend(q, k, v, attn_mask=logits, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
 
 
 def softmax_partial(
@@ -80,6 +84,7 @@ def softmax_partial(
     value: Tensor,
     *,
     key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -103,25 +108,28 @@ def softmax_partial(
     """
     query, key, value = in_one_dtype(query, key, value)
     check_tensors(query, key, value, None, enable_gqa=enable_gqa)
-    check_key_mask(key_mask, key)
-    if key_mask is not None:
-        key, value = _inert(key, key_mask), _inert(value, key_mask)
+    bias = as_bias(key_mask, key_bias, key)
+    if bias is not None:
+        key, value = inert(key, bias), inert(value, bias)
     groups = query.shape[1] // max(key.shape[1], 1)
     k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    visible = _visible(query, key, key_mask, is_causal=is_causal)
-    weights, log_normalizer = softmax_weights(query, k, visible, query.shape[-1] ** -0.5 if scale is None else scale)
-    return Partial((weights @ v.to(weights.dtype)).to(query.dtype), log_normalizer)
+    logits = _logit_bias(query, key, bias, is_causal=is_causal)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    with outside_autocast(query.device):
+        weights, log_normalizer = softmax_weights(query, k, logits, scale)
+        return Partial((weights @ v.to(weights.dtype)).to(query.dtype), log_normalizer)
 
 
-def softmax_weights(query: Tensor, key: Tensor, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Weights (..., n, K) of queries (..., n, D) over keys (..., K, D), and their log-normalisers (..., n).
 
-    In at least float32; rows that see no key have weights 0 and log-normaliser -inf.
+    In at least float32; `bias` is added to the logits. Rows whose biases are all -inf have weights 0 and log-normaliser
+    -inf.
     """
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = accumulation_dtype(query.dtype)
     logits = (query.to(dtype) * scale) @ key.to(dtype).mT
-    if visible is not None:
-        logits = torch.where(visible, logits, -torch.inf)
+    if bias is not None:
+        logits = logits + bias
     # A row that sees no key has peak -inf; any finite reference gives it weights 0.
     peak = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.new_zeros(1)
     peak = torch.where(peak == -torch.inf, 0, peak)
@@ -132,16 +140,28 @@ def softmax_weights(query: Tensor, key: Tensor, visible: Tensor | None, scale: f
     return weights / torch.where(dead, 1, total), log_normalizer.squeeze(-1)
 
 
-def _visible(query: Tensor, key: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
+def inert(x: Tensor, bias: Tensor) -> Tensor:
+    """Tokens (B, H, L, ·) of bias (B, H or 1, L) -inf replaced by 0, so that what they hold reaches no product."""
+    return x.masked_fill((bias == -torch.inf).unsqueeze(-1), 0)
+
+
+def _visible(query: Tensor, num_keys: int, bias: Tensor | None, *, is_causal: bool) -> Tensor | None:
     """Which keys a query sees, broadcasting to (B, H, Lq, Lk); None for all."""
-    lq, lk = query.shape[2], key.shape[2]
-    mask = None if key_mask is None else key_mask[:, None, None, :].expand(-1, 1, lq, -1)
+    mask = None if bias is None else (bias != -torch.inf).unsqueeze(2).expand(-1, -1, query.shape[2], -1)
     if is_causal:
-        seen = torch.ones(lq, lk, dtype=torch.bool, device=query.device).tril(lk - lq)
+        seen = torch.ones(query.shape[2], num_keys, dtype=torch.bool, device=query.device)
+        seen = seen.tril(num_keys - query.shape[2])
         mask = seen if mask is None else mask & seen
     return mask
 
 
-def _inert(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Masked tokens replaced by 0, so that what they hold cannot reach a product."""
-    return torch.where(key_mask[:, None, :, None], x, 0)
+def _logit_bias(query: Tensor, key: Tensor, bias: Tensor | None, *, is_causal: bool) -> Tensor | None:
+    """What is added to the logits, -inf for unseen keys, broadcasting to (B, H, Lq, Lk); None for nothing."""
+    if bias is not None and bias.shape[1] > 1:
+        bias = bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    if not is_causal:
+        return None if bias is None else bias.unsqueeze(2)
+    seen = _visible(query, key.shape[2], None, is_causal=True)
+    assert seen is not None
+    zero = query.new_zeros((), dtype=accumulation_dtype(query.dtype))
+    return torch.where(seen, zero if bias is None else bias.unsqueeze(2), -torch.inf)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.attention import _blocked
-from linattn.attention._check import check_key_mask, check_map, check_tensors, in_one_dtype, per_head
-from linattn.attention._exact.heavy import attend_to_all
-from linattn.attention._exact.keys import ExactKeys
-from linattn.attention._own import own_tensors
+from linattn.attention._check import as_bias, check_map, check_tensors, in_one_dtype
+from linattn.attention.backends import BACKENDS
+from linattn.attention.bound_map import bind, outside_autocast
+from linattn.attention.exact.heavy import attend_to_all
+from linattn.attention.exact.keys import ExactKeys
 from linattn.attention.partial import Partial, as_partial, combine
+from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
 
 
@@ -85,11 +86,19 @@ class State:
             TypeError: `feature_map` is not a FeatureMap.
         """
         check_map(feature_map)
-        kept = _blocked.accumulation_dtype(dtype)
-        moments = _blocked.no_moments(feature_map, batch_size, num_heads, value_dim, kept, torch.device(device))
-        return cls(*moments, feature_map.fingerprint())
+        kept = accumulation_dtype(dtype)
+        sums = no_sums(feature_map, batch_size, num_heads, value_dim, kept, torch.device(device))
+        return cls(*sums, feature_map.fingerprint())
 
-    def absorb(self, feature_map: FeatureMap, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
+    def absorb(
+        self,
+        feature_map: FeatureMap,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        key_bias: Tensor | None = None,
+    ) -> State:
         """The state after these keys and values too; O(L·R·(D + Dv)) time, one block of features in memory.
 
         Args:
@@ -97,6 +106,7 @@ class State:
             key: (B, H, L, D).
             value: (B, H, L, Dv), in the key's dtype.
             key_mask: (B, L) bool, True = absorb.
+            key_bias: (B, H or 1, L), floating: the logarithm of a factor on each key's weight; -inf is a masked key.
 
         Raises:
             ValueError: another map or draw, or shapes that do not fit the state.
@@ -104,15 +114,14 @@ class State:
         self._check(feature_map, key)
         key, value = in_one_dtype(key, value)
         check_tensors(key, key, value, feature_map, enable_gqa=False)
-        check_key_mask(key_mask, key)
+        bias = as_bias(key_mask, key_bias, key)
         self.check_fits(key, value)
         if self.exact is not None:
             raise ValueError(
                 "a state with a window chooses its heavy keys by what queries attend to, and absorb has no queries; "
                 "call linear_attention_with_state, or flush the state first"
             )
-        own = own_tensors(feature_map, key, key, key_mask, is_causal=True)
-        return State(*_blocked.absorb(feature_map, own, key, value, per_head(key_mask), self.moments), self.built_with)
+        return self._absorbed(feature_map, key, value, bias)
 
     def flush(self, feature_map: FeatureMap) -> State:
         """The state with its exact keys in the sums too, hence one that merges; O((w + g)·R·(D + Dv)).
@@ -125,10 +134,42 @@ class State:
         """
         if self.exact is None:
             return self
-        key, value, live = self.exact.tokens()
-        self._check(feature_map, key)
-        own = own_tensors(feature_map, key, key, None, is_causal=True)
-        return State(*_blocked.absorb(feature_map, own, key, value, live, self.moments), self.built_with)
+        self._check(feature_map, self.exact.recent_key)
+        return self._absorbed(feature_map, *self.exact.tokens())
+
+    def decay(self, log_factor: float | Tensor) -> State:
+        """The state with all its keys' weights times exp(log_factor); O(1), a shift of m, hence without underflow.
+
+            decay(merge(a, b)) = merge(decay(a), decay(b));   decay by f, then by g, is decay by f + g
+
+        A query that reads the state alone gets what it got before, its log-normaliser `log_factor` higher; later keys
+        weigh so much more beside these.
+
+        Args:
+            log_factor: a number, or (B or 1, H or 1) for each key/value head, floating; differentiable.
+
+        Raises:
+            ValueError: if its shape is not one of these.
+
+        Example:
+            >>> import math, torch, linattn
+            >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+            >>> state = State.empty(relu, batch_size=1, num_heads=1, value_dim=1)
+            >>> key, query = torch.tensor([[[[1.0]]]]), torch.tensor([[[[1.0]]]])
+            >>> state = state.absorb(relu, key, 8 * key).decay(math.log(0.5)).absorb(relu, key, 2 * key)
+            >>> round(state.read(relu, query).out.item(), 4)  # (0.5·8 + 2)/(0.5 + 1)
+            4.0
+        """
+        factor = torch.as_tensor(log_factor, dtype=self.m.dtype, device=self.m.device)
+        batch, heads = self.m.shape[:2]
+        if tuple(factor.shape) not in ((), (1, 1), (1, heads), (batch, 1), (batch, heads)):
+            raise ValueError(
+                f"log_factor must be a number or (B or 1, H or 1) with (B, H) = {(batch, heads)}, got "
+                f"{tuple(factor.shape)}"
+            )
+        factor = factor.reshape(1, 1) if factor.ndim == 0 else factor
+        exact = None if self.exact is None else self.exact.decay(factor)
+        return State(*self.sums.decay(factor), self.built_with, exact)
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys; O(R·Dv).
@@ -146,11 +187,7 @@ class State:
             raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
         if self.S.shape != other.S.shape:
             raise ValueError(f"cannot merge states of shapes {tuple(self.S.shape)} and {tuple(other.S.shape)}")
-        m = torch.maximum(self.m, other.m)
-        mine, theirs = ((x.m - m).exp() for x in (self, other))
-        mine, theirs = (_blocked.per_feature(x, self.z.shape[-1]) for x in (mine, theirs))
-        S = self.S * mine.unsqueeze(-1) + other.S * theirs.unsqueeze(-1)
-        return State(S, self.z * mine + other.z * theirs, m, self.built_with)
+        return State(*self.sums.merge(other.sums), self.built_with)
 
     def read(self, feature_map: FeatureMap, query: Tensor) -> Partial:
         """Attention of queries over all keys in the state; O(L·R·(D + Dv)).
@@ -180,10 +217,11 @@ class State:
                 f"got {tuple(query.shape)}"
             )
         grouped = query.unflatten(1, (heads, -1))
-        own = own_tensors(feature_map, query, query, None, is_causal=True)
-        part = as_partial(feature_map, own, grouped, *_blocked.read(feature_map, own, grouped, self.moments))
-        if self.exact is not None:
-            part = combine(attend_to_all(grouped, *self.exact.tokens(), feature_map.scale), part)
+        bound = bind(feature_map, query, query, is_causal=True)
+        with outside_autocast(query.device):
+            part = as_partial(bound, grouped, BACKENDS["blocked"].read(bound, grouped, self.sums))
+            if self.exact is not None:
+                part = combine(attend_to_all(grouped, *self.exact.tokens(), feature_map.scale), part)
         return part.ungrouped()
 
     def select(self, indices: Tensor) -> State:
@@ -227,9 +265,9 @@ class State:
         return State(change(self.S), change(self.z), change(self.m), self.built_with, exact)
 
     @property
-    def moments(self) -> _blocked.Moments:
+    def sums(self) -> Sums:
         """The sums and their exponent, as the backends take them."""
-        return _blocked.Moments(self.S, self.z, self.m)
+        return Sums(self.S, self.z, self.m)
 
     def check_fits(self, key: Tensor, value: Tensor) -> None:
         """Refuse tokens whose batch, heads, value width, precision or device are not the state's."""
@@ -239,13 +277,19 @@ class State:
             raise ValueError(
                 f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
             )
-        if self.S.dtype != _blocked.accumulation_dtype(key.dtype):
+        if self.S.dtype != accumulation_dtype(key.dtype):
             raise ValueError(
                 f"the state is kept in {self.S.dtype}, tokens of {key.dtype} need "
-                f"{_blocked.accumulation_dtype(key.dtype)}; build it with State.empty(…, dtype={key.dtype})"
+                f"{accumulation_dtype(key.dtype)}; build it with State.empty(…, dtype={key.dtype})"
             )
         if self.S.device != key.device:
             raise ValueError(f"the state is on {self.S.device}, the keys on {key.device}; move it with state.to(…)")
+
+    def _absorbed(self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None) -> State:
+        """The state with these keys in the sums, and none kept exactly."""
+        bound = bind(feature_map, key, key, is_causal=True)
+        with outside_autocast(key.device):
+            return State(*BACKENDS["blocked"].absorb(bound, key, value, bias, self.sums), self.built_with)
 
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map."""

@@ -134,7 +134,7 @@ class FeatureMap(nn.Module, ABC):
         """`key` written into a buffer (..., L, R), which is returned; no gradient is recorded."""
         return self.write_query(x, out) if type(self).key is FeatureMap.key else _written(self.key, x, out)
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of `query`'s input, given that of its output: (..., L, D), (..., L, R) -> (..., L, D).
 
         `grad` may be written over. Attention's backward pass calls this block by block, for maps whose own tensors are
@@ -142,9 +142,9 @@ class FeatureMap(nn.Module, ABC):
         """
         return _pulled_back(self.query, x, grad)
 
-    def pull_key(self, x: Tensor, grad: Tensor) -> Tensor:
+    def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The same for `key`."""
-        return self.pull_query(x, grad) if type(self).key is FeatureMap.key else _pulled_back(self.key, x, grad)
+        return self.query_vjp(x, grad) if type(self).key is FeatureMap.key else _pulled_back(self.key, x, grad)
 
     def query_log_weight(self, x: Tensor) -> Tensor | None:
         """Logarithm of a positive factor on all features of a query, (..., L), or None; only where not `exponential`.
@@ -172,7 +172,7 @@ class FeatureMap(nn.Module, ABC):
         Args:
             query: (B, H, Lq, D).
             key: (B, Hkv, Lk, D).
-            key_mask: (B, Lk) bool, True = attend, or None.
+            key_mask: (B, Lk) or (B, Hkv or 1, Lk) bool, True = attend, or None.
             is_causal: whether later tokens must stay unseen.
 
         Returns:

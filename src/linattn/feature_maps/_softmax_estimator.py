@@ -62,7 +62,7 @@ class ExponentialEstimator(SoftmaxEstimator):
         x, weights = self._operands(x)
         return self._shifted_(multiplied(x, weights, out), x, weights)
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """grad·Wᵀ - scale·x·Σ grad."""
         x, weights = self._operands(x)
         return torch.matmul(grad, weights.mT).addcmul_(x, grad.sum(-1, keepdim=True), value=-self.scale)

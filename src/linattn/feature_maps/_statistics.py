@@ -28,26 +28,32 @@ def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
     return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * length, dim)
 
 
+def by_head(mask: Tensor) -> Tensor:
+    """A mask of tokens, (B, L) or (B, H or 1, L), for each head: (B, H or 1, L)."""
+    return mask if mask.ndim == 3 else mask.unsqueeze(1)
+
+
 def call_queries(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The queries of a call, grouped as above, and which of them count, (B, G·Lq).
+    """The queries of a call, grouped as above, and which of them count, (B, Hkv or 1, G·Lq).
 
     In self-attention a masked position is padding among the queries too.
     """
     grouped = group_queries(query, key.shape[1])
     if key_mask is None or query.shape[2] != key.shape[2]:
         return grouped, None
-    return grouped, key_mask.repeat(1, query.shape[1] // key.shape[1])
+    return grouped, by_head(key_mask).repeat(1, 1, query.shape[1] // key.shape[1])
 
 
 def token_mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over tokens, (B, H, L, D) -> (B, H, 1, D), in at least float32; what `mask` (B, L) hides is never read.
+    """Mean over tokens, (B, H, L, D) -> (B, H, 1, D), in at least float32; what `mask`, (B, L) or (B, H or 1, L), hides
+    is never read.
 
     A row without tokens, or with all of them hidden, has mean 0.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
         return x.sum(dim=-2, keepdim=True) / max(x.shape[-2], 1)
-    kept = mask[:, None, :, None]
+    kept = by_head(mask).unsqueeze(-1)
     # Chosen, not multiplied: 0·inf and 0·nan would spread. Chosen before the sum, so that gradients are 0 there too.
     total = torch.where(kept, x, 0).sum(dim=-2, keepdim=True)
     return total / kept.sum(dim=-2, keepdim=True).clamp(min=1).to(x.dtype)

@@ -138,15 +138,15 @@ class Balanced(Wrapper):
         """`key` written into `out`."""
         return self.inner.write_key(self.inner_key(x), out)
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """Mᵀ applied to the inner map's."""
         x, forward, _ = self._operands(x)
-        return self._turned(self.inner.pull_query(self._product(x, forward), grad), forward)
+        return self._turned(self.inner.query_vjp(self._product(x, forward), grad), forward)
 
-    def pull_key(self, x: Tensor, grad: Tensor) -> Tensor:
+    def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """M⁻¹ applied to the inner map's."""
         x, _, backward = self._operands(x)
-        return self._turned(self.inner.pull_key(self._product(x, backward), grad), backward)
+        return self._turned(self.inner.key_vjp(self._product(x, backward), grad), backward)
 
     def query_log_weight(self, x: Tensor) -> Tensor | None:
         """The inner map's, of M q."""

@@ -105,7 +105,7 @@ class Centred(Wrapper):
         Args:
             query: (B, H, Lq, D); the queries of a group share their key head's mean.
             key: (B, Hkv, Lk, D).
-            key_mask: (B, Lk) bool, True = attend, or None.
+            key_mask: (B, Lk) or (B, Hkv or 1, Lk) bool, True = attend, or None.
             is_causal: whether later tokens must stay unseen.
 
         Returns:
@@ -158,13 +158,13 @@ class Centred(Wrapper):
         phi = self.inner.write_key(centred, out)
         return phi.add_(log_weight) if self.exponential else phi
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The inner map's, and scale·k̄·Σ grad where exponents hold the weight."""
-        return self._pulled(x, grad, self.inner.pull_query, "query")
+        return self._pulled(x, grad, self.inner.query_vjp, "query")
 
-    def pull_key(self, x: Tensor, grad: Tensor) -> Tensor:
+    def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The inner map's, and scale·q̄·Σ grad where exponents hold the weight."""
-        return self._pulled(x, grad, self.inner.pull_key, "key")
+        return self._pulled(x, grad, self.inner.key_vjp, "key")
 
     def query_log_weight(self, x: Tensor) -> Tensor | None:
         """scale·(q - q̄)·k̄ and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""

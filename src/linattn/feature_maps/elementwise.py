@@ -67,7 +67,7 @@ class Exponential(ElementwiseMap):
         self._check_width(x)
         return torch.mul(x, self.head_dim**-0.5, out=out)
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """grad/√D."""
         return grad.mul_(self.head_dim**-0.5)
 
@@ -228,7 +228,7 @@ class Identity(ElementwiseMap):
         self._check_width(x)
         return x
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient itself."""
         return grad
 

@@ -15,7 +15,7 @@ from linattn.feature_maps._arguments import check_count, temperature
 from linattn.feature_maps._clusters import kmeans, means, nearest
 from linattn.feature_maps._fitted import FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap
-from linattn.feature_maps._statistics import call_queries, check_fit, group_queries, token_mean
+from linattn.feature_maps._statistics import by_head, call_queries, check_fit, group_queries, token_mean
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.
 _MOST_POINTS = 4096
@@ -184,7 +184,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         Args:
             query: (B, H, Lq, D); the queries of a group share their key head's centres.
             key: (B, Hkv, Lk, D).
-            key_mask: (B, Lk) bool, True = attend, or None.
+            key_mask: (B, Lk) or (B, Hkv or 1, Lk) bool, True = attend, or None.
             is_causal: whether later tokens must stay unseen.
 
         Returns:
@@ -349,5 +349,5 @@ def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     points = x[..., ::step, :].to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
         return points, points.new_ones(points.shape[:-1])
-    kept = mask[:, None, ::step]
+    kept = by_head(mask)[..., ::step]
     return torch.where(kept.unsqueeze(-1), points, 0), kept.to(points.dtype).expand(points.shape[:-1])

@@ -72,11 +72,11 @@ class Hedgehog(LearnedMap):
         self._check(x)
         return _write_both_signs(self.of_key, x, out)
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """By one product, where the parameters are frozen."""
         return self.of_query.pull(x, _difference(grad))
 
-    def pull_key(self, x: Tensor, grad: Tensor) -> Tensor:
+    def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The same for `key`."""
         return self.of_key.pull(x, _difference(grad))
 

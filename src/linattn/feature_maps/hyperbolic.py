@@ -62,7 +62,7 @@ class Hyperbolic(ExponentialEstimator):
         torch.neg(multiplied(x, weights, positive), out=negative)
         return self._shifted_(out, x, weights)
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """(grad₊ - grad₋)·Wᵀ - scale·x·Σ grad."""
         x, weights = self._operands(x)
         positive, negative = grad.chunk(2, -1)

@@ -102,10 +102,10 @@ class LearnedExponential(LearnedMap):
         self._check(x)
         return self.of_key.write(x, out)
 
-    def pull_query(self, x: Tensor, grad: Tensor) -> Tensor:
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """By two products, where the parameters are frozen."""
         return self.of_query.pull(x, grad)
 
-    def pull_key(self, x: Tensor, grad: Tensor) -> Tensor:
+    def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The same for `key`."""
         return self.of_key.pull(x, grad)

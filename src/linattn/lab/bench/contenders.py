@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
-from linattn.attention.functional import Backend
 from linattn.feature_maps import FeatureMap
 from linattn.lab.bench.settings import Settings
 from linattn.planning.methods import fit
@@ -128,7 +127,7 @@ def linear_run(settings: Settings, inputs: Inputs, feature_map: FeatureMap, *, r
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The output."""
-        backend: Backend = "reference" if reference else "auto"
+        backend: str = "reference" if reference else "auto"
         return linear_attention(query, key, value, feature_map, is_causal=settings.is_causal, backend=backend)
 
     return _run(attend, inputs)

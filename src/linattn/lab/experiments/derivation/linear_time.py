@@ -31,7 +31,7 @@ _LONGEST = 3
 # A slope of 1.5 would be neither. A machine slowed by half at one end of a factor of four in length moves a slope by
 # log 1.5/log 4 = 0.3; lengths take turns, so that it is rarely slowed at one end alone.
 _LINEAR_BELOW, _QUADRATIC_ABOVE = 1.3, 1.6
-# Far above what float32 rounds, far below what a wrong result differs by.
+# MapPart above what float32 rounds, far below what a wrong result differs by.
 _AGREEMENT = 1e-4
 
 

@@ -2,7 +2,7 @@
 
 The forward pass kept the state before every segment of blocks; a segment's own states, and its keys' features, are
 computed once more when the sweep reaches it, so that memory does not grow with its number. Letters as in
-_blocked/__init__.py.
+blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.absorption import store_masked
-from linattn.attention._blocked.blocks import Moments, Running, Workspace, block_size, blocks
-from linattn.attention._blocked.causal import SEGMENT, past, safe_heads
-from linattn.attention._blocked.features import (
+from linattn.attention.backends.blocked.absorption import store_masked
+from linattn.attention.backends.blocked.blocks import Running, Workspace, block_size, blocks, columns
+from linattn.attention.backends.blocked.causal import SEGMENT, hide_later_, safe_heads
+from linattn.attention.backends.blocked.features import (
+    BiasGradient,
+    Gradients,
     Keys,
-    WayBack,
+    MapGradients,
     key_block,
     normalised_query_features,
     query_block,
     query_gradient,
 )
-from linattn.attention._blocked.jumps import split, split_gradients, split_rows
-from linattn.attention._blocked.reading import divide, live_reference, row_gradients, times_z
+from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
+from linattn.attention.backends.blocked.reading import divide, live_reference, row_gradients, times_z
+from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
 
 
 class Saved(NamedTuple):
     """What the forward pass was given."""
 
-    mask: Tensor | None
+    bias: Tensor | None
     query: Tensor  # (B, H, G, L, D)
     key: Tensor
     value: Tensor
@@ -41,10 +44,10 @@ class Saved(NamedTuple):
     m: Tensor
 
 
-class Visit(NamedTuple):
+class BlockState(NamedTuple):
     """A block as the recomputation of its segment left it."""
 
-    before: Moments
+    before: Sums
     c: Tensor  # the exponent after it, (B, H, M)
     keys: Keys  # an exponential map's are turned relative to c
     phi_k: Tensor  # (B, H, n, R), relative to c
@@ -82,15 +85,18 @@ class Pulled(NamedTuple):
 def backward(
     feature_map: FeatureMap,
     tensors: Sequence[Tensor],
-    mask: Tensor | None,
+    bias: Tensor | None,
     grads: Sequence[Tensor],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
+    *,
+    bias_grad: bool,
     span: int = 0,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of (query, key, value, S, z) and of the map's tensors."""
-    sweep = Sweep(feature_map, Saved(mask, *inputs), outputs, grads, span)
-    saved, back, space = sweep.saved, WayBack(feature_map, tensors), sweep.space
+) -> Gradients:
+    """Gradients of (query, key, value, S, z)."""
+    sweep = Sweep(feature_map, Saved(bias, *inputs), outputs, grads, span)
+    saved, back, space = sweep.saved, MapGradients(feature_map, tensors), sweep.space
+    of_bias = BiasGradient(bias, wanted=bias_grad)
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in inputs[:3])
     batch, heads, groups, length, _ = saved.query.shape
     size = block_size(batch * heads * groups, feature_map.num_features, saved.key.device, is_causal=True, span=span)
@@ -99,14 +105,16 @@ def backward(
     for index in reversed(range(len(segments))):
         for visit in reversed(sweep.visits(index, segments[index])):
             start, stop = visit.start, visit.stop
-            part, (x_k, v) = sweep.part(start, stop), sweep.key_rows(start, stop)
-            x_q = space.rows("q", saved.query[..., start:stop, :], None).flatten(2, 3)
+            part, (x_k, v) = columns(bias, start, stop), sweep.key_rows(start, stop)
+            x_q = space.rows("q", saved.query[..., start:stop, :]).flatten(2, 3)
             pulled = sweep.pull(visit, sweep.rows(x_q, start, stop), v)
             grad_x = back.query(x_q, pulled.t)
             grad_query[..., start:stop, :] = grad_x.unflatten(2, (groups, stop - start))
+            of_bias.store(start, stop, pulled.keys)
             store_masked(grad_key[:, :, start:stop], back.key(x_k, pulled.keys), part)
             store_masked(grad_value[:, :, start:stop], pulled.value, part)
-    return [grad_query, grad_key, grad_value, sweep.grad_S, sweep.grad_z], back.totals
+    of_inputs = [grad_query, grad_key, grad_value, sweep.grad_S, sweep.grad_z]
+    return Gradients(of_inputs, of_bias.total, back.totals)
 
 
 class Sweep:
@@ -125,20 +133,16 @@ class Sweep:
         self._map, self._outputs, self._grads, self._span = feature_map, outputs, grads, span
         self._checkpoints = outputs[6:]
 
-    def part(self, start: int, stop: int) -> Tensor | None:
-        """A block's key mask."""
-        return None if self.saved.mask is None else self.saved.mask[..., start:stop]
-
     def key_rows(self, start: int, stop: int, slot: str = "") -> tuple[Tensor, Tensor]:
         """A block's keys and values; a block of the segment keeps its keys, which may be its features, in a slot."""
         x, v = (y[:, :, start:stop] for y in (self.saved.key, self.saved.value))
-        part = self.part(start, stop)
+        part = columns(self.saved.bias, start, stop)
         return self.space.rows(f"{slot} k", x, part), self.space.rows("v", v, part)
 
     def rows(self, x_q: Tensor, start: int, stop: int) -> Rows:
         """A block's rows."""
         out, grad_out = (
-            self.space.rows(name, y[:, :, :, start:stop], None).flatten(2, 3)
+            self.space.rows(name, y[:, :, :, start:stop]).flatten(2, 3)
             for name, y in (("out", self._outputs[0]), ("grad_out", self._grads[0]))
         )
         den, reference, grad_den = (y[:, :, :, start:stop].flatten(2, 3) for y in (*self._outputs[1:3], self._grads[1]))
@@ -147,19 +151,19 @@ class Sweep:
         t = query_block(self._map, x_q, self.space)
         return Rows(t, kept, den, live_reference(den, reference), grad_out, grad_den)
 
-    def visits(self, index: int, segment: list[tuple[int, int]]) -> list[Visit]:
+    def visits(self, index: int, segment: list[tuple[int, int]]) -> list[BlockState]:
         """The blocks of a segment, each with the state before it."""
         before = self.saved[4:] if index == 0 else [x[:, index - 1] for x in self._checkpoints]
-        found, state = [], Running(Moments(*before))
+        found, state = [], Running(Sums(*before))
         for slot, (start, stop) in enumerate(segment):
-            entry = Moments(*(self._kept(f"{slot} {i}", x) for i, x in enumerate(state.views())))
-            part, (x, v) = self.part(start, stop), self.key_rows(start, stop, str(slot))
+            entry = Sums(*(self._kept(f"{slot} {i}", x) for i, x in enumerate(state.views())))
+            part, (x, v) = columns(self.saved.bias, start, stop), self.key_rows(start, stop, str(slot))
             buffer = self.space.buffer(f"{slot} keys", *x.shape[:-1], self._map.num_features)
             keys = key_block(self._map, x, part, buffer)
             c = keys.peak(entry.m)
             safe = safe_heads(keys, part, entry.m, c, self._span)
             phi_k = keys.turned_relative_to(c)
-            found.append(Visit(entry, c, keys, phi_k, safe, start, stop))
+            found.append(BlockState(entry, c, keys, phi_k, safe, start, stop))
             if slot + 1 < len(segment):
                 state.rescale(c)
                 state.fold_in(phi_k.flatten(0, 1), v.flatten(0, 1))
@@ -169,7 +173,7 @@ class Sweep:
         """A copy in a buffer."""
         return self.space.buffer(name, *x.shape).copy_(x)
 
-    def pull(self, visit: Visit, rows: Rows, value: Tensor) -> Pulled:
+    def pull(self, visit: BlockState, rows: Rows, value: Tensor) -> Pulled:
         """The gradients of one block, from those of its row sums and of the state after it, which moves before it."""
         if visit.safe is None:
             pulled = self._pull_joint(visit, rows, value)
@@ -189,7 +193,7 @@ class Sweep:
         self.grad_S, self.grad_z = pulled.S, pulled.z
         return pulled
 
-    def _pull_joint(self, visit: Visit, rows: Rows, value: Tensor) -> Pulled:
+    def _pull_joint(self, visit: BlockState, rows: Rows, value: Tensor) -> Pulled:
         """A safe block reads the state and its own keys relative to the same exponent."""
         c, space, exponential = visit.c, self.space, self._map.exponential
         groups = self.saved.query.shape[2]
@@ -198,12 +202,12 @@ class Sweep:
         z, grad_S, grad_z = (visit.before.z * decay).flatten(0, 1), self.grad_S, self.grad_z
         shaped_q = normalised_query_features(rows.t, c, rows.reference, exponential, over=visit.safe is None)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
-        weights = past(space.product("weights", phi_q, phi_k.mT), groups, self._span)
+        weights = hide_later_(space.product("weights", phi_q, phi_k.mT), groups, self._span)
         grad_num, grad_den = rows.gradients(
             lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z)), space
         )
         grad_num, grad_den = grad_num.flatten(0, 1), grad_den.flatten(0, 1)
-        grad_scores = past(space.product("grad_scores", grad_num, v.mT).add_(grad_den), groups, self._span)
+        grad_scores = hide_later_(space.product("grad_scores", grad_num, v.mT).add_(grad_den), groups, self._span)
         grad_phi_q = space.product("grad_q", grad_num, S.mT).addcmul_(grad_den, z.unsqueeze(-2))
         grad_phi_q.baddbmm_(grad_scores, phi_k)
         flat_grad_S = grad_S.flatten(0, 1)
@@ -223,13 +227,13 @@ class Sweep:
             grad_z.mul_(decay),
         )
 
-    def _pull_split(self, visit: Visit, rows: Rows, value: Tensor) -> Pulled:
+    def _pull_split(self, visit: BlockState, rows: Rows, value: Tensor) -> Pulled:
         """A block whose maximum jumps: the state at its own exponent, and the block's own past cut into rectangles."""
         (S, z, m), c, length = visit.before, visit.c, visit.stop - visit.start
         exponential, groups = self._map.exponential, self.saved.query.shape[2]
         phi_q = normalised_query_features(rows.t, m, rows.reference, exponential)
         # The segment's pass wrote the features over the exponents, which are wanted here.
-        x, part = self.key_rows(visit.start, visit.stop)[0], self.part(visit.start, visit.stop)
+        x, part = self.key_rows(visit.start, visit.stop)[0], columns(self.saved.bias, visit.start, visit.stop)
         keys = key_block(self._map, x, part, x.new_empty(visit.phi_k.shape))
         cut = split(rows.t, keys, value, groups, self._span, exponential)
         grad_num, grad_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2], self.space)

@@ -1,4 +1,4 @@
-"""Read a state with queries that each use one group of its features; letters as in _blocked/__init__.py.
+"""Read a state with queries that each use one group of its features; letters as in blocked/__init__.py.
 
 Queries are sorted by group and cut into tiles of one group each, so that a tile reads its group's sums by one product:
 N = G·L queries of each of B·H rows, C groups, F = R/C features of a group, T queries of a tile, t tiles.
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import accumulation_dtype
-from linattn.attention._blocked.features import pulled
+from linattn.attention.backends.blocked.features import Gradients, pulled
+from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import GroupedFeatureMap
 
 # Numbers of a chunk's widest tensor, the tiles' sums or the queries' features.
@@ -117,7 +117,7 @@ def spare_row(x: Tensor) -> Tensor:
 
 def forward(
     feature_map: GroupedFeatureMap,
-    _mask: None,
+    _bias: None,
     query: Tensor,  # (B, H, G, L, D)
     S: Tensor,  # (B, H, R, Dv)
     z: Tensor,  # (B, H, R)
@@ -150,12 +150,14 @@ def part_width(cut: Tiles, feature_map: GroupedFeatureMap) -> int:
 def backward(
     feature_map: GroupedFeatureMap,
     tensors: Sequence[Tensor],
-    _mask: None,
+    _bias: None,
     grads: Sequence[Tensor],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of (query, S, z) and of the map's tensors, chunk by chunk by autograd."""
+    *,
+    bias_grad: bool,
+) -> Gradients:
+    """Gradients of (query, S, z), chunk by chunk by autograd."""
     query, S, z, m = inputs
     rows = query.flatten(2, 3)
     cut = tiles(groups_of(feature_map, rows, S.dtype), feature_map.num_groups)
@@ -179,7 +181,7 @@ def backward(
         for total, grad in zip((grad_places, grad_S, grad_z), found[1:], strict=True):
             total.index_add_(0, part.group, grad)
     totals = pulled_places(flat.places, grad_places, tensors)
-    return [grad_rows[:-1].view(query.shape), grad_S.view(S.shape), grad_z.view(z.shape)], totals
+    return Gradients([grad_rows[:-1].view(query.shape), grad_S.view(S.shape), grad_z.view(z.shape)], None, totals)
 
 
 def pulled_places(places: Tensor, grad: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""One block of tokens as features, and the way back through the map; letters as in _blocked/__init__.py."""
+"""One block of tokens as features, and the way back through the map; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import Workspace, accumulation_dtype, exponential_, lowest
+from linattn.attention.backends.blocked.blocks import Workspace, exponential_, is_masked
+from linattn.attention.sums import accumulation_dtype, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+
+
+class Gradients(NamedTuple):
+    """What a fold's backward pass returns.
+
+    Attributes:
+        inputs: of its inputs but m, in order.
+        bias: of the keys' biases, None where none is wanted.
+        tensors: of the map's followed tensors, in at least float32.
+    """
+
+    inputs: list[Tensor]
+    bias: Tensor | None
+    tensors: list[Tensor]
 
 
 class Keys(NamedTuple):
@@ -32,7 +47,8 @@ class Keys(NamedTuple):
         """φ(k)·exp(-c), (B, H, n, R): at most 1 for exponential maps when c is at or above these keys' maximum."""
         if self.log is None:
             assert self.linear is not None
-            return self.linear
+            # The exponent is 0 unless the state holds keys of other biases; a pass over the features is spared.
+            return self.linear if bool((c == 0).all()) else self.linear * exponential_(-c).unsqueeze(-2)
         weight = exponential_(self.log - c.unsqueeze(-2))
         if self.product is not None:
             assert self.linear is not None
@@ -55,7 +71,7 @@ class Keys(NamedTuple):
         if self.linear is None:
             return (grad_phi.mul_(phi_k),)
         if self.log is None:
-            return (grad_phi,)
+            return (grad_phi if bool((c == 0).all()) else grad_phi * exponential_(-c).unsqueeze(-2),)
         if self.product is not None:
             groups, weight = grad_phi.unflatten(-1, (c.shape[-1], -1)), (self.log - c.unsqueeze(-2)).exp_()
             of_linear = (weight.unsqueeze(-2) @ groups).squeeze(-2)
@@ -63,24 +79,20 @@ class Keys(NamedTuple):
         return grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1)
 
 
-def key_block(feature_map: FeatureMap, x: Tensor, mask: Tensor | None, out: Tensor) -> Keys:
-    """The features of keys x (B, H, n, D), written into `out` (B, H, n, R); `mask` is (B, H or 1, n)."""
-    log: Tensor | None
-    linear: Tensor | None
+def key_block(feature_map: FeatureMap, x: Tensor, bias: Tensor | None, out: Tensor) -> Keys:
+    """The features of keys x (B, H, n, D), written into `out` (B, H, n, R), times exp(bias), (B, H or 1, n)."""
+    rise = None if bias is None else bias.unsqueeze(-1)
     if isinstance(feature_map, GroupedFeatureMap):
         log = feature_map.key_log_weight(x)
-        return Keys(log if mask is None else log.masked_fill(~mask.unsqueeze(-1), -torch.inf), feature_map.key(x), out)
-    first = feature_map.write_key(x, out)
+        return Keys(log if rise is None else log + rise, feature_map.key(x), out)
+    features = feature_map.write_key(x, out)
     if feature_map.exponential:
-        log, linear = first, None
-        if mask is not None:
-            log.masked_fill_(~mask.unsqueeze(-1), -torch.inf)
-        return Keys(log, linear)
-    weight, linear = feature_map.key_log_weight(x), first
-    log = None if weight is None else weight.unsqueeze(-1)
-    if mask is not None:
-        log = torch.where(mask.unsqueeze(-1), first.new_zeros(()) if log is None else log, -torch.inf)
-    return Keys(log, linear)
+        return Keys(features if rise is None else features.add_(rise), None)
+    weight = feature_map.key_log_weight(x)
+    if weight is None:
+        return Keys(rise, features)
+    log = weight.unsqueeze(-1)
+    return Keys(log if rise is None else log + rise, features)
 
 
 def query_block(feature_map: FeatureMap, x: Tensor, space: Workspace) -> Tensor:
@@ -114,7 +126,29 @@ def query_gradient(grad_phi: Tensor, phi_q: Tensor, c: Tensor, reference: Tensor
     return grad_phi.mul_((c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_())
 
 
-class WayBack:
+class BiasGradient:
+    """The gradient of the keys' biases (B, H or 1, L), block by block; nothing where none is wanted.
+
+    Attributes:
+        total: as far as the blocks have come, or None.
+    """
+
+    def __init__(self, bias: Tensor | None, *, wanted: bool) -> None:
+        self.total = torch.zeros_like(bias) if wanted and bias is not None else None
+        self._bias = bias
+
+    def store(self, start: int, stop: int, grads: Sequence[Tensor]) -> None:
+        """Those of a block's keys, from the gradients of the map's outputs, of which the last is the exponents'."""
+        if self.total is None or self._bias is None:
+            return
+        of_log = grads[-1].sum(-1) if grads[-1].ndim > self.total.ndim else grads[-1]
+        if self.total.shape[1] == 1:
+            of_log = of_log.sum(1, keepdim=True)
+        target = self.total[..., start:stop]
+        target.copy_(of_log.masked_fill(is_masked(self._bias[..., start:stop]), 0))
+
+
+class MapGradients:
     """From gradients of what a map said of a block to those of the block and of the map's own followed tensors.
 
     Attributes:
@@ -128,13 +162,13 @@ class WayBack:
     def query(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of queries x (B, H, n, D)."""
         if not self._tensors:
-            return self._map.pull_query(x, grad)
+            return self._map.query_vjp(x, grad)
         return self._followed(x, (grad,), key=False)
 
     def key(self, x: Tensor, grads: Sequence[Tensor]) -> Tensor:
         """The gradient of keys x (B, H, n, D), from those of their features and, where there are any, weights."""
         if not self._tensors and len(grads) == 1:
-            return self._map.pull_key(x, grads[0])
+            return self._map.key_vjp(x, grads[0])
         return self._followed(x, grads, key=True)
 
     def _followed(self, x: Tensor, grads: Sequence[Tensor], *, key: bool) -> Tensor:

@@ -1,41 +1,67 @@
 """The quadratic truth: every weight φ(q_i)·φ(k_j) is formed, in any dtype; slow and clear, differentiable by autograd
 alone.
 
-Shares nothing with the blocked backend but the shape of a state. Memory O(Lq·Lk·R) for exponential maps, whose weights
-are formed as log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows. Letters as in _blocked.
+Shares nothing with the blocked backend but the shape of the sums. Memory O(Lq·Lk·R) for exponential maps, whose weights
+are formed as log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows.
+
+Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width,
+R features, M exponents kept per head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked import Moments
+from linattn.attention.backends.backend import Call, Rows
+from linattn.attention.bound_map import BoundMap
+from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.feature_maps._swapping import with_swapped_tensors
 
 
-def attend(
-    feature_map: FeatureMap,
-    own: Mapping[str, Tensor],
-    query: Tensor,  # (B, H, G, Lq, D)
-    key: Tensor,  # (B, H, Lk, D)
-    value: Tensor,  # (B, H, Lk, Dv)
-    mask: Tensor | None,  # (B, H or 1, Lk)
-    before: Moments,  # S, z, m
-    *,
-    is_causal: bool,
-    span: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Moments]:
-    """Output, denominator, its exponent, and the moments after all keys; causal is aligned bottom-right.
+class Reference:
+    """The definition, term by term; takes every call."""
 
-    With `span`, for as many queries as keys, causal rows see the keys of earlier spans of so many tokens only.
-    """
-    with torch.autocast(query.device.type, enabled=False):
-        seen = _visible(query.shape[3], key.shape[2], mask, query.device, is_causal=is_causal, span=span)
-        return _attend(with_swapped_tensors(feature_map, own), query, key, value, mask, before, seen)
+    def objections(self, call: Call) -> list[str]:
+        """None."""
+        return []
+
+    def attend(
+        self,
+        bound: BoundMap,
+        query: Tensor,  # (B, H, G, Lq, D)
+        key: Tensor,  # (B, H, Lk, D)
+        value: Tensor,  # (B, H, Lk, Dv)
+        bias: Tensor | None,  # (B, H or 1, Lk)
+        before: Sums,
+        *,
+        is_causal: bool,
+        span: int = 0,
+    ) -> tuple[Rows, Sums]:
+        """All weights, then their sums."""
+        visible = _visible(query.shape[3], key.shape[2], query.device, is_causal=is_causal, span=span)
+        rows, sums = bound.run(_attend, query.device, query, key, value, bias, before, visible)
+        return Rows(*rows), Sums(*sums)
+
+    def absorb(self, bound: BoundMap, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Sums:
+        """The sums, without a query."""
+        return self.attend(bound, key[:, :, None, :0], key, value, bias, before, is_causal=False)[1]
+
+    def read(self, bound: BoundMap, query: Tensor, sums: Sums) -> Rows:
+        """The rows, without a key."""
+        nothing = query[:, :, 0, :0]
+        value = nothing.new_empty(*nothing.shape[:3], sums.S.shape[-1])
+        return self.attend(bound, query, nothing, value, None, sums, is_causal=False)[0]
+
+    def column_mass(self, bound: BoundMap, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+        """Each key's column of the attention matrix, summed; the value of key j is the j-th unit vector."""
+        batch, heads, length, _ = key.shape
+        unit = torch.eye(length, dtype=key.dtype, device=key.device).expand(batch, heads, -1, -1)
+        kept = accumulation_dtype(key.dtype)
+        before = no_sums(bound.feature_map, batch, heads, length, kept, key.device)
+        with torch.no_grad():
+            rows, _ = self.attend(bound, query, key, unit, bias, before, is_causal=False)
+        return rows.out.to(kept).sum((2, 3))
 
 
 def _attend(
@@ -43,24 +69,28 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    before: Moments,  # S, z, m
-    visible: Tensor,  # broadcasting to (B, H, G, Lq, Lk)
-) -> tuple[Tensor, Tensor, Tensor, Moments]:
-    """The same with the map's tensors in place."""
-    m = before[2]
-    sums = torch.cat((before[0], before[1].unsqueeze(-1)), -1)
-    if mask is not None:
-        key, value = (torch.where(mask.unsqueeze(-1), x, 0) for x in (key, value))
+    bias: Tensor | None,
+    before: Sums,
+    visible: Tensor,  # (Lq, Lk)
+) -> tuple[Rows, Sums]:
+    """Rows and sums with the map's tensors in place."""
+    m = before.m
+    sums = torch.cat((before.S, before.z.unsqueeze(-1)), -1)
+    if bias is None:
+        bias = sums.new_zeros(1, 1, key.shape[2])
+    else:
+        masked = bias.unsqueeze(-1) == -torch.inf
+        key, value = (torch.where(masked, 0, x) for x in (key, value))
+    rise = torch.where(visible, bias[:, :, None, None], -torch.inf)  # (B, H or 1, 1, Lq, Lk)
     q, k = query.to(sums.dtype), key.to(sums.dtype)
     extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1).to(sums.dtype)
     if isinstance(feature_map, GroupedFeatureMap):
-        rows, reference = _grouped_rows(feature_map, q, k, extended, visible, sums, m)
+        rows, reference = _grouped_rows(feature_map, q, k, extended, rise, sums, m)
         log_k, phi_k = feature_map.key_log_weight(k), feature_map.key(k)
     elif feature_map.exponential:
         lq, lk = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
         weights = torch.logsumexp(lq.unsqueeze(4) + lk[:, :, None, None], -1)  # (B, H, G, Lq, Lk)
-        exponents = torch.where(visible, weights, -torch.inf)
+        exponents = weights + rise
         from_state = lq + m[:, :, None, None]
         reference = torch.maximum(_peak(exponents, from_state), from_state.amax(-1))
         rows = torch.exp(exponents - reference.unsqueeze(-1)) @ extended.unsqueeze(2)
@@ -70,21 +100,18 @@ def _attend(
         phi_q, phi_k = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
         weight = feature_map.key_log_weight(k)
         log_k = phi_k.new_zeros(phi_k.shape[:-1]).unsqueeze(-1) if weight is None else weight.unsqueeze(-1)
-        exponents = torch.where(visible, log_k[:, :, None, None, :, 0], -torch.inf)
+        exponents = log_k[:, :, None, None, :, 0] + rise
         state_exponent = m[:, :, None, None, 0]
         reference = torch.maximum(_peak(exponents, phi_q), state_exponent)
         weights = (phi_q @ phi_k.mT.unsqueeze(2)) * torch.exp(exponents - reference.unsqueeze(-1))
         rows = weights @ extended.unsqueeze(2)
         rows = rows + (phi_q @ sums.unsqueeze(2)) * torch.exp(state_exponent - reference).unsqueeze(-1)
     out, den = _divide(rows)
-    after = _moments(
-        sums, m, log_k if mask is None else torch.where(mask.unsqueeze(-1), log_k, -torch.inf), phi_k, extended
-    )
-    return out.to(query.dtype), den, reference, after
+    return Rows(out.to(query.dtype), den, reference), _after(sums, m, log_k + bias.unsqueeze(-1), phi_k, extended)
 
 
 def _grouped_rows(
-    feature_map: GroupedFeatureMap, q: Tensor, k: Tensor, extended: Tensor, visible: Tensor, sums: Tensor, m: Tensor
+    feature_map: GroupedFeatureMap, q: Tensor, k: Tensor, extended: Tensor, rise: Tensor, sums: Tensor, m: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Row sums (B, H, G, Lq, Dv + 1) and their exponent: query features centred on the z of the very keys each sees."""
     shape, num_groups = q.shape[2:4], feature_map.num_groups
@@ -94,7 +121,7 @@ def _grouped_rows(
     places = feature_map.places().to(q.dtype).expand(*m.shape[:2], -1, -1)
     psi, log_k = feature_map.key(k), feature_map.key_log_weight(k)
     exponents = torch.take_along_dim(log_k.mT, number, -2).unflatten(2, shape)
-    exponents = torch.where(visible, exponents, -torch.inf).flatten(2, 3)
+    exponents = (exponents + rise).flatten(2, 3)
     state_exponent = torch.take_along_dim(m, group, -1)
     reference = torch.maximum(_peak(exponents, number), state_exponent)
     weights = torch.exp(exponents - reference.unsqueeze(-1))
@@ -109,17 +136,13 @@ def _grouped_rows(
     return found.unflatten(2, shape), (reference + log_weight).unflatten(2, shape)
 
 
-def _visible(
-    num_queries: int, num_keys: int, mask: Tensor | None, device: torch.device, *, is_causal: bool, span: int
-) -> Tensor:
-    """Which keys a query sees, broadcasting to (B, H, G, Lq, Lk)."""
-    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+def _visible(num_queries: int, num_keys: int, device: torch.device, *, is_causal: bool, span: int) -> Tensor:
+    """Which keys a query sees, (Lq, Lk)."""
+    every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     if span:
         number = torch.arange(num_keys, device=device) // span
-        seen = number.unsqueeze(-1) > number
-    elif is_causal:
-        seen = seen.tril(num_keys - num_queries)
-    return seen if mask is None else seen & mask[:, :, None, None]
+        return number.unsqueeze(-1) > number
+    return every.tril(num_keys - num_queries) if is_causal else every
 
 
 def _peak(exponents: Tensor, like: Tensor) -> Tensor:
@@ -138,10 +161,10 @@ def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
     return out, den
 
 
-def _moments(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> Moments:
+def _after(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> Sums:
     """Σ φ(k)[v, 1]ᵀ·exp(-m) over the state and the keys as S and z, and m."""
     if log_k.shape[-2] == 0:
-        return Moments(sums[..., :-1], sums[..., -1], m)
+        return Sums(sums[..., :-1], sums[..., -1], m)
     peak = torch.maximum(m, log_k.detach().amax(-2))
     features = torch.exp(log_k - peak.unsqueeze(-2))
     if phi_k is not None and features.shape[-1] > 1:
@@ -152,4 +175,4 @@ def _moments(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, exten
     if features.ndim > extended.ndim:
         features, decay = features.flatten(-2), decay.repeat_interleave(features.shape[-1], -1)
     sums = sums * decay.unsqueeze(-1) + features.mT @ extended
-    return Moments(sums[..., :-1], sums[..., -1], peak)
+    return Sums(sums[..., :-1], sums[..., -1], peak)

@@ -1,7 +1,7 @@
 """The mass of a key's column in the attention matrix: how much all queries together attend to it.
 
 mass_j = Σ_i a_ij, a_ij = φ(q_i)·φ(k_j) / φ(q_i)ᵀz: the queries' features over their denominators are summed first, so
-that two passes over the tokens give all masses. Letters as in _blocked/__init__.py.
+that two passes over the tokens give all masses. Letters as in blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import Moments, Workspace, block_size, blocks
-from linattn.attention._blocked.features import key_block, query_block, query_features
-from linattn.attention._blocked.grouped_reading import flat_groups, groups_of, part_width, tiles
-from linattn.attention._blocked.reading import times_z
+from linattn.attention.backends.blocked.blocks import Workspace, block_size, blocks, columns
+from linattn.attention.backends.blocked.features import key_block, query_block, query_features
+from linattn.attention.backends.blocked.grouped_reading import flat_groups, groups_of, part_width, tiles
+from linattn.attention.backends.blocked.reading import times_z
+from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 
 def forward(
     feature_map: FeatureMap,
-    mask: Tensor | None,  # (B, H or 1, Lk)
+    bias: Tensor | None,  # (B, H or 1, Lk)
     query: Tensor,  # (B, H, G, Lq, D)
     key: Tensor,  # (B, H, Lk, D)
-    *moments: Tensor,  # S (B, H, R, Dv), z (B, H, R), m (B, H, M) of these keys
+    *sums: Tensor,  # S (B, H, R, Dv), z (B, H, R), m (B, H, M) of these keys
 ) -> tuple[Tensor]:
     """The masses (B, H, Lk), summed over a key head's queries; 0 for masked keys."""
-    state = Moments(*moments)
+    state = Sums(*sums)
     if isinstance(feature_map, GroupedFeatureMap):
         total = _grouped_queries(feature_map, query, state)
     else:
@@ -33,7 +34,7 @@ def forward(
     mass, space = state.z.new_empty(batch, heads, length), Workspace(state.z)
     size = block_size(batch * heads, feature_map.num_features, key.device, is_causal=False)
     for start, stop in blocks(length, size):
-        part = None if mask is None else mask[..., start:stop]
+        part = columns(bias, start, stop)
         x = space.rows("x", key[:, :, start:stop], part)
         keys = key_block(feature_map, x, part, space.buffer("keys", *x.shape[:-1], feature_map.num_features))
         phi_k = keys.turned_relative_to(state.m)
@@ -41,13 +42,13 @@ def forward(
     return (mass,)
 
 
-def _queries(feature_map: FeatureMap, query: Tensor, state: Moments) -> Tensor:
+def _queries(feature_map: FeatureMap, query: Tensor, state: Sums) -> Tensor:
     """Σ_i φ(q_i) / φ(q_i)ᵀz, (B, H, R)."""
     batch, heads, groups, length, _ = query.shape
     total, space, z = torch.zeros_like(state.z), Workspace(state.z), state.z.flatten(0, 1)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=False)
     for start, stop in blocks(length, size):
-        x = space.rows("x", query[..., start:stop, :], None).flatten(2, 3)
+        x = space.rows("x", query[..., start:stop, :]).flatten(2, 3)
         t = query_block(feature_map, x, space)
         phi_q = query_features(t, state.m, feature_map.exponential, over=True)[0].flatten(0, 1)
         den = times_z(phi_q, z)
@@ -55,7 +56,7 @@ def _queries(feature_map: FeatureMap, query: Tensor, state: Moments) -> Tensor:
     return total
 
 
-def _grouped_queries(feature_map: GroupedFeatureMap, query: Tensor, state: Moments) -> Tensor:
+def _grouped_queries(feature_map: GroupedFeatureMap, query: Tensor, state: Sums) -> Tensor:
     """The same, each query's in its own group."""
     rows, flat = query.flatten(2, 3), flat_groups(feature_map, *state)
     cut = tiles(groups_of(feature_map, rows, state.z.dtype), feature_map.num_groups)
@@ -67,8 +68,3 @@ def _grouped_queries(feature_map: GroupedFeatureMap, query: Tensor, state: Momen
         den = den.masked_fill((den == 0) | part.free, torch.inf)
         total.index_add_(0, part.group, (phi_q / den.unsqueeze(-1)).sum(1))
     return total.view(state.z.shape)
-
-
-def backward(*_: object) -> tuple[list[Tensor], list[Tensor]]:
-    """Never called: masses serve to choose keys, and no gradient flows through a choice."""
-    raise NotImplementedError("column masses have no gradient")

@@ -1,15 +1,14 @@
-"""How a fold is cut and kept: block sizes, buffers, and the running state; letters as in _blocked/__init__.py."""
+"""How a fold is cut and kept: block sizes, buffers, and the running state; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.feature_maps import FeatureMap
+from linattn.attention.sums import Sums, per_feature
 
 # Floats of one feature block. Measured on a CPU with two cores of 1 MB second-level cache, for 8 and 64 rows and 64 to
 # 1024 features: within 5 % of the best of all sizes everywhere, while four times as many cost up to 25 %.
@@ -18,43 +17,9 @@ _GPU_BLOCK = 2**24
 _LOG2_E = math.log2(math.e)
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums, exponents and divisions run in at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def lowest(dtype: torch.dtype) -> float:
-    """The running maximum of no keys: finite, so that differences of maxima are never inf - inf."""
-    return torch.finfo(dtype).min / 4
-
-
 def exponential_(x: Tensor) -> Tensor:
     """exp(x), written over x; by exp2: with the pass for its factor, still half of what torch's exp takes on a CPU."""
     return x.mul_(_LOG2_E).exp2_()
-
-
-class Moments(NamedTuple):
-    """S = Σ φ(k)vᵀ·exp(-m), z = Σ φ(k)·exp(-m), and the exponent m they are relative to."""
-
-    S: Tensor  # (B, H, R, Dv)
-    z: Tensor  # (B, H, R)
-    m: Tensor  # (B, H, M)
-
-
-def no_moments(
-    feature_map: FeatureMap, batch: int, heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
-) -> Moments:
-    """The moments of no keys."""
-    num_features = feature_map.num_features
-    S = torch.zeros(batch, heads, num_features, value_dim, dtype=dtype, device=device)
-    m = torch.full((batch, heads, feature_map.num_exponents), lowest(dtype), dtype=dtype, device=device)
-    return Moments(S, S.new_zeros(batch, heads, num_features), m)
-
-
-def per_feature(factors: Tensor, num_features: int) -> Tensor:
-    """One factor for each of R features, of M = 1, R or any divisor of R: (…, M) -> (…, R), or (…, 1)."""
-    count = factors.shape[-1]
-    return factors if count in (1, num_features) else factors.repeat_interleave(num_features // count, -1)
 
 
 class Running:
@@ -64,7 +29,7 @@ class Running:
         before: S, z and m as given.
     """
 
-    def __init__(self, before: Moments) -> None:
+    def __init__(self, before: Sums) -> None:
         self.before = before
         self.S, self.z, self.m = before.S.flatten(0, 1), before.z.flatten(0, 1), before.m
         self._owned = False
@@ -84,14 +49,14 @@ class Running:
         self.S.baddbmm_(phi_k.mT, value)
         self.z.add_(phi_k.sum(-2))
 
-    def views(self) -> Moments:
+    def views(self) -> Sums:
         """The state now, as it lies."""
-        return Moments(self.S.view(self.before.S.shape), self.z.view(self.before.z.shape), self.m)
+        return Sums(self.S.view(self.before.S.shape), self.z.view(self.before.z.shape), self.m)
 
-    def moments(self) -> Moments:
+    def sums(self) -> Sums:
         """The state now, in memory of its own."""
         S, z, m = self.views()
-        return Moments(S, z, m) if self._owned else Moments(S.clone(), z.clone(), m.clone())
+        return Sums(S, z, m) if self._owned else Sums(S.clone(), z.clone(), m.clone())
 
 
 def block_size(rows: int, num_features: int, device: torch.device, *, is_causal: bool, span: int = 0) -> int:
@@ -109,6 +74,16 @@ def blocks(length: int, size: int) -> Iterator[tuple[int, int]]:
     """The bounds of consecutive blocks of `size` tokens; the last may be shorter."""
     for start in range(0, length, size):
         yield start, min(start + size, length)
+
+
+def is_masked(bias: Tensor) -> Tensor:
+    """Which keys have no weight at all: their content, which may be NaN, must not enter any product."""
+    return bias == -torch.inf
+
+
+def columns(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """The biases (B, H or 1, L) of a block's keys."""
+    return None if bias is None else bias[..., start:stop]
 
 
 class Workspace:
@@ -129,12 +104,12 @@ class Workspace:
             self._buffers[name] = self._like.new_empty(size)
         return self._buffers[name][:size].view(shape)
 
-    def rows(self, name: str, x: Tensor, mask: Tensor | None) -> Tensor:
-        """A block of tokens in the accumulation dtype, masked (B, H or 1, n) ones 0; copied only where it must be."""
-        if mask is None and x.dtype == self._like.dtype:
+    def rows(self, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A block of tokens in the accumulation dtype, those with bias (B, H or 1, n) -inf 0; copied only if needed."""
+        if bias is None and x.dtype == self._like.dtype:
             return x
         rows = self.buffer(name, *x.shape).copy_(x)
-        return rows if mask is None else rows.masked_fill_(~mask.unsqueeze(-1), 0)
+        return rows if bias is None else rows.masked_fill_(is_masked(bias).unsqueeze(-1), 0)
 
     def product(self, name: str, first: Tensor, second: Tensor) -> Tensor:
         """first·second, for batches of matrices."""

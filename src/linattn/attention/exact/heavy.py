@@ -1,4 +1,4 @@
-"""Heavy keys: those much attended to, chosen by estimate and attended to exactly; letters as in _exact/__init__.py."""
+"""Heavy keys: those much attended to, chosen by estimate and attended to exactly; letters as in exact/__init__.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._exact.far import joined
+from linattn.attention.exact.map_part import joined
 from linattn.attention.partial import Partial
 from linattn.attention.softmax import softmax_weights
 
@@ -20,24 +20,24 @@ def picked(x: Tensor, index: Tensor) -> Tensor:
     return torch.take_along_dim(x, index.unsqueeze(-1), dim=2)
 
 
-def heaviest(mass: Tensor, mask: Tensor | None, num_heavy: int) -> Tensor:
+def heaviest(mass: Tensor, bias: Tensor | None, num_heavy: int) -> Tensor:
     """The keys (B, H, g) of the largest mass (B, H, L) among those that may be seen, where there are so many."""
-    mass = mass if mask is None else torch.where(mask, mass, -torch.inf)
+    mass = mass if bias is None else mass.masked_fill(bias == -torch.inf, -torch.inf)
     return mass.topk(min(num_heavy, mass.shape[-1]), dim=-1).indices
 
 
-def attend_to_all(query: Tensor, key: Tensor, value: Tensor, live: Tensor, scale: float) -> Partial:
-    """Exact rows (B, H, G, L, ·) over the same few keys (B, H, g, ·) where `live` (B, H, g) is True."""
+def attend_to_all(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Partial:
+    """Exact rows (B, H, G, L, ·) over the same few keys (B, H, g, ·) of biases (B, H, g)."""
     size = max(_CHUNK // max(query.shape[:3].numel() * key.shape[2], 1), 1)
     parts = []
     for rows in query.split(size, 3):
-        weights, log = softmax_weights(rows, key.unsqueeze(2), live[:, :, None, None], scale)
+        weights, log = softmax_weights(rows, key.unsqueeze(2), bias[:, :, None, None], scale)
         parts.append(Partial((weights @ value.unsqueeze(2).to(weights.dtype)).to(query.dtype), log))
     return joined(parts)
 
 
 def attend_by_block(
-    query: Tensor, key: Tensor, value: Tensor, live: Tensor, index: Tensor, window: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, index: Tensor, window: int, scale: float
 ) -> Partial:
     """Exact rows (B, H, G, n·w, ·), those of each block over keys of its own, by number (B, H, n, g) among
     (B, H, K, ·). The last block may be shorter.
@@ -51,8 +51,8 @@ def attend_by_block(
         rows = torch.nn.functional.pad(rows, (0, 0, 0, short)) if short else rows
         rows = rows.unflatten(3, (-1, window)).transpose(2, 3).flatten(3, 4)
         k, v = (picked(x, chosen.flatten(2)).unflatten(2, chosen.shape[2:]) for x in (key, value))
-        seen = torch.take_along_dim(live, chosen.flatten(2), dim=2).view(chosen.shape).unsqueeze(3)
-        weights, log = softmax_weights(rows, k, seen, scale)
+        rise = torch.take_along_dim(bias, chosen.flatten(2), dim=2).view(chosen.shape).unsqueeze(3)
+        weights, log = softmax_weights(rows, k, rise, scale)
         out = weights @ v.to(weights.dtype)
         out, log = (
             x.unflatten(3, (groups, window)).transpose(2, 3).flatten(3, 4)[:, :, :, :length] for x in (out, log)

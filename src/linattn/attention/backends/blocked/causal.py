@@ -2,7 +2,7 @@
 
 Within a block every row shares the reference c, the running maximum after the block. A much larger later key would
 underflow earlier rows, so heads whose maximum jumps within a block take the sums of jumps.py there. Letters as in
-_blocked/__init__.py.
+blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import Moments, Running, Workspace, block_size, blocks, lowest
-from linattn.attention._blocked.features import Keys, key_block, query_block, query_features
-from linattn.attention._blocked.jumps import split, split_rows
-from linattn.attention._blocked.reading import store_rows, times_z
+from linattn.attention.backends.blocked.blocks import Running, Workspace, block_size, blocks, columns, is_masked
+from linattn.attention.backends.blocked.features import Keys, key_block, query_block, query_features
+from linattn.attention.backends.blocked.jumps import split, split_rows
+from linattn.attention.backends.blocked.reading import store_rows, times_z
+from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap
 
 # A denominator may shrink to exp(-60): far above float32's smallest normal number, exp(-87).
@@ -28,7 +29,7 @@ def num_checkpoints(length: int, size: int) -> int:
     return max(length - 1, 0) // (size * SEGMENT)
 
 
-def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor, span: int) -> Tensor | None:
+def safe_heads(keys: Keys, bias: Tensor | None, m: Tensor, c: Tensor, span: int) -> Tensor | None:
     """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
     everywhere.
 
@@ -39,34 +40,37 @@ def safe_heads(keys: Keys, mask: Tensor | None, m: Tensor, c: Tensor, span: int)
     first = keys.log[..., 0, :]
     if span:
         first = m  # the first span sees no key of its own block
-    elif mask is not None:
-        index = mask.to(torch.uint8).argmax(-1)[..., None, None]
+    elif bias is not None:
+        masked = is_masked(bias)
+        index = (~masked).to(torch.uint8).argmax(-1)[..., None, None]
         first = torch.take_along_dim(keys.log, index, dim=-2).squeeze(-2)
         # Rows before it see the state alone, where that holds any key.
-        first = torch.where(mask[..., :1] | (m <= lowest(m.dtype)), first, m)
+        first = torch.where(masked[..., :1] & (m > lowest(m.dtype)), m, first)
     safe = (c - torch.maximum(m, first)).amax(-1) < _MAX_JUMP
     return None if bool(safe.all()) else safe
 
 
-def past(scores: Tensor, groups: int, span: int) -> Tensor:
+def causal_mask(length: int, span: int, device: torch.device) -> Tensor:
+    """(n, n): which of a block's keys a row sees: up to its own, or those of earlier spans of so many tokens."""
+    if not span:
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    number = torch.arange(length, device=device) // span
+    return number.unsqueeze(-1) > number
+
+
+def hide_later_(scores: Tensor, groups: int, span: int) -> Tensor:
     """Scores (B·H, G·n, n) with those of unseen keys set to 0, in place."""
     rows = scores.unflatten(1, (groups, -1))
     if span:
-        rows.masked_fill_(~earlier_spans(scores.shape[-1], span, scores.device), 0)
+        rows.masked_fill_(~causal_mask(scores.shape[-1], span, scores.device), 0)
     else:
         rows.tril_()
     return scores
 
 
-def earlier_spans(length: int, span: int, device: torch.device) -> Tensor:
-    """(n, n): whether a key's span of so many tokens comes before a row's."""
-    number = torch.arange(length, device=device) // span
-    return number.unsqueeze(-1) > number
-
-
 def forward(
     feature_map: FeatureMap,
-    mask: Tensor | None,  # (B, H or 1, L)
+    bias: Tensor | None,  # (B, H or 1, L)
     query: Tensor,  # (B, H, G, L, D)
     key: Tensor,  # (B, H, L, D)
     value: Tensor,  # (B, H, L, Dv)
@@ -74,7 +78,7 @@ def forward(
     span: int = 0,
 ) -> tuple[Tensor, ...]:
     """Output, denominator, its exponent; S, z, m after the last token; S, z, m before segments, (B, K, H, …)."""
-    state, exponential = Running(Moments(*before)), feature_map.exponential
+    state, exponential = Running(Sums(*before)), feature_map.exponential
     batch, heads, groups, length, _ = query.shape
     out = query.new_empty(batch, heads, groups, length, value.shape[-1])
     den = before[0].new_empty(batch, heads, groups, length)
@@ -85,10 +89,10 @@ def forward(
         if index and index % SEGMENT == 0:
             for kept, now in zip(checkpoints, state.views(), strict=True):
                 kept[:, index // SEGMENT - 1] = now
-        part = None if mask is None else mask[..., start:stop]
+        part = columns(bias, start, stop)
         k = space.rows("k", key[:, :, start:stop], part)
         keys = key_block(feature_map, k, part, space.buffer("keys", *k.shape[:-1], feature_map.num_features))
-        x = space.rows("q", query[..., start:stop, :], None).flatten(2, 3)
+        x = space.rows("q", query[..., start:stop, :]).flatten(2, 3)
         t, c = query_block(feature_map, x, space), keys.peak(state.m)
         safe = safe_heads(keys, part, state.m, c, span)
         if safe is not None:
@@ -98,7 +102,7 @@ def forward(
         phi_q, ref = query_features(t, c, exponential, over=True)
         phi_q, phi_k = phi_q.flatten(0, 1), keys.turned_relative_to(c).flatten(0, 1)
         v = space.rows("v", value[:, :, start:stop], part).flatten(0, 1)
-        weights = past(space.product("weights", phi_q, phi_k.mT), groups, span)
+        weights = hide_later_(space.product("weights", phi_q, phi_k.mT), groups, span)
         num = space.product("num", weights, v).baddbmm_(phi_q, state.S)
         total = weights.sum(-1, keepdim=True).add_(times_z(phi_q, state.z))
         if safe is not None:
@@ -109,4 +113,4 @@ def forward(
         store_rows(out[..., start:stop, :], den[..., start:stop], num, total)
         reference[..., start:stop] = ref.unflatten(2, (groups, stop - start))
         state.fold_in(phi_k, v)
-    return out, den, reference, *state.moments(), *checkpoints
+    return out, den, reference, *state.sums(), *checkpoints

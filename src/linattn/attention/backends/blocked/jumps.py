@@ -2,7 +2,7 @@
 
 A block of P = 2ᵏ tokens is cut into rectangles: for h = P/2, …, 2, 1, rows of each second half of 2h tokens against the
 keys of the first half, which all of them see; and each row against its own key. Rectangles of one size are one batch.
-Letters as in _blocked/__init__.py, E = Dv + 1 for [v, 1]; p rectangles per head.
+Letters as in blocked/__init__.py, E = Dv + 1 for [v, 1]; p rectangles per head.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import Moments
-from linattn.attention._blocked.features import Keys, normalised_query_features, query_features, query_gradient
+from linattn.attention.backends.blocked.features import Keys, normalised_query_features, query_features, query_gradient
+from linattn.attention.sums import Sums
 
 
 class Level(NamedTuple):
@@ -93,7 +93,7 @@ def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int, exponent
     )
 
 
-def split_rows(block: Split, length: int, before: Moments) -> tuple[Tensor, Tensor, Tensor]:
+def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:
     """Num (B, H, G·n, Dv) and den (…, 1) over the state and the block's past, and their exponents (B, H, G·n)."""
     groups, shape = block.t.shape[2], block.t.shape[2:4]
     phi_q, reference = query_features(block.t.flatten(2, 3), before.m, block.exponential)

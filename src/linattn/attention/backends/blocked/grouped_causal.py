@@ -2,7 +2,7 @@
 
 Per block: the weights of its own keys under each query's own group, each row on a scale of its own, so that no later
 key can underflow it; their sums z beside those of the state; the query features; then both parts of the output. Letters
-as in _blocked/__init__.py; C groups, F = R/C features of a group.
+as in blocked/__init__.py; C groups, F = R/C features of a group.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.absorption import store_masked
-from linattn.attention._blocked.blocks import Moments, Running, Workspace, block_size, blocks, lowest, per_feature
-from linattn.attention._blocked.causal import SEGMENT, earlier_spans, num_checkpoints
-from linattn.attention._blocked.features import key_block, pulled
-from linattn.attention._blocked.grouped_reading import flat_groups, tiles
+from linattn.attention.backends.blocked.absorption import store_masked
+from linattn.attention.backends.blocked.blocks import Running, Workspace, block_size, blocks, columns
+from linattn.attention.backends.blocked.causal import SEGMENT, causal_mask, num_checkpoints
+from linattn.attention.backends.blocked.features import BiasGradient, Gradients, key_block, pulled
+from linattn.attention.backends.blocked.grouped_reading import flat_groups, tiles
+from linattn.attention.sums import Sums, accumulation_dtype, lowest, per_feature
 from linattn.feature_maps import GroupedFeatureMap
 
 
@@ -29,17 +30,9 @@ class Block(NamedTuple):
     value: Tensor  # (B, H, n, Dv), masked ones 0
 
 
-def seen(length: int, groups: int, mask: Tensor | None, span: int, device: torch.device) -> Tensor:
-    """Which of the block's keys its rows see, broadcasting to (B, H, G·n, n)."""
-    if span:
-        visible = earlier_spans(length, span, device)
-    else:
-        visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    visible = visible.repeat(groups, 1)
-    return visible if mask is None else visible & mask.unsqueeze(-2)
-
-
-def rows(feature_map: GroupedFeatureMap, block: Block, visible: Tensor, before: Moments) -> tuple[Tensor, ...]:
+def rows(
+    feature_map: GroupedFeatureMap, block: Block, bias: Tensor | None, span: int, before: Sums
+) -> tuple[Tensor, ...]:
     """Num (B, H, G·n, Dv), den and its exponent (B, H, G·n) of a block's queries, differentiable by autograd."""
     S, z, m = before
     group = feature_map.group(block.query)
@@ -50,6 +43,9 @@ def rows(feature_map: GroupedFeatureMap, block: Block, visible: Tensor, before: 
     psi, log = feature_map.key(block.key), feature_map.key_log_weight(block.key)
     length = block.key.shape[-2]
     exponents = log.mT.reshape(m.numel(), length).index_select(0, which).view(*group.shape, length)
+    if bias is not None:
+        exponents = exponents + bias.unsqueeze(-2)
+    visible = causal_mask(length, span, m.device).repeat(group.shape[-1] // length, 1)
     exponents = torch.where(visible, exponents, -torch.inf)
     from_state = flat.m.index_select(0, which).view(group.shape)
     reference = torch.maximum(exponents.detach().amax(-1), from_state).clamp(min=lowest(S.dtype))
@@ -73,12 +69,12 @@ def read_groups(phi_q: Tensor, group: Tensor, S: Tensor, num_groups: int) -> Ten
     return out.index_copy(0, cut.target, found.flatten(0, 1))[:-1].view(*group.shape, S.shape[-1])
 
 
-def after(feature_map: GroupedFeatureMap, block: Block, mask: Tensor | None, before: Moments) -> tuple[Tensor, Tensor]:
+def after(feature_map: GroupedFeatureMap, block: Block, bias: Tensor | None, before: Sums) -> tuple[Tensor, Tensor]:
     """S and z after a block, relative to the maximum of their exponents then; differentiable by autograd."""
     S, z, m = before
     psi, log = feature_map.key(block.key), feature_map.key_log_weight(block.key)
-    if mask is not None:
-        log = log.masked_fill(~mask.unsqueeze(-1), -torch.inf)
+    if bias is not None:
+        log = log + bias.unsqueeze(-1)
     c = torch.maximum(m, log.detach().amax(-2))
     phi_k = (torch.exp(log - c.unsqueeze(-2)).unsqueeze(-1) * psi.unsqueeze(-2)).flatten(-2)
     decay = per_feature(torch.exp(m - c), z.shape[-1])
@@ -87,7 +83,7 @@ def after(feature_map: GroupedFeatureMap, block: Block, mask: Tensor | None, bef
 
 def forward(
     feature_map: GroupedFeatureMap,
-    mask: Tensor | None,  # (B, H or 1, L)
+    bias: Tensor | None,  # (B, H or 1, L)
     query: Tensor,  # (B, H, G, L, D)
     key: Tensor,  # (B, H, L, D)
     value: Tensor,  # (B, H, L, Dv)
@@ -95,7 +91,7 @@ def forward(
     span: int = 0,
 ) -> tuple[Tensor, ...]:
     """Output, denominator, its exponent; S, z, m after the last token; S, z, m before segments, (B, K, H, …)."""
-    state, space = Running(Moments(*before)), Workspace(before[0])
+    state, space = Running(Sums(*before)), Workspace(before[0])
     batch, heads, groups, length, _ = query.shape
     out = query.new_empty(batch, heads, groups, length, value.shape[-1])
     den = before[0].new_empty(batch, heads, groups, length)
@@ -106,10 +102,9 @@ def forward(
         if index and index % SEGMENT == 0:
             for kept, now in zip(checkpoints, state.views(), strict=True):
                 kept[:, index // SEGMENT - 1] = now
-        part = None if mask is None else mask[..., start:stop]
+        part = columns(bias, start, stop)
         block = _block(query, key, value, part, start, stop, space)
-        visible = seen(stop - start, groups, part, span, query.device)
-        num, total, ref = rows(feature_map, block, visible, state.views())
+        num, total, ref = rows(feature_map, block, part, span, state.views())
         shape = (groups, stop - start)
         out[..., start:stop, :] = num.div_(total.masked_fill(total == 0, torch.inf).unsqueeze(-1)).unflatten(2, shape)
         den[..., start:stop], reference[..., start:stop] = total.unflatten(2, shape), ref.unflatten(2, shape)
@@ -117,46 +112,51 @@ def forward(
         keys = key_block(feature_map, block.key, part, buffer)
         state.rescale(keys.peak(state.m))
         state.fold_in(keys.relative_to(state.m).flatten(0, 1), block.value.flatten(0, 1))
-    return out, den, reference, *state.moments(), *checkpoints
+    return out, den, reference, *state.sums(), *checkpoints
 
 
 def _block(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, start: int, stop: int, space: Workspace
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, start: int, stop: int, space: Workspace
 ) -> Block:
     """A block's tokens."""
-    k, v = (space.rows(name, x[:, :, start:stop], mask) for name, x in (("k", key), ("v", value)))
-    return Block(space.rows("q", query[..., start:stop, :], None).flatten(2, 3), k, v)
+    k, v = (space.rows(name, x[:, :, start:stop], bias) for name, x in (("k", key), ("v", value)))
+    return Block(space.rows("q", query[..., start:stop, :]).flatten(2, 3), k, v)
 
 
 def backward(
     feature_map: GroupedFeatureMap,
     tensors: Sequence[Tensor],
-    mask: Tensor | None,
+    bias: Tensor | None,
     grads: Sequence[Tensor],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
+    *,
+    bias_grad: bool,
     span: int = 0,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of (query, key, value, S, z) and of the map's tensors, block by block from the last by autograd."""
+) -> Gradients:
+    """Gradients of (query, key, value, S, z), block by block from the last by autograd."""
     query, key, value, *before = inputs
     batch, heads, groups, length, _ = query.shape
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
     grad_state = [grads[3].clone(), grads[4].clone()]
-    totals = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    totals = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in tensors]
+    of_bias = BiasGradient(bias, wanted=bias_grad)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=True, span=span)
     bounds = list(blocks(length, size))
     for first in reversed(range(0, len(bounds), SEGMENT)):
         kept = before if first == 0 else [x[:, first // SEGMENT - 1] for x in outputs[6:]]
         segment = bounds[first : first + SEGMENT]
-        entries = _entries(feature_map, mask, key, value, Moments(*kept), segment)
+        entries = _entries(feature_map, bias, key, value, Sums(*kept), segment)
         for (start, stop), entry in reversed(list(zip(segment, entries, strict=True))):
-            part = None if mask is None else mask[..., start:stop]
+            part = columns(bias, start, stop)
             block = _block(query, key, value, part, start, stop, Workspace(entry.S))
-            visible = seen(stop - start, groups, part, span, query.device)
             leaves = [x.detach().requires_grad_() for x in (*block, entry.S, entry.z)]
+            if part is not None and bias_grad:
+                part = part.detach().requires_grad_()
+                leaves.append(part)
             with torch.enable_grad():
-                before_block, tokens = Moments(leaves[3], leaves[4], entry.m), Block(*leaves[:3])
-                num, den, ref = rows(feature_map, tokens, visible, before_block)
+                before_block, tokens = Sums(leaves[3], leaves[4], entry.m), Block(*leaves[:3])
+                num, den, ref = rows(feature_map, tokens, part, span, before_block)
                 out = num / den.masked_fill(den == 0, torch.inf).unsqueeze(-1)
                 S, z = after(feature_map, tokens, part, before_block)
             given = [x[:, :, :, start:stop].flatten(2, 3).to(S.dtype) for x in grads[:3]]
@@ -165,24 +165,25 @@ def backward(
             store_masked(grad_key[:, :, start:stop], found[1], part)
             store_masked(grad_value[:, :, start:stop], found[2], part)
             grad_state = list(found[3:5])
-            for total, grad in zip(totals, found[5:], strict=True):
+            of_bias.store(start, stop, found[5:6])
+            for total, grad in zip(totals, found[len(leaves) :], strict=True):
                 total += grad
-    return [grad_query, grad_key, grad_value, *grad_state], totals
+    return Gradients([grad_query, grad_key, grad_value, *grad_state], of_bias.total, totals)
 
 
 def _entries(
     feature_map: GroupedFeatureMap,
-    mask: Tensor | None,
+    bias: Tensor | None,
     key: Tensor,
     value: Tensor,
-    before: Moments,
+    before: Sums,
     segment: list[tuple[int, int]],
-) -> list[Moments]:
+) -> list[Sums]:
     """The state before each block of a segment."""
     state, space, found = Running(before), Workspace(before.S), []
     for start, stop in segment:
-        found.append(Moments(*(x.clone() for x in state.views())))
-        part = None if mask is None else mask[..., start:stop]
+        found.append(Sums(*(x.clone() for x in state.views())))
+        part = columns(bias, start, stop)
         k, v = (space.rows(name, x[:, :, start:stop], part) for name, x in (("k", key), ("v", value)))
         keys = key_block(feature_map, k, part, space.buffer("keys", *k.shape[:-1], feature_map.num_features))
         state.rescale(keys.peak(state.m))

@@ -1,7 +1,7 @@
 """One token: absorb its key, read with its queries. The same sums as absorb and read, for calls too small for blocks.
 
 A step costs as much in calls as in arithmetic, hence one product for queries and key where the map allows, and one pass
-over the state for both its terms. Letters as in _blocked/__init__.py.
+over the state for both its terms. Letters as in blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import exponential_
+from linattn.attention.backends.blocked.blocks import exponential_, is_masked
 from linattn.feature_maps import FeatureMap
 
 
 def forward(
     feature_map: FeatureMap,
-    mask: Tensor | None,  # (B, H or 1, 1)
+    bias: Tensor | None,  # (B, H or 1, 1)
     query: Tensor,  # (B, H, G, 1, D)
     key: Tensor,  # (B, H, 1, D)
     value: Tensor,  # (B, H, 1, Dv)
@@ -25,15 +25,15 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, denominator, its exponent, and S, z, m after the token."""
     q, k, v = query.squeeze(3).to(S.dtype), key.to(S.dtype), value.to(S.dtype)
-    if mask is not None:
-        k, v = (torch.where(mask.unsqueeze(-1), x, 0) for x in (k, v))
+    if bias is not None:
+        k, v = (x.masked_fill(is_masked(bias).unsqueeze(-1), 0) for x in (k, v))
     t, key_output = _both(feature_map, q, k)
     log, linear = key_output, None
     if not feature_map.exponential:
         weight, linear = feature_map.key_log_weight(k), key_output
         log = m.new_zeros(()).expand(m.shape) if weight is None else weight
-    if mask is not None:
-        log = torch.where(mask, log, -torch.inf)
+    if bias is not None:
+        log = log + bias
     c = torch.maximum(m, log)
     phi, decay = exponential_(log - c), exponential_(m - c)
     if linear is not None:
@@ -48,7 +48,7 @@ def forward(
         reference = c.unsqueeze(-2).expand(*t.shape[:-1], 1)
     den, num = torch.linalg.vecdot(t, z.unsqueeze(-2)).unsqueeze(-1), torch.matmul(t, S)
     # An exponential map gives every key weight: only a masked one can leave a row without any.
-    sees_key = feature_map.exponential and mask is None
+    sees_key = feature_map.exponential and bias is None
     out = num.div_(den if sees_key else den.masked_fill(den == 0, torch.inf))
     return out.unsqueeze(3).to(query.dtype), den, reference, S, z, c
 

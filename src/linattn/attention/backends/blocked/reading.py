@@ -1,4 +1,4 @@
-"""Read a state with queries: out = φ(q)ᵀS / φ(q)ᵀz, block by block; letters as in _blocked/__init__.py."""
+"""Read a state with queries: out = φ(q)ᵀS / φ(q)ᵀz, block by block; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from linattn.attention._blocked.blocks import Workspace, block_size, blocks
-from linattn.attention._blocked.features import (
-    WayBack,
+from linattn.attention.backends.blocked.blocks import Workspace, block_size, blocks
+from linattn.attention.backends.blocked.features import (
+    Gradients,
+    MapGradients,
     normalised_query_features,
     query_block,
     query_features,
@@ -20,7 +21,7 @@ from linattn.feature_maps import FeatureMap
 
 def forward(
     feature_map: FeatureMap,
-    _mask: None,
+    _bias: None,
     query: Tensor,  # (B, H, G, L, D)
     S: Tensor,  # (B, H, R, Dv)
     z: Tensor,  # (B, H, R)
@@ -33,7 +34,7 @@ def forward(
     S, z = S.flatten(0, 1), z.flatten(0, 1)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=False)
     for start, stop in blocks(length, size):
-        x, span = space.rows("x", query[..., start:stop, :], None).flatten(2, 3), (groups, stop - start)
+        x, span = space.rows("x", query[..., start:stop, :]).flatten(2, 3), (groups, stop - start)
         phi_q, ref = query_features(query_block(feature_map, x, space), m, feature_map.exponential, over=True)
         phi_q = phi_q.flatten(0, 1)
         store_rows(out[..., start:stop, :], den[..., start:stop], space.product("num", phi_q, S), times_z(phi_q, z))
@@ -81,21 +82,23 @@ def live_reference(den: Tensor, reference: Tensor) -> Tensor:
 def backward(
     feature_map: FeatureMap,
     tensors: Sequence[Tensor],
-    _mask: None,
+    _bias: None,
     grads: Sequence[Tensor],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of (query, S, z) and of the map's tensors."""
+    *,
+    bias_grad: bool,
+) -> Gradients:
+    """Gradients of (query, S, z)."""
     query, S, z, m = inputs
     batch, heads, groups, length, _ = query.shape
     grad_query, grad_S, grad_z = query.new_empty(query.shape), S.new_zeros(S.shape), z.new_zeros(z.shape)
     size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=False)
-    exponential, space, back = feature_map.exponential, Workspace(m), WayBack(feature_map, tensors)
+    exponential, space, back = feature_map.exponential, Workspace(m), MapGradients(feature_map, tensors)
     S, z, flat_grad_S = S.flatten(0, 1), z.flatten(0, 1).unsqueeze(-2), grad_S.flatten(0, 1)
     for start, stop in blocks(length, size):
         x, out, grad_out = (
-            space.rows(name, y[:, :, :, start:stop], None).flatten(2, 3)
+            space.rows(name, y[:, :, :, start:stop]).flatten(2, 3)
             for name, y in (("x", query), ("out", outputs[0]), ("grad_out", grads[0]))
         )
         den, reference, grad_den = (y[:, :, :, start:stop].flatten(2, 3) for y in (*outputs[1:], grads[1]))
@@ -113,4 +116,4 @@ def backward(
         grad_phi = torch.bmm(rows, S.mT, out=space.buffer("grad", *flat_phi.shape)).addcmul_(totals, z)
         grad_t = query_gradient(grad_phi.view(phi_q.shape), phi_q, m, reference, exponential)
         grad_query[..., start:stop, :] = back.query(x, grad_t).unflatten(2, (groups, stop - start))
-    return [grad_query, grad_S, grad_z], back.totals
+    return Gradients([grad_query, grad_S, grad_z], None, back.totals)

@@ -1,0 +1,31 @@
+"""The table of backends, and the choice among them. A new one is an object with `Backend`'s methods and a line here."""
+
+from __future__ import annotations
+
+from linattn.attention.backends.backend import Backend as Backend
+from linattn.attention.backends.backend import Call as Call
+from linattn.attention.backends.backend import Rows as Rows
+from linattn.attention.backends.blocked import Blocked
+from linattn.attention.backends.reference import Reference
+
+# "auto" takes the first that has no objection.
+BACKENDS: dict[str, Backend] = {"blocked": Blocked(), "reference": Reference()}
+
+
+def check_backend(name: str) -> None:
+    """Refuse names that stand for no backend."""
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, ('auto', *BACKENDS)))}, got {name!r}")
+
+
+def choose(name: str, call: Call) -> Backend:
+    """The backend of this name, or the first that can run the call where the name is "auto".
+
+    Raises:
+        ValueError: the named backend cannot run the call; every reason is listed.
+    """
+    if name == "auto":
+        return next(backend for backend in BACKENDS.values() if not backend.objections(call))
+    if reasons := BACKENDS[name].objections(call):
+        raise ValueError(f'backend={name!r} cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')
+    return BACKENDS[name]

@@ -1,0 +1,74 @@
+"""What a backend is: how keys are folded into sums, and how queries read them.
+
+Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from linattn.attention.bound_map import BoundMap
+from linattn.attention.sums import Sums
+
+
+class Rows(NamedTuple):
+    """What queries read: outputs, and denominators Σ φ(q)·φ(k)·exp(-reference); 0 and 0 where no key was seen."""
+
+    out: Tensor  # (B, H, G, Lq, Dv), in the query's dtype
+    den: Tensor  # (B, H, G, Lq)
+    reference: Tensor  # (B, H, G, Lq)
+
+
+class Call(NamedTuple):
+    """One call of attention as backends take it: checked, queries grouped by key/value head."""
+
+    bound: BoundMap
+    query: Tensor  # (B, H, G, Lq, D)
+    key: Tensor  # (B, H, Lk, D)
+    value: Tensor  # (B, H, Lk, Dv)
+    bias: Tensor | None  # (B, H or 1, Lk), in the accumulation dtype, -inf for masked keys
+    is_causal: bool
+
+
+class Backend(Protocol):
+    """Four functions of plain tensors. Differentiable in all of them but the mass, by whatever means.
+
+    A key's weight is φ(q)·φ(k)·exp(bias); one of bias -inf is inert, whatever it holds. The maximum m of the sums is
+    a constant for gradients.
+    """
+
+    def objections(self, call: Call) -> list[str]:
+        """Every reason why this backend cannot run the call; none if it can."""
+        ...
+
+    def attend(
+        self,
+        bound: BoundMap,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        before: Sums,
+        *,
+        is_causal: bool,
+        span: int = 0,
+    ) -> tuple[Rows, Sums]:
+        """Queries over the sums' keys and these, and the sums after all; causal is aligned bottom-right.
+
+        With `span`, for as many queries as keys, causal rows see the keys of earlier spans of so many tokens only.
+        """
+        ...
+
+    def absorb(self, bound: BoundMap, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Sums:
+        """The sums after these keys."""
+        ...
+
+    def read(self, bound: BoundMap, query: Tensor, sums: Sums) -> Rows:
+        """Queries over the sums' keys."""
+        ...
+
+    def column_mass(self, bound: BoundMap, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+        """How much all queries attend to each key, (B, H, Lk), by the map's own estimate; a constant for gradients."""
+        ...

@@ -1,0 +1,84 @@
+"""A feature map with the tensors it uses in one call: those that gradients follow, and statistics of the call.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.feature_maps._swapping import named_tensors, with_swapped_tensors
+
+
+class BoundMap(NamedTuple):
+    """A map, and the tensors that take the place of its own in one call.
+
+    Attributes:
+        feature_map: the map, which no call writes to.
+        tensors: by name; all others are constants that a fold may read from the map itself.
+    """
+
+    feature_map: FeatureMap
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a query reads one group of the features."""
+        return isinstance(self.feature_map, GroupedFeatureMap)
+
+    def run(self, function: Callable[..., Any], device: torch.device, *arguments: Any) -> Any:
+        """function(map with the call's tensors, *arguments), outside autocast."""
+        with outside_autocast(device):
+            return function(with_swapped_tensors(self.feature_map, self.tensors), *arguments)
+
+    def query_log_weight(self, query: Tensor) -> Tensor | None:
+        """The map's logarithmic weights (B, H, G, L) of queries (B, H, G, L, D), in plain differentiable torch."""
+        if self.feature_map.exponential:
+            return None
+        weight: Tensor | None = self.run(_query_log_weight, query.device, query.flatten(2, 3))
+        return None if weight is None else weight.unflatten(-1, query.shape[2:4])
+
+    def detach(self) -> BoundMap:
+        """The same, cut from the graph of its tensors."""
+        return BoundMap(self.feature_map, {name: x.detach() for name, x in self.tensors.items()})
+
+
+def bind(
+    feature_map: FeatureMap,
+    query: Tensor,  # (B, H, Lq, D)
+    key: Tensor,  # (B, Hkv, Lk, D)
+    key_mask: Tensor | None = None,  # (B, Lk) or (B, Hkv, Lk)
+    *,
+    is_causal: bool,
+) -> BoundMap:
+    """The map with the tensors of a call."""
+    with outside_autocast(query.device):
+        call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
+    followed = {name: tensor for name, tensor in named_tensors(feature_map) if _is_followed(tensor)}
+    return BoundMap(feature_map, followed | dict(call))
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context without autocast; entering one where none is at work would cost a single token a tenth of its time."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _query_log_weight(feature_map: FeatureMap, query: Tensor) -> Tensor | None:
+    """A map's method as a function."""
+    return feature_map.query_log_weight(query)
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    """Whether autograd or a torch.func transform follows this tensor; a Function must get those as arguments."""
+    if tensor.requires_grad or torch.compiler.is_compiling():
+        return tensor.requires_grad
+    # torch has no public name for this.
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

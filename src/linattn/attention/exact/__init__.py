@@ -1,0 +1,14 @@
+"""Exact softmax attention on a few keys, the map for all others: who is exact, and how the parts meet.
+
+The parts' keys are disjoint and every part is a sum over its own keys, so that nothing is subtracted; they combine by
+their log-normalisers. Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv
+value width, w tokens of a window's block, g heavy keys.
+"""
+
+from linattn.attention.exact.bidirectional import attend as attend_bidirectional
+from linattn.attention.exact.causal import Stream as Stream
+from linattn.attention.exact.causal import attend as attend_causal
+from linattn.attention.exact.keys import ExactKeys as ExactKeys
+from linattn.attention.exact.map_part import MapPart as MapPart
+
+__all__ = ["ExactKeys", "MapPart", "Stream", "attend_bidirectional", "attend_causal"]

@@ -1,0 +1,74 @@
+"""Faults of key biases, decay and the table of backends."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+BLOCKED = "attention/backends/blocked/"
+LAWS = "tests/laws/test_bias.py"
+
+FAULTS = (
+    Fault(
+        "forget that keys without a bias stand beside biased ones",
+        BLOCKED + "features.py",
+        "return self.linear if bool((c == 0).all()) else self.linear * exponential_(-c).unsqueeze(-2)",
+        "return self.linear",
+        LAWS,
+    ),
+    Fault(
+        "give a bias of all heads the gradient of the first",
+        BLOCKED + "features.py",
+        "of_log = of_log.sum(1, keepdim=True)",
+        "of_log = of_log[:, :1]",
+        LAWS,
+    ),
+    Fault(
+        "leave the bias out of the neighbourhood",
+        "attention/exact/neighbourhood.py",
+        "if bias is None:\n            bias =",
+        "if True:\n            bias =",
+        LAWS,
+    ),
+    Fault(
+        "drop the biases of heavy keys",
+        "attention/exact/keys.py",
+        "heavy_bias=self.heavy_bias + shift",
+        "heavy_bias=self.heavy_bias",
+        LAWS,
+    ),
+    Fault(
+        "leave a stream's recent keys undecayed",
+        "attention/exact/keys.py",
+        "recent_bias=self.recent_bias + shift",
+        "recent_bias=self.recent_bias",
+        LAWS,
+    ),
+    Fault(
+        "keep the decay from gradients",
+        "attention/sums.py",
+        "if not shift.requires_grad:",
+        "if True:",
+        LAWS,
+    ),
+    Fault(
+        "take statistics over keys that a bias masks",
+        "attention/_check.py",
+        "    live = key_bias != -torch.inf\n",
+        "    live = torch.ones_like(key_bias, dtype=torch.bool)\n",
+        LAWS,
+    ),
+    Fault(
+        "run a backend against its objections",
+        "attention/backends/__init__.py",
+        "if reasons := BACKENDS[name].objections(call):",
+        "if reasons := []:",
+        "tests/laws/test_backends.py",
+    ),
+    Fault(
+        "let autocast reach the exact part",
+        "attention/functional.py",
+        "        with outside_autocast(query.device):\n            if is_causal:",
+        "        if True:\n            if is_causal:",
+        "tests/laws/test_precision.py",
+    ),
+)
