@@ -115,7 +115,9 @@ def draw_map(
 
 def _written(dice: Dice, head_dim: int) -> str:
     """A map's written form, options and wrappers included."""
-    name = dice.pick(*(name for name in FEATURE_MAPS if name != "Dpfp" or head_dim > 1))
+    # Maps with a path of their own through the backends more often.
+    often = dict.fromkeys(FEATURE_MAPS, 1.0) | {"Expansion": 4.0, "LearnedExponential": 2.0, "FavorPlus": 2.0}
+    name = dice.weighted({name: share for name, share in often.items() if name != "Dpfp" or head_dim > 1})
     scale = {"scale": dice.pick(0.1, 1.0)} if dice.chance(0.3) else {}
     rows = {"num_features": 2 * dice.integer(1, 6)}
     draw = {"draw": dice.pick("iid", "orthogonal")} if dice.chance(0.5) else {}
