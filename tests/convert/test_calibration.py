@@ -8,7 +8,7 @@ import torch
 from linattn.convert.calibration import build_maps, fit_maps, record
 from linattn.feature_maps import Centred
 from linattn.hf import capture, linearize_, restore_
-from linattn.hf.kernel_attention import tempered
+from linattn.hf.kernel_attention import rescale_query
 from linattn.planning.methods import parse_method
 
 
@@ -46,7 +46,7 @@ def test_a_fit_is_to_the_layers_own_live_tokens(build, padded, family, written):
     for batch in padded[:5]:
         call = record(model, batch)[layers[0].module_name]
         for text, mask in enumerate(batch["attention_mask"].bool()):
-            queries.append(tempered(by_hand, call.query, call.scale)[text, :, mask])
+            queries.append(rescale_query(by_hand, call.query, call.scale)[text, :, mask])
             keys.append(call.key[text, :, mask])
     by_hand.fit(torch.cat(queries, 1)[None], torch.cat(keys, 1)[None])
     ours, theirs = found.state_dict(), by_hand.state_dict()

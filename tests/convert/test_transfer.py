@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linattn.convert.calibration import build_maps, record
-from linattn.convert.distilling import distil, taught
+from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.losses import distillation, row_divergence
 from linattn.convert.running import run
 from linattn.convert.samples import from_batches
@@ -131,7 +131,7 @@ def test_distillation_makes_the_outputs_the_teachers(learning, clock, family, wr
     assert found.best_loss == pytest.approx(training.validate())
     losses = []
     for batch in samples.validation:
-        theirs = taught(teacher, batch)
+        theirs = teacher_outputs(teacher, batch)
         assert (theirs.logits is not None) == (family == "llama")
         assert not theirs.last.requires_grad
         with torch.no_grad():

@@ -176,7 +176,7 @@ FAULTS = (
     Fault(
         "fit maps at another temperature than they attend at",
         "hf/calibrating.py",
-        "tempered(feature_map, query, observed.scale), key)",
+        "rescale_query(feature_map, query, observed.scale), key)",
         "query, key)",
         "tests/hf/test_calibrating.py",
     ),

@@ -7,7 +7,7 @@ import torch
 
 from linattn.feature_maps import Centred, Expansion, FavorPlus, Relu
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, observing, restore_, save_pretrained
-from linattn.hf.kernel_attention import tempered
+from linattn.hf.kernel_attention import rescale_query
 from linattn.planning import HeadPlan, Plan
 from model_inputs import LANGUAGE_HEADS, OPTIONS, batch
 
@@ -64,7 +64,7 @@ def test_each_map_is_fitted_to_its_own_layers_unpadded_tokens(build, family):
     assert len(kernels(model)) == len(calls)
     for kernel in kernels(model):
         call, wanted = by_name[kernel.module_name], Expansion(8, 3)
-        query, key = tempered(wanted, call.query, call.scale), call.key
+        query, key = rescale_query(wanted, call.query, call.scale), call.key
         rows = [*range(3), *reversed(range(3))]
 
         def live(x, call=call, rows=rows):

@@ -37,8 +37,8 @@ def convert_(
 
     Every layer's map is fitted to the queries and keys that sample texts give (`fit`), or, for a target error, a method
     for each of its heads is chosen and fitted there (`linattn.plan`); maps with weights are trained until their
-    attention rows are those of softmax (`transfer`); then the whole model is trained to make of texts what it made of
-    them before (`distil`). The best weights on validation texts are kept. How wrong the model is, layer by layer and
+    attention rows are those of softmax (`transfer`); then the whole model is distilled against its original
+    outputs (`distil`). The best weights on validation texts are kept. How wrong the model is, layer by layer and
     end to end, is measured before, between and after on texts held out from all of that, and the model is left at the
     stage that was least wrong: training that is too short may do harm.
 

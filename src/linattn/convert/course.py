@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from linattn.convert.calibration import build_maps, fit_maps
 from linattn.convert.checkpoints import WorkFolder
 from linattn.convert.config import ConvertConfig
-from linattn.convert.distilling import distil, taught
+from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.planning import make_plans
 from linattn.convert.running import to_device
 from linattn.convert.samples import Samples
@@ -97,7 +97,7 @@ class Course:
     def go(self) -> Conversion:
         """All stages in order."""
         held_out, teacher = self._samples.held_out, self._teacher
-        self._exact = [taught(teacher, to_device(batch, teacher.device)) for batch in held_out]
+        self._exact = [teacher_outputs(teacher, to_device(batch, teacher.device)) for batch in held_out]
         probe = linearize_(self._model, feature_map=_ANY, layers=self._config.layers)
         restore_(self._model)
         self._layers = probe.replaced

@@ -1,4 +1,4 @@
-"""End-to-end distillation: the whole linear model is trained to make of texts what the original made of them."""
+"""End-to-end distillation: the whole linear model is distilled against the original's outputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def distil(
     def imitate(batch: Batch, exact: Outputs | None = None) -> Tensor:
         """The loss on a batch."""
         batch = to_device(batch, next(student.parameters()).device)
-        theirs = exact or taught(teacher, batch)
+        theirs = exact or teacher_outputs(teacher, batch)
         ours = run(student, batch)
         return distillation(
             ours.states, theirs.states, theirs.live, student_logits=ours.logits, teacher_logits=theirs.logits
@@ -60,7 +60,8 @@ def distil(
         """The loss on the validation texts; what the teacher makes of them is computed once."""
         if not kept:
             kept.extend(
-                taught(teacher, to_device(batch, next(teacher.parameters()).device)) for batch in samples.validation
+                teacher_outputs(teacher, to_device(batch, next(teacher.parameters()).device))
+                for batch in samples.validation
             )
         with torch.no_grad():
             pairs = zip(samples.validation, kept, strict=True)
@@ -80,7 +81,7 @@ def distil(
     )
 
 
-def taught(teacher: nn.Module, batch: Batch) -> Outputs:
+def teacher_outputs(teacher: nn.Module, batch: Batch) -> Outputs:
     """What the teacher makes of a batch, without gradients.
 
     Cost: a forward pass.

@@ -17,7 +17,7 @@ from linattn.convert.samples import Samples
 from linattn.convert.training import Training
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
-from linattn.hf.kernel_attention import tempered
+from linattn.hf.kernel_attention import rescale_query
 from linattn.planning.measures import softmax_log_rows, visible_keys
 
 # Rows of each text that a step looks at.
@@ -108,7 +108,7 @@ def _row_loss(feature_map: FeatureMap, call: AttentionCall, query: Tensor, key: 
     length, num_keys = query.shape[2], key.shape[2]
     stride = -(-length // _ROWS)
     index = torch.arange(step % stride, length, stride, device=query.device)
-    tempered_query = tempered(feature_map, query, call.scale)
+    tempered_query = rescale_query(feature_map, query, call.scale)
     rows = attention_rows(tempered_query, key, feature_map, index, is_causal=call.is_causal, enable_gqa=True)
     visible = visible_keys(index, num_queries=length, num_keys=num_keys, is_causal=call.is_causal)
     exact = softmax_log_rows(query[:, :, index], key, visible, scale=call.scale)

@@ -18,7 +18,7 @@ def spectral(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return (found + found.mT) / 2
 
 
-def raised(matrix: Tensor, floor: float) -> Tensor:
+def floor_eigenvalues(matrix: Tensor, floor: float) -> Tensor:
     """The matrix with eigenvalues below `floor` times its largest raised to that."""
     return spectral(matrix, lambda x: torch.maximum(x, floor * x.amax(-1, keepdim=True)))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
 from linattn.feature_maps._base import FeatureMap
-from linattn.feature_maps._spectral import geometric_mean, raised, spectral
+from linattn.feature_maps._spectral import floor_eigenvalues, geometric_mean, spectral
 from linattn.feature_maps._statistics import check_fit, group_queries, second_moment
 from linattn.feature_maps._wrapper import Wrapper
 
@@ -220,7 +220,7 @@ class Balanced(Wrapper):
 
 def _full(query: Tensor, key: Tensor, ridge: float) -> Tensor:
     """(Σq⁻¹ # Σk)^½, (Hkv, D, D)."""
-    query, key = (raised(moment, ridge) for moment in _both(query, key))
+    query, key = (floor_eigenvalues(moment, ridge) for moment in _both(query, key))
     return spectral(geometric_mean(spectral(query, torch.reciprocal), key), torch.sqrt)
 
 

@@ -112,7 +112,7 @@ class Centred(Wrapper):
             "query_mean" and "key_mean", in at least float32; nothing for a fitted map.
 
         Raises:
-            ValueError: if nothing was fitted and `is_causal`: the mean of all tokens would tell the past of the future.
+            ValueError: if nothing was fitted and `is_causal`: the mean of all tokens would leak future tokens.
         """
         if self.query_mean is not None:
             return {}

@@ -156,14 +156,14 @@ class Expansion(GroupedFeatureMap, FittedMap):
             self._set(*(found[name][0, 0] if one else found[name][0] for name in self.fitted_buffers))
         return self
 
-    def raised(self) -> Expansion:
+    def next_order(self) -> Expansion:
         """The expansion of the next order around the same centres; what it adds is an estimate of this one's error.
 
         Raises:
             ValueError: if `order` is 2 already.
 
         Example:
-            >>> Expansion(4, 2, order=0).raised().order
+            >>> Expansion(4, 2, order=0).next_order().order
             1
         """
         if self.order == 2:
@@ -191,7 +191,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
             "centres", "probes", "key_mean" and "spread", in at least float32; nothing for a fitted map.
 
         Raises:
-            ValueError: if nothing was fitted and `is_causal`: centres of all tokens would tell the past of the future.
+            ValueError: if nothing was fitted and `is_causal`: centres of all tokens would leak future tokens.
         """
         if self.centres is not None:
             return {}

@@ -25,7 +25,7 @@ class Former:
 
     names: tuple[tuple[Any, str | None], ...]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Name them again."""
         for config, implementation in self.names:
             config._attn_implementation_internal = implementation
@@ -39,7 +39,7 @@ def switch_to(model: PreTrainedModel, name: str) -> Former:
         model.set_attn_implementation(name)
         _check_taken(model, name)
     except BaseException:
-        former.put_back()
+        former.restore()
         raise
     return former
 

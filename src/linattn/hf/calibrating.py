@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf.kernel_attention import KernelAttention, tempered
+from linattn.hf.kernel_attention import KernelAttention, rescale_query
 from linattn.hf.observing import Observed, observe
 from linattn.planning import Plan
 from linattn.planning.methods import fit
@@ -53,7 +53,7 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FeatureMap], batches: It
         query, key = observed.tokens()
         with torch.no_grad():
             feature_map = maps[name].to(query.device)
-            fit(feature_map, tempered(feature_map, query, observed.scale), key)
+            fit(feature_map, rescale_query(feature_map, query, observed.scale), key)
 
 
 def calibrate_kernels(

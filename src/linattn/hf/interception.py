@@ -135,7 +135,7 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
             _ACTIVE.pop(module, None)
         for hook in hooks:
             hook.remove()
-        former.put_back()
+        former.restore()
 
 
 def _attend(

@@ -79,7 +79,7 @@ class KernelAttention(nn.Module):
             (B, H, Lq, Dv).
         """
         return linear_attention(
-            tempered(self.feature_map, query, scale),
+            rescale_query(self.feature_map, query, scale),
             key,
             value,
             self.feature_map,
@@ -114,7 +114,7 @@ class KernelAttention(nn.Module):
             The output (B, H, L, Dv) and the new state.
         """
         return linear_attention_with_state(
-            tempered(self.feature_map, query, scale),
+            rescale_query(self.feature_map, query, scale),
             key,
             value,
             self.feature_map,
@@ -126,7 +126,7 @@ class KernelAttention(nn.Module):
         )
 
 
-def tempered(feature_map: FeatureMap, query: Tensor, scale: float) -> Tensor:
+def rescale_query(feature_map: FeatureMap, query: Tensor, scale: float) -> Tensor:
     """Queries for which the map's own scale is the model's: q·c/s.
 
     Cost: O(B H L D), nothing where the two agree.
@@ -142,7 +142,7 @@ def tempered(feature_map: FeatureMap, query: Tensor, scale: float) -> Tensor:
     Example:
         >>> import torch
         >>> from linattn.feature_maps import Taylor
-        >>> tempered(Taylor(1, scale=0.5), torch.ones(1, 1, 1, 1), 2.0).item()
+        >>> rescale_query(Taylor(1, scale=0.5), torch.ones(1, 1, 1, 1), 2.0).item()
         4.0
 
     Source: none.

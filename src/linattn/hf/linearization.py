@@ -213,7 +213,7 @@ def restore_(model: PreTrainedModel) -> None:
     generate_as_before(model)
     save_as_before(model)
     unmark(model)
-    undo.former.put_back()
+    undo.former.restore()
     delattr(model, _UNDO)
 
 

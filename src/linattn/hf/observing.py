@@ -144,7 +144,7 @@ def _answering(model: PreTrainedModel, found: Mapping[nn.Module, Observed]) -> I
     finally:
         for module in found:
             _ACTIVE.pop(module, None)
-        former.put_back()
+        former.restore()
 
 
 def _attend(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from linattn.attention import State, linear_attention_with_state, softmax_attention
 from linattn.feature_maps import FeatureMap
-from linattn.hf.kernel_attention import tempered
+from linattn.hf.kernel_attention import rescale_query
 from linattn.hf.planned_state import KeptKeys, PlannedState
 from linattn.planning import Plan
 from linattn.planning.methods import Method
@@ -109,7 +109,7 @@ class PlannedAttention(nn.Module):
             if label == EXACT:
                 return softmax_attention(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale)
             method, feature_map = self._method(label)
-            q = tempered(feature_map, q, scale)
+            q = rescale_query(feature_map, q, scale)
             return method.attend(feature_map, q, k, v, key_mask=key_mask, is_causal=is_causal)
 
         return self.plan.distribute(query, key, value, answer)
@@ -149,7 +149,7 @@ class PlannedAttention(nn.Module):
                 return softmax_attention(q, kept.key, kept.value, key_mask=kept.key_mask, is_causal=True, scale=scale)
             method, feature_map = self._method(label)
             out, states[label] = linear_attention_with_state(
-                tempered(feature_map, q, scale),
+                rescale_query(feature_map, q, scale),
                 k,
                 v,
                 feature_map,

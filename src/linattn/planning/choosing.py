@@ -257,6 +257,6 @@ def _settle(
             fitted[method.label] = {name: x.detach().clone() for name, x in feature_map.state_dict().items()}
         if isinstance(feature_map, Expansion) and feature_map.order < _HIGHEST_ORDER:
             ours = sample.answer(method, feature_map, heads)
-            higher = sample.answer(method, feature_map.raised(), heads)
+            higher = sample.answer(method, feature_map.next_order(), heads)
             estimates.update(zip(heads, measures.relative_error(ours, higher).tolist(), strict=True))
     return estimates, fitted
