@@ -87,11 +87,11 @@ def hold(case: Case, pulled: Pulled, ours: Sequence[Tensor]) -> None:
     for name, x in zip(names[1:3], ours[1:3], strict=True):
         if (x != 0).masked_fill(task.live[:, None, :, None], False).any():
             raise MismatchError(f"gradient of {name}: masked tokens have one")
-    if all(bool(((x - y).abs() <= _band(x, y, task)).all()) for x, y in zip(ours, wanted, strict=True)):
+    if all(bool(((x - y).abs() <= _band(x, y, pulled)).all()) for x, y in zip(ours, wanted, strict=True)):
         return
     for name, x, y, extra in zip(names, ours, wanted, _experiments(case, pulled), strict=True):
         if _largest(y) <= _LARGEST * torch.finfo(x.dtype).max:
-            band = _band(x, y, task) + _MARGIN * _spread(extra) + _floor(task, pulled.weights)
+            band = _band(x, y, pulled) + _MARGIN * _spread(extra) + _floor(task, pulled.weights)
             check_close(x, y.double(), band, f"gradient of {name}")
 
 
@@ -183,11 +183,11 @@ def _largest(x: Tensor) -> float:
     return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
-def _band(found: Tensor, wanted: Tensor, task: Task) -> Tensor:
+def _band(found: Tensor, wanted: Tensor, pulled: Pulled) -> Tensor:
     """A few roundings of the largest gradient of a head."""
-    tiny = torch.finfo(sums_dtype(task.dtype)).tiny * 2.0**30 + torch.finfo(found.dtype).tiny
+    tiny = torch.finfo(sums_dtype(pulled.task.dtype)).tiny * 2.0**30 + torch.finfo(found.dtype).tiny
     # Low precision: gradients of several uses are rounded before they are added.
-    uses = 16 if found.dtype in (torch.float32, torch.float64) else 32
+    uses = 16 if found.dtype in (torch.float32, torch.float64) else 32 * len(pulled.found)
     return unit(found.dtype) * (2 * wanted.abs() + uses * _spread(wanted)) + tiny
 
 
