@@ -169,3 +169,12 @@ def test_auto_takes_the_first_without_an_objection(monkeypatch: pytest.MonkeyPat
         with pytest.raises(TypeError):
             linattn.linear_attention(*qkv(), feature_map, enable_gqa=True)
     assert used == ["token by token", "blocked"]
+
+
+@pytest.mark.parametrize("map_name", ["FavorPlus", "Taylor", "Expansion"])
+def test_masses_are_not_rounded_to_the_tokens_dtype(map_name: str) -> None:
+    """They choose the heavy keys, so that backends must agree in 16 bits too."""
+    query, key, _ = qkv(heads=2, dtype=torch.bfloat16)
+    bound, grouped = BoundMap(build(map_name), {}), query.unflatten(1, (2, -1))
+    masses = [BACKENDS[name].column_mass(bound, grouped, key, None) for name in ("blocked", "reference")]
+    torch.testing.assert_close(*masses, rtol=1e-4, atol=1e-5)

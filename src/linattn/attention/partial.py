@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends import Rows
+from linattn.attention.backends import Rows, regular
 from linattn.attention.bound_map import BoundMap
 
 
@@ -91,7 +91,6 @@ def combine(*partials: Partial) -> Partial:
 def as_partial(bound: BoundMap, query: Tensor, rows: Rows) -> Partial:
     """Rows (B, H, G, L, …) of queries (B, H, G, L, D) as a partial result of that shape, on the kernel's true scale."""
     # The guarded logarithm keeps the gradient of rows that saw no key at 0 instead of NaN.
-    dead = rows.den == 0
-    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, rows.den).log() + rows.reference)
+    log_normalizer = torch.where(rows.den == 0, -torch.inf, regular(rows.den).log() + rows.reference)
     weight = bound.query_log_weight(query.to(rows.den.dtype))
     return Partial(rows.out, log_normalizer if weight is None else log_normalizer + weight)

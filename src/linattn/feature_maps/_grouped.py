@@ -64,7 +64,12 @@ class GroupedFeatureMap(FeatureMap):
 
     @abstractmethod
     def least_normalizer(self, z: Tensor) -> Tensor:
-        """What χ·z is at least, in exact arithmetic: (..., F) -> (...). Cancellation may leave less, or less than 0."""
+        """What χ·z is at least, in exact arithmetic: (..., F) -> (...)."""
+
+    def normalizer(self, chi: Tensor, z: Tensor) -> Tensor:
+        """χ·z, (..., F) and (..., F) -> (...); its least value where cancellation has left nothing of it."""
+        total, least = (chi * z).sum(-1), self.least_normalizer(z)
+        return torch.where(total < least / 2, least, total)
 
     @abstractmethod
     def key(self, x: Tensor) -> Tensor:

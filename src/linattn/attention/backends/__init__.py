@@ -5,6 +5,7 @@ from __future__ import annotations
 from linattn.attention.backends.backend import Backend as Backend
 from linattn.attention.backends.backend import Call as Call
 from linattn.attention.backends.backend import Rows as Rows
+from linattn.attention.backends.backend import regular as regular
 from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.reference import Reference
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from linattn.attention.bound_map import BoundMap
@@ -19,6 +20,14 @@ class Rows(NamedTuple):
     out: Tensor  # (B, H, G, Lq, Dv), in the query's dtype
     den: Tensor  # (B, H, G, Lq)
     reference: Tensor  # (B, H, G, Lq)
+
+
+def regular(den: Tensor) -> Tensor:
+    """Denominators to divide by: 1 for those of rows that saw no key, and no gradient through denormal ones, whose
+    inverse is beyond the dtype.
+    """
+    faint = torch.where(den == 0, 1, den).detach()
+    return torch.where(den.abs() < torch.finfo(den.dtype).tiny, faint, den)
 
 
 class Call(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.backend import Call, Rows
+from linattn.attention.backends.backend import Call, Rows, regular
 from linattn.attention.bound_map import BoundMap
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -56,12 +56,13 @@ class Reference:
     def column_mass(self, bound: BoundMap, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
         """Each key's column of the attention matrix, summed; the value of key j is the j-th unit vector."""
         batch, heads, length, _ = key.shape
-        unit = torch.eye(length, dtype=key.dtype, device=key.device).expand(batch, heads, -1, -1)
+        # Outputs are rounded to the tokens' dtype, masses are not.
         kept = accumulation_dtype(key.dtype)
+        unit = torch.eye(length, dtype=kept, device=key.device).expand(batch, heads, -1, -1)
         before = no_sums(bound.feature_map, batch, heads, length, kept, key.device)
         with torch.no_grad():
-            rows, _ = self.attend(bound, query, key, unit, bias, before, is_causal=False)
-        return rows.out.to(kept).sum((2, 3))
+            rows, _ = self.attend(bound, query.to(kept), key.to(kept), unit, bias, before, is_causal=False)
+        return rows.out.sum((2, 3))
 
 
 def _attend(
@@ -131,7 +132,8 @@ def _grouped_rows(
     z = weights @ psi + own[..., -1]
     phi_q, log_weight = feature_map.local_query(q, torch.take_along_dim(places, number, -2), z)
     found = (weights * (phi_q @ psi.mT)) @ extended + (phi_q.unsqueeze(-2) @ own).squeeze(-2)
-    den = torch.maximum(found[..., -1], feature_map.least_normalizer(z))
+    least = feature_map.least_normalizer(z)
+    den = torch.where(found[..., -1] < least / 2, least, found[..., -1])
     found = torch.cat((found[..., :-1], den.unsqueeze(-1)), -1)
     return found.unflatten(2, shape), (reference + log_weight).unflatten(2, shape)
 
@@ -156,9 +158,11 @@ def _peak(exponents: Tensor, like: Tensor) -> Tensor:
 def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
     """num/den and den; 0 where no key was seen."""
     den = rows[..., -1]
-    dead = den == 0
-    out = torch.where(dead.unsqueeze(-1), 0, rows[..., :-1] / torch.where(dead, 1, den).unsqueeze(-1))
-    return out, den
+    safe = regular(den)
+    # A denormal sum has no inverse within the dtype: its row passes no gradient on.
+    faint = (safe.abs() < torch.finfo(den.dtype).tiny).unsqueeze(-1)
+    num = torch.where(faint, rows[..., :-1].detach(), rows[..., :-1])
+    return torch.where((den == 0).unsqueeze(-1), 0, num / safe.unsqueeze(-1)), den
 
 
 def _after(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> Sums:

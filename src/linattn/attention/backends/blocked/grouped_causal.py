@@ -57,7 +57,7 @@ def rows(
     phi_q, log_weight = feature_map.local_query(block.query, place, own_z)
     num = torch.matmul(weights * torch.matmul(phi_q, psi.mT), block.value)
     num = num + decay * read_groups(phi_q, group, flat.S, feature_map.num_groups)
-    den = torch.maximum((phi_q * own_z).sum(-1), feature_map.least_normalizer(own_z))
+    den = feature_map.normalizer(phi_q, own_z)
     return num, den, reference + log_weight
 
 

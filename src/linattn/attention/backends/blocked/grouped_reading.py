@@ -79,7 +79,7 @@ def read_tiles(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Num (t, T, Dv), den and own exponents (t, T) of queries (t, T, D); place (t, 1, W) and state per tile."""
     phi_q, log_weight = feature_map.local_query(x, place, z)
-    den = torch.maximum((phi_q * z).sum(-1), feature_map.least_normalizer(z))
+    den = feature_map.normalizer(phi_q, z)
     return torch.bmm(phi_q, S), den, log_weight
 
 

@@ -64,7 +64,7 @@ def _grouped_queries(feature_map: GroupedFeatureMap, query: Tensor, state: Sums)
     for part in cut.chunks(flat.S.shape[1:].numel() + part_width(cut, feature_map)):
         x, z = part.pick(rows).to(total.dtype), flat.z.index_select(0, part.group)
         phi_q, _ = feature_map.local_query(x, flat.places.index_select(0, part.group), z)
-        den = torch.maximum((phi_q * z).sum(-1), feature_map.least_normalizer(z))
+        den = feature_map.normalizer(phi_q, z)
         den = den.masked_fill((den == 0) | part.free, torch.inf)
         total.index_add_(0, part.group, (phi_q / den.unsqueeze(-1)).sum(1))
     return total.view(state.z.shape)
