@@ -73,9 +73,11 @@ def attend(parts: Sequence[Part], query: Tensor, key: Tensor, value: Tensor, *, 
     out = weights @ wide / torch.where(den == 0, 1, den).unsqueeze(-1)
     # Sparse maps: a query that overlaps no key has no weight at all.
     dead = ((weights == 0) & (error < 1e-30)).all(-1) if weights.shape[-1] else torch.ones_like(den, dtype=torch.bool)
-    dead = dead | ~torch.stack([seen.any(-1) for _, seen in found]).any(0)
+    unclear = torch.stack([w.ambiguous & seen.any(-1) for w, seen in found]).any(0)
+    dead = dead & ~unclear | ~torch.stack([seen.any(-1) for _, seen in found]).any(0)
     out = torch.where(dead.unsqueeze(-1), 0, out)
-    safe = torch.where(dead, 1, den.detach()).abs()
+    whole = torch.where(den == 0, 1, den)
+    safe = whole.detach().abs()
     relative = error.sum(-1) / safe
     spread = error @ wide.abs() + error.sum(-1, keepdim=True) * out.detach().abs()
     log = torch.log(torch.where(den > 0, den, 1)) + peak.squeeze(-1)
@@ -85,10 +87,8 @@ def attend(parts: Sequence[Part], query: Tensor, key: Tensor, value: Tensor, *, 
         [_peak(torch.where(seen, x.detach().abs(), 0)) for x, (_, seen) in zip(logs, found, strict=True)]
     )
     log_error = 2 * relative + 8 * unit(rounding) * (1 + size.amax(0) + log.detach().abs().nan_to_num(0, 0, 0))
-    unclear = torch.stack([w.ambiguous & seen.any(-1) for w, seen in found]).any(0)
     known = (relative < LARGEST_ERROR) & ~unclear | dead
-    rows = weights / torch.where(dead, 1, den).unsqueeze(-1)
-    shares = weights / torch.where(dead, 1, den.detach()).unsqueeze(-1)
+    rows, shares = weights / whole.unsqueeze(-1), weights / whole.detach().unsqueeze(-1)
     rows_error = (error + rows.detach().abs() * error.sum(-1, keepdim=True)) / safe.unsqueeze(-1)
     flat = (
         out,

@@ -65,7 +65,7 @@ class Weigher(NamedTuple):
     scale: float = 1.0
 
     def weigh(self, query: Tensor, key: Tensor, visible: Tensor, noise: Noise | None = None) -> Weights:
-        """Weights of queries (B, H, G, N, D) and keys (B, H, M, D); `visible` matters to an Expansion alone."""
+        """Weights of queries (B, H, G, N, D) and keys (B, H, M, D); `visible` matters to linear maps alone."""
         if noise is not None:
             query, key = (x * (1 + noise(x, 8 * unit(self.rounding))) for x in (query, key))
         if self.map is None:
@@ -74,7 +74,7 @@ class Weigher(NamedTuple):
             return _expansion(self.map, query, key, visible, self.rounding, noise)
         if self.map.exponential:
             return _exponential(self.map, query, key, self.rounding, noise)
-        return _linear(self.map, query, key, self.rounding, noise)
+        return _linear(self.map, query, key, visible, self.rounding, noise)
 
 
 def in_call(feature_map: FeatureMap, query: Tensor, key: Tensor, mask: Tensor | None, dtype: torch.dtype) -> FeatureMap:
@@ -165,7 +165,14 @@ def _exponential(
     return Weights(exponent, zero + 1, error, zero, _certain(query))
 
 
-def _linear(feature_map: FeatureMap, query: Tensor, key: Tensor, rounding: torch.dtype, noise: Noise | None) -> Weights:
+def _linear(
+    feature_map: FeatureMap,
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    rounding: torch.dtype,
+    noise: Noise | None,
+) -> Weights:
     """φ(q)·φ(k)·exp(ℓ(q) + ℓ(k))."""
     phi_q, phi_k = _of(feature_map.query, query), _of(feature_map.key, key)
     share = unit(rounding) / unit(torch.float32)
@@ -185,7 +192,11 @@ def _linear(feature_map: FeatureMap, query: Tensor, key: Tensor, rounding: torch
     product = norms[0].unsqueeze(-1) * norms[1][:, :, None, None]
     error = sums * terms + (off[0].unsqueeze(-1) + off[1][:, :, None, None]) * product
     # Products below the smallest normal number are lost.
-    error = error + 2 * torch.finfo(rounding).tiny * feature_map.num_features
+    lost = 2 * torch.finfo(rounding).tiny * feature_map.num_features
+    error = error + lost
+    overlap = (phi_q != 0).double() @ (phi_k != 0).double().mT.unsqueeze(2) > 0
+    # A row of nothing but lost products is neither 0 nor known.
+    unclear = (overlap & visible).any(-1) & ~((terms > lost) & visible).any(-1)
     of_query, of_key = feature_map.query_log_weight, feature_map.key_log_weight
     zero = coefficient.new_zeros(1, 1, 1, 1, 1)
     log_q, log_k = zero, zero
@@ -196,7 +207,7 @@ def _linear(feature_map: FeatureMap, query: Tensor, key: Tensor, rounding: torch
         error = error + product * logs
         if noise is not None:
             log_q, log_k = log_q + noise(log_q, logs, _MOST), log_k + noise(log_k, logs, _MOST)
-    return Weights(log_k, coefficient, error, log_q, _certain(query))
+    return Weights(log_k, coefficient, error, log_q, unclear)
 
 
 def _of_tokens(function: Callable[[Tensor], Tensor | None], x: Tensor) -> Tensor:
