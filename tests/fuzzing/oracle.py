@@ -77,7 +77,7 @@ def attend(parts: Sequence[Part], query: Tensor, key: Tensor, value: Tensor, *, 
     dead = dead & ~unclear | ~torch.stack([seen.any(-1) for _, seen in found]).any(0)
     out = torch.where(dead.unsqueeze(-1), 0, out)
     whole = torch.where(den == 0, 1, den)
-    safe = whole.detach().abs()
+    safe = torch.where(dead, 1, den.detach()).abs()
     relative = error.sum(-1) / safe
     spread = error @ wide.abs() + error.sum(-1, keepdim=True) * out.detach().abs()
     log = torch.log(torch.where(den > 0, den, 1)) + peak.squeeze(-1)
