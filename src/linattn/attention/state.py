@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.attention._check import as_bias, check_map, check_tensors, in_one_dtype
+from linattn.attention._check import check_map, checked
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, attend_to_all
@@ -111,9 +111,7 @@ class State:
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, key)
-        key, value = in_one_dtype(key, value)
-        check_tensors(key, key, value, feature_map, enable_gqa=False)
-        bias = as_bias(key_mask, key_bias, key)
+        _, key, value, bias = checked((key, key, value), feature_map, key_mask, key_bias, enable_gqa=False)
         self.check_fits(key, value)
         if self.exact is not None:
             raise ValueError(
