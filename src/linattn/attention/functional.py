@@ -14,7 +14,7 @@ from linattn.attention.backends import Backend, Call, Rows, check_backend, choos
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, attend_bidirectional, attend_causal
 from linattn.attention.partial import Partial, as_partial
-from linattn.attention.state import State, check_built_with, check_exact_keys
+from linattn.attention.state import State
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
 
@@ -188,15 +188,14 @@ def linear_attention_with_state(
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=True)
-    fingerprint = feature_map.fingerprint()
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
-        check_built_with(state, fingerprint)
-        state.check_fits(call.key, call.value)
-        check_exact_keys(state.exact, exact)
+        state.check_built_with(feature_map)
+        state.check_fits(call.key, call.value, exact)
     found, sums, kept = _attend(call, chosen, exact, state)
-    return Attended(found.out.flatten(1, 2), State(*sums, fingerprint, kept))
+    built_with = feature_map.fingerprint() if state is None else state.built_with
+    return Attended(found.out.flatten(1, 2), State(*sums, built_with, kept))
 
 
 def _checked(

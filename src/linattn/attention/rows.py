@@ -95,7 +95,7 @@ def _check_index(query_index: Tensor, length: int) -> Tensor:
 
 
 def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
-    """Weights (B, H, G, n, Lk) by one product, each row on a scale of its own; `logit_bias` broadcasts to that shape."""
+    """Weights (B, H, G, n, Lk) by one product, each row on its own scale; `logit_bias` broadcasts to that shape."""
     phi_q, phi_k = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
     if feature_map.exponential:
         # Not causal: all rows see the same keys, so that one maximum per feature serves them.
