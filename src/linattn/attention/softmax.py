@@ -67,12 +67,12 @@ def softmax_attention(
         return attend(query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa)
     if bias is not None:
         key, value = inert(key, bias), inert(value, bias)
+    logits = _logit_bias(query, key, bias, is_causal=is_causal)
     if key_bias is None:
-        mask = _visible(query, lk, bias, is_causal=is_causal)
+        mask = None if logits is None else (logits != -torch.inf).expand(*logits.shape[:-2], lq, -1)
         return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     # SDPA wants biases in the query's dtype: 16 bits would round them.
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-    logits = _logit_bias(query, key, bias, is_causal=is_causal)
     return attend(q, k, v, attn_mask=logits, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
 
 
@@ -144,15 +144,6 @@ def inert(x: Tensor, bias: Tensor) -> Tensor:
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     """Which keys each query sees (Lq, Lk), the last of both level."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
-
-
-def _visible(query: Tensor, num_keys: int, bias: Tensor | None, *, is_causal: bool) -> Tensor | None:
-    """Which keys a query sees, broadcasting to (B, H, Lq, Lk); None for all."""
-    mask = None if bias is None else (bias != -torch.inf).unsqueeze(2).expand(-1, -1, query.shape[2], -1)
-    if not is_causal:
-        return mask
-    causal = causal_mask(query.shape[2], num_keys, query.device)
-    return causal if mask is None else mask & causal
 
 
 def _logit_bias(query: Tensor, key: Tensor, bias: Tensor | None, *, is_causal: bool) -> Tensor | None:
