@@ -125,7 +125,7 @@ FAULTS = (
     Fault(
         "accept a state of another draw",
         "attention/state.py",
-        "if state.built_with != fingerprint:",
+        "if self.built_with != fingerprint:",
         "if False:",
         "tests/laws/test_fold.py tests/laws/test_refusals.py",
     ),
