@@ -49,9 +49,9 @@ FAULTS = (
     ),
     Fault(
         "read another window than was saved",
-        "hf/_kernel_records.py",
-        'window=checked["window"]',
-        "window=None",
+        "hf/_layer_records.py",
+        "module_name, window=window,",
+        "module_name, window=None,",
         "tests/hf/test_saving.py",
     ),
     Fault(

@@ -7,7 +7,7 @@ import torch
 
 from linattn.feature_maps import Centred, Expansion, FavorPlus, Relu
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, observing, restore_, save_pretrained
-from linattn.hf.kernel_attention import rescale_query
+from linattn.hf.layer_attention import rescale_query
 from linattn.planning import HeadPlan, Plan
 from model_inputs import LANGUAGE_HEADS, OPTIONS, batch
 

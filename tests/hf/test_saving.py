@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer, DynamicCache
 
 from linattn.feature_maps import Balanced, Centred, FavorPlus, Hedgehog, LearnedExponential, Nystrom, Oprf, Sderf
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, load, restore_, save_pretrained
-from linattn.hf.kernel_attention import KernelAttention
+from linattn.hf.layer_attention import LayerAttention
 from model_inputs import batch
 
 FAVOR = "FavorPlus(num_features=16)"
@@ -30,9 +30,9 @@ def run(model, inputs):
 def kernels(model) -> dict[str, tuple[object, ...]]:
     """What is known of each kernel."""
     return {
-        name: (part.module_name, part.feature_map.fingerprint(), part.window, part.num_heavy)
+        name: (part.module_name, part.feature_map.fingerprint(), part.groups)
         for name, part in model.named_modules()
-        if isinstance(part, KernelAttention)
+        if isinstance(part, LayerAttention)
     }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from linattn.attention import softmax_attention
 from linattn.convert.losses import token_divergence
 from linattn.convert.running import Batch, Outputs, run, to_device
-from linattn.hf import AttentionCall, KernelAttention, PlannedAttention, PreTrainedModel, intercept
+from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
 from linattn.planning.measures import relative_error, uniform_average
 
 BASELINE = "uniform"
@@ -200,13 +200,13 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]
 
     def compare(kernel: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
         """Forward hook: the same call answered exactly and uniformly."""
-        assert isinstance(kernel, KernelAttention | PlannedAttention)
+        assert isinstance(kernel, LayerAttention)
         found.setdefault(kernel.module_name, []).append(_errors(*args, out=out, **options))
 
     hooks = [
         module.register_forward_hook(compare, with_kwargs=True)
         for module in model.modules()
-        if isinstance(module, KernelAttention | PlannedAttention)
+        if isinstance(module, LayerAttention)
     ]
     try:
         yield found

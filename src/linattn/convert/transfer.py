@@ -17,7 +17,7 @@ from linattn.convert.samples import Samples
 from linattn.convert.training import Training
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
-from linattn.hf.kernel_attention import rescale_query
+from linattn.hf.layer_attention import rescale_query
 from linattn.planning.measures import softmax_log_rows, visible_keys
 
 # Rows of each text that a step looks at.

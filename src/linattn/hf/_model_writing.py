@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._kernel_records import describe_kernel
-from linattn.hf._kernels import KERNEL, kernel_of
+from linattn.hf._layer_records import describe_attention
 from linattn.hf._model_records import RECORD, LayerRecord, ModelRecord, outlines
 from linattn.hf._softmax_folders import not_brought_back, softmax_state
+from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.hf.loading import quiet
 
 _SAVE = "save_pretrained"
@@ -37,7 +37,7 @@ _REFUSED = {
 
 def tensor_prefix(module_name: str) -> str:
     """What the names of a kernel's tensors begin with."""
-    return f"{module_name}.{KERNEL}."
+    return f"{module_name}.{ATTRIBUTE}."
 
 
 def write(model: PreTrainedModel, folder: Path) -> None:
@@ -105,11 +105,11 @@ def _described(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[Mod
             "classes there alone; save a model of transformers' own classes, for example the one inside"
         )
     modules = list(attention_modules(model))
-    kernels = [(found, kernel) for found in modules if (kernel := kernel_of(found.module)) is not None]
-    layers = tuple(LayerRecord(found.number, found.name, describe_kernel(kernel)) for found, kernel in kernels)
+    linear = [(found, each) for found in modules if (each := attention_of(found.module)) is not None]
+    layers = tuple(LayerRecord(found.number, found.name, describe_attention(each)) for found, each in linear)
     tensors: dict[str, Tensor] = not_brought_back(model)
-    for found, kernel in kernels:
-        tensors.update(kernel.state_dict(prefix=tensor_prefix(found.name)))
+    for found, each in linear:
+        tensors.update(each.state_dict(prefix=tensor_prefix(found.name)))
     tensors = {name: state.get(name, x) for name, x in tensors.items()}
     record = ModelRecord(
         linattn=linattn.__version__,

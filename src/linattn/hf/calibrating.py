@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf.kernel_attention import KernelAttention, rescale_query
+from linattn.hf.layer_attention import LayerAttention, rescale_query
 from linattn.hf.observing import Observed, observe
 from linattn.planning import Plan
 from linattn.planning.methods import fit
@@ -24,30 +24,7 @@ Sample = Mapping[str, Any] | Tensor
 
 
 def fit_maps(model: PreTrainedModel, maps: Mapping[str, FeatureMap], batches: Iterable[Mapping[str, Any]]) -> None:
-    """Fit maps to the queries and keys that layers of a softmax model have on samples, each to its own layer's.
-
-    Cost: a forward pass per batch, memory for at most 16384 tokens of each layer's queries and keys, and the fits.
-
-    Args:
-        model: not linearized; its mode, its gradients and its attention are afterwards what they were.
-        maps: `FittedMap`s by the qualified name of their attention module; changed in place.
-        batches: keyword arguments of the model's forward pass; padded tokens are left out.
-
-    Raises:
-        ValueError: if a layer asks for what no kernel can express, attends to no token of the samples or not at all.
-
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> from linattn.feature_maps import Expansion
-        >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, intermediate_size=4)
-        >>> feature_map = Expansion(2, num_centres=3)
-        >>> batches = [{"input_ids": torch.tensor([[1, 2, 3, 4]])}]
-        >>> fit_maps(BertModel(BertConfig(**sizes)), {"encoder.layer.0.attention.self": feature_map}, batches)
-        >>> feature_map.centres.shape
-        torch.Size([2, 3, 2])
-
-    Source: the `fit` of each map.
-    """
+    """Fit maps, by the name of their attention module and in place, to what a softmax model attends with on batches."""
     modules = [found for found in attention_modules(model) if found.name in maps]
     for name, observed in observe(model, modules, batches).items():
         query, key = observed.tokens()
@@ -56,19 +33,20 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FeatureMap], batches: It
             fit(feature_map, rescale_query(feature_map, query, observed.scale), key)
 
 
-def calibrate_kernels(
-    model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, KernelAttention]], batches: Iterable[Sample]
+def calibrate_maps(
+    model: PreTrainedModel, attentions: Sequence[tuple[AttentionModule, LayerAttention]], batches: Iterable[Sample]
 ) -> None:
     """Fit the maps that take statistics, each to what its own layer attends with."""
-    fitted = [(found, kernel) for found, kernel in kernels if isinstance(kernel.feature_map, FittedMap)]
+    maps = {found.name: attention.feature_map for found, attention in attentions}
+    fitted: dict[str, FeatureMap] = {name: each for name, each in maps.items() if isinstance(each, FittedMap)}
     if not fitted:
-        names = ", ".join(sorted({repr(kernel.feature_map) for _, kernel in kernels}))
+        names = ", ".join(sorted(set(map(repr, maps.values()))))
         raise ValueError(f"there is nothing to calibrate: {names} takes no statistics of samples; leave calibrate out")
-    if len({kernel.feature_map for _, kernel in fitted}) < len(fitted):
+    if len(set(fitted.values())) < len(fitted):
         raise ValueError(
             "several layers have one map, which cannot be fitted to each of them; let the function build one per call"
         )
-    fit_maps(model, {found.name: kernel.feature_map for found, kernel in fitted}, _checked(batches))
+    fit_maps(model, fitted, _checked(batches))
 
 
 def calibrate_plans(
@@ -86,7 +64,7 @@ def calibrate_plans(
 
 
 def _takes_samples(plan: Plan) -> bool:
-    """Whether a plan has maps to be fitted, and no tensors of theirs."""
+    """True if a plan has maps to be fitted, and no tensors of theirs."""
     return not plan.fitted and any(isinstance(feature_map, FittedMap) for _, feature_map in plan.build().values())
 
 

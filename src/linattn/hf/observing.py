@@ -9,19 +9,15 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from linattn.hf._attention_modules import AttentionModule
-from linattn.hf._calls import read_mask, read_scale, refuse_options
-from linattn.hf._dispatch import attend_exactly
-from linattn.hf._implementation import switch_to
-from linattn.hf._mask import Mask, build_whole_mask, last_keys
+from linattn.hf._calls import InterfaceCall
+from linattn.hf.interception import answering
 
-NAME = "linattn_observe"
 # Tokens kept per layer, and between half of them and all where there were more: enough for means, moments and centres.
 _MOST_TOKENS = 16384
 
@@ -89,9 +85,6 @@ class Observed:
         return query, key
 
 
-_ACTIVE: WeakKeyDictionary[nn.Module, Observed] = WeakKeyDictionary()
-
-
 def observe(
     model: PreTrainedModel, modules: Iterable[AttentionModule], batches: Iterable[Mapping[str, Any]]
 ) -> dict[str, Observed]:
@@ -100,11 +93,18 @@ def observe(
     The model's mode, its gradients and its attention are afterwards what they were.
     """
     found = {each.module: Observed(each.name) for each in modules}
+
+    def answer(call: InterfaceCall) -> Tensor:
+        """By softmax, after the call is added to what is observed."""
+        observed = found.get(call.module)
+        if observed is not None:
+            call.refuse_options(observed.module_name, call.key.shape[-2])
+            key_mask, _ = call.read_mask(observed.module_name)
+            observed.add(call.query, call.key, key_mask, call.scale)
+        return call.by_softmax()
+
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    # On every use: a registry may have been cleared.
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, build_whole_mask)
-    with torch.no_grad(), _evaluating(model), _answering(model, found):
+    with torch.no_grad(), _evaluating(model), answering(model, answer):
         for batch in batches:
             own = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
             model(**{**options, **own})
@@ -132,37 +132,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def _answering(model: PreTrainedModel, found: Mapping[nn.Module, Observed]) -> Iterator[None]:
-    """Every attention call of the model answered here, exactly, until the block is left."""
-    former = switch_to(model, NAME)
-    try:
-        _ACTIVE.update(found)
-        yield
-    finally:
-        for module in found:
-            _ACTIVE.pop(module, None)
-        former.restore()
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """The registered attention function: transformers fixes its arguments and wants (B, Lq, H, Dv)."""
-    mask, scale = last_keys(attention_mask, key.shape[-2]), read_scale(query, scaling)
-    observed = _ACTIVE.get(module)
-    if observed is not None:
-        refuse_options(observed.module_name, key.shape[-2], dropout, options)
-        key_mask, _ = read_mask(observed.module_name, module, mask, is_causal)
-        observed.add(query, key, key_mask, scale)
-    return attend_exactly(module, query, key, value, mask, scale, dropout, is_causal, options), None
