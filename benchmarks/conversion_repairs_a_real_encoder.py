@@ -72,7 +72,7 @@ def verify(out: Path) -> None:
     for kernel, call in zip(kernels, calls, strict=True):
         group = kernel.groups[ALL_HEADS]
         assert group is not None
-        method = replace(parse_method("Expansion"), window=group.window, num_heavy=group.num_heavy)
+        method = replace(parse_method("Expansion"), exact=group.exact)
         verified_method(method, kernel.feature_map, (call.query, call.key, call.value), is_causal=False)
 
 

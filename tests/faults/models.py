@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "read another window than was saved",
         "hf/_layer_records.py",
-        "module_name, window=window,",
-        "module_name, window=None,",
+        "Exact(window, num_heavy) if",
+        "Exact(None, num_heavy + 1) if",
         "tests/hf/test_saving.py",
     ),
     Fault(

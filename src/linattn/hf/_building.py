@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from linattn.attention import Exact
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf._attention_modules import AttentionModule
 from linattn.hf.calibrating import Sample, calibrate_maps, calibrate_plans
@@ -48,7 +49,7 @@ def build_written(
         options = {"num_features": num_features, "scale": found.head_dim**-0.5, "seed": seed + found.number}
         # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
         feature_map = method.build(found.head_dim, **options).requires_grad_(True)
-        built.append(LayerAttention(feature_map, found.name, window=method.window, num_heavy=method.num_heavy))
+        built.append(LayerAttention(feature_map, found.name, exact=method.exact))
     if calibrate is not None:
         calibrate_maps(model, list(zip(chosen, built, strict=True)), calibrate)
     return [(attention, method.label) for attention in built]
@@ -58,8 +59,7 @@ def build_mapped(
     model: PreTrainedModel,
     chosen: list[AttentionModule],
     feature_map: Callable[[int], FeatureMap] | None,
-    window: int | None,
-    num_heavy: int,
+    exact: Exact | None,
     calibrate: Iterable[Sample] | None,
 ) -> list[tuple[LayerAttention, str]]:
     """The attention of each layer by a map that a function builds, and the map in words."""
@@ -68,9 +68,7 @@ def build_mapped(
             f"feature_map must be text, or a function that builds a map from a head width, got "
             f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
         )
-    built = [
-        LayerAttention(feature_map(found.head_dim), found.name, window=window, num_heavy=num_heavy) for found in chosen
-    ]
+    built = [LayerAttention(feature_map(found.head_dim), found.name, exact=exact) for found in chosen]
     if calibrate is not None:
         calibrate_maps(model, list(zip(chosen, built, strict=True)), calibrate)
     # What was fitted is a part of the words.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from linattn.attention import State, linear_attention, linear_attention_with_state, softmax_attention
+from linattn.attention import Exact, State, linear_attention, linear_attention_with_state, softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.planning import Plan
 
@@ -91,13 +91,11 @@ class HeadGroup:
 
     Attributes:
         map_name: name of the map within its `LayerAttention`, and of its tensors in the `state_dict`.
-        window: as in `linattn.linear_attention`.
-        num_heavy: as in `linattn.linear_attention`.
+        exact: the keys attended to exactly; None where the map takes all.
     """
 
     map_name: str
-    window: int | None
-    num_heavy: int
+    exact: Exact | None
 
 
 class LayerAttention(nn.Module):
@@ -129,8 +127,7 @@ class LayerAttention(nn.Module):
     Args:
         method: the map of all heads, for the head width of the module, or a plan, as `linattn.plan` makes it.
         module_name: qualified name of the attention module in the model.
-        window: exact part beside a map of all heads, as in `linattn.linear_attention`; a plan's methods have theirs.
-        num_heavy: the same.
+        exact: keys attended to exactly beside a map of all heads; a plan's methods have their own.
 
     Raises:
         ValueError: if a method of the plan cannot be read or built.
@@ -154,13 +151,11 @@ class LayerAttention(nn.Module):
     feature_map: FeatureMap
     maps: nn.ModuleList
 
-    def __init__(
-        self, method: FeatureMap | Plan, module_name: str, *, window: int | None = None, num_heavy: int = 0
-    ) -> None:
+    def __init__(self, method: FeatureMap | Plan, module_name: str, *, exact: Exact | None = None) -> None:
         super().__init__()
         self.module_name = module_name
         self.plan: Plan | None = None
-        self.groups: dict[str, HeadGroup | None] = {ALL_HEADS: HeadGroup("feature_map", window, num_heavy)}
+        self.groups: dict[str, HeadGroup | None] = {ALL_HEADS: HeadGroup("feature_map", exact)}
         if not isinstance(method, Plan):
             self.feature_map = method
             return
@@ -170,7 +165,7 @@ class LayerAttention(nn.Module):
         self.maps = nn.ModuleList(feature_map for _, feature_map in built.values()).requires_grad_(True)
         self.groups = dict.fromkeys(method.groups)
         for number, (label, (made, _)) in enumerate(built.items()):
-            self.groups[label] = HeadGroup(f"maps.{number}", made.window, made.num_heavy)
+            self.groups[label] = HeadGroup(f"maps.{number}", made.exact)
 
     def forward(
         self,
@@ -213,8 +208,7 @@ class LayerAttention(nn.Module):
                 key_mask=key_mask,
                 is_causal=is_causal,
                 enable_gqa=True,
-                window=group.window,
-                num_heavy=group.num_heavy,
+                exact=group.exact,
             )
 
         return self._distribute(query, key, value, attend)
@@ -263,8 +257,7 @@ class LayerAttention(nn.Module):
                 part,
                 key_mask=key_mask,
                 enable_gqa=True,
-                window=group.window,
-                num_heavy=group.num_heavy,
+                exact=group.exact,
             )
             return out
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from linattn.attention import Exact
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import build_mapped, build_planned, build_written, try_out
@@ -85,8 +86,7 @@ def linearize_(
     feature_map: str | Callable[[int], FeatureMap] | None = None,
     plans: Sequence[Plan] | None = None,
     layers: Iterable[int] | None = None,
-    window: int | None = None,
-    num_heavy: int = 0,
+    exact: Exact | None = None,
     num_features: int | None = None,
     seed: int = 0,
     calibrate: Iterable[Sample] | None = None,
@@ -120,8 +120,7 @@ def linearize_(
             Maps without fitted tensors (`Plan.fit`) learn from each call.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
             with a sliding window, whose cost is linear as it is.
-        window: as in `linattn.linear_attention`, for maps that a function builds; a written form has its own.
-        num_heavy: the same.
+        exact: as in `linattn.linear_attention`, for maps that a function builds; a written form has its own.
         num_features: R, for a written map whose width is free and not written.
         seed: layer n's map is drawn from seed + n; for written random maps.
         calibrate: batches of samples like what the model will read: mappings of its inputs, as a tokenizer returns, or
@@ -167,14 +166,13 @@ def linearize_(
     modules = list(attention_modules(model))
     reasons = _reasons(model, modules, layers)
     chosen = [found for found in modules if found.number not in reasons]
-    exact_part = window is not None or num_heavy > 0
-    _check_surface(feature_map, plans, len(chosen), exact_part=exact_part, has_width=num_features is not None)
+    _check_surface(feature_map, plans, len(chosen), exact_part=exact is not None, has_width=num_features is not None)
     if plans is not None:
         labelled = build_planned(model, chosen, plans, calibrate)
     elif isinstance(feature_map, str):
         labelled = build_written(model, chosen, feature_map, num_features, seed, calibrate)
     else:
-        labelled = build_mapped(model, chosen, feature_map, window, num_heavy, calibrate)
+        labelled = build_mapped(model, chosen, feature_map, exact, calibrate)
     for found, (attention, label) in zip(chosen, labelled, strict=True):
         try_out(found, attention, label)
     install(model, [(found, attention) for found, (attention, _) in zip(chosen, labelled, strict=True)])
@@ -243,7 +241,9 @@ def _check_surface(
             "give one of feature_map and plans: the map of all layers, as feature_map='Expansion', or a plan for each"
         )
     if plans is not None and (exact_part or has_width):
-        raise ValueError("a plan's methods have their own window, heavy keys and width; leave these options out")
+        raise ValueError(
+            "a plan's methods have their own window, heavy keys and width; leave exact and num_features out"
+        )
     if plans is not None and len(plans) != num_layers:
         raise ValueError(
             f"got {len(plans)} plans for the {num_layers} layers to be replaced; give one for each, in order, or name "
@@ -251,8 +251,8 @@ def _check_surface(
         )
     if isinstance(feature_map, str) and exact_part:
         raise ValueError(
-            f"{feature_map!r} is a written form, whose exact part is written too; leave window and num_heavy out, "
-            "as in 'Expansion + window 16 + heavy 32'"
+            f"{feature_map!r} is a written form, whose exact part is written too; leave exact out, as in "
+            "'Expansion + window 16 + heavy 32'"
         )
 
 
