@@ -113,7 +113,7 @@ FAULTS = (
     Fault(
         "let a call begin without a look at its cache",
         "hf/linearization.py",
-        "        hooks += check_caches(model)",
+        "        hooks += hook_parts(model, check_caches)",
         "        pass",
         "tests/hf/test_state_cache.py",
     ),
@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "leave a linearized model the save_pretrained of its class",
         "hf/linearization.py",
-        "    save_with_kernels(model)\n",
+        "    setattr(model, SAVE, SaveWithKernels(model))\n",
         "",
         "tests/hf/test_own_saving.py",
     ),

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from linattn.hf._mask import Mask, PlainMask, RefusedMask
@@ -116,14 +114,8 @@ class InterfaceCall:
         return (pairs if key_mask is None else pairs & key_mask[:, None, None, :]), False
 
 
-def refuse_weights(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Make every part of a model refuse to return weights: not every family passes the option to its attention."""
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return [part.register_forward_pre_hook(_refuse_returned, with_kwargs=True) for part in parts]
-
-
-def _refuse_returned(part: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook: transformers would collect nothing from layer to layer, and return it."""
+def refuse_weights(part: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of models: returned weights, which not every family tells its attention function of."""
     asked = options.get("output_attentions")
     if part.config.output_attentions if asked is None else asked:
         raise ValueError(

@@ -13,27 +13,23 @@ from transformers.generation.configuration_utils import GenerationMode
 from linattn.hf._dispatch import LAYER
 from linattn.hf.state_cache import StateCache, StateLayer
 
-_PREPARE = "_prepare_cache_for_generation"
+PREPARE = "_prepare_cache_for_generation"
+"""The method of a model that `StatesByDefault` takes the place of, where the model generates at all."""
+
 # What attention modules call their cache; GPT-NeoX has a word of its own.
 _CACHES = ("past_key_values", "layer_past")
 
 
 def hand_over(module: nn.Module) -> list[RemovableHandle]:
-    """Let an attention module tell its attention function of the cache's layer: transformers passes it no cache."""
+    """Make an attention module pass the cache's layer to its attention function; transformers passes it no cache."""
     return [
         module.register_forward_pre_hook(_offer, with_kwargs=True),
         module.register_forward_hook(_settle, with_kwargs=True),
     ]
 
 
-def check_caches(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Let every part of a model that may be called by itself refuse a cache that an error left between two layers."""
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return [part.register_forward_pre_hook(_check_cache, with_kwargs=True) for part in parts]
-
-
-def _check_cache(part: nn.Module, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook: whichever argument is a cache of states."""
+def check_caches(part: nn.Module, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of models: a cache of states that an error left between two layers is refused."""
     for given in (*args, *options.values()):
         cache: Any = given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
         if isinstance(cache, StateCache):
@@ -54,17 +50,14 @@ def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, 
 
 
 def _settle(module: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
-    """Forward hook: whether the keys came back."""
+    """Forward hook: an error if the keys did not come back."""
     layer = options.get(LAYER)
     if layer is not None:
         layer.settle()
 
 
-class _StatesByDefault:
-    """A model's own way to prepare a cache, its growing cache exchanged for states.
-
-    An object and no closure, so that it follows the model into copies and pickles.
-    """
+class StatesByDefault:
+    """A model's own way to prepare a cache, its growing cache exchanged for states; an object, which can be pickled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -75,7 +68,7 @@ class _StatesByDefault:
         """Prepare the cache; one that the user gave or chose by name, or that must be cropped, stays."""
         is_given = model_kwargs.get("past_key_values") is not None
         is_named = generation_config.cache_implementation == "dynamic"
-        getattr(type(self.model), _PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
+        getattr(type(self.model), PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
         made = model_kwargs.get("past_key_values")
         if made is not None and made.is_compileable:
             raise ValueError(
@@ -93,17 +86,5 @@ class _StatesByDefault:
 
 
 def _is_ordinary(cache: Cache | None) -> bool:
-    """Whether it is what `generate` makes when nobody asked for anything else."""
+    """True if it is what `generate` makes by default."""
     return type(cache) is DynamicCache and not cache.offloading
-
-
-def generate_by_states(model: PreTrainedModel) -> None:
-    """Let `generate` make a `StateCache`, where the model generates at all."""
-    if hasattr(type(model), _PREPARE):
-        setattr(model, _PREPARE, _StatesByDefault(model))
-
-
-def generate_as_before(model: PreTrainedModel) -> None:
-    """Undo `generate_by_states`."""
-    if _PREPARE in vars(model):
-        delattr(model, _PREPARE)

@@ -76,18 +76,17 @@ def read(folder: Path) -> ModelRecord:
             f"{path} is missing, so {folder} holds no linearized model: load it with transformers, and linearize_ it "
             "if that is wanted"
         )
-    found = {name: value for name, value in _read(path).items() if name not in ("kind", "version")}
+    found = {
+        name: value
+        for name, value in read_record(path, _KIND, _VERSION, REMEDY).items()
+        if name not in ("kind", "version")
+    }
     checked = check_fields(found, ModelRecord, str(path), REMEDY)
     layers, tensors = checked["layers"], checked["tensors"]
     if not isinstance(layers, list) or not layers or not isinstance(tensors, dict):
         raise ValueError(f"{path}: layers must be a list of at least one layer, and tensors an object; {REMEDY}")
     rows = [check_fields(row, LayerRecord, f"{path}, layers[{place}]", REMEDY) for place, row in enumerate(layers)]
     return ModelRecord(**{**checked, "layers": tuple(LayerRecord(**row) for row in rows)})
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The file as JSON has it."""
-    return read_record(path, _KIND, _VERSION, REMEDY)
 
 
 def outlines(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

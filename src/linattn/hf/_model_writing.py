@@ -26,7 +26,9 @@ from linattn.hf._softmax_folders import not_brought_back, softmax_state
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.hf.loading import quiet
 
-_SAVE = "save_pretrained"
+SAVE = "save_pretrained"
+"""The method of a model that `SaveWithKernels` takes the place of."""
+
 # Of transformers' options, those whose folder `from_pretrained` would not read.
 _REFUSED = {
     "push_to_hub": "save without it, then upload the folder (model.push_to_hub does both)",
@@ -50,21 +52,8 @@ def write(model: PreTrainedModel, folder: Path) -> None:
     _model_records.write(folder, record, tensors)
 
 
-def save_with_kernels(model: PreTrainedModel) -> None:
-    """Let the model's own `save_pretrained` write a folder that `from_pretrained` reads."""
-    setattr(model, _SAVE, _SaveWithKernels(model))
-
-
-def save_as_before(model: PreTrainedModel) -> None:
-    """Undo `save_with_kernels`."""
-    vars(model).pop(_SAVE, None)
-
-
-class _SaveWithKernels:
-    """A linearized model's own `save_pretrained`: transformers' files with all weights, and the kernels' beside them.
-
-    An object and no closure, so that it follows the model into copies and pickles.
-    """
+class SaveWithKernels:
+    """A linearized model's own `save_pretrained`, whose folder `from_pretrained` reads; an object can be pickled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from linattn.hf._calls import InterfaceCall, refuse_weights
-from linattn.hf._implementation import switch_to
+from linattn.hf._implementation import hook_parts, restore, switch_to
 from linattn.hf._mask import Mask, build_mask
 
 NAME = "linattn_intercept"
@@ -106,7 +106,7 @@ def answering(model: PreTrainedModel, answer: Callable[[InterfaceCall], Tensor])
     finally:
         for module in modules:
             _ANSWERS.pop(module, None)
-        former.restore()
+        restore(former)
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     interception = _Interception(handler, model)
     with answering(model, interception.answer):
         hooks = [
-            *refuse_weights(model),
+            *hook_parts(model, refuse_weights),
             model.register_forward_pre_hook(interception.start),
             model.register_forward_hook(interception.finish),
         ]

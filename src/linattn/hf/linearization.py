@@ -15,9 +15,9 @@ from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import build_mapped, build_planned, build_written, try_out
 from linattn.hf._calls import refuse_weights
 from linattn.hf._dispatch import NAME
-from linattn.hf._generation import check_caches, generate_as_before, generate_by_states, hand_over
-from linattn.hf._implementation import Former, attends_by, mark, switch_to, unmark
-from linattn.hf._model_writing import save_as_before, save_with_kernels
+from linattn.hf._generation import PREPARE, StatesByDefault, check_caches, hand_over
+from linattn.hf._implementation import Former, attends_by, hook_parts, mark, restore, switch_to, unmark
+from linattn.hf._model_writing import SAVE, SaveWithKernels
 from linattn.hf.calibrating import Sample
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
@@ -203,10 +203,10 @@ def restore_(model: PreTrainedModel) -> None:
             delattr(found.module, ATTRIBUTE)
     for hook in undo.hooks:
         hook.remove()
-    generate_as_before(model)
-    save_as_before(model)
+    for name in (PREPARE, SAVE):
+        vars(model).pop(name, None)
     unmark(model)
-    undo.former.restore()
+    restore(undo.former)
     delattr(model, _UNDO)
 
 
@@ -222,13 +222,13 @@ def install(model: PreTrainedModel, attentions: Sequence[tuple[AttentionModule, 
     for found, attention in attentions:
         found.module.add_module(ATTRIBUTE, attention)
     stateful = [found.module for found, _ in attentions if found.cache_place is not None]
+    hooks = [*hook_parts(model, refuse_weights), *(hook for module in stateful for hook in hand_over(module))]
     if stateful:
-        generate_by_states(model)
-    hooks = [*refuse_weights(model), *(hook for module in stateful for hook in hand_over(module))]
-    if stateful:
-        hooks += check_caches(model)
+        hooks += hook_parts(model, check_caches)
+    if stateful and hasattr(type(model), PREPARE):
+        setattr(model, PREPARE, StatesByDefault(model))
+    setattr(model, SAVE, SaveWithKernels(model))
     mark(model)
-    save_with_kernels(model)
     setattr(model, _UNDO, _Undo(former, tuple(hooks)))
 
 
