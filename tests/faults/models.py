@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "forget that assisted generation crops its cache",
-        "hf/_generation.py",
+        "hf/_dispatch.py",
         "if is_given or is_named or is_cropped:",
         "if is_given or is_named:",
         "tests/hf/test_generation_options.py",

@@ -29,21 +29,12 @@ _INEXPRESSIBLE = {
 
 @dataclass(frozen=True, eq=False)
 class InterfaceCall:
-    """What transformers passes to an attention function.
-
-    Attributes:
-        module: the attention module.
-        query: (B, H, Lq, D).
-        key: (B, Hkv, Lk, D).
-        value: (B, Hkv, Lk, Dv).
-        mask: what the mask function gave, or what the caller of the model did.
-        options: its keywords, such as scaling, dropout and is_causal.
-    """
+    """What transformers passes to an attention function; the options are its keywords: scaling, dropout, is_causal…"""
 
     module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # (B, H, Lq, D)
+    key: Tensor  # (B, Hkv, Lk, D)
+    value: Tensor  # (B, Hkv, Lk, Dv)
     mask: Mask
     options: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The attention function of linearized models: what `linearize_` put into the module, else softmax.
+"""How a linearized model attends: by what `linearize_` put into a module, else by softmax; `generate` keeps states.
 
 Letters: B batch, H query heads, L tokens (Lq, Lk), Dv value width.
 """
@@ -8,22 +8,31 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
 
 from linattn.hf._calls import InterfaceCall
 from linattn.hf._mask import Mask, build_whole_mask, last_keys
 from linattn.hf.layer_attention import attention_of
-from linattn.hf.state_cache import StateLayer
+from linattn.hf.state_cache import StateCache, StateLayer
 
 NAME = "linattn"
-LAYER = "linattn_layer"
+PREPARE = "_prepare_cache_for_generation"
+"""The method of a model that `StatesByDefault` takes the place of, where the model generates at all."""
+
+# The keyword by which attention modules pass the cache's layer on, unread.
+_LAYER = "linattn_layer"
+# What attention modules call their cache; GPT-NeoX has a word of its own.
+_CACHES = ("past_key_values", "layer_past")
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
     """The registered attention function: transformers passes the options by keyword and wants (B, Lq, H, Dv)."""
-    layer: StateLayer | None = options.pop(LAYER, None)
+    layer: StateLayer | None = options.pop(_LAYER, None)
     call = InterfaceCall(module, query, key, value, last_keys(attention_mask, key.shape[-2]), options)
     attention = attention_of(module)
     if attention is None:
@@ -41,6 +50,76 @@ def attend(
         )
     out = layer.advance(attention, query, key, value, scale=call.scale, key_mask=key_mask)
     return out.transpose(1, 2), None
+
+
+def hand_over(module: nn.Module) -> list[RemovableHandle]:
+    """Make an attention module pass the cache's layer to its attention function; transformers passes it no cache."""
+    return [
+        module.register_forward_pre_hook(_offer, with_kwargs=True),
+        module.register_forward_hook(_settle, with_kwargs=True),
+    ]
+
+
+def check_caches(part: nn.Module, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of models: a cache of states that an error left between two layers is refused."""
+    for given in (*args, *options.values()):
+        cache: Any = given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
+        if isinstance(cache, StateCache):
+            cache.check_level()
+
+
+def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook: one keyword more."""
+    cache: Any = next((options[name] for name in _CACHES if options.get(name) is not None), None)
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    place: Any = module.layer_idx
+    layer = cache.layers[place] if isinstance(cache, StateCache) else None
+    if not isinstance(layer, StateLayer):
+        return args, options
+    layer.expect()
+    return args, {**options, _LAYER: layer}
+
+
+def _settle(module: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
+    """Forward hook: an error if the keys did not come back."""
+    layer = options.get(_LAYER)
+    if layer is not None:
+        layer.settle()
+
+
+class StatesByDefault:
+    """A model's own way to prepare a cache, its growing cache exchanged for states; an object, which can be pickled."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: GenerationMode, *sizes: int
+    ) -> None:
+        """Prepare the cache; one that the user gave or chose by name, or that must be cropped, stays."""
+        is_given = model_kwargs.get("past_key_values") is not None
+        is_named = generation_config.cache_implementation == "dynamic"
+        getattr(type(self.model), PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
+        made = model_kwargs.get("past_key_values")
+        if made is not None and made.is_compileable:
+            raise ValueError(
+                f"{type(made).__name__} gives its empty slots to attention as keys, which a kernel cannot tell from "
+                "others; leave the cache out, and generate keeps states, whose size is constant too"
+            )
+        is_cropped = generation_mode is GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if is_given or is_named or is_cropped:
+            return
+        if isinstance(made, EncoderDecoderCache) and _is_ordinary(made.self_attention_cache):
+            states = StateCache(self.model)
+            model_kwargs["past_key_values"] = EncoderDecoderCache(states, made.cross_attention_cache)
+        elif _is_ordinary(made):
+            model_kwargs["past_key_values"] = StateCache(self.model)
+
+
+def _is_ordinary(cache: Cache | None) -> bool:
+    """True if it is what `generate` makes by default."""
+    return type(cache) is DynamicCache and not cache.offloading
 
 
 # On import, not on use: a linearized model that is read from a pickle names them too. Without a mask function of the

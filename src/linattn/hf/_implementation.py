@@ -44,7 +44,7 @@ def attends_by(model: PreTrainedModel, name: str) -> bool:
 
 
 def mark(model: PreTrainedModel) -> None:
-    """Let every config.json that is written of the model, or of a part of it, say that softmax is not its attention."""
+    """Make every config.json that is written of the model, or of a part of it, name another attention than softmax."""
     for config in _configs(model):
         if _WRITTEN not in vars(config):
             setattr(config, _WRITTEN, MARK)

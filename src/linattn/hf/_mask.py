@@ -15,27 +15,18 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 @dataclass(frozen=True, eq=False)
 class PlainMask:
-    """A mask that was asked for as a structure (a window, say) but amounts to a plain one at these lengths.
+    """A structure (a window, say) that is a plain mask at these lengths: the causal triangle or the full square."""
 
-    Attributes:
-        key_mask: (B, Lk) bool, True = attend, or None.
-        is_causal: True for the causal triangle, False for the full square.
-    """
-
-    key_mask: Tensor | None
+    key_mask: Tensor | None  # (B, Lk) bool, True = attend
     is_causal: bool
 
 
 @dataclass(frozen=True, eq=False)
 class RefusedMask:
-    """A mask no kernel can honour; an error only where a layer uses it, since models build masks that no layer reads.
-
-    Attributes:
-        reason: what was asked for, in words.
-        allowed: (B, 1, Lq, Lk) bool, the mask itself, for exact attention; None where it was not worked out.
-    """
+    """A mask no kernel can honour; an error only where a layer uses it: models build masks that no layer reads."""
 
     reason: str
+    # (B, 1, Lq, Lk) bool, the mask itself, for softmax; None where it was not worked out.
     allowed: Tensor | None = None
 
 

@@ -23,13 +23,7 @@ _KIND, _VERSION = "linattn model", 1
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer that attends by a kernel.
-
-    Attributes:
-        number: as in `LayerReport`.
-        module_name: qualified name of the attention module.
-        kernel: the record of its kernel.
-    """
+    """One linearized layer: number and name of its attention module as in `LayerReport`, and what it attends by."""
 
     number: int
     module_name: str
@@ -38,27 +32,16 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """linattn.json.
-
-    Attributes:
-        linattn: version that wrote it.
-        torch: version that wrote it.
-        transformers: version that wrote it.
-        model_class: name of the model's class in transformers.
-        dtype: of its weights.
-        num_layers: how many attention modules it has, those with softmax included.
-        layers: those that attend by a kernel.
-        tensors: dtype and shape of each tensor in linattn.safetensors, by qualified name.
-    """
+    """linattn.json; the first three fields are the versions that wrote it."""
 
     linattn: str
     torch: str
     transformers: str
     model_class: str
     dtype: str
-    num_layers: int
+    num_layers: int  # Those with softmax included, which `layers` leaves out.
     layers: tuple[LayerRecord, ...]
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Any]  # `outlines` of linattn.safetensors.
 
 
 def write(folder: Path, record: ModelRecord, tensors: Mapping[str, Tensor]) -> None:

@@ -22,9 +22,8 @@ from linattn.hf import _model_records
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._layer_records import describe_attention
 from linattn.hf._model_records import RECORD, LayerRecord, ModelRecord, outlines
-from linattn.hf._softmax_folders import not_brought_back, softmax_state
+from linattn.hf._softmax_folders import not_brought_back
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
-from linattn.hf.loading import quiet
 
 SAVE = "save_pretrained"
 """The method of a model that `SaveWithKernels` takes the place of."""
@@ -35,21 +34,6 @@ _REFUSED = {
     "variant": "save without it, in a folder of its own",
     "distributed_checkpoint": "save without it, which gathers the weights first",
 }
-
-
-def tensor_prefix(module_name: str) -> str:
-    """What the names of a kernel's tensors begin with."""
-    return f"{module_name}.{ATTRIBUTE}."
-
-
-def write(model: PreTrainedModel, folder: Path) -> None:
-    """The softmax model and its kernels, into a folder that exists; nothing is written before all is checked."""
-    record, tensors = _described(model, {})
-    # What was there before is no linearized model from now on, and what is written is one from the last file on.
-    (folder / RECORD).unlink(missing_ok=True)
-    with quiet():
-        type(model).save_pretrained(model, folder, state_dict=softmax_state(model))
-    _model_records.write(folder, record, tensors)
 
 
 class SaveWithKernels:
@@ -73,7 +57,7 @@ class SaveWithKernels:
             )
         folder, is_main = Path(given["save_directory"]), given.get("is_main_process", True)
         state = given.get("state_dict") or model.state_dict()
-        record, tensors = _described(model, state)
+        record, tensors = describe_model(model, state)
         if is_main:
             (folder / RECORD).unlink(missing_ok=True)
         # Copies of the kernels' own, since transformers refuses tensors that share memory, as those of one map for
@@ -85,7 +69,7 @@ class SaveWithKernels:
             _model_records.write(folder, record, tensors)
 
 
-def _described(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[ModelRecord, dict[str, Tensor]]:
+def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[ModelRecord, dict[str, Tensor]]:
     """linattn.json and the tensors of linattn.safetensors, those from `state` where it holds them, or an error."""
     kind = type(model)
     if getattr(transformers, kind.__name__, None) is not kind:
@@ -98,7 +82,7 @@ def _described(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[Mod
     layers = tuple(LayerRecord(found.number, found.name, describe_attention(each)) for found, each in linear)
     tensors: dict[str, Tensor] = not_brought_back(model)
     for found, each in linear:
-        tensors.update(each.state_dict(prefix=tensor_prefix(found.name)))
+        tensors.update(each.state_dict(prefix=f"{found.name}.{ATTRIBUTE}."))
     tensors = {name: state.get(name, x) for name, x in tensors.items()}
     record = ModelRecord(
         linattn=linattn.__version__,

@@ -1,4 +1,4 @@
-"""Fit the maps of kernels to the attention that a softmax model pays to samples.
+"""Fit maps to the queries and keys that a softmax model has on samples.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens, N tokens of all samples, D head width.
 """

@@ -1,4 +1,4 @@
-"""Route every attention call of a transformers model to a function of one's own.
+"""Route every attention call of a transformers model to a function.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
 """
@@ -32,7 +32,7 @@ class AttentionCall:
         key: (B, Hkv, Lk, D), a cache's keys included.
         value: (B, Hkv, Lk, Dv).
         key_mask: (B, Lk) bool, True = attend; None when every key may be attended to.
-        is_causal: whether query i sees only the keys up to its own, the last query being level with the last key.
+        is_causal: True if query i sees only the keys up to its own, the last query being level with the last key.
         scale: factor of q·k in the exponent, as the model passes it; not always D**-0.5.
     """
 

@@ -74,12 +74,7 @@ class LayerState:
 
 
 class LayerAttended(NamedTuple):
-    """What `LayerAttention.advance` returns.
-
-    Attributes:
-        out: (B, H, L, Dv).
-        state: after the last key.
-    """
+    """What `LayerAttention.advance` returns: the output, (B, H, L, Dv), and the state after the last key."""
 
     out: Tensor
     state: LayerState
@@ -226,12 +221,8 @@ class LayerAttention(nn.Module):
         """Causal attention over the state's keys and these, and the state after them.
 
         Args:
-            query: (B, H, L, D), one per new key.
-            key: (B, Hkv, L, D).
-            value: (B, Hkv, L, Dv).
+            query, key, value, scale, key_mask: as in `forward`, one query per new key.
             state: of the tokens before; None for none.
-            scale: c, the factor of q·k.
-            key_mask: (B, L) bool, True = attend, or None.
 
         Returns:
             The output (B, H, L, Dv) and the new state: constant in the number of tokens but for heads with softmax, of

@@ -14,8 +14,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import build_mapped, build_planned, build_written, try_out
 from linattn.hf._calls import refuse_weights
-from linattn.hf._dispatch import NAME
-from linattn.hf._generation import PREPARE, StatesByDefault, check_caches, hand_over
+from linattn.hf._dispatch import NAME, PREPARE, StatesByDefault, check_caches, hand_over
 from linattn.hf._implementation import Former, attends_by, hook_parts, mark, restore, switch_to, unmark
 from linattn.hf._model_writing import SAVE, SaveWithKernels
 from linattn.hf.calibrating import Sample

@@ -26,30 +26,22 @@ class _Spread:
     """Every stride-th of the tokens that were added, the stride doubled whenever they become too many."""
 
     def __init__(self) -> None:
-        self._kept: Tensor | None = None
+        # (1, H, N, D)
+        self.tokens: Tensor | None = None
         self._stride, self._seen = 1, 0
-
-    @property
-    def tokens(self) -> Tensor | None:
-        """(1, H, N, D); None before the first."""
-        return self._kept
 
     def add(self, x: Tensor) -> None:
         """(1, H, N, D): the next tokens."""
         while -(-(self._seen + x.shape[2]) // self._stride) > _MOST_TOKENS:
             self._stride *= 2
-            self._kept = None if self._kept is None else self._kept[:, :, ::2].clone()
+            self.tokens = None if self.tokens is None else self.tokens[:, :, ::2].clone()
         new = x[:, :, -self._seen % self._stride :: self._stride]
-        self._kept = new.clone() if self._kept is None else torch.cat((self._kept, new), 2)
+        self.tokens = new.clone() if self.tokens is None else torch.cat((self.tokens, new), 2)
         self._seen += x.shape[2]
 
 
 class Observed:
-    """What one layer attended with.
-
-    Attributes:
-        module_name: qualified name of its attention module.
-    """
+    """What the layer of one attention module attended with."""
 
     def __init__(self, module_name: str) -> None:
         self.module_name = module_name
@@ -90,7 +82,7 @@ def observe(
 ) -> dict[str, Observed]:
     """What these modules of a softmax model attend with, by name, in one forward pass per batch.
 
-    The model's mode, its gradients and its attention are afterwards what they were.
+    The model's mode, gradients and attention are afterwards what they were.
     """
     found = {each.module: Observed(each.name) for each in modules}
 

@@ -50,11 +50,7 @@ class StateLayer(CacheLayerMixin):
         self._is_expected = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by the attention module: the new keys and values, as they came.
-
-        Raises:
-            RuntimeError: if the module is not the linearized one, or an earlier call was broken off.
-        """
+        """Called by the attention module: the new keys and values, as they came, or an error if it may not call."""
         if self._is_pending:
             raise RuntimeError(
                 f"the cache's layer of {self.module_name} was left in the middle of a call, by an error; reset the "
@@ -86,11 +82,7 @@ class StateLayer(CacheLayerMixin):
         return out
 
     def settle(self) -> None:
-        """The module has run.
-
-        Raises:
-            RuntimeError: if its keys never came back.
-        """
+        """The module has run: an error if its keys never came back."""
         self._is_expected = False
         if self._is_pending:
             raise RuntimeError(
