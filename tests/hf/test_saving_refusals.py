@@ -133,7 +133,7 @@ def kernel(**changed):
         (lambda record: {**record, "num_layers": 3}, "written for 3 attention layers, BertModel has 2"),
         (lambda record: {**record, "layers": []}, "layers must be a list of at least one layer"),
         (lambda record: {**record, "layers": [3]}, "layers[0]: got int, wanted the fields"),
-        (lambda record: {**record, "tensors": []}, "tensors an object"),
+        (lambda record: {**record, "tensors": []}, "tensors must be an object, got list"),
         (layer(number="0"), "layers[0]: number must be a finite int, got '0'"),
         (layer(number=2), f"layer 2 is {PLACE} there and None in BertModel"),
         (layer(number=1), f"layer 1 is {PLACE} there and encoder.layer.1.attention.self in BertModel"),

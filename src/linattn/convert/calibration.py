@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from linattn.attention import softmax_attention
 from linattn.convert.running import Batch, to_device
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
@@ -42,15 +41,7 @@ def record(model: PreTrainedModel, batch: Batch) -> dict[str, AttentionCall]:
     def keep(call: AttentionCall) -> Tensor:
         """Keep the call, answer exactly."""
         calls[call.module_name] = call
-        return softmax_attention(
-            call.query,
-            call.key,
-            call.value,
-            key_mask=call.key_mask,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            enable_gqa=True,
-        )
+        return call.softmax()
 
     with torch.no_grad(), intercept(model, keep):
         model(**to_device(batch, model.device))

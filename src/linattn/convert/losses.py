@@ -41,7 +41,7 @@ def row_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
     return (log_exact.exp() * difference).sum(-1).mean()
 
 
-def relative_error(student: Tensor, teacher: Tensor, live: Tensor) -> Tensor:
+def squared_relative_error(student: Tensor, teacher: Tensor, live: Tensor) -> Tensor:
     """Squared error of states relative to their size, over live tokens.
 
         Σ ‖ŷ - y‖² / Σ ‖y‖²
@@ -58,7 +58,7 @@ def relative_error(student: Tensor, teacher: Tensor, live: Tensor) -> Tensor:
 
     Example:
         >>> y = torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
-        >>> relative_error(torch.zeros(1, 2, 2), y, torch.tensor([[True, False]])).item()
+        >>> squared_relative_error(torch.zeros(1, 2, 2), y, torch.tensor([[True, False]])).item()
         1.0
 
     Source: the definition.
@@ -101,7 +101,7 @@ def distillation(
 ) -> Tensor:
     """The loss of end-to-end distillation: the last states, the states of all layers, and predictions if there are any.
 
-        ½ ε(last layer) + ½ mean of ε over the layers  [+ KL of the predictions],   ε = `relative_error`
+        ½ ε(last layer) + ½ mean of ε over the layers  [+ KL of the predictions],   ε = `squared_relative_error`
 
     The layers in between tell every layer what it is for; the last one alone takes several times as many steps.
 
@@ -124,7 +124,9 @@ def distillation(
 
     Source: Jiao et al. 2020 (arXiv 1909.10351), sections 3.1 and 3.2, states only.
     """
-    errors = torch.stack([relative_error(ours, theirs, live) for ours, theirs in zip(student, teacher, strict=True)])
+    errors = torch.stack(
+        [squared_relative_error(ours, theirs, live) for ours, theirs in zip(student, teacher, strict=True)]
+    )
     loss = (errors[-1] + errors.mean()) / 2
     if student_logits is None or teacher_logits is None:
         return loss

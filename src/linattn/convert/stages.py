@@ -18,7 +18,7 @@ from linattn.attention import softmax_attention
 from linattn.convert.losses import token_divergence
 from linattn.convert.running import Batch, Outputs, run, to_device
 from linattn.hf import AttentionCall, KernelAttention, PlannedAttention, PreTrainedModel, intercept
-from linattn.planning.measures import relative_error, uniform_average
+from linattn.planning.measures import cosine, relative_error, uniform_average
 
 BASELINE = "uniform"
 """Name of the stage that is no result: every attention averages its values."""
@@ -129,7 +129,7 @@ def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Seq
 
     Source: `linattn.planning.measures.uniform_average`.
     """
-    with torch.no_grad(), intercept(model, _uniform):
+    with torch.no_grad(), intercept(model, AttentionCall.uniform):
         outputs = [run(model, to_device(batch, model.device)) for batch in batches]
     return Stage(BASELINE, agreement(outputs, exact))
 
@@ -178,7 +178,7 @@ def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement
     """
     ours, theirs = (torch.cat([_embeddings(found) for found in each]) for each in (outputs, exact))
     pairs = list(zip(outputs, exact, strict=True))
-    tokens = torch.cat([_cosine(a.states[-1][b.live], b.states[-1][b.live]) for a, b in pairs])
+    tokens = torch.cat([cosine(a.states[-1][b.live], b.states[-1][b.live]) for a, b in pairs])
     divergences = [
         (float(token_divergence(a.logits.double(), b.logits.double(), b.live)), int(b.live.sum()))
         for a, b in pairs
@@ -186,7 +186,7 @@ def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement
     ]
     num_predicted = sum(count for _, count in divergences)
     return Agreement(
-        embedding_cosine=float(_cosine(ours, theirs).mean()),
+        embedding_cosine=float(cosine(ours, theirs).mean()),
         token_cosine=float(tokens.mean()),
         rank_correlation=_rank_correlation(_similarities(ours), _similarities(theirs)) if len(ours) > 2 else None,
         divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
@@ -236,31 +236,16 @@ def _summary(layer: str, errors: list[tuple[Tensor, Tensor]]) -> LayerError:
     return LayerError(layer, float(ours.mean()), float(ours.max()), float(uniform.mean()))
 
 
-def _uniform(call: AttentionCall) -> Tensor:
-    """The plain mean of the visible values."""
-    _, num_heads, num_queries, _ = call.query.shape
-    return uniform_average(
-        call.value, num_heads=num_heads, num_queries=num_queries, key_mask=call.key_mask, is_causal=call.is_causal
-    )
-
-
 def _embeddings(found: Outputs) -> Tensor:
     """The mean of each text's last states over its tokens, (B, E) float64."""
     live = found.live.unsqueeze(-1)
     return torch.where(live, found.states[-1].double(), 0).sum(1) / live.sum(1)
 
 
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of the angle between vectors of the last dimension, in float64; no epsilon."""
-    a, b = a.double(), b.double()
-    cosine: Tensor = (a * b).sum(-1) / (torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1))
-    return cosine
-
-
 def _similarities(embeddings: Tensor) -> Tensor:
     """Cosines between all pairs of rows."""
     first, second = torch.triu_indices(len(embeddings), len(embeddings), 1)
-    return _cosine(embeddings[first], embeddings[second])
+    return cosine(embeddings[first], embeddings[second])
 
 
 def _rank_correlation(a: Tensor, b: Tensor) -> float:

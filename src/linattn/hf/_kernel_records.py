@@ -8,10 +8,10 @@ from typing import Any
 from linattn.hf._kernels import Kernel
 from linattn.hf.kernel_attention import KernelAttention
 from linattn.hf.planned_attention import PlannedAttention
-from linattn.planning.json_records import check_fields
 from linattn.planning.map_records import check_size, describe, rebuild
 from linattn.planning.methods import parse_method
 from linattn.planning.plans import EXACT, Plan, plan_from_record, plan_record
+from linattn.records.fields import Reading
 
 # Keys in a window, keys attended to exactly, numbers in a value: what is beyond is no model's.
 _MOST = 2**20
@@ -23,7 +23,7 @@ _LONGEST = 1000
 class _KernelRecord:
     """What a `KernelAttention` was built with."""
 
-    feature_map: dict[str, Any]
+    feature_map: Any
     window: int | None
     num_heavy: int
 
@@ -32,7 +32,7 @@ class _KernelRecord:
 class _PlannedRecord:
     """What a `PlannedAttention` was built with."""
 
-    plan: dict[str, Any]
+    plan: Any
 
 
 def describe_kernel(kernel: Kernel) -> dict[str, Any]:
@@ -45,14 +45,14 @@ def describe_kernel(kernel: Kernel) -> dict[str, Any]:
 def rebuild_kernel(record: Any, module_name: str, *, place: str, remedy: str) -> Kernel:
     """The kernel of a record, as its constructor leaves it; `place` and `remedy` are for errors."""
     if isinstance(record, dict) and "plan" in record:
-        planned = check_fields(record, _PlannedRecord, place, remedy)
+        planned = Reading(place, remedy).fields(_PlannedRecord, record)
         plan = plan_from_record(planned["plan"], f"{place}, plan", remedy)
         try:
             _check_methods(plan)
             return PlannedAttention(plan, module_name)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{place}: {error}; {remedy}") from error
-    checked = check_fields(record, _KernelRecord, place, remedy)
+    checked = Reading(place, remedy).fields(_KernelRecord, record)
     try:
         _check_counts(window=checked["window"], num_heavy=checked["num_heavy"])
         feature_map = rebuild(checked["feature_map"])

@@ -5,6 +5,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,15 @@ from torch import Tensor
 
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
-from linattn.planning import _plan_files
 from linattn.planning.methods import Method, fit, parse_method
+from linattn.records.fields import Reading, to_json
+from linattn.records.json_files import read_record, write_json
 
 EXACT = "exact"
+
+_KIND, _VERSION = "linattn plan", 1
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+_REMEDY = "make the plan again, with `linattn audit --target` or linattn.plan"
 
 
 @dataclass(frozen=True)
@@ -273,7 +279,8 @@ def write_plans(path: str | os.PathLike[str], plans: Sequence[Plan]) -> None:
 
     Source: none, a format.
     """
-    _plan_files.write(Path(path), plans)
+    layers = [plan_record(plan) for plan in plans]
+    write_json(Path(path), {"kind": _KIND, "version": _VERSION, "layers": layers})
 
 
 def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
@@ -296,32 +303,52 @@ def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
 
     Source: none, a format.
     """
-    plans = []
-    for number, layer in enumerate(_plan_files.read(Path(path), Plan, HeadPlan)):
-        found = _plan_of(layer)
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no plan {path}; make one with `linattn audit --target` or linattn.plan")
+    layers = read_record(path, _KIND, _VERSION, _REMEDY).get("layers")
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(f"{path} holds no layers; {_REMEDY}")
+    plans = [plan_from_record(layer, f"{path}, layer {number}", _REMEDY) for number, layer in enumerate(layers)]
+    for number, plan in enumerate(plans):
         try:
-            for method, feature_map in found._methods.values():
-                _check_fitted(method, feature_map, found)
+            for method, feature_map in plan._methods.values():
+                _check_fitted(method, feature_map, plan)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}, layer {number}: {error}; make the plan again") from error
-        plans.append(found)
     return plans
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """The plan as plain JSON values, for a file of another format; see `write_plans`."""
-    record: dict[str, Any] = _plan_files.plain(plan)
+    """The plan as plain JSON values, its tensors to the last bit, for a file of another format."""
+    record: dict[str, Any] = to_json(plan, default=_tensor_record)
     return record
 
 
 def plan_from_record(record: Any, place: str, remedy: str) -> Plan:
     """The plan of which `plan_record` made these values, its fields checked; `place` and `remedy` are for errors."""
-    return _plan_of(_plan_files.fields_of(record, Plan, HeadPlan, place, remedy))
+    plan = Reading(place, remedy, readers={Tensor: _tensor}).record(Plan, record)
+    if not plan.heads:
+        raise ValueError(f"{place}: heads must be a list of at least one head; {remedy}")
+    return plan
 
 
-def _plan_of(layer: Mapping[str, Any]) -> Plan:
-    """The plan of checked fields."""
-    return Plan(**{**layer, "heads": tuple(HeadPlan(**head) for head in layer["heads"])})
+def _tensor_record(value: Tensor) -> dict[str, Any]:
+    """A tensor as JSON has it."""
+    held = value.detach().cpu().contiguous()
+    raw = bytes(held.flatten().view(torch.uint8).tolist())
+    name = str(held.dtype).removeprefix("torch.")
+    return {"dtype": name, "shape": list(held.shape), "base64": base64.b64encode(raw).decode("ascii")}
+
+
+def _tensor(value: Any) -> Tensor:
+    """The tensor that `_tensor_record` wrote."""
+    try:
+        dtype, raw = _DTYPES[value["dtype"]], bytearray(base64.b64decode(value["base64"], validate=True))
+        flat = torch.frombuffer(raw, dtype=dtype).clone() if raw else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"is no tensor ({error})") from None
 
 
 def _check_fitted(method: Method, feature_map: FeatureMap, plan: Plan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from linattn.lab.audit.records import HeadRow, ModelRow, RankRow, Row
+from linattn.lab.audit.records import AuditRow, HeadRow, ModelRow, RankRow
 
 # What rows were measured together: their kind, and what they are of.
 Group = tuple[str, str, int | None, int, int]
@@ -18,9 +18,9 @@ class Kept:
         rows: those of all that was measured to its end, in order.
     """
 
-    rows: list[Row]
+    rows: list[AuditRow]
 
-    def __init__(self, rows: Sequence[Row], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[AuditRow], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
         """Leave out what an early end has cut short.
 
         Cost: linear in the rows.
@@ -64,7 +64,7 @@ class Kept:
         return ("plan", "", None, 0, layer) in self._whole
 
 
-def _group(row: Row) -> Group:
+def _group(row: AuditRow) -> Group:
     """What a row was measured with."""
     if isinstance(row, HeadRow):
         return ("head", row.map, row.features, row.draw, row.layer)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from linattn.lab.jsonl import Form
+from linattn.records.jsonl import Form
 
 EXACT = "exact"
 UNIFORM = "uniform"
@@ -174,13 +174,13 @@ class PlanRow:
     flops_per_token: int
 
 
-Row = HeadRow | ModelRow | RankRow | PlanRow
+AuditRow = HeadRow | ModelRow | RankRow | PlanRow
 
-_KINDS: dict[str, type[Row]] = {"head": HeadRow, "model": ModelRow, "rank": RankRow, "plan": PlanRow}
-AUDIT: Form[Header, Row] = Form("an audit", Header, _KINDS)
+_KINDS: dict[str, type[AuditRow]] = {"head": HeadRow, "model": ModelRow, "rank": RankRow, "plan": PlanRow}
+AUDIT: Form[Header, AuditRow] = Form("an audit", Header, _KINDS)
 
 
-def write_records(path: Path, header: Header, rows: Iterable[Row]) -> None:
+def write_records(path: Path, header: Header, rows: Iterable[AuditRow]) -> None:
     """Write an audit, row by row as it is measured, under a temporary name until it is whole.
 
     Cost: linear in the rows; memory for one.
@@ -206,7 +206,7 @@ def write_records(path: Path, header: Header, rows: Iterable[Row]) -> None:
     AUDIT.write(path, header, rows)
 
 
-def read_records(path: Path) -> tuple[Header, list[Row]]:
+def read_records(path: Path) -> tuple[Header, list[AuditRow]]:
     """Read what `write_records` wrote.
 
     Cost: linear in the file, all of it in memory.

@@ -48,7 +48,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Measurement:
+class HeadErrors:
     """One method on one layer; every field (H,) float64, as the fields of `linattn.lab.audit.records.HeadRow`."""
 
     error: Tensor
@@ -105,7 +105,7 @@ class LayerTruth:
         """The tokens a map may learn from: the whole text, or, if causal, what precedes the measured queries."""
         return slice(0, self.first if self.call.is_causal else None)
 
-    def measure(self, method: Method, feature_map: FeatureMap) -> Measurement:
+    def measure(self, method: Method, feature_map: FeatureMap) -> HeadErrors:
         """Every measure of one method on this layer.
 
         Cost: one linear attention, O(H L R (D + Dv)), and n rows of the implied matrix, O(H (L + n) R D + H n L R);
@@ -116,7 +116,7 @@ class LayerTruth:
             feature_map: a map for this head width and scale, fitted if it needs to be.
 
         Returns:
-            A `Measurement`.
+            A `HeadErrors`.
 
         Example:
             >>> from linattn.feature_maps import Taylor
@@ -135,7 +135,7 @@ class LayerTruth:
         log_exact = self._log_exact()
         query, key = _as_seen(feature_map, call.query, call.key)
         moments = pair_moments(query, key, scale=call.scale, first_query=self.first, is_causal=call.is_causal)
-        return Measurement(
+        return HeadErrors(
             error=self.error(out),
             total_variation=measures.total_variation(log_exact, weights),
             kl=measures.kl_divergence(log_exact, weights),

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
-from linattn.lab.report import Table
+from linattn.records.tables import Table
 
 _FAILED, _INTERRUPTED = 1, 130
 

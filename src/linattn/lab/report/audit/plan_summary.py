@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from linattn.lab.audit.records import ModelRow, PlanRow
-from linattn.lab.report._text import Table, number
+from linattn.lab.report._text import number
 from linattn.planning.plans import EXACT
+from linattn.records.tables import Table
 
 # A head keeps its target if its error on another text is within this of it, and its expectation if within a factor.
 TOLERANCE, FACTOR = 1.5, 2.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from linattn.lab.report._text import Table, number
-from linattn.lab.report.audit.summary import AuditSummary, Figure
+from linattn.lab.report._text import number
+from linattn.lab.report.audit.summary import AuditSummary, MeanAndSpread
+from linattn.records.tables import Table
 
 _BASELINES = ("exact", "uniform averaging")
 
@@ -132,13 +133,13 @@ def heads(summary: AuditSummary) -> Table:
     )
 
 
-def with_spread(figure: Figure, digits: int = 2) -> str:
+def with_spread(figure: MeanAndSpread, digits: int = 2) -> str:
     """Mean ± standard deviation over draws, where there were several."""
     mean = number(figure.mean, digits)
     return mean if figure.spread is None else f"{mean} ± {number(figure.spread, digits)}"
 
 
-def _mean_alone(figure: Figure, digits: int = 2) -> str:
+def _mean_alone(figure: MeanAndSpread, digits: int = 2) -> str:
     """The mean without its spread."""
     return number(figure.mean, digits)
 

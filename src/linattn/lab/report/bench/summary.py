@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import linear_regression
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
-from linattn.lab.report._text import Point, Table, number
+from linattn.lab.report._text import Point, number
 from linattn.lab.timing import spread
+from linattn.records.tables import Table
 
 _MISSING = "—"
 

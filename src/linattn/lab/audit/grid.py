@@ -59,7 +59,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Measurements:
+class AuditGrid:
     """Which methods an audit measures, at which widths, with how many draws.
 
     Attributes:
@@ -99,7 +99,7 @@ class Measurements:
 
         Example:
             >>> both = tuple(map(parse_method, ("EluPlusOne", "FavorPlus")))
-            >>> [(c.method.label, c.num_features, c.draw) for c in Measurements(both, draws=2).configurations()][:3]
+            >>> [(c.method.label, c.num_features, c.draw) for c in AuditGrid(both, draws=2).configurations()][:3]
             [('EluPlusOne', None, 0), ('FavorPlus', 64, 0), ('FavorPlus', 64, 1)]
 
         Source: none, a definition.
