@@ -10,8 +10,8 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from linattn.convert import DEFAULT_MAP, ConvertConfig, convert_, course
+from linattn.convert.calibration import make_plans
 from linattn.convert.card import method_table, model_card
-from linattn.convert.planning import make_plans
 from linattn.convert.stages import measure
 from linattn.hf import PlannedAttention, is_linearized, linearize_, restore_
 from linattn.planning.plans import EXACT

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,12 +79,6 @@ class Stage:
     name: str
     agreement: Agreement
     layers: tuple[LayerError, ...] = ()
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Stage:
-        """The stage that `dataclasses.asdict` made these values of."""
-        layers = tuple(LayerError(**layer) for layer in values["layers"])
-        return cls(values["name"], Agreement(**values["agreement"]), layers)
 
 
 def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
