@@ -50,16 +50,9 @@ class Progress:
 class WorkFolder:
     """A folder for one conversion; its trainings each keep their last two checkpoints.
 
-    A checkpoint is a folder that is renamed when it is whole; the one before the one before is removed after that. Each
-    holds the digests of its files: one that is damaged is passed over for the one before. Settings that are refused
-    before there is anything to keep leave no folder.
-
-    Args:
-        path: the folder; made with the first thing that is kept in it.
-        identity: what tells this conversion from another: settings, samples, versions.
-
-    Raises:
-        ValueError: if the folder holds another conversion, or its settings cannot be read.
+    A checkpoint is a folder that is renamed when it is whole; the last but two is removed after that. Each holds the
+    digests of its files: of a damaged one, the one before takes the place. Settings that are refused before there is
+    anything to keep leave no folder. `identity` tells this conversion from another: settings, samples, versions.
 
     Example:
         >>> import tempfile
@@ -88,7 +81,7 @@ class WorkFolder:
             )
 
     def claim(self) -> None:
-        """Say in the folder which conversion it is for; from now on it takes no other."""
+        """Write the conversion's identity into the folder; from now on it takes no other."""
         write_json(self.path / _IDENTITY, self._identity)
 
     @property
@@ -110,17 +103,7 @@ class WorkFolder:
         write_json(self.path / f"{name}.json", to_json(record, finite=False))
 
     def save(self, training: str, accelerator: Accelerator, progress: Progress, best: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint of a training, and forget all but it and the one before.
-
-        Args:
-            training: its name.
-            accelerator: holds the model and the optimiser.
-            progress: how far it has come.
-            best: the model's tensors at the least validation loss.
-
-        Raises:
-            OSError: if it cannot be written; those before stay.
-        """
+        """Write a checkpoint of a training, with the best weights so far; remove all but it and the one before."""
         place = self._place(training) / f"step-{progress.step:08}"
         with _named(place), atomic_folder(place) as draft:
             # As torch saves it: safetensors would warn of every tied weight at every checkpoint.
@@ -135,19 +118,9 @@ class WorkFolder:
                 shutil.rmtree(other)
 
     def resume(self, training: str, accelerator: Accelerator) -> tuple[Progress, dict[str, Tensor]] | None:
-        """Load the last whole checkpoint of a training into the accelerator's model and optimiser.
+        """Load the last whole checkpoint of a training into the accelerator's model and optimiser; None without one.
 
-        One that is damaged is told of in the log and removed, where there is a whole one before it.
-
-        Args:
-            training: its name.
-            accelerator: holds the model and the optimiser.
-
-        Returns:
-            Its progress and best tensors; None where there is no checkpoint.
-
-        Raises:
-            ValueError: if there are checkpoints, and all of them are damaged.
+        A damaged one is logged and removed where there is a whole one before it; if all are damaged this raises ValueError.
         """
         damages: dict[Path, str] = {}
         for checkpoint in reversed(self._checkpoints(training)):
@@ -182,7 +155,7 @@ class WorkFolder:
 
 @contextmanager
 def _named(place: Path) -> Iterator[None]:
-    """Torch's error about a file that it cannot write says neither which file nor why."""
+    """Name the checkpoint in torch's error about a file that it cannot write, which says neither which nor why."""
     try:
         yield
     except RuntimeError as error:
@@ -201,6 +174,6 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def _digest(file: Path) -> str:
-    """What tells a file's bytes from others."""
+    """The SHA-256 of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -75,17 +75,7 @@ class Conversion:
 
 
 class Course:
-    """A conversion under way.
-
-    Args:
-        model: to be converted, in place.
-        teacher: a copy of it, which stays as it is.
-        method: for all heads; None to plan one for each.
-        config: what to do.
-        samples: what is read.
-        work: where checkpoints go; None for nowhere.
-        notify: told of every training's steps.
-    """
+    """A conversion under way; without a method one is planned for each head, and without a folder nothing is kept."""
 
     def __init__(
         self,

@@ -36,19 +36,9 @@ class Outputs(NamedTuple):
 
 
 def run(model: nn.Module, batch: Batch) -> Outputs:
-    """One forward pass, without a cache.
+    """One forward pass without a cache; tokens that the batch's attention mask leaves out are padding.
 
-    Cost: that of the model.
-
-    Args:
-        model: a transformers model that gives its hidden states.
-        batch: its keyword arguments.
-
-    Returns:
-        `Outputs`. The attention mask of the batch says which tokens are padding; without one none is.
-
-    Raises:
-        ValueError: if the model gives no hidden states of tokens.
+    Raises ValueError if the model gives no hidden states of tokens.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -56,8 +46,6 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
         >>> found = run(BertModel(BertConfig(**sizes)).eval(), {"input_ids": torch.tensor([[1, 2, 3]])})
         >>> len(found.states), tuple(found.last.shape), found.live.tolist()
         (2, (1, 3, 4), [[True, True, True]])
-
-    Source: transformers' documentation, "Model outputs".
     """
     # Told to keep no cache where it could: training one would hold every layer's keys for nothing.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
