@@ -12,8 +12,6 @@ _NEEDED = ("typer", "rich", "jinja2", "plotly", "numpy")
 def main() -> None:
     """Run the `linattn` command on the words of the command line.
 
-    Cost: that of the subcommand.
-
     Raises:
         SystemExit: always: 0 when all went well; 1 with a message when packages that the subcommand needs are missing
             or it failed; 2 for words it does not know; 130 when interrupted.

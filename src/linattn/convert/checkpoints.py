@@ -1,4 +1,4 @@
-"""What a conversion keeps on disk while it runs, so that nothing but the last minute is lost when it is killed."""
+"""A conversion's files while it runs: when it is killed, only the last minute is lost."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ class WorkFolder:
                 shutil.rmtree(other)
 
     def resume(self, training: str, accelerator: Accelerator) -> tuple[Progress, dict[str, Tensor]] | None:
-        """Load the last whole checkpoint of a training into the accelerator's model and optimiser; None without one.
+        """Load the last whole checkpoint of a training into model and optimiser; None without one.
 
-        A damaged one is logged and removed where there is a whole one before it; if all are damaged this raises ValueError.
+        A damaged one is logged and removed where there is a whole one before it; ValueError if all are damaged.
         """
         damages: dict[Path, str] = {}
         for checkpoint in reversed(self._checkpoints(training)):
@@ -137,7 +137,7 @@ class WorkFolder:
             return None
         for damaged, damage in damages.items():
             _LOG.warning("%s; the %s goes on from the checkpoint before, %s", damage, training, checkpoint)
-            # Steps of that number are to come again.
+            # Steps of that number follow again.
             shutil.rmtree(damaged)
         accelerator.load_state(str(checkpoint))
         file, remedy = checkpoint / _PROGRESS, f"remove {checkpoint}"

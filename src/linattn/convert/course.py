@@ -92,7 +92,7 @@ class Course:
         self._stages: list[Stage] = []
         self._trainings: list[Trained] = []
         self._plans: list[Plan] = []
-        # Copies of the layers' kernels by stage: with the original weights they make the model of that stage again.
+        # Copies of the layers' kernels by stage; with the original weights they restore the model of that stage.
         self._kernels: dict[str, list[nn.Module]] = {}
 
     def go(self) -> Conversion:

@@ -1,4 +1,4 @@
-"""What a conversion minimises: pure functions.
+"""The losses of a conversion: pure functions.
 
 Letters: B batch, H query heads, L tokens, n chosen queries, E width of a state, V vocabulary.
 """
@@ -16,8 +16,8 @@ def row_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
 
         mean over rows of  KL(p‖a) = Σ_j p_j (ln p_j - ln a_j)
 
-    `log_exact` is ln p, -inf where a query sees no key; `weights` are nonnegative rows that sum to 1. A weight that
-    underflowed counts as the smallest normal number of its dtype, and gets no gradient.
+    `log_exact` is ln p, -inf for keys that are not attended to; `weights` are nonnegative rows that sum to 1. A weight
+    that underflowed counts as the smallest normal number of its dtype, and gets no gradient.
 
     Example:
         >>> exact = torch.tensor([[[[0.5, 0.5]]]]).log()

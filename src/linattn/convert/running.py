@@ -1,4 +1,4 @@
-"""Run a model on a batch and take from it what a conversion compares.
+"""Run a model on a batch, and the outputs that a conversion compares.
 
 Letters: B batch, L tokens, E width of a state, V vocabulary.
 """
@@ -17,7 +17,7 @@ Batch = Mapping[str, Tensor]
 
 
 class Outputs(NamedTuple):
-    """What a model made of a batch.
+    """A model's outputs on a batch.
 
     Attributes:
         states: after every layer, each (B, L, E).
@@ -31,7 +31,7 @@ class Outputs(NamedTuple):
 
     @property
     def last(self) -> Tensor:
-        """What the model is used for: its predictions, or else its last states; (B, L, ·)."""
+        """Its predictions, or else its last states; (B, L, ·)."""
         return self.states[-1] if self.logits is None else self.logits
 
 

@@ -1,4 +1,4 @@
-"""What a conversion reads: to calibrate, to train, to choose the best, and, never seen before, to be judged.
+"""The texts of a conversion: to calibrate, to train, to choose the best weights, and to audit, held out from all that.
 
 Letters: B batch, L tokens.
 """
@@ -106,7 +106,7 @@ def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
     others = [batch for number, batch in enumerate(batches) if number % _PERIOD not in (_HELD_OUT, _VALIDATION)]
 
     def chosen(step: int) -> Batch:
-        """Every batch once per round, each round in an order of its own."""
+        """Every batch once per round, each round in another order."""
         turn, place = divmod(step, len(others))
         return others[random.Random(f"{seed} {turn}").sample(range(len(others)), len(others))[place]]
 
@@ -136,7 +136,7 @@ def _documents(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> Iterato
 
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """What the tokenizer puts before and after a text."""
+    """The special tokens that the tokenizer puts before and after a text."""
     found = tokenizer("a", return_special_tokens_mask=True)
     ids, special = found["input_ids"], [bool(flag) for flag in found["special_tokens_mask"]]
     text = [place for place, flag in enumerate(special) if not flag]

@@ -67,7 +67,7 @@ class Trained:
 
 
 Notify = Callable[[str, float, float], None]
-"""Told of the training's name, the share of its budget that is spent, and the best validation loss so far."""
+"""Called with the training's name, the share of its budget that is spent, and the best validation loss so far."""
 
 
 def train(training: Training, work: WorkFolder | None, notify: Notify) -> Trained:

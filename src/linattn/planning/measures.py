@@ -58,15 +58,15 @@ def uniform_average(
         raise ValueError(f"{num_heads} query heads are no multiple of {value.shape[1]} key/value heads")
     if is_causal and num_queries > num_keys:
         raise ValueError(f"{num_queries} causal queries over {num_keys} keys: give at least as many keys as queries")
-    seen = torch.ones(value.shape[0], 1, num_keys, 1, dtype=torch.float64, device=value.device)
+    count = torch.ones(value.shape[0], 1, num_keys, 1, dtype=torch.float64, device=value.device)
     values = value.double()
     if key_mask is not None:
         visible = key_mask[:, None, :, None]
-        seen, values = seen * visible, torch.where(visible, values, 0.0)
+        count, values = count * visible, torch.where(visible, values, 0.0)
     if is_causal:
-        total, count = (x.cumsum(2)[:, :, num_keys - num_queries :] for x in (values, seen))
+        total, count = (x.cumsum(2)[:, :, num_keys - num_queries :] for x in (values, count))
     else:
-        total, count = values.sum(2, keepdim=True), seen.sum(2, keepdim=True)
+        total, count = values.sum(2, keepdim=True), count.sum(2, keepdim=True)
     mean = torch.where(count > 0, total / count.clamp(min=1.0), 0.0).to(value.dtype)
     heads = mean.repeat_interleave(num_heads // value.shape[1], dim=1)
     return heads.expand(-1, -1, num_queries, -1)

@@ -36,7 +36,7 @@ class HeadPlan:
     Attributes:
         method: its written form, or "exact" for softmax attention.
         expected_error: relative error of the head's output on the calibration sample; 0 for "exact".
-        next_order_error: the same as the expansion's next order foretells it, |this − next| / |next|, which needs no
+        next_order_error: the same, estimated by the expansion's next order as |this − next| / |next|, which needs no
             exact attention; None for "exact", for order 2 and for other maps.
         uniform_error: relative error of averaging the values, on the same sample.
         state_numbers: numbers kept for the head.
@@ -102,8 +102,6 @@ class Plan:
             >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
             >>> Plan((exact,), 4, 1, 0.5, False, 2).attend(zero, zero, v).flatten().tolist()
             [2.0, 2.0]
-
-        Source: `linattn.linear_attention`, `linattn.softmax_attention`.
         """
 
         def answer(label: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -142,8 +140,6 @@ class Plan:
             >>> plan = Plan(heads, 1, 1, 1.0, False, 1)
             >>> plan.distribute(x, x, x, lambda label, q, k, v: -v if label == "exact" else v).flatten().tolist()
             [-1.0, 2.0]
-
-        Source: none.
         """
         self._check(query, key, value)
         shared = query.shape[1] // key.shape[1]
@@ -157,8 +153,6 @@ class Plan:
     def build(self) -> dict[str, tuple[Method, FeatureMap]]:
         """Every method but the exact one with a new map, which has its fitted tensors where the plan holds them.
 
-        Cost: the maps' constructors.
-
         Returns:
             By written form, in the order of `groups`. Random maps are drawn from seed 0, as they were planned.
 
@@ -168,8 +162,6 @@ class Plan:
         Example:
             >>> list(Plan((HeadPlan("Taylor", 0.0, None, 0.5, 10, 20),), 4, 1, 0.5, False, 2).build())
             ['Taylor']
-
-        Source: none.
         """
         found = {}
         for label in self.groups:
@@ -261,8 +253,6 @@ class Plan:
 def write_plans(path: str | os.PathLike[str], plans: Sequence[Plan]) -> None:
     """Write the plans of a model's layers as one JSON file, under a temporary name until it is whole.
 
-    Cost: linear in the fitted tensors, which are kept to the last bit.
-
     Args:
         path: the file, conventionally plan.json; replaced in one step.
         plans: one per layer, in order.
@@ -276,8 +266,6 @@ def write_plans(path: str | os.PathLike[str], plans: Sequence[Plan]) -> None:
         >>> write_plans(path, [Plan((HeadPlan("exact", 0.0, None, 0.5, 10, 20),), 4, 1, 0.5, False, 2)])
         >>> read_plans(path)[0].heads[0].method
         'exact'
-
-    Source: none, a format.
     """
     layers = [plan_record(plan) for plan in plans]
     write_json(Path(path), {"kind": _KIND, "version": _VERSION, "layers": layers})
@@ -285,8 +273,6 @@ def write_plans(path: str | os.PathLike[str], plans: Sequence[Plan]) -> None:
 
 def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
     """Read what `write_plans` wrote.
-
-    Cost: linear in the file.
 
     Args:
         path: the file.
@@ -300,8 +286,6 @@ def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
 
     Example:
         See `write_plans`.
-
-    Source: none, a format.
     """
     path = Path(path)
     if not path.is_file():

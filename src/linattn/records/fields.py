@@ -21,8 +21,6 @@ _SEQUENCES, _MAPPINGS = (list, tuple, Sequence), (dict, Mapping)
 def to_json(value: Any, *, finite: bool = True, default: Callable[[Any], Any] | None = None) -> Any:
     """Dataclasses, NamedTuples and what holds them, as values that JSON has.
 
-    Cost: linear in the value.
-
     Args:
         value: numbers, texts, truths, None, records, and mappings and sequences of those.
         finite: False writes the numbers that JSON does not have as the texts "inf", "-inf" and "nan"; True leaves them,
@@ -72,8 +70,6 @@ class Reading:
 
     def record(self, kind: type[T], values: Any) -> T:
         """The record of a kind: every field there, none surplus, each of its type, records in records included.
-
-        Cost: linear in the values.
 
         Args:
             kind: a dataclass or NamedTuple. Fields of type Any are taken as they are; those with a default may be

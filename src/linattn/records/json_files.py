@@ -12,8 +12,6 @@ from linattn.records.atomic import atomic_file
 def write_json(path: Path, values: Any) -> None:
     """Write plain values, as `to_json` gives them, as a file that is whole or absent.
 
-    Cost: linear in the values.
-
     Args:
         path: the file; replaced in one step.
         values: what JSON has.
@@ -35,8 +33,6 @@ def write_json(path: Path, values: Any) -> None:
 
 def read_json(path: Path, kind: str, remedy: str) -> Any:
     """What a JSON file holds.
-
-    Cost: linear in the file.
 
     Args:
         path: the file, which exists.
@@ -68,8 +64,6 @@ def read_json(path: Path, kind: str, remedy: str) -> Any:
 
 def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, Any]:
     """A JSON file that holds one record of a kind and a version.
-
-    Cost: linear in the file.
 
     Args:
         path: the file, which exists.

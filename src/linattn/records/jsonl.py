@@ -41,8 +41,6 @@ class Form(Generic[H, R]):
     def write(self, path: Path, header: H, rows: Iterable[R]) -> None:
         """Write a file, row by row as it is measured, under a temporary name until it is whole.
 
-        Cost: linear in the rows; memory for one.
-
         Args:
             path: the file.
             header: the first row.
@@ -60,8 +58,6 @@ class Form(Generic[H, R]):
     def read(self, path: Path) -> tuple[H, list[R]]:
         """Read what `write` wrote.
 
-        Cost: linear in the file, all of it in memory.
-
         Args:
             path: the file.
 
@@ -78,8 +74,6 @@ class Form(Generic[H, R]):
 
     def so_far(self, path: Path) -> tuple[H, list[R]]:
         """Read what `extend` has written until now.
-
-        Cost: linear in the file, all of it in memory.
 
         Args:
             path: the file, finished or not.
@@ -99,8 +93,6 @@ class Form(Generic[H, R]):
     def unfinished(self, path: Path) -> tuple[H, list[R]] | None:
         """What an early end has left of a file written by `extend`.
 
-        Cost: linear in the file.
-
         Args:
             path: the unfinished file.
 
@@ -119,8 +111,6 @@ class Form(Generic[H, R]):
 
     def extend(self, path: Path, header: H, kept: list[R], rows: Iterable[R]) -> None:
         """Write rows that survive an early end: each is in the file before the next is measured.
-
-        Cost: linear in the rows.
 
         Args:
             path: the unfinished file; what it held is replaced by `header` and `kept`.

@@ -23,8 +23,6 @@ class Kept:
     def __init__(self, rows: Sequence[AuditRow], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
         """Leave out what an early end has cut short.
 
-        Cost: linear in the rows.
-
         Args:
             rows: as they were in the file.
             heads: query heads of each layer.
@@ -35,8 +33,6 @@ class Kept:
             >>> one = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 100, 50)
             >>> Kept([one], heads=[2], ranks=[]).rows  # the second head is missing
             []
-
-        Source: none, counts.
         """
         found = Counter(map(_group, rows))
         wanted = {"head": heads, "plan": heads, "rank": [len(ranks) * number for number in heads]}

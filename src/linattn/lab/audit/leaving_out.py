@@ -19,8 +19,6 @@ _LENGTH = 8192
 def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: float, num_tokens: int) -> dict[str, str]:
     """Methods that keep more numbers than exact attention does, at 8,192 tokens and at the text's own length.
 
-    Cost: the maps' constructors.
-
     Args:
         grid: the methods and widths.
         widths: (D, Dv) of the model's layers.
@@ -35,8 +33,6 @@ def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: floa
         >>> wanted = AuditGrid((parse_method("Taylor(order=1)"), parse_method("Taylor(order=2)")))
         >>> list(unpayable(wanted, [(256, 256)], scale=1.0, num_tokens=512))
         ['Taylor(order=2)']
-
-    Source: none, counts.
     """
     length, found = max(num_tokens, _LENGTH), {}
     for method in grid.methods:

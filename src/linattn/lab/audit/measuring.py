@@ -121,18 +121,11 @@ class Audit:
     def kept(self, rows: Sequence[AuditRow]) -> Kept:
         """What of an earlier run's rows need not be measured again.
 
-        Cost: linear in the rows.
-
         Args:
             rows: written under the same header.
 
         Returns:
             Those of all that was measured to its end.
-
-        Example:
-            See `tests/lab/audit/test_resuming.py`.
-
-        Source: none.
         """
         heads = [layer.call.query.shape[1] for layer in self._layers]
         return Kept(rows, heads=heads, ranks=ranks(self._layers[0]))
@@ -140,18 +133,11 @@ class Audit:
     def work(self, kept: Kept) -> tuple[float, float]:
         """All work, and what of it an earlier run has done, in operations, roughly.
 
-        Cost: none worth naming.
-
         Args:
             kept: what need not be measured again.
 
         Returns:
             Both.
-
-        Example:
-            See `tests/lab/audit/test_resuming.py`.
-
-        Source: `linattn.lab.audit.work`.
         """
         parts = list(self._parts(kept))
         return sum(work for work, _ in parts), sum(work for work, done in parts if done)
@@ -170,11 +156,6 @@ class Audit:
 
         Returns:
             An iterator that measures as it goes; a configuration's `ModelRow` is its last row. A plan's rows end it.
-
-        Example:
-            See `tests/lab/audit/test_measuring.py`.
-
-        Source: none, an order.
         """
         kept = self.kept([]) if kept is None else kept
         watch.begin("Exact attention and averaging the values")
@@ -269,7 +250,7 @@ class Audit:
             yield work.baseline, kept.has_model(PLANNED, None, 0)
 
     def _built(self, call: AttentionCall) -> dict[tuple[str, int | None], FeatureMap]:
-        """A map of each method and width, of which sizes are told; a bad option fails here."""
+        """A map of each method and width, for its sizes; a bad option fails here."""
         head_dim, scale = call.query.shape[-1], call.scale
         return {
             (one.method.label, one.num_features): one.build(head_dim, scale=scale, layer=0)
@@ -278,7 +259,7 @@ class Audit:
         }
 
     def _sample(self, configuration: Configuration) -> FeatureMap:
-        """The map of which a configuration's sizes are told."""
+        """The map that tells a configuration's sizes."""
         return self._samples[configuration.method.label, configuration.num_features]
 
     @property
@@ -326,7 +307,7 @@ class Audit:
 
 
 def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
-    """A configuration, for those who wait."""
+    """A configuration in words, for the progress shown."""
     words = f"{configuration.method.label}, {sample.num_features:,} features"
     return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.map.is_random else words
 

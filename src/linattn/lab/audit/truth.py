@@ -126,8 +126,6 @@ class LayerTruth:
             >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
             >>> truth.measure(parse_method("Taylor"), Taylor(4, order=1)).error.tolist()  # every logit is 0
             [0.0]
-
-        Source: the functions in `linattn.planning.measures`.
         """
         call = self.call
         out = method.attend(feature_map, call.query, call.key, call.value, is_causal=call.is_causal)
@@ -194,7 +192,7 @@ class LayerTruth:
         query, key = call.query.double(), call.key.double()
         if not method.has_exact_part:
             return attention_rows(query, key, feature_map, self.query_index, is_causal=call.is_causal, enable_gqa=True)
-        # Row i of the matrix is what query i makes of one-hot values.
+        # Row i of the matrix is query i's output for one-hot values.
         columns = torch.eye(length, dtype=torch.float64, device=key.device).split(_COLUMNS, dim=1)
         parts = [
             method.attend(feature_map, query, key, part.expand(*key.shape[:2], -1, -1), is_causal=call.is_causal)
@@ -220,7 +218,7 @@ class LayerTruth:
 
 
 def _as_seen(feature_map: FeatureMap, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys as the innermost map sees them: moved by every wrapper in turn."""
+    """Queries and keys as they enter the innermost map: moved by every wrapper in turn."""
     # The queries of a group share their key head's statistics.
     grouped = query.double().reshape(key.shape[0], key.shape[1], -1, key.shape[3])
     seen_key = key.double()

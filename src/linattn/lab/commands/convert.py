@@ -25,7 +25,7 @@ from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
 from linattn.records.locks import LOCK, InUseError, locked
 
-# Without a terminal the time left is told from this share of a training on, and then once in every such part of it.
+# Without a terminal the time left is printed from this share of a training on, then once in every such part of it.
 _FIRST_SHARE, _PARTS = 0.01, 4
 
 
@@ -153,7 +153,7 @@ def _told(console: Console) -> Iterator[Callable[[str, float, float], None]]:
     with interrupts() as pressed:
 
         def notify(name: str, share: float, loss: float) -> None:
-            """Tell, and obey."""
+            """Print, and raise an interrupt that was noted."""
             tell(name, share, loss)
             if pressed:
                 raise KeyboardInterrupt

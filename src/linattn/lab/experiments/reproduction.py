@@ -84,8 +84,6 @@ class Reproduction:
     def records(self, kept: Sequence[Record], announce: Callable[[str], None] = _silent) -> Iterator[Record]:
         """Figures that are missing, as they are taken, and after the last of a claim its verdict.
 
-        Cost: that of the experiments.
-
         Args:
             kept: what earlier runs of the same circumstances have taken; nothing of it is taken again.
             announce: told the name of each claim that begins.
@@ -97,8 +95,6 @@ class Reproduction:
             >>> *figures, decision = Reproduction(["constant-time-lookup"], "quick").records([])
             >>> decision.status
             'holds'
-
-        Source: none, an order.
         """
         decided = {record.claim for record in kept if isinstance(record, Decision)}
         for name in self.names:

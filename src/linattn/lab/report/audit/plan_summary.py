@@ -51,8 +51,6 @@ class PlanSummary:
     def words(self) -> str:
         """The plan in a few sentences.
 
-        Cost: none.
-
         Returns:
             The text.
 
@@ -61,8 +59,6 @@ class PlanSummary:
             >>> model = ModelRow("planned", None, 0, 0.99, 0.98)
             >>> PlanSummary(0.1, "a text", (row,), model, 200).words().split(" with ")[0]
             'Of 1 heads, 0 stay exact and 1 are approximated,'
-
-        Source: none, comparisons.
         """
         heads, ours = self.heads, self.approximate
         flops = sum(row.flops_per_token for row in heads) / len(heads)

@@ -161,8 +161,6 @@ class AuditSummary:
 def summarise_audit(path: Path) -> AuditSummary:
     """Read an audit's file and sum it up.
 
-    Cost: linear in the file.
-
     Args:
         path: audit.jsonl, finished or not; a last line that was cut off is left out.
 
@@ -182,8 +180,6 @@ def summarise_audit(path: Path) -> AuditSummary:
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> summarise_audit(path).lines[0].ratio
         0.25
-
-    Source: none, means and standard deviations.
     """
     header, rows = AUDIT.so_far(path)
     measured = {(row.map, row.features, row.draw) for row in rows if isinstance(row, ModelRow)}

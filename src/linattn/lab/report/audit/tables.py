@@ -12,8 +12,6 @@ _BASELINES = ("exact", "uniform averaging")
 def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
     """One row per method and width, baselines first: the heads' errors beside the whole model's cosine.
 
-    Cost: none.
-
     Args:
         summary: of an audit.
         spreads: whether means carry their standard deviation over draws.
@@ -33,8 +31,6 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> overview(summarise_audit(path)).rows[2]
         ('Relu', '2', '6', '0.20', '0.25', '100%', '0.10', '0.900')
-
-    Source: none, a layout.
     """
     uniform = summary.baselines[1]
     show = with_spread if spreads else _mean_alone

@@ -46,7 +46,7 @@ def claim_chart(claim: Claim) -> go.Figure:
 
 
 def alternative(claim: Claim) -> str:
-    """The chart in a sentence, for those who do not see it."""
+    """The chart in a sentence: its text alternative."""
     decision = claim.decision
     curves = list(dict.fromkeys(row.series for row in claim.rows))
     return f"Chart of {decision.y} against {decision.x}: {', '.join(curves)}. {decision.figure}"

@@ -65,8 +65,6 @@ class ClaimsSummary:
 def summarise_claims(path: Path) -> ClaimsSummary:
     """Read what `linattn reproduce` has written so far.
 
-    Cost: linear in the file.
-
     Args:
         path: claims.jsonl; a last line that was cut off is left out.
 
@@ -75,11 +73,6 @@ def summarise_claims(path: Path) -> ClaimsSummary:
 
     Raises:
         ValueError: if the file is none of `linattn reproduce`, or a line of it is damaged.
-
-    Example:
-        See `tests/lab/report/test_claims.py`.
-
-    Source: none.
     """
     try:
         header, records = CLAIMS.so_far(path)
