@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from linattn.attention import Exact
-from linattn.attention.exact import parse_exact
+from linattn.attention.exact.rule import RULES
 from linattn.hf.layer_attention import ALL_HEADS, LayerAttention
-from linattn.planning.json_records import check_fields
 from linattn.planning.map_records import check_size, describe, rebuild
 from linattn.planning.methods import parse_method
 from linattn.planning.plans import EXACT, Plan, plan_from_record, plan_record
+from linattn.records.fields import Reading
 
 # Keys in a window, keys attended to exactly, numbers in a value: no model has more.
 _MOST = 2**20
@@ -21,26 +21,27 @@ _LONGEST = 1000
 
 @dataclass(frozen=True)
 class _MapRecord:
-    """A method for all heads."""
+    """A method for all heads; the rule of its exact part is not written where it is `Exact` itself."""
 
-    feature_map: dict[str, Any]
+    feature_map: Any
     window: int | None
     num_heavy: int
+    rule: str = Exact.word
 
-
-@dataclass(frozen=True)
-class _RuleRecord:
-    """A method for all heads, its exact part by another rule of eviction, in its written form."""
-
-    feature_map: dict[str, Any]
-    exact: str
+    @property
+    def exact(self) -> Exact | None:
+        """The exact part; None where both sizes say that there is none."""
+        if self.rule not in RULES:
+            raise ValueError(f"there is no exact part {self.rule!r}, but {', '.join(RULES)}")
+        window, num_heavy = self.window, self.num_heavy
+        return RULES[self.rule](window, num_heavy) if window is not None or num_heavy else None
 
 
 @dataclass(frozen=True)
 class _PlanRecord:
     """A plan."""
 
-    plan: dict[str, Any]
+    plan: Any
 
 
 def describe_attention(attention: LayerAttention) -> dict[str, Any]:
@@ -49,35 +50,26 @@ def describe_attention(attention: LayerAttention) -> dict[str, Any]:
         return vars(_PlanRecord(plan_record(attention.plan)))
     group = attention.groups[ALL_HEADS]
     assert group is not None
-    feature_map, exact = describe(attention.feature_map), group.exact
-    if exact is None:
-        return vars(_MapRecord(feature_map, None, 0))
-    if type(exact) is Exact:
-        return vars(_MapRecord(feature_map, exact.window, exact.num_heavy))
-    return vars(_RuleRecord(feature_map, exact.label))
+    exact = group.exact
+    sizes = {"window": exact and exact.window, "num_heavy": exact.num_heavy if exact else 0}
+    rule = {} if exact is None or exact.word == Exact.word else {"rule": exact.word}
+    return {"feature_map": describe(attention.feature_map), **sizes, **rule}
 
 
 def rebuild_attention(record: Any, module_name: str, *, place: str, remedy: str) -> LayerAttention:
     """The attention of a record, as its constructor leaves it; `place` and `remedy` are for errors."""
-    names = record if isinstance(record, dict) else {}
-    kind = _PlanRecord if "plan" in names else _RuleRecord if "exact" in names else _MapRecord
-    found = check_fields(record, kind, place, remedy)
-    plan = plan_from_record(found["plan"], f"{place}, plan", remedy) if kind is _PlanRecord else None
+    reading, is_plan = Reading(place, remedy), isinstance(record, dict) and "plan" in record
+    found: Any = reading.record(_PlanRecord if is_plan else _MapRecord, record)
+    plan = plan_from_record(found.plan, f"{place}, plan", remedy) if is_plan else None
     try:
         if plan is not None:
             _check_methods(plan)
             return LayerAttention(plan, module_name)
-        exact = parse_exact(found["exact"]) if kind is _RuleRecord else _exact_part(found["window"], found["num_heavy"])
-        _check_counts(**(vars(exact) if exact else {}))
-        return LayerAttention(rebuild(found["feature_map"]), module_name, exact=exact)
+        _check_counts(window=found.window, num_heavy=found.num_heavy)
+        return LayerAttention(rebuild(found.feature_map), module_name, exact=found.exact)
     # RecursionError, a RuntimeError: a record may hold a map in a map in a map.
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{place}: {error}; {remedy}") from error
-
-
-def _exact_part(window: int | None, num_heavy: int) -> Exact | None:
-    """The exact part of these sizes; None where both say that there is none."""
-    return Exact(window, num_heavy) if window is not None or num_heavy else None
 
 
 def _check_methods(plan: Plan) -> None:

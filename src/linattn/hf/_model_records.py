@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linattn.planning.json_records import check_fields, read_record
-from linattn.records.atomic import atomic_file
+from linattn.records.fields import Reading, to_json
+from linattn.records.json_files import read_record, write_json
 
 RECORD, TENSORS = "linattn.json", "linattn.safetensors"
 REMEDY = "save the model again, with linattn.hf.save_pretrained"
@@ -27,7 +26,7 @@ class LayerRecord:
 
     number: int
     module_name: str
-    kernel: dict[str, Any]
+    kernel: Any
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class ModelRecord:
 def write(folder: Path, record: ModelRecord, tensors: Mapping[str, Tensor]) -> None:
     """Both files; tensors that share memory are written once each."""
     save_file({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}, folder / TENSORS)
-    with atomic_file(folder / RECORD) as file:
-        json.dump({"kind": _KIND, "version": _VERSION, **asdict(record)}, file, allow_nan=False, indent=1)
+    write_json(folder / RECORD, {"kind": _KIND, "version": _VERSION, **to_json(record)})
 
 
 def read(folder: Path) -> ModelRecord:
@@ -59,17 +57,10 @@ def read(folder: Path) -> ModelRecord:
             f"{path} is missing, so {folder} holds no linearized model: load it with transformers, and linearize_ it "
             "if that is wanted"
         )
-    found = {
-        name: value
-        for name, value in read_record(path, _KIND, _VERSION, REMEDY).items()
-        if name not in ("kind", "version")
-    }
-    checked = check_fields(found, ModelRecord, str(path), REMEDY)
-    layers, tensors = checked["layers"], checked["tensors"]
-    if not isinstance(layers, list) or not layers or not isinstance(tensors, dict):
-        raise ValueError(f"{path}: layers must be a list of at least one layer, and tensors an object; {REMEDY}")
-    rows = [check_fields(row, LayerRecord, f"{path}, layers[{place}]", REMEDY) for place, row in enumerate(layers)]
-    return ModelRecord(**{**checked, "layers": tuple(LayerRecord(**row) for row in rows)})
+    record = Reading(str(path), REMEDY).record(ModelRecord, read_record(path, _KIND, _VERSION, REMEDY))
+    if not record.layers:
+        raise ValueError(f"{path}: layers must be a list of at least one layer; {REMEDY}")
+    return record
 
 
 def outlines(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from linattn.hf._implementation import MARK
 from linattn.hf._model_records import RECORD, REMEDY, TENSORS, ModelRecord, dtype_named
 from linattn.hf.layer_attention import LayerAttention
 from linattn.hf.loading import quiet
-from linattn.planning.json_records import read_json
+from linattn.records.json_files import read_json
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"

@@ -14,9 +14,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from linattn.attention import softmax_attention
 from linattn.hf._calls import InterfaceCall, refuse_weights
 from linattn.hf._implementation import hook_parts, restore, switch_to
 from linattn.hf._mask import Mask, build_mask
+from linattn.planning.measures import uniform_average
 
 NAME = "linattn_intercept"
 
@@ -44,6 +46,25 @@ class AttentionCall:
     key_mask: Tensor | None
     is_causal: bool
     scale: float
+
+    def softmax(self) -> Tensor:
+        """Softmax attention, (B, H, Lq, Dv): what the model itself computes."""
+        return softmax_attention(
+            self.query,
+            self.key,
+            self.value,
+            key_mask=self.key_mask,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+
+    def uniform(self) -> Tensor:
+        """The mean of the values that each query may attend to, (B, H, Lq, Dv)."""
+        _, num_heads, num_queries, _ = self.query.shape
+        return uniform_average(
+            self.value, num_heads=num_heads, num_queries=num_queries, key_mask=self.key_mask, is_causal=self.is_causal
+        )
 
 
 Handler = Callable[[AttentionCall], Tensor]

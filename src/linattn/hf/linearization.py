@@ -184,6 +184,15 @@ def linearize_(
     )
 
 
+def choose_layers(model: PreTrainedModel, layers: Iterable[int] | None = None) -> Linearization:
+    """The layers `linearize_` would replace, and why it would leave the others; the model stays as it is."""
+    modules = list(attention_modules(model))
+    reasons = _reasons(model, modules, layers)
+    return Linearization(
+        tuple(LayerReport(found.number, found.name, None, reasons.get(found.number)) for found in modules)
+    )
+
+
 def restore_(model: PreTrainedModel) -> None:
     """Undo `linearize_`: the model attends as it did before, to the bit, and holds no feature map.
 
