@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "fit maps to padding",
-        "hf/observing.py",
+        "hf/calibrating.py",
         "if key_mask is not None and x.shape[2] == key_mask.shape[1]:",
         "if False:",
         "tests/convert/test_calibration.py",

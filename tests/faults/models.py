@@ -168,7 +168,7 @@ FAULTS = (
     ),
     Fault(
         "let padding into what maps are fitted to",
-        "hf/observing.py",
+        "hf/calibrating.py",
         "if key_mask is not None and x.shape[2] == key_mask.shape[1]:",
         "if False:",
         "tests/hf/test_calibrating.py",
@@ -182,14 +182,14 @@ FAULTS = (
     ),
     Fault(
         "keep every token of the samples",
-        "hf/observing.py",
+        "hf/calibrating.py",
         "// self._stride) > _MOST_TOKENS:",
         "// self._stride) > 10**9:",
         "tests/hf/test_calibrating.py",
     ),
     Fault(
         "leave a model that was observed in evaluation mode",
-        "hf/observing.py",
+        "hf/calibrating.py",
         "            module.training = training",
         "            pass",
         "tests/hf/test_calibrating.py",

@@ -13,7 +13,7 @@ from torch import Tensor
 from linattn.convert.running import Batch, to_device
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
-from linattn.hf.observing import live_tokens
+from linattn.hf.calibrating import live_tokens
 from linattn.planning import Plan, plan
 from linattn.planning.methods import Method
 

@@ -201,7 +201,6 @@ def restore_(model: PreTrainedModel) -> None:
 
     Raises:
         ValueError: if the model is not linearized.
-
     """
     if not is_linearized(model):
         raise ValueError(f"{type(model).__name__} is not linearized; give the model that linearize_ was given")
