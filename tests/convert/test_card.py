@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from linattn.convert import Agreement, Conversion, LayerError, Stage, Trained
+from linattn.convert.card import kept_in_words, layer_table, model_card, stage_table
 from linattn.hf import LayerReport, Linearization
-from linattn.lab.report import kept_in_words, layer_table, model_card, stage_table
-from linattn.lab.report.conversion import markdown
 
 
 def stage(name, value, *errors):
@@ -82,8 +81,8 @@ def test_the_card(conversion):
     assert "2 of 3 attention layers attend by `FavorPlus(num_features=8) + window 4`" in card
     assert "Training: 1234 steps of distillation in 1.5 minutes." in card
     assert "on 9 texts of 12,345 tokens" in card
-    assert markdown(stage_table(conversion)) in card
-    assert markdown(layer_table(conversion)) in card
+    assert stage_table(conversion).markdown() in card
+    assert layer_table(conversion).markdown() in card
     assert "Layers that keep softmax:\n\n* layer.2: a sliding window of 8 tokens\n" in card
     calibrated = replace(conversion, trainings=(), linearization=Linearization(conversion.linearization.layers[:2]))
     assert "Training: none." in model_card(calibrated, "tiny")

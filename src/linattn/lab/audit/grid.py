@@ -59,7 +59,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Measurements:
+class AuditGrid:
     """Which methods an audit measures, at which widths, with how many draws.
 
     Attributes:
@@ -92,17 +92,13 @@ class Measurements:
     def configurations(self) -> Iterator[Configuration]:
         """Everything to measure, in order: by method, then width, then draw.
 
-        Cost: none.
-
         Returns:
             An iterator over `Configuration`.
 
         Example:
             >>> both = tuple(map(parse_method, ("EluPlusOne", "FavorPlus")))
-            >>> [(c.method.label, c.num_features, c.draw) for c in Measurements(both, draws=2).configurations()][:3]
+            >>> [(c.method.label, c.num_features, c.draw) for c in AuditGrid(both, draws=2).configurations()][:3]
             [('EluPlusOne', None, 0), ('FavorPlus', 64, 0), ('FavorPlus', 64, 1)]
-
-        Source: none, a definition.
         """
         for method in self.methods:
             for num_features in self.features if method.map.takes_features else (None,):
@@ -112,8 +108,6 @@ class Measurements:
 
 def default_methods() -> tuple[Method, ...]:
     """The methods an audit measures unless told otherwise: the textbook's, and what was found to do better.
-
-    Cost: none.
 
     Returns:
         The methods.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linattn.lab.audit.measurements import DEFAULT_METHODS, Measurements, default_methods
+from linattn.lab.audit.grid import DEFAULT_METHODS, AuditGrid, default_methods
 from linattn.planning.methods import parse_method
 
 
@@ -14,7 +14,7 @@ def test_defaults_are_their_own_labels(label):
 
 
 def test_fixed_maps_are_measured_once():
-    wanted = Measurements(default_methods(), features=(64, 256), draws=3, seed=5)
+    wanted = AuditGrid(default_methods(), features=(64, 256), draws=3, seed=5)
     found = [(c.method.label, c.num_features, c.draw) for c in wanted.configurations()]
     free = [method for method in default_methods() if method.map.takes_features]
     fixed = [method for method in default_methods() if not method.map.takes_features]
@@ -43,4 +43,4 @@ def test_fixed_maps_are_measured_once():
 )
 def test_refusals(options, words):
     with pytest.raises(ValueError, match=words):
-        Measurements(**{"methods": (parse_method("Relu"),), **options})
+        AuditGrid(**{"methods": (parse_method("Relu"),), **options})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from linattn.convert import Conversion, Stage
-from linattn.lab.report._text import Table
+from linattn.convert.course import Conversion
+from linattn.convert.stages import Stage
 from linattn.planning.plans import EXACT
+from linattn.records.tables import Table
 
 _WORDS = {
     "uniform": "uniform averaging",
@@ -15,61 +16,32 @@ _WORDS = {
     "converted": "distilled",
 }
 _WORK = {"calibrated": "calibrating", "converted": "distilling"}
+# Heading and exact value of each figure of an `Agreement`; the last two exist of some models alone.
+_MEASURES = {
+    "embedding_cosine": ("embedding cosine", 1.0),
+    "token_cosine": ("token cosine", 1.0),
+    "rank_correlation": ("rank correlation", 1.0),
+    "divergence": ("prediction KL", 0.0),
+}
 # Of figures; of two that agree to the fewer, the more.
 _FEWER, _MORE = 4, 8
 
 
 def stage_table(conversion: Conversion) -> Table:
-    """The whole model at every stage, below both baselines.
-
-    Cost: none worth naming.
-
-    Args:
-        conversion: what `linattn.convert.convert_` returned.
-
-    Returns:
-        One row per stage; a column for what exists of this model.
-
-    Example:
-        See `tests/lab/report/test_conversion.py`.
-
-    Source: none.
-    """
-    divergence = any(stage.agreement.divergence is not None for stage in conversion.stages)
-    ranks = any(stage.agreement.rank_correlation is not None for stage in conversion.stages)
-    columns = ["stage", "embedding cosine", "token cosine"]
-    exact = ["exact attention", _number(1.0), _number(1.0)]
-    if ranks:
-        columns.append("rank correlation")
-        exact.append(_number(1.0))
-    if divergence:
-        columns.append("prediction KL")
-        exact.append(_number(0.0))
-    rows = [tuple(exact)]
-    for stage in conversion.stages:
-        found = stage.agreement
-        row = [_WORDS[stage.name], _number(found.embedding_cosine), _number(found.token_cosine)]
-        row += [_number(found.rank_correlation)] * ranks + [_number(found.divergence)] * divergence
-        rows.append(tuple(row))
-    return Table(tuple(columns), tuple(rows), baselines=2)
+    """The whole model at every stage, below both baselines."""
+    stages = conversion.stages
+    measured = {
+        name: words
+        for name, words in _MEASURES.items()
+        if any(getattr(stage.agreement, name) is not None for stage in stages)
+    }
+    rows = [("exact attention", *(_number(exact) for _, exact in measured.values()))]
+    rows += [(_WORDS[stage.name], *(_number(getattr(stage.agreement, name)) for name in measured)) for stage in stages]
+    return Table(("stage", *(words for words, _ in measured.values())), tuple(rows), baselines=2)
 
 
 def layer_table(conversion: Conversion) -> Table:
-    """The relative error of every layer's attention at every stage, beside that of averaging.
-
-    Cost: none worth naming.
-
-    Args:
-        conversion: what `linattn.convert.convert_` returned.
-
-    Returns:
-        One row per converted layer; 0 is exact. The worst head is that of the stage that was kept.
-
-    Example:
-        See `tests/lab/report/test_conversion.py`.
-
-    Source: none.
-    """
+    """The relative error of each layer's attention by stage, beside averaging's; the worst head at the stage kept."""
     stages = [stage for stage in conversion.stages if stage.layers]
     columns = ("layer", "uniform averaging", *(_WORDS[stage.name] for stage in stages), "worst head")
     rows = [_layer_row(stages, conversion.result, number) for number in range(len(stages[-1].layers))]
@@ -77,21 +49,7 @@ def layer_table(conversion: Conversion) -> Table:
 
 
 def kept_in_words(conversion: Conversion) -> str:
-    """Which stage's weights the model has, and why where it is not the last.
-
-    Cost: none worth naming.
-
-    Args:
-        conversion: what `linattn.convert.convert_` returned.
-
-    Returns:
-        A sentence without its full stop.
-
-    Example:
-        See `tests/lab/report/test_conversion.py`.
-
-    Source: none.
-    """
+    """Which stage's weights the model has, and why where it is not the last: a sentence without its full stop."""
     result = conversion.result
     later = conversion.stages[conversion.stages.index(result) + 1 :]
     if not later:
@@ -106,68 +64,14 @@ def kept_in_words(conversion: Conversion) -> str:
 
 
 def method_table(conversion: Conversion) -> Table:
-    """How many heads have which method, of a conversion for a target error.
-
-    Cost: none worth naming.
-
-    Args:
-        conversion: what `linattn.convert.convert_` returned.
-
-    Returns:
-        One row per method over all converted layers, exact attention first, then the most frequent; none where all
-        heads share one.
-
-    Example:
-        See `tests/lab/report/test_conversion.py`.
-
-    Source: none.
-    """
+    """How many heads have which method, exact attention first, then the most frequent; empty where all share one."""
     counts = Counter(method for layer in conversion.heads for method in layer)
     rows = sorted(counts.items(), key=lambda row: (row[0] != EXACT, -row[1], row[0]))
     return Table(("method", "heads"), tuple((method, str(count)) for method, count in rows))
 
 
-def markdown(table: Table) -> str:
-    """A table as Markdown.
-
-    Cost: linear in the table.
-
-    Args:
-        table: any table.
-
-    Returns:
-        Lines, the first column to the left and the others to the right.
-
-    Example:
-        >>> print(markdown(Table(("a", "b"), (("x", "1"),))))
-        | a | b |
-        |---|---:|
-        | x | 1 |
-
-    Source: GitHub Flavored Markdown, "Tables".
-    """
-    head = f"| {' | '.join(table.columns)} |"
-    rule = f"|---|{'---:|' * (len(table.columns) - 1)}"
-    return "\n".join([head, rule, *(f"| {' | '.join(row)} |" for row in table.rows)])
-
-
 def model_card(conversion: Conversion, name: str) -> str:
-    """What a converted model's folder says of it.
-
-    Cost: none worth naming.
-
-    Args:
-        conversion: how it was made.
-        name: of the model it was made from.
-
-    Returns:
-        Markdown.
-
-    Example:
-        See `tests/lab/report/test_conversion.py`.
-
-    Source: none.
-    """
+    """The model card of a converted model, as Markdown; `name` is that of the model it was made from."""
     steps = ", ".join(
         f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
     )
@@ -180,34 +84,20 @@ def model_card(conversion: Conversion, name: str) -> str:
         "these weights under softmax, for which they were not trained.",
         f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
         "nothing was fitted to or trained on, against the original model:",
-        markdown(stage_table(conversion)),
+        stage_table(conversion).markdown(),
         f"{kept_in_words(conversion)}.",
         "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
-        markdown(layer_table(conversion)),
+        layer_table(conversion).markdown(),
     ]
     if conversion.heads:
-        parts += ["The methods of the heads (exact is softmax attention):", markdown(method_table(conversion))]
+        parts += ["The methods of the heads (exact is softmax attention):", method_table(conversion).markdown()]
     if kept:
         parts += ["Layers that keep softmax:", "\n".join(kept)]
     return "\n\n".join(parts) + "\n"
 
 
 def method_in_words(conversion: Conversion) -> str:
-    """What the converted layers attend by, within a sentence: one method, or how many heads stay exact.
-
-    Cost: none worth naming.
-
-    Args:
-        conversion: what `linattn.convert.convert_` returned.
-
-    Returns:
-        Words, Markdown where a method is named.
-
-    Example:
-        See `tests/lab/report/test_conversion.py`.
-
-    Source: none.
-    """
+    """What the converted layers attend by, as Markdown within a sentence: one method, or how many heads stay exact."""
     if not conversion.heads:
         return f"`{conversion.method}`"
     methods = [method for layer in conversion.heads for method in layer]

@@ -6,22 +6,22 @@ Numbers JSON does not have are written as the texts "inf", "-inf" and "nan"; wha
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from linattn.lab._fields import read_field
 from linattn.records.atomic import atomic_file
+from linattn.records.fields import Reading, to_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 H = TypeVar("H", bound="DataclassInstance")
 R = TypeVar("R", bound="DataclassInstance")
+
+_REMEDY = "move the file away and measure again"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class Form(Generic[H, R]):
     def write(self, path: Path, header: H, rows: Iterable[R]) -> None:
         """Write a file, row by row as it is measured, under a temporary name until it is whole.
 
-        Cost: linear in the rows; memory for one.
-
         Args:
             path: the file.
             header: the first row.
@@ -52,17 +50,13 @@ class Form(Generic[H, R]):
             OSError: if the file cannot be written.
 
         Example:
-            See `linattn.lab.audit.records.write_records`.
-
-        Source: the JSON Lines format.
+            See `extend`.
         """
         with atomic_file(path) as file:
             file.writelines(self._line(record) for record in chain([header], rows))
 
     def read(self, path: Path) -> tuple[H, list[R]]:
         """Read what `write` wrote.
-
-        Cost: linear in the file, all of it in memory.
 
         Args:
             path: the file.
@@ -74,16 +68,12 @@ class Form(Generic[H, R]):
             ValueError: if a line is not such a row, or the first line alone is not the header.
 
         Example:
-            See `linattn.lab.audit.records.write_records`.
-
-        Source: the JSON Lines format.
+            See `extend`.
         """
         return self._records(_lines(path.read_bytes(), path), path)
 
     def so_far(self, path: Path) -> tuple[H, list[R]]:
         """Read what `extend` has written until now.
-
-        Cost: linear in the file, all of it in memory.
 
         Args:
             path: the file, finished or not.
@@ -96,16 +86,12 @@ class Form(Generic[H, R]):
 
         Example:
             See `extend`.
-
-        Source: the JSON Lines format.
         """
         content = path.read_bytes()
         return self._records(_lines(content[: content.rfind(b"\n") + 1], path), path)
 
     def unfinished(self, path: Path) -> tuple[H, list[R]] | None:
         """What an early end has left of a file written by `extend`.
-
-        Cost: linear in the file.
 
         Args:
             path: the unfinished file.
@@ -115,8 +101,6 @@ class Form(Generic[H, R]):
 
         Example:
             See `extend`.
-
-        Source: the JSON Lines format.
         """
         if not path.is_file():
             return None
@@ -127,8 +111,6 @@ class Form(Generic[H, R]):
 
     def extend(self, path: Path, header: H, kept: list[R], rows: Iterable[R]) -> None:
         """Write rows that survive an early end: each is in the file before the next is measured.
-
-        Cost: linear in the rows.
 
         Args:
             path: the unfinished file; what it held is replaced by `header` and `kept`.
@@ -141,14 +123,13 @@ class Form(Generic[H, R]):
 
         Example:
             >>> import tempfile
-            >>> from linattn.lab.audit.records import AUDIT, Header, ModelRow
-            >>> path = Path(tempfile.mkdtemp()) / "audit.partial.jsonl"
-            >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
-            >>> AUDIT.extend(path, header, [], [ModelRow("exact", None, 0, 1.0, 1.0)])
-            >>> AUDIT.unfinished(path)[1]
-            [ModelRow(map='exact', features=None, draw=0, embedding_cosine=1.0, token_cosine=1.0)]
-
-        Source: the JSON Lines format.
+            >>> from dataclasses import make_dataclass
+            >>> oven, cake = make_dataclass("Oven", [("heat", int)]), make_dataclass("Cake", [("eggs", float)])
+            >>> baked = Form("a day's baking", oven, {"cake": cake})
+            >>> path = Path(tempfile.mkdtemp()) / "baked.jsonl"
+            >>> baked.extend(path, oven(200), [], [cake(3.0), cake(float("inf"))])
+            >>> baked.unfinished(path)[1]
+            [Cake(eggs=3.0), Cake(eggs=inf)]
         """
         self.write(path, header, kept)
         # Line by line, so that an end by force takes no measured row with it.
@@ -175,38 +156,18 @@ class Form(Generic[H, R]):
         kind = kinds.get(name) if isinstance(name, str) else None
         if kind is None:
             raise ValueError(f"{place} is no row of {self.subject}; its kind must be one of {', '.join(kinds)}")
-        wanted, needed = _types(kind)
-        if not needed <= set(values) <= set(wanted):
-            raise ValueError(f"{place}: got the fields {sorted(values)}, wanted {sorted(wanted)}; measure again")
-        for field, value in values.items():
-            try:
-                values[field] = read_field(value, wanted[field])
-            except ValueError as error:
-                raise ValueError(f"{place}, {field}: {error}; move the file away and measure again") from None
-        return kind(**values)
+        return Reading(place, _REMEDY, finite=False).record(kind, values)
 
     def _line(self, record: DataclassInstance) -> str:
         """One record as a line."""
         kind = next(name for name, kind in self._kinds() if type(record) is kind)
-        values = {name: _plain(value) for name, value in asdict(record).items()}
-        return json.dumps({"kind": kind, **values}, ensure_ascii=False, allow_nan=False) + "\n"
+        values = {"kind": kind, **to_json(record, finite=False)}
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
 
     def _kinds(self) -> Iterator[tuple[str, type[H] | type[R]]]:
         """Every kind with its name."""
         yield "header", self.header
         yield from self.rows.items()
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinities and no nan."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@cache
-def _types(kind: type[DataclassInstance]) -> tuple[dict[str, Any], set[str]]:
-    """The type of each field, and the fields that files of earlier versions have too: those without a default."""
-    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-    return get_type_hints(kind), needed
 
 
 def _lines(content: bytes, path: Path) -> list[str]:
@@ -223,4 +184,4 @@ def _parsed(line: str, place: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is damaged ({error}); move the file away and measure again") from None
+        raise ValueError(f"{place} is damaged ({error}); {_REMEDY}") from None
