@@ -12,7 +12,7 @@ from torch import Tensor
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import stepping
 from linattn.attention.backends.blocked.fold import Task, is_followed, run
-from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Mass, Read
+from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
 from linattn.attention.bound_map import BoundMap, outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 
@@ -75,7 +75,7 @@ class Blocked:
             kept = accumulation_dtype(key.dtype)
             before = no_sums(bound.feature_map, key.shape[0], key.shape[1], 0, kept, key.device)
             after = self.absorb(bound, key, key[..., :0], bias, before)
-            mass: Tensor = run(Task("mass"), bound, Mass(query, key, *after, bias)).mass
+            mass: Tensor = run(Task("mass"), bound, Causal(query, key, key[..., :0], *after, bias)).mass
         return mass
 
 

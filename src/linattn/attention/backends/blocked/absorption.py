@@ -12,7 +12,7 @@ from linattn.feature_maps import FeatureMap
 def forward(feature_map: FeatureMap, inputs: Absorb) -> Sums:
     """The sums after these keys, in memory of their own."""
     state = Running(sums_of(inputs))
-    keys = KeyBlocks(feature_map, inputs.key, inputs.value, inputs.bias, Workspace(inputs.S))
+    keys = KeyBlocks(feature_map, inputs, Workspace(inputs.S))
     for block in blocks(inputs.key, feature_map.num_features):
         found = keys.features(block)
         # The sums move to the new maximum first, so that the features' exponents are at most 0.
@@ -25,7 +25,7 @@ def backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     """Gradients of (key, value, S, z); features are recomputed relative to the final m."""
     inputs: Absorb = saved.inputs
     m, (grad_S, grad_z, _), space = saved.outputs.m, saved.grads, Workspace(inputs.m)
-    keys = KeyBlocks(feature_map, inputs.key, inputs.value, inputs.bias, space)
+    keys = KeyBlocks(feature_map, inputs, space)
     back, of_bias = MapGradients(feature_map, saved.tensors), BiasGradient(inputs.bias, wanted=saved.bias_grad)
     flat_grad_S, row_grad_z = grad_S.flatten(0, 1), grad_z.unsqueeze(-2)
     grad_key, grad_value = (x.new_empty(x.shape) for x in (inputs.key, inputs.value))

@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks, causal_mask, is_masked, num_blocks
-from linattn.attention.backends.blocked.features import KeyBlocks, Keys, query_block, query_features, query_rows
+from linattn.attention.backends.blocked.features import (
+    KeyBlocks,
+    Keys,
+    by_kind,
+    query_block,
+    query_features,
+    query_rows,
+)
 from linattn.attention.backends.blocked.grouped_causal import GroupedRows
 from linattn.attention.backends.blocked.jumps import split, split_rows
 from linattn.attention.backends.blocked.reading import empty_rows, store_rows, times_z
 from linattn.attention.backends.blocked.records import Causal, CausalOutputs, sums_of
 from linattn.attention.sums import Sums, lowest
-from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.feature_maps import FeatureMap
 
 # A denominator may shrink to exp(-60): far above float32's smallest normal number, exp(-87).
 _MAX_JUMP = 60.0
@@ -28,11 +35,7 @@ SEGMENT = 16
 
 def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:
     """Rows; with `span`, of the keys of earlier spans of so many tokens only."""
-    fold: JointRows | GroupedRows
-    if isinstance(feature_map, GroupedFeatureMap):
-        fold = GroupedRows(feature_map, inputs, span)
-    else:
-        fold = JointRows(feature_map, inputs, span)
+    fold = by_kind(feature_map, JointRows, GroupedRows)(feature_map, inputs, span)
     state, rows, kept = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S), empty_checkpoints(inputs, span)
     for index, block in enumerate(causal_blocks(inputs, span)):
         if index and index % SEGMENT == 0:
@@ -58,7 +61,7 @@ class JointRows:
 
     def __init__(self, feature_map: FeatureMap, inputs: Causal, span: int) -> None:
         self._map, self._query, self._span, self._space = feature_map, inputs.query, span, Workspace(inputs.S)
-        self._keys = KeyBlocks(feature_map, inputs.key, inputs.value, inputs.bias, self._space)
+        self._keys = KeyBlocks(feature_map, inputs, self._space)
 
     def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor]:
         """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n); the block is folded in."""

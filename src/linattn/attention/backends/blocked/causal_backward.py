@@ -17,40 +17,35 @@ from linattn.attention.backends.blocked.causal import SEGMENT, causal_blocks, hi
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
-    KeyGradients,
     Keys,
     MapGradients,
+    by_kind,
     normalised_query_features,
     query_block,
     query_gradient,
     query_rows,
     store_masked,
 )
-from linattn.attention.backends.blocked.grouped_causal import GroupedGradients
+from linattn.attention.backends.blocked.grouped_causal import BlockGradients, BlockState, GroupedGradients
 from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
 from linattn.attention.backends.blocked.reading import SavedRows, saved_rows, times_z
 from linattn.attention.backends.blocked.records import (
-    BlockGradients,
-    BlockState,
     Causal,
     CausalOutputs,
     Gradients,
+    KeyGradients,
     Saved,
     sums_of,
 )
 from linattn.attention.sums import Sums
-from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.feature_maps import FeatureMap
 
 
 def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
     """Gradients of (query, key, value, S, z)."""
     inputs: Causal = saved.inputs
     outputs: CausalOutputs = saved.outputs
-    fold: JointGradients | GroupedGradients
-    if isinstance(feature_map, GroupedFeatureMap):
-        fold = GroupedGradients(feature_map, saved, span)
-    else:
-        fold = JointGradients(feature_map, saved, span)
+    fold = by_kind(feature_map, JointGradients, GroupedGradients)(feature_map, saved, span)
     query, key, value = (x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value))
     S, z = (x.clone(memory_format=torch.contiguous_format) for x in (saved.grads.S, saved.grads.z))
     cut = causal_blocks(inputs, span)
@@ -111,7 +106,7 @@ class JointGradients:
     def __init__(self, feature_map: FeatureMap, saved: Saved, span: int) -> None:
         inputs: Causal = saved.inputs
         self.space, self.back = Workspace(inputs.S), MapGradients(feature_map, saved.tensors)
-        self.keys = KeyBlocks(feature_map, inputs.key, inputs.value, inputs.bias, self.space)
+        self.keys = KeyBlocks(feature_map, inputs, self.space)
         self.of_bias = BiasGradient(inputs.bias, wanted=saved.bias_grad)
         self._map, self._saved, self._span, self._groups = feature_map, saved, span, inputs.query.shape[2]
 

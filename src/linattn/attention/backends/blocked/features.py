@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Workspace, exponential_, is_masked
+from linattn.attention.backends.blocked.records import Absorb, Causal, KeyGradients
 from linattn.attention.sums import accumulation_dtype, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-
-
-class KeyGradients(NamedTuple):
-    """Gradients of what a map returns for a block of keys."""
-
-    features: Tensor  # of the exponents of an exponential map, else of the linear features
-    weight: Tensor | None = None  # of the logarithmic weights, where the keys have any
-
-    @property
-    def log(self) -> Tensor:
-        """That of the keys' exponents, which biases are added to."""
-        return self.features if self.weight is None else self.weight
-
-    def join(self, other: KeyGradients, rule: Callable[[Tensor, Tensor], Tensor]) -> KeyGradients:
-        """Both by a rule, tensor by tensor."""
-        features = rule(self.features, other.features)
-        if self.weight is None or other.weight is None:
-            return KeyGradients(features)
-        return KeyGradients(features, rule(self.weight, other.weight))
 
 
 class Keys(NamedTuple):
@@ -81,25 +63,28 @@ class Keys(NamedTuple):
         return KeyGradients(grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1))
 
 
+def by_kind(feature_map: FeatureMap, plain: Any, grouped: Any) -> Any:
+    """The strategy of a fold for this kind of map."""
+    return grouped if isinstance(feature_map, GroupedFeatureMap) else plain
+
+
 class KeyBlocks:
     """A fold's keys, values and biases, block by block in the accumulation dtype; masked keys and values are 0."""
 
-    def __init__(
-        self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None, space: Workspace
-    ) -> None:
-        self._map, self._key, self._value, self._bias, self._space = feature_map, key, value, bias, space
+    def __init__(self, feature_map: FeatureMap, inputs: Absorb | Causal, space: Workspace) -> None:
+        self._map, self._inputs, self._space = feature_map, inputs, space
 
     def bias(self, block: slice) -> Tensor | None:
         """(B, H or 1, n)."""
-        return None if self._bias is None else self._bias[..., block]
+        return None if self._inputs.bias is None else self._inputs.bias[..., block]
 
     def tokens(self, block: slice, slot: str = "") -> Tensor:
         """The keys (B, H, n, D); a slot is a buffer of their own."""
-        return self._space.rows(f"{slot}k", self._key[:, :, block], self.bias(block))
+        return self._space.rows(f"{slot}k", self._inputs.key[:, :, block], self.bias(block))
 
     def values(self, block: slice) -> Tensor:
         """(B, H, n, Dv)."""
-        return self._space.rows("v", self._value[:, :, block], self.bias(block))
+        return self._space.rows("v", self._inputs.value[:, :, block], self.bias(block))
 
     def features(self, block: slice, x: Tensor | None = None, slot: str = "") -> Keys:
         """Their features times exp(bias); x are the keys, where they are loaded."""

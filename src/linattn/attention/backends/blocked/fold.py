@@ -22,7 +22,6 @@ from linattn.attention.backends.blocked.records import (
     Causal,
     CausalOutputs,
     Gradients,
-    Mass,
     MassOutputs,
     Read,
     Saved,
@@ -50,7 +49,7 @@ FOLDS = {
     "absorb": Fold(absorption.forward, absorption.backward, Absorb, Sums),
     "read": Fold(reading.forward, reading.backward, Read, Rows),
     "causal": Fold(causal.forward, causal_backward.backward, Causal, CausalOutputs),
-    "mass": Fold(reading.mass, None, Mass, MassOutputs),
+    "mass": Fold(reading.mass, None, Causal, MassOutputs),
 }
 
 

@@ -13,11 +13,33 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, Workspace, causal_mask
-from linattn.attention.backends.blocked.features import BiasGradient, KeyBlocks, MapGradients, query_rows
+from linattn.attention.backends.blocked.features import BiasGradient, KeyBlocks, Keys, MapGradients, query_rows
 from linattn.attention.backends.blocked.grouped_reading import flat_groups, tiles
-from linattn.attention.backends.blocked.records import BlockGradients, BlockState, Causal, Saved
+from linattn.attention.backends.blocked.records import Causal, Saved
 from linattn.attention.sums import Sums, lowest, per_feature
 from linattn.feature_maps import GroupedFeatureMap
+
+
+class BlockState(NamedTuple):
+    """A block as the recomputation of its segment left it."""
+
+    block: slice
+    before: Sums
+    c: Tensor  # the exponent after it, (B, H, M)
+    x: Tensor  # its keys (B, H, n, D)
+    keys: Keys  # an exponential map's are turned relative to c
+    phi_k: Tensor  # (B, H, n, R), relative to c
+    safe: Tensor | None  # (B, H) bool: heads whose rows share c; None for all
+
+
+class BlockGradients(NamedTuple):
+    """Gradients of a block's tokens, and of S and z before it."""
+
+    query: Tensor  # (B, H, G·n, D)
+    key: Tensor  # (B, H, n, D)
+    value: Tensor  # (B, H, n, Dv)
+    S: Tensor
+    z: Tensor
 
 
 class Block(NamedTuple):
@@ -34,7 +56,7 @@ class GroupedRows:
 
     def __init__(self, feature_map: GroupedFeatureMap, inputs: Causal, span: int) -> None:
         self.map, self.query, self.span, self.space = feature_map, inputs.query, span, Workspace(inputs.S)
-        self.keys = KeyBlocks(feature_map, inputs.key, inputs.value, inputs.bias, self.space)
+        self.keys = KeyBlocks(feature_map, inputs, self.space)
 
     def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor]:
         """Num (B, H, G·n, Dv), den and its exponent (B, H, G·n); the block is folded in."""

@@ -6,8 +6,8 @@ N = G·L queries of each of B·H rows, C groups, F = R/C features of a group, T 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ class TileReader:
         self.cut = tiles(groups_of(feature_map, rows, inputs.S.dtype), feature_map.num_groups)
         self.rows, self.flat = rows.reshape(-1, rows.shape[-1]), flat_groups(feature_map, sums_of(inputs))
 
-    def parts(self) -> Iterable[Any]:
+    def parts(self) -> Iterator[Tiles]:
         """Chunks whose features and sums are small."""
         num_local = self.feature_map.num_local
         return self.cut.chunks(num_local * self.flat.S.shape[-1] + self.cut.query.shape[-1] * num_local)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.features import (
-    KeyGradients,
     Keys,
     normalised_query_features,
     query_features,
     query_gradient,
 )
+from linattn.attention.backends.blocked.records import KeyGradients
 from linattn.attention.sums import Sums
 
 

@@ -5,8 +5,8 @@ A part is a block of tokens, or for grouped maps a chunk of tiles (grouped_readi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from linattn.attention.backends.blocked.blocks import Workspace, blocks
 from linattn.attention.backends.blocked.features import (
     KeyBlocks,
     MapGradients,
+    by_kind,
     normalised_query_features,
     query_block,
     query_features,
@@ -23,53 +24,45 @@ from linattn.attention.backends.blocked.features import (
     query_rows,
 )
 from linattn.attention.backends.blocked.grouped_reading import TileGradients, TileReader
-from linattn.attention.backends.blocked.records import Gradients, Mass, MassOutputs, Read, Saved, sums_of
-from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.attention.backends.blocked.records import Causal, Gradients, MassOutputs, Read, Saved, sums_of
+from linattn.feature_maps import FeatureMap
 
 
 def forward(feature_map: FeatureMap, inputs: Read) -> Rows:
     """The output (B, H, G, L, Dv) in the query's dtype, the denominator and its exponent (B, H, G, L)."""
-    reader = reader_of(feature_map, inputs)
+    reader = by_kind(feature_map, BlockReader, TileReader)(feature_map, inputs)
     rows = reader.empty_rows()
     for part in reader.parts():
         reader.read(part, rows)
-    return reader.finished(rows)
+    finished: Rows = reader.finished(rows)
+    return finished
 
 
 def backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     """Gradients of (query, S, z)."""
-    reader: BlockGradients | TileGradients
-    if isinstance(feature_map, GroupedFeatureMap):
-        reader = TileGradients(feature_map, saved)
-    else:
-        reader = BlockGradients(feature_map, saved)
+    reader = by_kind(feature_map, BlockGradients, TileGradients)(feature_map, saved)
     for part in reader.parts():
         reader.pull(part)
-    return reader.gradients()
+    found: Gradients = reader.gradients()
+    return found
 
 
-def mass(feature_map: FeatureMap, inputs: Mass) -> MassOutputs:
+def mass(feature_map: FeatureMap, inputs: Causal) -> MassOutputs:
     """How much all queries attend to each key: Σ_i a_ij, a_ij = φ(q_i)·φ(k_j) / φ(q_i)ᵀz; 0 for masked keys.
 
     The queries' features over their denominators are summed first, so that two passes over the tokens give all masses.
     """
     key, sums = inputs.key, sums_of(inputs)
-    reader, total = reader_of(feature_map, Read(inputs.query, *sums)), sums.z.new_zeros(sums.z.shape)
+    reader = by_kind(feature_map, BlockReader, TileReader)(feature_map, Read(inputs.query, *sums))
+    total = sums.z.new_zeros(sums.z.shape)
     for part in reader.parts():
         reader.add_normalised(part, total)
     found = total.new_empty(key.shape[:3])
-    keys = KeyBlocks(feature_map, key, key[..., :0], inputs.bias, Workspace(total))
+    keys = KeyBlocks(feature_map, inputs, Workspace(total))
     for block in blocks(key, feature_map.num_features):
         phi_k = keys.features(block).turned_relative_to(sums.m)
         found[:, :, block] = torch.matmul(phi_k, total.unsqueeze(-1)).squeeze(-1)
     return MassOutputs(found)
-
-
-def reader_of(feature_map: FeatureMap, inputs: Read) -> BlockReader | TileReader:
-    """How queries of this map read."""
-    if isinstance(feature_map, GroupedFeatureMap):
-        return TileReader(feature_map, inputs)
-    return BlockReader(feature_map, inputs)
 
 
 class BlockReader:
@@ -79,7 +72,7 @@ class BlockReader:
         self.feature_map, self.inputs, self.space = feature_map, inputs, Workspace(inputs.S)
         self.S, self.z = inputs.S.flatten(0, 1), inputs.z.flatten(0, 1)
 
-    def parts(self) -> Iterable[Any]:
+    def parts(self) -> list[slice]:
         """Blocks of tokens."""
         return blocks(self.inputs.query, self.feature_map.num_features)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from linattn.attention.backends.blocked.features import Keys
 from linattn.attention.sums import Sums
 
 
@@ -32,22 +31,11 @@ class Read(NamedTuple):
 
 
 class Causal(NamedTuple):
-    """As many queries as keys, and the sums before them."""
+    """As many queries as keys, and the sums before them; for masses any number of both, and the sums after them."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    S: Tensor
-    z: Tensor
-    m: Tensor
-    bias: Tensor | None = None
-
-
-class Mass(NamedTuple):
-    """Queries, keys, and the sums after these keys."""
-
-    query: Tensor
-    key: Tensor
     S: Tensor
     z: Tensor
     m: Tensor
@@ -78,7 +66,7 @@ class MassOutputs(NamedTuple):
     mass: Tensor  # (B, H, L)
 
 
-def sums_of(inputs: Absorb | Read | Causal | Mass) -> Sums:
+def sums_of(inputs: Absorb | Read | Causal) -> Sums:
     """The sums a fold is given."""
     return Sums(inputs.S, inputs.z, inputs.m)
 
@@ -93,26 +81,23 @@ class Saved(NamedTuple):
     bias_grad: bool  # whether the biases' gradient is wanted
 
 
-class BlockState(NamedTuple):
-    """A block as the recomputation of its segment left it."""
+class KeyGradients(NamedTuple):
+    """Gradients of what a map returns for a block of keys."""
 
-    block: slice
-    before: Sums
-    c: Tensor  # the exponent after it, (B, H, M)
-    x: Tensor  # its keys (B, H, n, D)
-    keys: Keys  # an exponential map's are turned relative to c
-    phi_k: Tensor  # (B, H, n, R), relative to c
-    safe: Tensor | None  # (B, H) bool: heads whose rows share c; None for all
+    features: Tensor  # of the exponents of an exponential map, else of the linear features
+    weight: Tensor | None = None  # of the logarithmic weights, where the keys have any
 
+    @property
+    def log(self) -> Tensor:
+        """That of the keys' exponents, which biases are added to."""
+        return self.features if self.weight is None else self.weight
 
-class BlockGradients(NamedTuple):
-    """Gradients of a block's tokens, and of S and z before it."""
-
-    query: Tensor  # (B, H, G·n, D)
-    key: Tensor  # (B, H, n, D)
-    value: Tensor  # (B, H, n, Dv)
-    S: Tensor
-    z: Tensor
+    def join(self, other: KeyGradients, rule: Callable[[Tensor, Tensor], Tensor]) -> KeyGradients:
+        """Both by a rule, tensor by tensor."""
+        features = rule(self.features, other.features)
+        if self.weight is None or other.weight is None:
+            return KeyGradients(features)
+        return KeyGradients(features, rule(self.weight, other.weight))
 
 
 class Gradients(NamedTuple):
