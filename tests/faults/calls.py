@@ -80,15 +80,15 @@ FAULTS = (
     Fault(
         "let cancellation make a normaliser negative",
         "attention/backends/blocked/grouped_reading.py",
-        "den = feature_map.normalizer(phi_q, z)",
+        "den = self.feature_map.normalizer(phi_q, z)",
         "den = (phi_q * z).sum(-1)",
         "tests/laws/test_combination.py",
     ),
     Fault(
         "invert denormal normalisers",
         "attention/backends/blocked/reading.py",
-        "(den.abs() < torch.finfo(den.dtype).tiny)",
-        "(den == 0)",
+        "(self.den.abs() < torch.finfo(den.dtype).tiny)",
+        "(self.den == 0)",
         "tests/laws/test_gradient.py",
     ),
     Fault(
