@@ -90,8 +90,8 @@ FAULTS = (
     Fault(
         "ignore the incoming state",
         "attention/functional.py",
-        "        if state is not None:\n            return state.sums",
-        "        if state is not None:\n            pass",
+        "        if state is None:\n            sizes",
+        "        if True:\n            sizes",
         "tests/laws/test_fold.py",
     ),
     Fault(
@@ -125,7 +125,7 @@ FAULTS = (
     Fault(
         "accept a state of another draw",
         "attention/state.py",
-        "if state.built_with != fingerprint:",
+        "if self.built_with != fingerprint:",
         "if False:",
         "tests/laws/test_fold.py tests/laws/test_refusals.py",
     ),

@@ -45,7 +45,7 @@ FAULTS = (
     Fault(
         "take the first dtype instead of the widest under autocast",
         "attention/_check.py",
-        "dtype = torch.promote_types(dtype, x.dtype)",
+        "dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))",
         "dtype = torch.bfloat16",
         "tests/laws/test_precision.py",
     ),
@@ -101,7 +101,7 @@ FAULTS = (
     Fault(
         "ask for the autocast of tensors without values",
         "attention/_check.py",
-        " or first.is_meta",
+        " or x.is_meta",
         "",
         "tests/laws/test_refusals.py",
     ),
