@@ -22,11 +22,9 @@ class Tokens(NamedTuple):
 
     def then(self, other: Tokens) -> Tokens:
         """These and then others, which are not copied where these are none."""
-        return (
-            other
-            if self.bias.shape[2] == 0
-            else Tokens(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
-        )
+        if self.bias.shape[2] == 0:
+            return other
+        return Tokens(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
 
     def pick(self, index: Tensor) -> Tokens:
         """Those of the numbers (B, H, n)."""
@@ -72,7 +70,7 @@ class ExactKeys:
 
     def tokens(self) -> Tokens:
         """All of them, g + r; free places have bias -inf."""
-        return Tokens(*(torch.cat(pair, 2) for pair in zip(self.heavy, self.recent, strict=True)))
+        return self.heavy.then(self.recent)
 
     def decay(self, log_factor: Tensor) -> ExactKeys:
         """All weights times exp(log_factor), (B or 1, H or 1); scores and masses compare keys and stay."""

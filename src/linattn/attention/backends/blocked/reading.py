@@ -16,7 +16,6 @@ from linattn.attention.backends.blocked.blocks import Workspace, blocks
 from linattn.attention.backends.blocked.features import (
     KeyBlocks,
     MapGradients,
-    by_kind,
     normalised_query_features,
     query_block,
     query_features,
@@ -25,26 +24,19 @@ from linattn.attention.backends.blocked.features import (
 )
 from linattn.attention.backends.blocked.grouped_reading import TileGradients, TileReader
 from linattn.attention.backends.blocked.records import Causal, Gradients, MassOutputs, Read, Saved, sums_of
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 
 def forward(feature_map: FeatureMap, inputs: Read) -> Rows:
     """The output (B, H, G, L, Dv) in the query's dtype, the denominator and its exponent (B, H, G, L)."""
-    reader = by_kind(feature_map, BlockReader, TileReader)(feature_map, inputs)
-    rows = reader.empty_rows()
-    for part in reader.parts():
-        reader.read(part, rows)
-    finished: Rows = reader.finished(rows)
-    return finished
+    return _reader(feature_map, inputs).rows()
 
 
 def backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     """Gradients of (query, S, z)."""
-    reader = by_kind(feature_map, BlockGradients, TileGradients)(feature_map, saved)
-    for part in reader.parts():
-        reader.pull(part)
-    found: Gradients = reader.gradients()
-    return found
+    if isinstance(feature_map, GroupedFeatureMap):
+        return TileGradients(feature_map, saved).gradients()
+    return BlockGradients(feature_map, saved).gradients()
 
 
 def mass(feature_map: FeatureMap, inputs: Causal) -> MassOutputs:
@@ -53,10 +45,7 @@ def mass(feature_map: FeatureMap, inputs: Causal) -> MassOutputs:
     The queries' features over their denominators are summed first, so that two passes over the tokens give all masses.
     """
     key, sums = inputs.key, sums_of(inputs)
-    reader = by_kind(feature_map, BlockReader, TileReader)(feature_map, Read(inputs.query, *sums))
-    total = sums.z.new_zeros(sums.z.shape)
-    for part in reader.parts():
-        reader.add_normalised(part, total)
+    total = _reader(feature_map, Read(inputs.query, *sums)).normalised()
     found = total.new_empty(key.shape[:3])
     keys = KeyBlocks(feature_map, inputs, Workspace(total))
     for block in blocks(key, feature_map.num_features):
@@ -65,35 +54,37 @@ def mass(feature_map: FeatureMap, inputs: Causal) -> MassOutputs:
     return MassOutputs(found)
 
 
+def _reader(feature_map: FeatureMap, inputs: Read) -> BlockReader | TileReader:
+    """What reads for this kind of map."""
+    if isinstance(feature_map, GroupedFeatureMap):
+        return TileReader(feature_map, inputs)
+    return BlockReader(feature_map, inputs)
+
+
 class BlockReader:
     """Blocks of queries that read all features."""
 
     def __init__(self, feature_map: FeatureMap, inputs: Read) -> None:
         self.feature_map, self.inputs, self.space = feature_map, inputs, Workspace(inputs.S)
         self.S, self.z = inputs.S.flatten(0, 1), inputs.z.flatten(0, 1)
+        self.blocks = blocks(inputs.query, feature_map.num_features)
 
-    def parts(self) -> list[slice]:
-        """Blocks of tokens."""
-        return blocks(self.inputs.query, self.feature_map.num_features)
-
-    def empty_rows(self) -> Rows:
-        """Memory for the rows."""
-        return empty_rows(self.inputs.query, self.inputs.S)
-
-    def read(self, block: slice, rows: Rows) -> None:
-        """Write a block's rows."""
-        phi_q, reference = self._features(block)
-        store_rows(rows, block, self.space.product("num", phi_q, self.S), times_z(phi_q, self.z), reference)
-
-    def finished(self, rows: Rows) -> Rows:
-        """The rows as they are."""
+    def rows(self) -> Rows:
+        """All rows."""
+        rows = empty_rows(self.inputs.query, self.inputs.S)
+        for block in self.blocks:
+            phi_q, reference = self._features(block)
+            store_rows(rows, block, self.space.product("num", phi_q, self.S), times_z(phi_q, self.z), reference)
         return rows
 
-    def add_normalised(self, block: slice, total: Tensor) -> None:
-        """Add Σ_i φ(q_i) / φ(q_i)ᵀz to the total (B, H, R)."""
-        phi_q, _ = self._features(block)
-        den = times_z(phi_q, self.z)
-        total += torch.bmm(den.masked_fill(den == 0, torch.inf).reciprocal_().mT, phi_q).view(total.shape)
+    def normalised(self) -> Tensor:
+        """Σ_i φ(q_i) / φ(q_i)ᵀz, (B, H, R)."""
+        total = torch.zeros_like(self.inputs.z, memory_format=torch.contiguous_format)
+        for block in self.blocks:
+            phi_q, _ = self._features(block)
+            den = times_z(phi_q, self.z)
+            total += torch.bmm(den.masked_fill(den == 0, torch.inf).reciprocal_().mT, phi_q).view(total.shape)
+        return total
 
     def _features(self, block: slice) -> tuple[Tensor, Tensor]:
         """Features (B·H, G·n, R) and their exponents (B, H, G·n)."""
@@ -115,7 +106,13 @@ class BlockGradients(BlockReader):
             torch.zeros_like(z),
         )
 
-    def pull(self, block: slice) -> None:
+    def gradients(self) -> Gradients:
+        """Those of all inputs."""
+        for block in self.blocks:
+            self._pull(block)
+        return Gradients((self._query, self._grad_S, self._grad_z), None, self._back.totals)
+
+    def _pull(self, block: slice) -> None:
         """Store the gradient of a block's queries, add those of S and z."""
         m, exponential, space = self.inputs.m, self.feature_map.exponential, self.space
         x = query_rows(self.inputs.query, block, space)
@@ -130,10 +127,6 @@ class BlockGradients(BlockReader):
         grad_t = query_gradient(grad_phi.view(phi_q.shape), phi_q, m, rows.reference, exponential)
         target = self._query[..., block, :]
         target.copy_(self._back.query(x, grad_t).view(target.shape))
-
-    def gradients(self) -> Gradients:
-        """After the last block."""
-        return Gradients((self._query, self._grad_S, self._grad_z), None, self._back.totals)
 
 
 class SavedRows(NamedTuple):
