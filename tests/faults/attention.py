@@ -9,7 +9,7 @@ BLOCKED = "attention/backends/blocked/"
 FAULTS = (
     Fault(
         "add an epsilon to the denominator",
-        BLOCKED + "reading.py",
+        BLOCKED + "passes.py",
         "    den.copy_(total.reshape(den.shape))",
         "    total = total + 1e-6\n    den.copy_(total.reshape(den.shape))",
         "tests/laws/test_truth.py",
@@ -82,7 +82,7 @@ FAULTS = (
     ),
     Fault(
         "forget the normaliser's gradient",
-        BLOCKED + "reading.py",
+        BLOCKED + "passes.py",
         "torch.sub(self.grad_den.unsqueeze(-1).masked_fill(dead, 0), from_out)",
         "self.grad_den.unsqueeze(-1).masked_fill(dead, 0)",
         "tests/laws/test_gradient.py",

@@ -17,15 +17,10 @@ from linattn.feature_maps._swapping import named_tensors, with_swapped_tensors
 
 
 class BoundMap(NamedTuple):
-    """A map, and the tensors that take the place of its own in one call.
+    """A map, and the tensors that take the place of its own in one call."""
 
-    Attributes:
-        feature_map: the map, which no call writes to.
-        tensors: by name; all others are constants that a fold may read from the map itself.
-    """
-
-    feature_map: FeatureMap
-    tensors: Mapping[str, Tensor]
+    feature_map: FeatureMap  # no call writes to it
+    tensors: Mapping[str, Tensor]  # by name; all others are constants that a fold may read from the map itself
 
     @property
     def is_grouped(self) -> bool:

@@ -54,28 +54,21 @@ def from_blocks(rows: Partial, groups: int, length: int) -> Partial:
 
 
 class Schedule(NamedTuple):
-    """Which keys are heavy for which block, and when the others are left to the map.
+    """Which keys are heavy for which block, and when the others are left to the map."""
 
-    Attributes:
-        heavy: the heavy keys of each block of queries from the second on, (B, H, 1 + n, g).
-        left: the keys that stop being exact as each block of queries from the third on begins, (B, H, n, w).
-        score: those of the last block's heavy keys, (B, H, g).
-    """
-
-    heavy: Tensor
-    left: Tensor
-    score: Tensor
+    heavy: Tensor  # (B, H, 1 + n, g), those of each block of queries from the second on
+    left: Tensor  # (B, H, n, w), those that stop being exact as each block of queries from the third on begins
+    score: Tensor  # (B, H, g), of the last block's heavy keys
 
 
-def schedule(rule: Exact, score: Tensor, heavy_score: Tensor) -> Schedule:
+def schedule(
+    rule: Exact,
+    score: Tensor,  # (B, H, n·w), of the keys of the n blocks that leave; they are numbered from g on
+    heavy_score: Tensor,  # (B, H, g), of the heavy keys so far; they are numbered from 0 on
+) -> Schedule:
     """The running choice: as a block of keys leaves the neighbourhood, the g best of it and the heavy ones stay exact.
 
     A key that is dropped never returns, since the map's sums cannot be taken apart.
-
-    Args:
-        rule: ranks the keys.
-        score: (B, H, n·w), of the keys of the n blocks that leave; they are numbered from g on.
-        heavy_score: (B, H, g), of the heavy keys so far; they are numbered from 0 on.
     """
     window, num_heavy = rule.window or 0, heavy_score.shape[-1]
     heavy = torch.arange(num_heavy, device=score.device).expand(heavy_score.shape)

@@ -42,21 +42,13 @@ def picked(x: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ExactKeys:
-    """The latest keys of a stream and its heavy ones, beside the sums of all others.
+    """The latest keys of a stream and its heavy ones, beside the sums of all others."""
 
-    Attributes:
-        heavy: g of them; free places have bias -inf.
-        heavy_score: (B, H, g), their scores as they left the neighbourhood; -inf for free places.
-        recent: those of the block before the current one and of the current one, at most 2w.
-        recent_mass: (B, H, r), how much they were attended to so far.
-        rule: which keys are kept.
-    """
-
-    heavy: Tokens
-    heavy_score: Tensor
-    recent: Tokens
-    recent_mass: Tensor
-    rule: Exact
+    heavy: Tokens  # g of them; free places have bias -inf
+    heavy_score: Tensor  # (B, H, g), their scores as they left the neighbourhood; -inf for free places
+    recent: Tokens  # those of the block before the current one and of the current one, at most 2w
+    recent_mass: Tensor  # (B, H, r), how much they were attended to so far
+    rule: Exact  # which keys are kept
 
     @classmethod
     def empty(cls, rule: Exact, key: Tensor, value: Tensor) -> ExactKeys:

@@ -13,7 +13,7 @@ from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked.blocks import exponential_, is_masked
 from linattn.attention.backends.blocked.fold import is_followed, run
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
-from linattn.attention.bound_map import BoundMap, outside_autocast
+from linattn.attention.bound_map import outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
 
@@ -35,7 +35,9 @@ class Blocked:
             before, call = self.absorb(call.with_keys(slice(extra)), before), call.with_keys(slice(extra, None))
         bound, query, key, value, bias, _ = call
         is_step = key.shape[2] == 1 and extra >= 0 and not (span or bound.is_grouped)
-        if is_step and _is_bare(bound, query, key, value, *before, bias):
+        # Autograd, compile and functorch must be inactive, and the map use its own tensors.
+        is_bare = is_step and not (bound.tensors or torch.compiler.is_compiling())
+        if is_bare and not is_followed(query, key, value, *before, bias):
             with outside_autocast(query.device):
                 return _step(bound.feature_map, Causal(query, key, value, *before, bias))
         late = query[..., max(-extra, 0) :, :]
@@ -66,11 +68,6 @@ class Blocked:
             after = self.absorb(Call(bound, query, key, key[..., :0], bias, is_causal=False), before)
             mass: Tensor = run("mass", bound, Causal(query, key, key[..., :0], *after, bias)).mass
         return mass
-
-
-def _is_bare(bound: BoundMap, *tensors: Tensor | None) -> bool:
-    """True if autograd, compile and functorch are inactive, and the map uses its own tensors."""
-    return not bound.tensors and not torch.compiler.is_compiling() and not is_followed(*tensors)
 
 
 def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:

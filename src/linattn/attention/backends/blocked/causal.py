@@ -31,7 +31,7 @@ from linattn.attention.backends.blocked.features import (
 )
 from linattn.attention.backends.blocked.grouped_causal import BlockGradients, BlockState, GroupedGradients, GroupedRows
 from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
-from linattn.attention.backends.blocked.reading import SavedRows, empty_rows, saved_rows, store_rows, times_z
+from linattn.attention.backends.blocked.passes import SavedRows, empty_rows, saved_rows, store_rows, times_z
 from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, sums_of
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap

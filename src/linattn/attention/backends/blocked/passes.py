@@ -1,6 +1,7 @@
-"""Read sums with queries: out = φ(q)ᵀS / φ(q)ᵀz, part by part; letters as in blocked/__init__.py.
+"""One pass over keys, S += φ(k)vᵀ and z += Σ φ(k), or over queries, out = φ(q)ᵀS / φ(q)ᵀz, part by part.
 
-A part is a block of tokens, or for grouped maps a chunk of tiles (grouped_reading.py).
+A part is a block of tokens, or where a grouped map reads a chunk of tiles (grouped_reading.py). Letters as in
+blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.blocks import Workspace, blocks
+from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks
 from linattn.attention.backends.blocked.features import (
+    BiasGradient,
     KeyBlocks,
     MapGradients,
     normalised_query_features,
@@ -21,18 +23,56 @@ from linattn.attention.backends.blocked.features import (
     query_features,
     query_gradient,
     query_rows,
+    store_masked,
 )
 from linattn.attention.backends.blocked.grouped_reading import TileGradients, TileReader
-from linattn.attention.backends.blocked.records import Causal, Gradients, MassOutputs, Read, Saved, sums_of
+from linattn.attention.backends.blocked.records import Absorb, Causal, Gradients, MassOutputs, Read, Saved, sums_of
+from linattn.attention.sums import Sums, per_feature
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 
-def forward(feature_map: FeatureMap, inputs: Read) -> Rows:
+def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
+    """The sums after these keys, in memory of their own."""
+    state = Running(sums_of(inputs))
+    keys = KeyBlocks(feature_map, inputs, Workspace(inputs.S))
+    for block in blocks(inputs.key, feature_map.num_features):
+        found = keys.features(block)
+        # The sums move to the new maximum first, so that the features' exponents are at most 0.
+        state.rescale(found.peak(state.m))
+        state.fold_in(found.turned_relative_to(state.m), keys.values(block))
+    return state.sums()
+
+
+def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
+    """Gradients of (key, value, S, z); features are recomputed relative to the final m."""
+    inputs: Absorb = saved.inputs
+    m, (grad_S, grad_z, _), space = saved.outputs.m, saved.grads, Workspace(inputs.m)
+    keys = KeyBlocks(feature_map, inputs, space)
+    back, of_bias = MapGradients(feature_map, saved.tensors), BiasGradient(inputs.bias, wanted=saved.bias_grad)
+    flat_grad_S, row_grad_z = grad_S.flatten(0, 1), grad_z.unsqueeze(-2)
+    grad_key, grad_value = (x.new_empty(x.shape) for x in (inputs.key, inputs.value))
+    for block in blocks(inputs.key, feature_map.num_features):
+        x, v, bias = keys.tokens(block), keys.values(block), keys.bias(block)
+        found = keys.features(block, x)
+        phi_k = found.turned_relative_to(m)
+        # grad φ(k) = [v, 1] [grad S, grad z]ᵀ, the second part added to all rows alike.
+        grad_phi = space.product("grad", v.flatten(0, 1), flat_grad_S.mT).view(phi_k.shape).add_(row_grad_z)
+        grad_v = space.product("grad_v", phi_k.flatten(0, 1), flat_grad_S)
+        store_masked(grad_value[:, :, block], grad_v.view(v.shape), bias)
+        of_outputs = found.gradients(m, phi_k, grad_phi)
+        of_bias.store(block, of_outputs.log)
+        store_masked(grad_key[:, :, block], back.key(x, of_outputs), bias)
+    decay = per_feature((inputs.m - m).exp_(), grad_z.shape[-1])
+    of_inputs = [grad_key, grad_value, grad_S * decay.unsqueeze(-1), grad_z * decay]
+    return Gradients(of_inputs, of_bias.total, back.totals)
+
+
+def read(feature_map: FeatureMap, inputs: Read) -> Rows:
     """The output (B, H, G, L, Dv) in the query's dtype, the denominator and its exponent (B, H, G, L)."""
     return _reader(feature_map, inputs).rows()
 
 
-def backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
+def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     """Gradients of (query, S, z)."""
     if isinstance(feature_map, GroupedFeatureMap):
         return TileGradients(feature_map, saved).gradients()
