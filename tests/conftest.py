@@ -25,12 +25,11 @@ def _strict_world() -> Iterator[None]:
 @pytest.fixture
 def blocks_of(monkeypatch: pytest.MonkeyPatch):
     """Force the blocked backend's block size, and short segments of blocks."""
-    from linattn.attention.backends.blocked import blocks, causal, causal_backward, grouped_reading
+    from linattn.attention.backends.blocked import blocks, causal, grouped_reading
 
     def force(size: int) -> None:
         monkeypatch.setattr(blocks, "block_size", lambda *_, **__: size)
-        for module in (causal, causal_backward):
-            monkeypatch.setattr(module, "SEGMENT", 3)
+        monkeypatch.setattr(causal, "SEGMENT", 3)
         monkeypatch.setattr(grouped_reading, "_CHUNK", 100 * size)
 
     return force

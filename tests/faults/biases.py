@@ -25,8 +25,8 @@ FAULTS = (
     Fault(
         "leave the bias out of the neighbourhood",
         "attention/exact/neighbourhood.py",
-        "self._context(bias.unsqueeze(-1), -torch.inf)",
-        "self._context(torch.zeros_like(bias).unsqueeze(-1), -torch.inf)",
+        "self.around(bias.unsqueeze(-1), -torch.inf)",
+        "self.around(torch.zeros_like(bias).unsqueeze(-1), -torch.inf)",
         LAWS,
     ),
     Fault(
@@ -67,7 +67,7 @@ FAULTS = (
     Fault(
         "let autocast reach the exact part",
         "attention/functional.py",
-        "with outside_autocast(query.device):",
+        "with outside_autocast(key.device):",
         "if True:",
         "tests/laws/test_precision.py",
     ),

@@ -21,11 +21,9 @@ FAULTS = (
     ),
     Fault(
         "one maximum for all rows of a weighted map",
-        "attention/rows.py",
-        "    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)\n"
-        "    return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))",
-        "    peak = logs.detach().amax() if logs.numel() else logs.new_zeros(1)\n"
-        "    return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))",
+        "attention/softmax.py",
+        "    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)\n",
+        "    peak = logs.detach().amax() if logs.numel() else logs.new_zeros(1)\n",
         "tests/laws/test_combination.py",
     ),
     Fault(
@@ -86,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "invert denormal normalisers",
-        "attention/backends/blocked/reading.py",
+        "attention/backends/blocked/passes.py",
         "(self.den.abs() < torch.finfo(den.dtype).tiny)",
         "(self.den == 0)",
         "tests/laws/test_gradient.py",

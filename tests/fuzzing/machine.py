@@ -10,11 +10,9 @@ import torch
 
 from fuzzing.dice import Dice
 from linattn.attention import rows
-from linattn.attention.backends.blocked import blocks, causal, causal_backward, grouped_reading
-from linattn.attention.exact import heavy, map_part, neighbourhood
+from linattn.attention.backends.blocked import blocks, causal, grouped_reading
+from linattn.attention.exact import bidirectional, heavy, neighbourhood
 from linattn.feature_maps import _base
-
-_WITH_SEGMENTS = (causal, causal_backward)
 
 
 def draw_machine(dice: Dice) -> dict[str, int]:
@@ -57,7 +55,8 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         "tiles": (grouped_reading, "_CHUNK"),
         "smallest tile": (grouped_reading, "_SMALLEST"),
         "largest tile": (grouped_reading, "_LARGEST"),
-        "turned": (map_part, "_SEGMENT"),
+        "segment": (causal, "SEGMENT"),
+        "turned": (bidirectional, "_SEGMENT"),
         "near": (neighbourhood, "_CHUNK"),
         "heavy": (heavy, "_CHUNK"),
         "rows": (rows, "_BUDGET"),
@@ -69,9 +68,6 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         for name, size in sizes.items():
             if name == "block":
                 put(blocks, "block_size", block_size)
-            elif name == "segment":
-                for module in _WITH_SEGMENTS:
-                    put(module, "SEGMENT", size)
             else:
                 put(*single[name], size)
         yield

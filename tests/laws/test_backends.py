@@ -37,8 +37,9 @@ class TokenByToken:
         reasons = [] if call.bound.feature_map.exponential else ["it takes exponential maps only"]
         return reasons + (["it takes no float16"] if call.query.dtype == torch.float16 else [])
 
-    def absorb(self, bound: BoundMap, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Sums:
+    def absorb(self, call: Call, before: Sums) -> Sums:
         """Merge one key's sums at a time."""
+        bound, _, key, value, bias, _ = call
         if bias is not None:
             key, value = (x.masked_fill((bias == -torch.inf).unsqueeze(-1), 0) for x in (key, value))
         log = bound.run(lambda feature_map, x: feature_map.key(x), key.device, key.to(before.S.dtype))
@@ -51,8 +52,9 @@ class TokenByToken:
             before = before.merge(Sums(z.unsqueeze(-1) * value[:, :, j].to(z.dtype).unsqueeze(-2), z, m))
         return before
 
-    def read(self, bound: BoundMap, query: Tensor, sums: Sums) -> Rows:
+    def read(self, call: Call, sums: Sums) -> Rows:
         """All queries at once."""
+        bound, query = call.bound, call.query
         x = query.flatten(2, 3).to(sums.S.dtype)
         log = bound.run(lambda feature_map, x: feature_map.query(x), query.device, x) + sums.m.unsqueeze(-2)
         reference = log.detach().amax(-1)
@@ -62,37 +64,28 @@ class TokenByToken:
         shape = query.shape[2:4]
         return Rows(out.to(query.dtype).unflatten(2, shape), den.unflatten(2, shape), reference.unflatten(2, shape))
 
-    def attend(
-        self,
-        bound: BoundMap,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        before: Sums,
-        *,
-        is_causal: bool,
-        span: int = 0,
-    ) -> tuple[Rows, Sums]:
+    def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
         """Causal queries read before the next key comes."""
-        after = self.absorb(bound, key, value, bias, before)
-        if not is_causal:
-            return self.read(bound, query, after), after
-        found, extra = [self.read(bound, query[..., :0, :], before)], key.shape[2] - query.shape[3]
+        after, query = self.absorb(call, before), call.query
+        if not call.is_causal:
+            return self.read(call, after), after
+        found = [self.read(call._replace(query=query[..., :0, :]), before)]
+        extra = call.key.shape[2] - query.shape[3]
         for i in range(query.shape[3]):
             stop = i // span * span if span else max(i + 1 + extra, 0)
-            part = None if bias is None else bias[..., :stop]
-            seen = self.absorb(bound, key[:, :, :stop], value[:, :, :stop], part, before)
-            found.append(self.read(bound, query[..., i : i + 1, :], seen))
+            part = call.with_keys(slice(stop))._replace(query=query[..., i : i + 1, :])
+            found.append(self.read(part, self.absorb(part, before)))
         return Rows(*(torch.cat(rows, 3) for rows in zip(*found, strict=True))), after
 
-    def column_mass(self, bound: BoundMap, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    def column_mass(self, call: Call) -> Tensor:
         """Columns of the outputs whose values are unit vectors."""
+        key = call.key
         batch, heads, length, _ = key.shape
         unit = torch.eye(length, dtype=key.dtype).expand(batch, heads, -1, -1)
-        before = no_sums(bound.feature_map, batch, heads, length, accumulation_dtype(key.dtype), key.device)
+        before = no_sums(call.bound.feature_map, batch, heads, length, accumulation_dtype(key.dtype), key.device)
+        call = call._replace(value=unit)
         with torch.no_grad():
-            return self.read(bound, query, self.absorb(bound, key, unit, bias, before)).out.sum((2, 3))
+            return self.read(call, self.absorb(call, before)).out.sum((2, 3))
 
 
 MODULES = (test_bias, test_causality, test_convexity, test_independence, test_masking, test_precision, test_truth)
@@ -188,6 +181,6 @@ def test_a_state_is_read_and_absorbed_by_the_table_s_choice(monkeypatch: pytest.
 def test_masses_are_not_rounded_to_the_tokens_dtype(map_name: str) -> None:
     """They choose the heavy keys, so that backends must agree in 16 bits too."""
     query, key, _ = qkv(heads=2, dtype=torch.bfloat16)
-    bound, grouped = BoundMap(build(map_name), {}), query.unflatten(1, (2, -1))
-    masses = [BACKENDS[name].column_mass(bound, grouped, key, None) for name in ("blocked", "reference")]
+    call = Call(BoundMap(build(map_name), {}), query.unflatten(1, (2, -1)), key, key, None, is_causal=False)
+    masses = [BACKENDS[name].column_mass(call) for name in ("blocked", "reference")]
     torch.testing.assert_close(*masses, rtol=1e-4, atol=1e-5)

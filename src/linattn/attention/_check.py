@@ -136,54 +136,42 @@ def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None
         )
 
 
-def _check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
-    """Refuse anything but a (B, Lk) bool mask."""
-    if key_mask is None:
-        return
-    wanted = (key.shape[0], key.shape[2])
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-        got = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise TypeError(f"key_mask must be a bool tensor, True = attend, got {got}; convert 1/0 masks with mask.bool()")
-    if tuple(key_mask.shape) != wanted:
-        raise ValueError(
-            f"key_mask must be (B, Lk) = {wanted}, got {tuple(key_mask.shape)}; a kernel cannot mask single pairs, "
-            "only keys"
-        )
-    if key_mask.device != key.device:
-        raise ValueError(f"key_mask is on {key_mask.device}, the keys on {key.device}; move it with .to()")
-
-
-def _check_key_bias(key_bias: Tensor | None, key: Tensor) -> None:
-    """Refuse anything but floating biases (B, Hkv or 1, Lk)."""
-    if key_bias is None:
-        return
-    if not isinstance(key_bias, Tensor) or key_bias.dtype not in _DTYPES:
-        got = key_bias.dtype if isinstance(key_bias, Tensor) else type(key_bias).__name__
-        raise TypeError(
-            f"key_bias must be a floating tensor, the logarithm of a factor on each key's weight, got {got}; "
-            "a bool mask goes into key_mask"
-        )
-    batch, heads, length = key.shape[:3]
-    if tuple(key_bias.shape) not in ((batch, heads, length), (batch, 1, length)):
-        raise ValueError(
-            f"key_bias must be (B, Hkv or 1, Lk) = {(batch, heads, length)} or {(batch, 1, length)}, got "
-            f"{tuple(key_bias.shape)}; expand it along the batch, or unsqueeze(1) for all heads"
-        )
-    if key_bias.device != key.device:
-        raise ValueError(f"key_bias is on {key_bias.device}, the keys on {key.device}; move it with .to()")
-
-
 def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> Tensor | None:
     """Mask and bias as one, in the accumulation dtype."""
-    _check_key_mask(key_mask, key)
-    _check_key_bias(key_bias, key)
+    batch, heads, length = key.shape[:3]
+    if key_mask is not None:
+        _check_kind(
+            "key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", "convert 1/0 masks with mask.bool()"
+        )
+        if tuple(key_mask.shape) != (batch, length):
+            raise ValueError(
+                f"key_mask must be (B, Lk) = {(batch, length)}, got {tuple(key_mask.shape)}; a kernel cannot mask "
+                "single pairs, only keys"
+            )
+    if key_bias is not None:
+        wanted = "a floating tensor, the logarithm of a factor on each key's weight"
+        _check_kind("key_bias", key_bias, _DTYPES, wanted, "a bool mask goes into key_mask")
+        if tuple(key_bias.shape) not in ((batch, heads, length), (batch, 1, length)):
+            raise ValueError(
+                f"key_bias must be (B, Hkv or 1, Lk) = {(batch, heads, length)} or {(batch, 1, length)}, got "
+                f"{tuple(key_bias.shape)}; expand it along the batch, or unsqueeze(1) for all heads"
+            )
+    for name, x in (("key_mask", key_mask), ("key_bias", key_bias)):
+        if x is not None and x.device != key.device:
+            raise ValueError(f"{name} is on {x.device}, the keys on {key.device}; move it with .to()")
     dtype = accumulation_dtype(key.dtype)
     bias = None if key_bias is None else key_bias.to(dtype)
     if key_mask is None:
         return bias
-    if bias is None:
-        bias = torch.zeros((), dtype=dtype, device=key.device)
+    bias = torch.zeros((), dtype=dtype, device=key.device) if bias is None else bias
     return torch.where(key_mask.unsqueeze(1), bias, -torch.inf)
+
+
+def _check_kind(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: str, remedy: str) -> None:
+    """Refuse what is no tensor of these dtypes."""
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be {wanted}, got {got}; {remedy}")
 
 
 def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None:

@@ -17,15 +17,10 @@ from linattn.feature_maps._swapping import named_tensors, with_swapped_tensors
 
 
 class BoundMap(NamedTuple):
-    """A map, and the tensors that take the place of its own in one call.
+    """A map, and the tensors that take the place of its own in one call."""
 
-    Attributes:
-        feature_map: the map, which no call writes to.
-        tensors: by name; all others are constants that a fold may read from the map itself.
-    """
-
-    feature_map: FeatureMap
-    tensors: Mapping[str, Tensor]
+    feature_map: FeatureMap  # no call writes to it
+    tensors: Mapping[str, Tensor]  # by name; all others are constants that a fold may read from the map itself
 
     @property
     def is_grouped(self) -> bool:
@@ -41,7 +36,8 @@ class BoundMap(NamedTuple):
         """The map's logarithmic weights (B, H, G, L) of queries (B, H, G, L, D), in plain differentiable torch."""
         if self.feature_map.exponential:
             return None
-        weight: Tensor | None = self.run(_query_log_weight, query.device, query.flatten(2, 3))
+        found = self.run(lambda feature_map, x: feature_map.query_log_weight(x), query.device, query.flatten(2, 3))
+        weight: Tensor | None = found
         return None if weight is None else weight.unflatten(-1, query.shape[2:4])
 
     def detach(self) -> BoundMap:
@@ -69,11 +65,6 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def _query_log_weight(feature_map: FeatureMap, query: Tensor) -> Tensor | None:
-    """A map's method as a function."""
-    return feature_map.query_log_weight(query)
 
 
 def _is_followed(tensor: Tensor) -> bool:

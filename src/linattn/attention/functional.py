@@ -131,7 +131,7 @@ def linear_partial(
     tokens, weights = (query, key, value), (key_mask, key_bias)
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=is_causal)
     found, *_ = _attend(call, chosen, exact, None)
-    return (found if isinstance(found, Partial) else as_partial(call.bound, call.query, found)).ungrouped()
+    return (found if isinstance(found, Partial) else as_partial(call, found)).ungrouped()
 
 
 def linear_attention_with_state(
@@ -155,26 +155,20 @@ def linear_attention_with_state(
     has seen. Later tokens never reach earlier outputs.
 
     Args:
-        query: (B, H, Lq, D); with Lq < Lk the queries are the last ones, with Lq > Lk the first Lq - Lk of them see the
-            state alone.
-        key: (B, Hkv, Lk, D).
-        value: (B, Hkv, Lk, Dv).
+        query, key, value: as in `linear_attention`; with Lq < Lk the queries are the last ones, with Lq > Lk the first
+            Lq - Lk of them see the state alone.
         feature_map: the kernel; maps that take statistics from the call must be fitted first.
         state: what was seen before, from an earlier call or `State`; None is the empty one. It is not changed.
-        key_mask: (B, Lk) bool, True = attend; masked keys do not enter the state.
-        key_bias: (B, Hkv or 1, Lk), as in `linear_attention`.
-        enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
+        key_mask, key_bias, enable_gqa, backend: as in `linear_attention`; masked keys do not enter the state.
         exact: as in `linear_attention`, the same for all calls of a stream, wherever it is cut: the state keeps the
             keys of the window's last two blocks, and the heavy ones.
-        backend: as in `linear_attention`.
 
     Returns:
         Attended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new State.
 
     Raises:
-        TypeError: as `linear_attention`; `state` is not a State.
-        ValueError: as `linear_attention`; the state was built with another map or draw, for other shapes, or with
-            another exact part.
+        TypeError, ValueError: as `linear_attention`; `state` is not a State, or was built with another map or draw, for
+            other shapes, or with another exact part.
 
     Example:
         >>> import torch, linattn
@@ -225,16 +219,16 @@ def _attend(
     call: Call, backend: Backend, exact: Exact | None, state: State | None
 ) -> tuple[Rows | Partial, Sums, ExactKeys | None]:
     """Rows (B, Hkv, G, Lq, ·) over the state's keys and these, the sums after them, and a stream's exact keys."""
-    bound, query, key, value, bias, is_causal = call
-    with outside_autocast(query.device):
+    key, value = call.key, call.value
+    with outside_autocast(key.device):
         if state is None:
             sizes = key.shape[0], key.shape[1], value.shape[-1]
-            before = no_sums(bound.feature_map, *sizes, accumulation_dtype(key.dtype), key.device)
+            before = no_sums(call.bound.feature_map, *sizes, accumulation_dtype(key.dtype), key.device)
         else:
             before = state.sums
         if exact is None:
-            return *backend.attend(bound, query, key, value, bias, before, is_causal=is_causal), None
-        if not is_causal:
+            return *backend.attend(call, before), None
+        if not call.is_causal:
             return attend_bidirectional(call, backend, exact, before), before, None
         kept = None if state is None else state.exact
         return attend_causal(call, backend, before, kept or ExactKeys.empty(exact, key, value))

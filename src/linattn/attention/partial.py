@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends import Rows, regular
-from linattn.attention.bound_map import BoundMap
+from linattn.attention.backends import Backend, Call, Rows, regular
+from linattn.attention.sums import Sums
 
 
 class Partial(NamedTuple):
@@ -88,9 +88,20 @@ def combine(*partials: Partial) -> Partial:
     return Partial(out.to(partials[0].out.dtype), log_normalizer)
 
 
-def as_partial(bound: BoundMap, query: Tensor, rows: Rows) -> Partial:
-    """Rows (B, H, G, L, …) of queries (B, H, G, L, D) as a partial result of that shape, on the kernel's true scale."""
+def as_partial(call: Call, rows: Rows) -> Partial:
+    """The rows (B, H, G, L, …) of a call as a partial result of that shape, on the kernel's true scale."""
     # The guarded logarithm keeps the gradient of rows that saw no key at 0 instead of NaN.
     log_normalizer = torch.where(rows.den == 0, -torch.inf, regular(rows.den).log() + rows.reference)
-    weight = bound.query_log_weight(query.to(rows.den.dtype))
+    weight = call.bound.query_log_weight(call.query.to(rows.den.dtype))
     return Partial(rows.out, log_normalizer if weight is None else log_normalizer + weight)
+
+
+def map_rows(call: Call, backend: Backend, before: Sums, *, span: int = 0) -> tuple[Partial, Sums]:
+    """`Backend.attend` with its rows as a partial result."""
+    rows, after = backend.attend(call, before, span=span)
+    return as_partial(call, rows), after
+
+
+def joined(parts: list[Partial]) -> Partial:
+    """Partial results of consecutive rows as one."""
+    return Partial(torch.cat([p.out for p in parts], 3), torch.cat([p.log_normalizer for p in parts], 3))

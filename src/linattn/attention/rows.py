@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linattn.attention._check import check_map, checked, live_keys
 from linattn.attention.bound_map import bind
-from linattn.attention.softmax import causal_mask, inert
+from linattn.attention.softmax import causal_mask, exponentials, inert
 from linattn.attention.sums import accumulation_dtype, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
@@ -39,14 +39,8 @@ def attention_rows(
     cost n·Lk·R exponentials.
 
     Args:
-        query: (B, H, Lq, D).
-        key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
-        feature_map: the kernel.
+        query, key, feature_map, key_mask, key_bias, is_causal, enable_gqa: as in `linear_attention`.
         query_index: (n,) integers in [-Lq, Lq): which rows.
-        key_mask: (B, Lk) bool, True = attend.
-        key_bias: (B, Hkv or 1, Lk), as in `linear_attention`.
-        is_causal: bottom-right aligned, as in `linear_attention`.
-        enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
 
     Returns:
         (B, H, n, Lk), at least float32; rows sum to 1 (0 where no key is seen). Signed maps have negative entries.
@@ -66,9 +60,9 @@ def attention_rows(
     rows = _check_index(query_index, query.shape[2])
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
     bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
-    logit_bias = query.new_zeros(1, 1, 1, 1, key.shape[2], dtype=dtype)
-    if bias is not None:
-        key, logit_bias = inert(key, bias), bias[:, :, None, None]
+    zero = query.new_zeros(1, 1, key.shape[2], dtype=dtype)
+    logit_bias = (zero if bias is None else bias)[:, :, None, None]
+    (key,) = inert(bias, key)
     if is_causal:
         logit_bias = torch.where(causal_mask(query.shape[2], key.shape[2], query.device)[rows], logit_bias, -torch.inf)
     chosen = query[:, :, rows].unflatten(1, heads).to(dtype)
@@ -109,7 +103,7 @@ def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Te
     log_weight = feature_map.key_log_weight(key)
     logs = logit_bias if log_weight is None else log_weight[:, :, None, None] + logit_bias
     products: Tensor = (phi_q @ phi_k.mT).unflatten(2, query.shape[2:4])
-    return products * _exponentials(logs)
+    return products * exponentials(logs)[0]
 
 
 def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
@@ -118,7 +112,7 @@ def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias
     step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
     parts = [torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, dim=-2)]
     logs = torch.cat(parts, -1) if parts else lq.new_zeros(*lq.shape[:-1], 0)
-    return _exponentials(logs.unflatten(2, query.shape[2:4]) + logit_bias)
+    return exponentials(logs.unflatten(2, query.shape[2:4]) + logit_bias)[0]
 
 
 def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
@@ -126,14 +120,8 @@ def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor,
     shape, query = query.shape[2:4], query.flatten(2, 3)
     number = feature_map.group(query).unsqueeze(-1)
     logs = torch.take_along_dim(feature_map.key_log_weight(key).mT, number, -2).unflatten(2, shape)
-    weights, psi = _exponentials(logs + logit_bias).flatten(2, 3), feature_map.key(key)
+    weights, psi = exponentials(logs + logit_bias)[0].flatten(2, 3), feature_map.key(key)
     places = feature_map.places().to(query.dtype).expand(*number.shape[:2], -1, -1)
     phi_q, _ = feature_map.local_query(query, torch.take_along_dim(places, number, -2), weights @ psi)
     found: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)
     return found
-
-
-def _exponentials(logs: Tensor) -> Tensor:
-    """exp(logs) (..., Lk), each row relative to its largest entry; rows of -inf are 0."""
-    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
-    return torch.exp(logs - torch.where(peak == -torch.inf, 0, peak))

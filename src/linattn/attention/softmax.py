@@ -32,14 +32,9 @@ def softmax_attention(
     O(Lq·Lk·(D + Dv)) time; memory as torch's chosen kernel, O(Lq·Lk) where a mask is needed.
 
     Args:
-        query: (B, H, Lq, D), float16, bfloat16, float32 or float64.
-        key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
-        value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
-        key_mask: (B, Lk) bool, True = attend; masked keys are inert whatever they hold; all masked gives 0.
-        key_bias: (B, Hkv or 1, Lk), floating: b, added to the logits of a key's column; -inf is a masked key.
-        is_causal: query i sees keys j ≤ i + Lk - Lq (bottom-right; SDPA's own flag is top-left).
+        query, key, value, key_mask, key_bias, is_causal, enable_gqa: as in `linear_attention`; a bias is added to the
+            logits of its key's column, causality is bottom-right (SDPA's own flag is top-left).
         scale: the temperature, default D**-0.5.
-        enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.
@@ -65,8 +60,7 @@ def softmax_attention(
         from torch.nn.attention.bias import causal_lower_right
 
         return attend(query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa)
-    if bias is not None:
-        key, value = inert(key, bias), inert(value, bias)
+    key, value = inert(bias, key, value)
     logits = _logit_bias(query, key, bias, is_causal=is_causal)
     if key_bias is None:
         mask = None if logits is None else (logits != -torch.inf).expand(*logits.shape[:-2], lq, -1)
@@ -105,15 +99,18 @@ def softmax_partial(
         4.0
     """
     query, key, value, bias = checked((query, key, value), None, key_mask, key_bias, enable_gqa=enable_gqa)
-    if bias is not None:
-        key, value = inert(key, bias), inert(value, bias)
+    key, value = inert(bias, key, value)
     groups = query.shape[1] // max(key.shape[1], 1)
     k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     logits = _logit_bias(query, key, bias, is_causal=is_causal)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     with outside_autocast(query.device):
-        weights, log_normalizer = softmax_weights(query, k, logits, scale)
-        return Partial((weights @ v.to(weights.dtype)).to(query.dtype), log_normalizer)
+        return softmax_rows(query, k, v, logits, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def softmax_rows(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Partial:
+    """Rows (..., n, Dv) of queries (..., n, D) over keys (..., K, D) and values (..., K, Dv)."""
+    weights, log_normalizer = softmax_weights(query, key, bias, scale)
+    return Partial((weights @ value.to(weights.dtype)).to(query.dtype), log_normalizer)
 
 
 def softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -124,21 +121,26 @@ def softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None, scale: floa
     """
     dtype = accumulation_dtype(query.dtype)
     logits = (query.to(dtype) * scale) @ key.to(dtype).mT
-    if bias is not None:
-        logits = logits + bias
-    # A row that sees no key has peak -inf; any finite reference gives it weights 0.
-    peak = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.new_zeros(1)
-    peak = torch.where(peak == -torch.inf, 0, peak)
-    weights = torch.exp(logits - peak)
+    weights, peak = exponentials(logits if bias is None else logits + bias)
     total = weights.sum(-1, keepdim=True)
     dead = total == 0
     log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, total).log() + peak)
     return weights / torch.where(dead, 1, total), log_normalizer.squeeze(-1)
 
 
-def inert(x: Tensor, bias: Tensor) -> Tensor:
+def exponentials(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logs) (..., K), each row relative to its largest entry, and those (..., 1); rows of -inf are 0."""
+    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
+    # A row that sees no key has peak -inf; any finite reference gives it weights 0.
+    peak = torch.where(peak == -torch.inf, 0, peak)
+    return torch.exp(logs - peak), peak
+
+
+def inert(bias: Tensor | None, *tokens: Tensor) -> tuple[Tensor, ...]:
     """Tokens (B, H, L, ·) of bias (B, H or 1, L) -inf replaced by 0, so that what they hold reaches no product."""
-    return x.masked_fill((bias == -torch.inf).unsqueeze(-1), 0)
+    if bias is None:
+        return tokens
+    return tuple(x.masked_fill((bias == -torch.inf).unsqueeze(-1), 0) for x in tokens)
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

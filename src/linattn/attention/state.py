@@ -71,18 +71,12 @@ class State:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> State:
-        """The state of no keys: the unit of `merge`.
+        """The state of no keys, the unit of `merge`: B = batch_size, H = num_heads (of keys), Dv = value_dim.
 
         Args:
-            feature_map: the map it will be used with.
-            batch_size: B.
-            num_heads: H, the number of key/value heads.
-            value_dim: Dv.
+            feature_map: the map it will be used with; a TypeError if it is no FeatureMap.
             dtype: of the tokens to come; the state itself is kept in at least float32.
             device: where the sums live.
-
-        Raises:
-            TypeError: `feature_map` is not a FeatureMap.
         """
         check_map(feature_map)
         kept = accumulation_dtype(dtype)
@@ -123,11 +117,8 @@ class State:
     def flush(self, feature_map: FeatureMap) -> State:
         """The state with its exact keys in the sums too, hence one that merges; O((w + g)·R·(D + Dv)).
 
-        Args:
-            feature_map: the map the state was built with.
-
         Raises:
-            ValueError: another map or draw.
+            ValueError: another map or draw than the state was built with.
         """
         if self.exact is None:
             return self
@@ -203,12 +194,8 @@ class State:
         """
         self._check(feature_map, query)
         batch, heads = self.S.shape[:2]
-        if (
-            query.ndim != 4
-            or query.shape[0] != batch
-            or query.shape[1] % heads
-            or query.shape[-1] != feature_map.head_dim
-        ):
+        fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == feature_map.head_dim
+        if not fits or query.shape[1] % heads:
             raise ValueError(
                 f"query must be (B={batch}, a multiple of {heads} heads, L, D={feature_map.head_dim}), "
                 f"got {tuple(query.shape)}"
@@ -218,7 +205,7 @@ class State:
         with outside_autocast(query.device):
             # Backends are asked about a call: one with no keys but the state's.
             call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
-            part = as_partial(bound, grouped, choose("auto", call).read(bound, grouped, self.sums))
+            part = as_partial(call, choose("auto", call).read(call, self.sums))
             if self.exact is not None:
                 part = combine(attend_to_all(grouped, self.exact.tokens(), feature_map.scale), part)
         return part.ungrouped()
@@ -298,9 +285,9 @@ class State:
     def _absorbed(self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None) -> State:
         """The state with these keys in the sums, and none kept exactly."""
         bound = bind(feature_map, key, key, is_causal=True)
-        backend = choose("auto", Call(bound, key.unsqueeze(2), key, value, bias, is_causal=True))
+        call = Call(bound, key.unsqueeze(2), key, value, bias, is_causal=True)
         with outside_autocast(key.device):
-            return State(*backend.absorb(bound, key, value, bias, self.sums), self.built_with)
+            return State(*choose("auto", call).absorb(call, self.sums), self.built_with)
 
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map."""

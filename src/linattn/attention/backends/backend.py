@@ -40,9 +40,14 @@ class Call(NamedTuple):
     bias: Tensor | None  # (B, H or 1, Lk), in the accumulation dtype, -inf for masked keys
     is_causal: bool
 
+    def with_keys(self, part: slice) -> Call:
+        """The call over some of its keys."""
+        bias = None if self.bias is None else self.bias[..., part]
+        return self._replace(key=self.key[:, :, part], value=self.value[:, :, part], bias=bias)
+
 
 class Backend(Protocol):
-    """Four functions of plain tensors. Differentiable in all of them but the mass, by whatever means.
+    """Four functions of a call. Differentiable in all tensors but the mass, by whatever means.
 
     A key's weight is φ(q)·φ(k)·exp(bias); one of bias -inf is inert, whatever it holds. The maximum m of the sums is
     a constant for gradients.
@@ -52,32 +57,21 @@ class Backend(Protocol):
         """Every reason why this backend cannot run the call; none if it can."""
         ...
 
-    def attend(
-        self,
-        bound: BoundMap,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        before: Sums,
-        *,
-        is_causal: bool,
-        span: int = 0,
-    ) -> tuple[Rows, Sums]:
-        """Queries over the sums' keys and these, and the sums after all; causal is aligned bottom-right.
+    def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
+        """Queries over the sums' keys and the call's, and the sums after all; causal is aligned bottom-right.
 
         With `span`, for as many queries as keys, causal rows see the keys of earlier spans of so many tokens only.
         """
         ...
 
-    def absorb(self, bound: BoundMap, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Sums:
-        """The sums after these keys."""
+    def absorb(self, call: Call, before: Sums) -> Sums:
+        """The sums after the call's keys."""
         ...
 
-    def read(self, bound: BoundMap, query: Tensor, sums: Sums) -> Rows:
-        """Queries over the sums' keys."""
+    def read(self, call: Call, sums: Sums) -> Rows:
+        """The call's queries over the sums' keys alone."""
         ...
 
-    def column_mass(self, bound: BoundMap, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    def column_mass(self, call: Call) -> Tensor:
         """How much all queries attend to each key, (B, H, Lk), by the map's own estimate; a constant for gradients."""
         ...

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Call, Rows, regular
-from linattn.attention.bound_map import BoundMap
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
@@ -26,42 +25,32 @@ class Reference:
         """None."""
         return []
 
-    def attend(
-        self,
-        bound: BoundMap,
-        query: Tensor,  # (B, H, G, Lq, D)
-        key: Tensor,  # (B, H, Lk, D)
-        value: Tensor,  # (B, H, Lk, Dv)
-        bias: Tensor | None,  # (B, H or 1, Lk)
-        before: Sums,
-        *,
-        is_causal: bool,
-        span: int = 0,
-    ) -> tuple[Rows, Sums]:
+    def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
         """All weights, then their sums."""
-        visible = _visible(query.shape[3], key.shape[2], query.device, is_causal=is_causal, span=span)
-        rows, sums = bound.run(_attend, query.device, query, key, value, bias, before, visible)
+        bound, *tokens, bias, is_causal = call
+        num_queries, num_keys = call.query.shape[3], call.key.shape[2]
+        visible = _visible(num_queries, num_keys, call.key.device, is_causal=is_causal, span=span)
+        rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
         return Rows(*rows), Sums(*sums)
 
-    def absorb(self, bound: BoundMap, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Sums:
+    def absorb(self, call: Call, before: Sums) -> Sums:
         """The sums, without a query."""
-        return self.attend(bound, key[:, :, None, :0], key, value, bias, before, is_causal=False)[1]
+        return self.attend(call._replace(query=call.query[..., :0, :], is_causal=False), before)[1]
 
-    def read(self, bound: BoundMap, query: Tensor, sums: Sums) -> Rows:
+    def read(self, call: Call, sums: Sums) -> Rows:
         """The rows, without a key."""
-        nothing = query[:, :, 0, :0]
-        value = nothing.new_empty(*nothing.shape[:3], sums.S.shape[-1])
-        return self.attend(bound, query, nothing, value, None, sums, is_causal=False)[0]
+        return self.attend(call.with_keys(slice(0))._replace(is_causal=False), sums)[0]
 
-    def column_mass(self, bound: BoundMap, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    def column_mass(self, call: Call) -> Tensor:
         """Each key's column of the attention matrix, summed; the value of key j is the j-th unit vector."""
+        bound, query, key, _, bias, _ = call
         batch, heads, length, _ = key.shape
         # Outputs are rounded to the tokens' dtype, masses are not.
         kept = accumulation_dtype(key.dtype)
         unit = torch.eye(length, dtype=kept, device=key.device).expand(batch, heads, -1, -1)
         before = no_sums(bound.feature_map, batch, heads, length, kept, key.device)
         with torch.no_grad():
-            rows, _ = self.attend(bound, query.to(kept), key.to(kept), unit, bias, before, is_causal=False)
+            rows, _ = self.attend(Call(bound, query.to(kept), key.to(kept), unit, bias, is_causal=False), before)
         return rows.out.sum((2, 3))
 
 

@@ -5,11 +5,9 @@ their log-normalisers. Letters: B batch, H key/value heads, G query heads per ke
 value width, w tokens of a window's block, g heavy keys.
 """
 
-from linattn.attention.exact.bidirectional import attend as attend_bidirectional
-from linattn.attention.exact.causal import attend as attend_causal
+from linattn.attention.exact.bidirectional import attend_bidirectional as attend_bidirectional
+from linattn.attention.exact.causal import attend_causal as attend_causal
 from linattn.attention.exact.heavy import attend_to_all as attend_to_all
 from linattn.attention.exact.keys import ExactKeys as ExactKeys
 from linattn.attention.exact.rule import Exact as Exact
 from linattn.attention.exact.rule import parse_exact as parse_exact
-
-__all__ = ["Exact", "ExactKeys", "attend_bidirectional", "attend_causal", "attend_to_all", "parse_exact"]

@@ -7,34 +7,78 @@ import torch
 from linattn.attention.backends import Backend, Call
 from linattn.attention.exact.heavy import attend_to_all
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.map_part import MapPart
 from linattn.attention.exact.neighbourhood import near
 from linattn.attention.exact.rule import Exact
-from linattn.attention.partial import Partial, combine
+from linattn.attention.partial import Partial, combine, joined, map_rows
 from linattn.attention.softmax import inert
 from linattn.attention.sums import Sums
 
+# Tokens turned round at once where later keys are folded in from the end.
+_SEGMENT = 4096
 
-def attend(call: Call, backend: Backend, exact: Exact, nothing: Sums) -> Partial:
+
+def attend_bidirectional(call: Call, backend: Backend, exact: Exact, nothing: Sums) -> Partial:
     """Rows (B, H, G, Lq, ·): neighbouring blocks and heavy keys exactly, what comes before and after by the map.
 
     With a window the map's keys are two parts, before and after the neighbourhood.
     """
-    bound, query, key, value, bias, _ = call
-    map_part, window, rest, parts = MapPart(bound, backend), exact.window, bias, []
-    if bias is not None:
-        key, value = inert(key, bias), inert(value, bias)
+    query, bias, scale, parts = call.query, call.bias, call.bound.feature_map.scale, []
+    key, value = inert(bias, call.key, call.value)
+    call = call._replace(key=key, value=value)
     every = nothing.z.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     if exact.num_heavy and key.shape[2]:
         every = every.expand(key.shape[:3])
-        score = exact.score(backend.column_mass(bound, query, key, bias), key, value)
+        score = exact.score(backend.column_mass(call), key, value)
         score = score.masked_fill(every == -torch.inf, -torch.inf)
         chosen = exact.rank(score, min(exact.num_heavy, key.shape[2]))
-        parts.append(attend_to_all(query, Tokens(key, value, every).pick(chosen), map_part.scale))
-        every = rest = every.scatter(-1, chosen, -torch.inf)
-    if window is None:
-        return combine(*parts, map_part.all_keys(query, key, value, rest, nothing))
-    parts.append(near(query, Tokens(key, value, every), window, map_part.scale, is_causal=False)[0])
-    parts.append(map_part.earlier_blocks(query, key, value, rest, nothing, window))
-    parts.append(map_part.later_blocks(query, key, value, rest, nothing, window))
+        parts.append(attend_to_all(query, Tokens(key, value, every).pick(chosen), scale))
+        every = every.scatter(-1, chosen, -torch.inf)
+        call = call._replace(bias=every)
+    if exact.window is None:
+        return combine(*parts, map_rows(call, backend, nothing)[0])
+    parts.append(near(query, Tokens(key, value, every), exact.window, scale, is_causal=False)[0])
+    call = call._replace(is_causal=True)
+    parts.append(_earlier_blocks(call, backend, nothing, exact.window))
+    parts.append(_later_blocks(call, backend, nothing, exact.window))
     return combine(*parts)
+
+
+def _earlier_blocks(call: Call, backend: Backend, nothing: Sums, window: int) -> Partial:
+    """Rows over the keys two blocks or more before their own."""
+    head, last = _unseen(call, slice(window), nothing), max(call.query.shape[3] - window, 0)
+    if last == 0:
+        return head
+    # A block later, the keys of earlier spans are those of two blocks or more before.
+    rows = call.with_keys(slice(last))._replace(query=call.query[..., window:, :])
+    return joined([head, map_rows(rows, backend, nothing, span=window)[0]])
+
+
+def _later_blocks(call: Call, backend: Backend, nothing: Sums, window: int) -> Partial:
+    """Rows over the keys two blocks or more after their own: those of earlier spans from the end, by segments."""
+    query, length = call.query, call.query.shape[3]
+    padded = -(-length // window) * window
+    size, parts, state = max(_SEGMENT // window, 1) * window, [], nothing
+    for start in range(0, padded - window, size):
+        stop = min(start + size, padded - window)
+        rows = query[..., padded - window - stop : padded - window - start, :].flip(3)
+        end = min(padded - start, length)
+        short = padded - start - end
+        keys = call.with_keys(slice(padded - stop, end))
+        later = keys.bias
+        if short and later is None:
+            later = nothing.z.new_zeros(rows.shape[0], 1, keys.key.shape[2])
+        k, v = (torch.nn.functional.pad(x.flip(2), (0, 0, short, 0)) for x in (keys.key, keys.value))
+        if later is not None:
+            later = torch.nn.functional.pad(later.flip(-1), (short, 0), value=-torch.inf)
+        turned = call._replace(query=rows, key=k, value=v, bias=later)
+        part, state = map_rows(turned, backend, state, span=window)
+        parts.append(Partial(part.out.flip(3), part.log_normalizer.flip(3)))
+    return joined([*reversed(parts), _unseen(call, slice(max(padded - window, 0), None), nothing)])
+
+
+def _unseen(call: Call, part: slice, nothing: Sums) -> Partial:
+    """The partial result of queries that see no key."""
+    query = call.query[..., part, :]
+    rows: tuple[int, ...] = query.shape[:-1]
+    log_normalizer = query.new_full(rows, -torch.inf, dtype=nothing.z.dtype)
+    return Partial(query.new_zeros(*rows, call.value.shape[-1]), log_normalizer)

@@ -15,21 +15,18 @@ from torch import Tensor
 from linattn.attention.backends import Backend, Call
 from linattn.attention.exact.heavy import attend_by_block, schedule
 from linattn.attention.exact.keys import ExactKeys, Tokens
-from linattn.attention.exact.map_part import MapPart, joined
 from linattn.attention.exact.neighbourhood import near
 from linattn.attention.exact.rule import Exact
-from linattn.attention.partial import Partial, combine
+from linattn.attention.partial import Partial, as_partial, combine, joined, map_rows
 from linattn.attention.softmax import inert
 from linattn.attention.sums import Sums
 
 
-def attend(call: Call, backend: Backend, before: Sums, exact: ExactKeys) -> tuple[Partial, Sums, ExactKeys]:
+def attend_causal(call: Call, backend: Backend, before: Sums, exact: ExactKeys) -> tuple[Partial, Sums, ExactKeys]:
     """Rows (B, H, G, Lq, ·) of the last tokens, Lq ≤ Lk, and the sums and the exact keys after all."""
-    bound, query, key, value, bias, _ = call
-    map_part, rule = MapPart(bound, backend), exact.rule
-    window, scale, recent = rule.window or 0, map_part.scale, exact.recent
-    if bias is not None:
-        key, value = inert(key, bias), inert(value, bias)
+    query, bias, rule, recent = call.query, call.bias, exact.rule, exact.recent
+    window, scale = rule.window or 0, call.bound.feature_map.scale
+    key, value = inert(bias, call.key, call.value)
     given = recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     tokens = recent.then(Tokens(key, value, given.expand(key.shape[:3])))
     length = tokens.key.shape[2]
@@ -48,7 +45,8 @@ def attend(call: Call, backend: Backend, before: Sums, exact: ExactKeys) -> tupl
         score = chosen.score.clone()
     # Without a bias the folds copy nothing.
     is_plain = bias is None and recent.bias.shape[2] == 0 and not rule.num_heavy
-    distant, after = _map_rows(map_part, rows, left, first, before, window, is_plain=is_plain)
+    rest = call._replace(query=rows, key=left.key, value=left.value, bias=None if is_plain else left.bias)
+    distant, after = _map_rows(rest, backend, first, before, window)
     # Copies: views would keep all keys of the call in memory.
     key, value, given, mass = (x.clone() for x in (*tokens.cut(leaving, length), mass[..., leaving:]))
     return combine(*parts, distant), after, ExactKeys(heavy, score, Tokens(key, value, given), mass, rule)
@@ -77,20 +75,21 @@ def _heavy_rows(rows: Tensor, pool: Tokens, heavy: Tensor, first: int, window: i
     return _rows(part, first - begin)
 
 
-def _map_rows(
-    map_part: MapPart, rows: Tensor, left: Tokens, first: int, before: Sums, window: int, *, is_plain: bool
-) -> tuple[Partial, Sums]:
-    """The rows over the map's keys: the state's, and those left to it as blocks begin, w at a time."""
-    count, parts, state = left.bias.shape[2], [], before
+def _map_rows(call: Call, backend: Backend, first: int, before: Sums, window: int) -> tuple[Partial, Sums]:
+    """The rows over the map's keys: the state's, and the call's, which are left to it as blocks begin, w at a time."""
+    count, parts, state = call.key.shape[2], [], before
+
+    def read(start: int, stop: int | None) -> Partial:
+        rows = call._replace(query=call.query[:, :, :, start:stop])
+        return as_partial(rows, backend.read(rows, state))
+
     if first < 2 * window or count == 0:
-        parts.append(map_part.read(rows[:, :, :, first : 2 * window], before))
+        parts.append(read(first, 2 * window))
     if count:
         # The third block sees the keys left first, the last one all of them; between, keys lie a span behind.
-        key, value, bias = left
-        head, tail = (None if is_plain else bias[..., part] for part in (slice(window), slice(window, None)))
-        state = map_part.absorb(key[:, :, :window], value[:, :, :window], head, before)
-        middle = rows[:, :, :, 2 * window : count + window]
-        part, state = map_part.earlier_spans(middle, key[:, :, window:], value[:, :, window:], tail, state, window)
+        state = backend.absorb(call.with_keys(slice(window)), before)
+        middle = call.with_keys(slice(window, None))._replace(query=call.query[:, :, :, 2 * window : count + window])
+        part, state = map_rows(middle, backend, state, span=window)
         parts.append(_rows(part, max(first - 2 * window, 0)))
-        parts.append(map_part.read(rows[:, :, :, max(first, count + window) :], state))
+        parts.append(read(max(first, count + window), None))
     return joined(parts), state

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens, picked
-from linattn.attention.exact.map_part import joined
 from linattn.attention.exact.rule import Exact
-from linattn.attention.partial import Partial
-from linattn.attention.softmax import softmax_weights
+from linattn.attention.partial import Partial, joined
+from linattn.attention.softmax import softmax_rows
 
 # Weights held at once.
 _CHUNK = 2**22
@@ -21,11 +20,7 @@ def attend_to_all(query: Tensor, tokens: Tokens, scale: float) -> Partial:
     """Exact rows (B, H, G, L, ·) over the same few tokens."""
     size = max(_CHUNK // max(query.shape[:3].numel() * tokens.key.shape[2], 1), 1)
     key, value, bias = tokens.key.unsqueeze(2), tokens.value.unsqueeze(2), tokens.bias[:, :, None, None]
-    parts = []
-    for rows in query.split(size, 3):
-        weights, log = softmax_weights(rows, key, bias, scale)
-        parts.append(Partial((weights @ value.to(weights.dtype)).to(query.dtype), log))
-    return joined(parts)
+    return joined([softmax_rows(rows, key, value, bias, scale) for rows in query.split(size, 3)])
 
 
 def attend_by_block(query: Tensor, tokens: Tokens, index: Tensor, window: int, scale: float) -> Partial:
@@ -41,8 +36,7 @@ def attend_by_block(query: Tensor, tokens: Tokens, index: Tensor, window: int, s
         rows = by_block(rows, chosen.shape[2], window)
         k, v = (picked(x, chosen.flatten(2)).unflatten(2, chosen.shape[2:]) for x in tokens[:2])
         bias = torch.take_along_dim(tokens.bias, chosen.flatten(2), dim=2).view(chosen.shape).unsqueeze(3)
-        weights, log = softmax_weights(rows, k, bias, scale)
-        parts.append(from_blocks(weights @ v.to(weights.dtype), log, groups, length, query.dtype))
+        parts.append(from_blocks(softmax_rows(rows, k, v, bias, scale), groups, length))
     return joined(parts)
 
 
@@ -54,35 +48,27 @@ def by_block(rows: Tensor, num_blocks: int, window: int) -> Tensor:
     return blocks.transpose(2, 3).flatten(3, 4)
 
 
-def from_blocks(out: Tensor, log: Tensor, groups: int, length: int, dtype: torch.dtype) -> Partial:
-    """Outputs (B, H, n, G·w, Dv) and log-normalisers of blocks as those of `length` rows, (B, H, G, L, ·)."""
-    out, log = (x.unflatten(3, (groups, -1)).transpose(2, 3).flatten(3, 4)[:, :, :, :length] for x in (out, log))
-    return Partial(out.to(dtype), log)
+def from_blocks(rows: Partial, groups: int, length: int) -> Partial:
+    """Rows of blocks (B, H, n, G·w, ·) as `length` rows (B, H, G, L, ·)."""
+    return Partial(*(x.unflatten(3, (groups, -1)).transpose(2, 3).flatten(3, 4)[:, :, :, :length] for x in rows))
 
 
 class Schedule(NamedTuple):
-    """Which keys are heavy for which block, and when the others are left to the map.
+    """Which keys are heavy for which block, and when the others are left to the map."""
 
-    Attributes:
-        heavy: the heavy keys of each block of queries from the second on, (B, H, 1 + n, g).
-        left: the keys that stop being exact as each block of queries from the third on begins, (B, H, n, w).
-        score: those of the last block's heavy keys, (B, H, g).
-    """
-
-    heavy: Tensor
-    left: Tensor
-    score: Tensor
+    heavy: Tensor  # (B, H, 1 + n, g), those of each block of queries from the second on
+    left: Tensor  # (B, H, n, w), those that stop being exact as each block of queries from the third on begins
+    score: Tensor  # (B, H, g), of the last block's heavy keys
 
 
-def schedule(rule: Exact, score: Tensor, heavy_score: Tensor) -> Schedule:
+def schedule(
+    rule: Exact,
+    score: Tensor,  # (B, H, n·w), of the keys of the n blocks that leave; they are numbered from g on
+    heavy_score: Tensor,  # (B, H, g), of the heavy keys so far; they are numbered from 0 on
+) -> Schedule:
     """The running choice: as a block of keys leaves the neighbourhood, the g best of it and the heavy ones stay exact.
 
     A key that is dropped never returns, since the map's sums cannot be taken apart.
-
-    Args:
-        rule: ranks the keys.
-        score: (B, H, n·w), of the keys of the n blocks that leave; they are numbered from g on.
-        heavy_score: (B, H, g), of the heavy keys so far; they are numbered from 0 on.
     """
     window, num_heavy = rule.window or 0, heavy_score.shape[-1]
     heavy = torch.arange(num_heavy, device=score.device).expand(heavy_score.shape)

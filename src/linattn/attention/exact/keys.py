@@ -22,11 +22,9 @@ class Tokens(NamedTuple):
 
     def then(self, other: Tokens) -> Tokens:
         """These and then others, which are not copied where these are none."""
-        return (
-            other
-            if self.bias.shape[2] == 0
-            else Tokens(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
-        )
+        if self.bias.shape[2] == 0:
+            return other
+        return Tokens(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
 
     def pick(self, index: Tensor) -> Tokens:
         """Those of the numbers (B, H, n)."""
@@ -44,21 +42,13 @@ def picked(x: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ExactKeys:
-    """The latest keys of a stream and its heavy ones, beside the sums of all others.
+    """The latest keys of a stream and its heavy ones, beside the sums of all others."""
 
-    Attributes:
-        heavy: g of them; free places have bias -inf.
-        heavy_score: (B, H, g), their scores as they left the neighbourhood; -inf for free places.
-        recent: those of the block before the current one and of the current one, at most 2w.
-        recent_mass: (B, H, r), how much they were attended to so far.
-        rule: which keys are kept.
-    """
-
-    heavy: Tokens
-    heavy_score: Tensor
-    recent: Tokens
-    recent_mass: Tensor
-    rule: Exact
+    heavy: Tokens  # g of them; free places have bias -inf
+    heavy_score: Tensor  # (B, H, g), their scores as they left the neighbourhood; -inf for free places
+    recent: Tokens  # those of the block before the current one and of the current one, at most 2w
+    recent_mass: Tensor  # (B, H, r), how much they were attended to so far
+    rule: Exact  # which keys are kept
 
     @classmethod
     def empty(cls, rule: Exact, key: Tensor, value: Tensor) -> ExactKeys:
@@ -72,7 +62,7 @@ class ExactKeys:
 
     def tokens(self) -> Tokens:
         """All of them, g + r; free places have bias -inf."""
-        return Tokens(*(torch.cat(pair, 2) for pair in zip(self.heavy, self.recent, strict=True)))
+        return self.heavy.then(self.recent)
 
     def decay(self, log_factor: Tensor) -> ExactKeys:
         """All weights times exp(log_factor), (B or 1, H or 1); scores and masses compare keys and stay."""

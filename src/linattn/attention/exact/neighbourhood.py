@@ -9,8 +9,7 @@ from torch import Tensor
 
 from linattn.attention.exact.heavy import by_block, from_blocks
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.map_part import joined
-from linattn.attention.partial import Partial
+from linattn.attention.partial import Partial, joined
 from linattn.attention.softmax import softmax_weights
 
 # Weights held at once.
@@ -31,8 +30,12 @@ def near(
     parts, mass = [], None
     for start in range(0, max(length, 1), size):
         stop = min(start + size, length)
-        chunk = _Chunk(start, stop, -(-(stop - start) // window), window, is_causal)
-        part, weights = chunk.attend(query, tokens, scale)
+        chunk = _Chunk(start, -(-(stop - start) // window), window, is_causal)
+        k, v = chunk.around(tokens.key), chunk.around(tokens.value)
+        rows = by_block(query[..., start:stop, :], chunk.num_blocks, window)
+        weights, log = softmax_weights(rows, k, chunk.bias(tokens.bias, groups), scale)
+        out = (weights @ v.to(weights.dtype)).to(query.dtype)
+        parts.append(from_blocks(Partial(out, log), groups, stop - start))
         # From the weights, which torch.vmap has mapped if it has mapped any input.
         mass = weights.new_zeros(batch, heads, length + 2 * window) if mass is None else mass
         if first is not None:
@@ -40,7 +43,6 @@ def near(
             live = ((places >= first) & (places < length)).view(-1, 1, window, 1)
             columns = torch.where(live, weights.detach().unflatten(3, (groups, window)), 0)
             chunk.add_columns(mass, columns.sum((3, 4)))
-        parts.append(part)
     assert mass is not None  # one chunk at least
     return joined(parts), mass[..., window : window + length]
 
@@ -49,7 +51,6 @@ class _Chunk(NamedTuple):
     """Consecutive blocks of queries and the keys around them."""
 
     start: int
-    stop: int
     num_blocks: int
     window: int
     is_causal: bool
@@ -59,15 +60,6 @@ class _Chunk(NamedTuple):
         """Which blocks a query sees, counted from its own."""
         return (-1, 0) if self.is_causal else (-1, 0, 1)
 
-    def attend(self, query: Tensor, tokens: Tokens, scale: float) -> tuple[Partial, Tensor]:
-        """The chunk's rows, and their weights (B, H, n, G·w, K), which sum to 1."""
-        groups = query.shape[2]
-        rows = by_block(query[..., self.start : self.stop, :], self.num_blocks, self.window)
-        k, v = self._context(tokens.key), self._context(tokens.value)
-        weights, log = softmax_weights(rows, k, self._bias(tokens.bias, groups), scale)
-        out = weights @ v.to(weights.dtype)
-        return from_blocks(out, log, groups, self.stop - self.start, query.dtype), weights
-
     def add_columns(self, mass: Tensor, columns: Tensor) -> None:
         """Add the blocks' columns (B, H, n, K) to the keys' masses (B, H, w + L + w)."""
         for place, side in enumerate(self.sides):
@@ -76,7 +68,7 @@ class _Chunk(NamedTuple):
             room = min(part.shape[-1], mass.shape[-1] - first)
             mass[..., first : first + room] += part[..., :room]
 
-    def _context(self, x: Tensor, filling: float = 0.0) -> Tensor:
+    def around(self, x: Tensor, filling: float = 0.0) -> Tensor:
         """The tokens around each block, (B, H, L, ·) -> (B, H, n, K, ·), `filling` beyond the ends."""
         low, high = self.start - self.window, self.start + (self.num_blocks + 1) * self.window
         before, after = max(-low, 0), max(high - x.shape[2], 0)
@@ -86,9 +78,9 @@ class _Chunk(NamedTuple):
         blocks = around.unflatten(2, (-1, self.window))
         return torch.cat([blocks[:, :, 1 + side : 1 + side + self.num_blocks] for side in self.sides], 3)
 
-    def _bias(self, bias: Tensor, groups: int) -> Tensor:
+    def bias(self, bias: Tensor, groups: int) -> Tensor:
         """What is added to the logits of a block's rows: (B or 1, H or 1, n, G·w or 1, K), -inf for unseen keys."""
-        around = self._context(bias.unsqueeze(-1), -torch.inf).transpose(3, 4)
+        around = self.around(bias.unsqueeze(-1), -torch.inf).transpose(3, 4)
         if not self.is_causal:
             return around
         past = torch.ones(self.window, 2 * self.window, dtype=torch.bool, device=bias.device).tril(self.window)

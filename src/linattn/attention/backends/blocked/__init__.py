@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Call, Rows
-from linattn.attention.backends.blocked import stepping
-from linattn.attention.backends.blocked.fold import Task, is_followed, run
+from linattn.attention.backends.blocked.blocks import exponential_, is_masked
+from linattn.attention.backends.blocked.fold import is_followed, run
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
-from linattn.attention.bound_map import BoundMap, outside_autocast
+from linattn.attention.bound_map import outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
+from linattn.feature_maps import FeatureMap
 
 
 class Blocked:
@@ -24,61 +25,90 @@ class Blocked:
         """None."""
         return []
 
-    def attend(
-        self,
-        bound: BoundMap,
-        query: Tensor,  # (B, H, G, Lq, D)
-        key: Tensor,  # (B, H, Lk, D)
-        value: Tensor,  # (B, H, Lk, Dv)
-        bias: Tensor | None,  # (B, H or 1, Lk)
-        before: Sums,
-        *,
-        is_causal: bool,
-        span: int = 0,
-    ) -> tuple[Rows, Sums]:
+    def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
         """Absorb, then read; or the causal fold over as many keys as queries, the others absorbed or read apart."""
-        if not is_causal:
-            after = self.absorb(bound, key, value, bias, before)
-            return self.read(bound, query, after), after
-        extra = key.shape[2] - query.shape[3]
+        if not call.is_causal:
+            after = self.absorb(call, before)
+            return self.read(call, after), after
+        extra = call.key.shape[2] - call.query.shape[3]
         if extra > 0:
-            first = None if bias is None else bias[..., :extra]
-            before = self.absorb(bound, key[:, :, :extra], value[:, :, :extra], first, before)
-            key, value, bias = key[:, :, extra:], value[:, :, extra:], None if bias is None else bias[..., extra:]
+            before, call = self.absorb(call.with_keys(slice(extra)), before), call.with_keys(slice(extra, None))
+        bound, query, key, value, bias, _ = call
         is_step = key.shape[2] == 1 and extra >= 0 and not (span or bound.is_grouped)
-        if is_step and _is_bare(bound, query, key, value, *before, bias):
+        # Autograd, compile and functorch must be inactive, and the map use its own tensors.
+        is_bare = is_step and not (bound.tensors or torch.compiler.is_compiling())
+        if is_bare and not is_followed(query, key, value, *before, bias):
             with outside_autocast(query.device):
-                return stepping.forward(bound.feature_map, Causal(query, key, value, *before, bias))
-        early, late = query[..., : max(-extra, 0), :], query[..., max(-extra, 0) :, :]
-        found: CausalOutputs = run(Task("causal", span), bound, Causal(late, key, value, *before, bias))
+                return _step(bound.feature_map, Causal(query, key, value, *before, bias))
+        late = query[..., max(-extra, 0) :, :]
+        found: CausalOutputs = run("causal", bound, Causal(late, key, value, *before, bias), span)
         rows, after = Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
         if extra < 0:
-            first_rows = self.read(bound, early, before)
+            first_rows = self.read(call._replace(query=query[..., :-extra, :]), before)
             rows = Rows(*(torch.cat(pair, 3) for pair in zip(first_rows, rows, strict=True)))
         return rows, after
 
-    def absorb(self, bound: BoundMap, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Sums:
+    def absorb(self, call: Call, before: Sums) -> Sums:
         """One pass over the keys."""
-        after: Sums = run(Task("absorb"), bound, Absorb(key, value, *before, bias))
+        after: Sums = run("absorb", call.bound, Absorb(call.key, call.value, *before, call.bias))
         return after
 
-    def read(self, bound: BoundMap, query: Tensor, sums: Sums) -> Rows:
+    def read(self, call: Call, sums: Sums) -> Rows:
         """One pass over the queries."""
-        rows: Rows = run(Task("read"), bound, Read(query, *sums))
+        rows: Rows = run("read", call.bound, Read(call.query, *sums))
         return rows
 
-    def column_mass(self, bound: BoundMap, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    def column_mass(self, call: Call) -> Tensor:
         """Two passes: the queries' features over their denominators are summed, then read by each key."""
-        query, key, bound = query.detach(), key.detach(), bound.detach()
+        bound, query, key, bias = call.bound.detach(), call.query.detach(), call.key.detach(), call.bias
         bias = None if bias is None else bias.detach()
         with torch.no_grad():
             kept = accumulation_dtype(key.dtype)
             before = no_sums(bound.feature_map, key.shape[0], key.shape[1], 0, kept, key.device)
-            after = self.absorb(bound, key, key[..., :0], bias, before)
-            mass: Tensor = run(Task("mass"), bound, Causal(query, key, key[..., :0], *after, bias)).mass
+            after = self.absorb(Call(bound, query, key, key[..., :0], bias, is_causal=False), before)
+            mass: Tensor = run("mass", bound, Causal(query, key, key[..., :0], *after, bias)).mass
         return mass
 
 
-def _is_bare(bound: BoundMap, *tensors: Tensor | None) -> bool:
-    """True if autograd, compile and functorch are inactive, and the map uses its own tensors."""
-    return not bound.tensors and not torch.compiler.is_compiling() and not is_followed(*tensors)
+def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
+    """The row of one token, and the sums after it: those of absorb and read, for calls too small for blocks.
+
+    A step costs as much in calls as in arithmetic, hence one product for queries and key where the map allows, and one
+    pass over the state for both its terms.
+    """
+    query, key, value, S, z, m, bias = inputs
+    q, k, v = query.squeeze(3).to(S.dtype), key.to(S.dtype), value.to(S.dtype)
+    if bias is not None:
+        k, v = (x.masked_fill(is_masked(bias).unsqueeze(-1), 0) for x in (k, v))
+    t, key_output = _both(feature_map, q, k)
+    log, linear = key_output, None
+    if not feature_map.exponential:
+        weight, linear = feature_map.key_log_weight(k), key_output
+        log = m.new_zeros(()).expand(m.shape) if weight is None else weight
+    if bias is not None:
+        log = log + bias
+    c = torch.maximum(m, log)
+    phi, decay = exponential_(log - c), exponential_(m - c)
+    if linear is not None:
+        phi = linear * phi
+    S = torch.mul(phi.unsqueeze(-1), v).addcmul_(S, decay.unsqueeze(-1))
+    z = phi.addcmul_(z, decay)
+    if feature_map.exponential:
+        t = t + c.unsqueeze(-2)
+        reference = t.amax(-1, keepdim=True)
+        t = exponential_(t.sub_(reference))
+    else:
+        reference = c.unsqueeze(-2).expand(*t.shape[:-1], 1)
+    den, num = torch.linalg.vecdot(t, z.unsqueeze(-2)).unsqueeze(-1), torch.matmul(t, S)
+    # An exponential map gives every key weight: only a masked one can leave a row without any.
+    sees_key = feature_map.exponential and bias is None
+    out = num.div_(den if sees_key else den.masked_fill(den == 0, torch.inf))
+    return Rows(out.unsqueeze(3).to(query.dtype), den, reference), Sums(S, z, c)
+
+
+def _both(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """What the map says of queries (B, H, G, D), and of the key (B, H, 1, D) with its token dimension dropped."""
+    if type(feature_map).key is not FeatureMap.key:
+        return feature_map.query(q), feature_map.key(k).squeeze(-2)
+    both = feature_map.query(torch.cat((q, k), -2))
+    return both.narrow(-2, 0, q.shape[-2]), both.select(-2, -1)

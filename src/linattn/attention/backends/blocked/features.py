@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,11 +61,6 @@ class Keys(NamedTuple):
             of_linear = (weight.unsqueeze(-2) @ groups).squeeze(-2)
             return KeyGradients(of_linear, (groups * phi_k.unflatten(-1, groups.shape[-2:])).sum(-1))
         return KeyGradients(grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1))
-
-
-def by_kind(feature_map: FeatureMap, plain: Any, grouped: Any) -> Any:
-    """The strategy of a fold for this kind of map."""
-    return grouped if isinstance(feature_map, GroupedFeatureMap) else plain
 
 
 class KeyBlocks:

@@ -9,14 +9,13 @@ forward-mode derivatives raise. Letters as in blocked/__init__.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked import absorption, causal, causal_backward, reading
+from linattn.attention.backends.blocked import causal, passes
 from linattn.attention.backends.blocked.records import (
     Absorb,
     Causal,
@@ -46,18 +45,20 @@ class Fold(NamedTuple):
 
 
 FOLDS = {
-    "absorb": Fold(absorption.forward, absorption.backward, Absorb, Sums),
-    "read": Fold(reading.forward, reading.backward, Read, Rows),
-    "causal": Fold(causal.forward, causal_backward.backward, Causal, CausalOutputs),
-    "mass": Fold(reading.mass, None, Causal, MassOutputs),
+    "absorb": Fold(passes.absorb, passes.absorb_backward, Absorb, Sums),
+    "read": Fold(passes.read, passes.read_backward, Read, Rows),
+    "causal": Fold(causal.forward, causal.backward, Causal, CausalOutputs),
+    "mass": Fold(passes.mass, None, Causal, MassOutputs),
 }
 
 
 class Task(NamedTuple):
-    """Which fold to run and how: rows of causal folds with a span see the keys of earlier spans of so many tokens."""
+    """A fold of one call; rows of causal ones with a span see the keys of earlier spans of so many tokens."""
 
     name: str
-    span: int = 0
+    feature_map: FeatureMap
+    names: tuple[str, ...]  # of the map's tensors that the call binds
+    span: int
 
     @property
     def fold(self) -> Fold:
@@ -65,22 +66,26 @@ class Task(NamedTuple):
         return FOLDS[self.name]
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> tuple[int, ...]:
         """What the fold's functions take beside tensors."""
-        return {"span": self.span} if self.span else {}
+        return (self.span,) if self.span else ()
+
+    def bound(self, tensors: Sequence[Tensor]) -> BoundMap:
+        """The map with these tensors."""
+        return BoundMap(self.feature_map, dict(zip(self.names, tensors, strict=True)))
 
 
-def run(task: Task, bound: BoundMap, inputs: Any) -> Any:
+def run(name: str, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
     """Run a fold, differentiating its inputs, the biases among them and the map's bound tensors."""
+    task, tensors = Task(name, bound.feature_map, tuple(bound.tensors), span), tuple(bound.tensors.values())
     if torch.compiler.is_compiling():
         # Imported here: torch's marks for its compiler import the compiler.
         from linattn.attention.backends.blocked import opaque
 
-        return task.fold.outputs(*opaque.run(task, bound, inputs))
-    names, tensors = tuple(bound.tensors), tuple(bound.tensors.values())
+        return task.fold.outputs(*opaque.run(task, inputs, tensors))
     if not is_followed(*inputs, *tensors):
-        return forward(task, bound, inputs)
-    return task.fold.outputs(*_Forward.apply(task, bound.feature_map, names, *inputs, *tensors))
+        return forward(task, inputs, tensors)
+    return task.fold.outputs(*_Forward.apply(task, *inputs, *tensors))
 
 
 def is_followed(*tensors: Tensor | None) -> bool:
@@ -90,12 +95,13 @@ def is_followed(*tensors: Tensor | None) -> bool:
     return recorded or dual or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def forward(task: Task, bound: BoundMap, inputs: Any) -> Any:
-    """The fold's outputs, no gradient recorded."""
-    return bound.run(partial(task.fold.forward, **task.options), inputs.S.device, inputs)
+def forward(task: Task, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    """The fold's outputs, no gradient recorded; the biases, last of the inputs, may be missing."""
+    given = task.fold.inputs(*inputs)
+    return task.bound(tensors).run(task.fold.forward, given.S.device, given, *task.options)
 
 
-def backward(task: Task, bound: BoundMap, saved: Sequence[Any], *, bias_grad: bool) -> tuple[Tensor, ...]:
+def backward(task: Task, saved: Sequence[Any], tensors: Sequence[Tensor], *, bias_grad: bool) -> tuple[Tensor, ...]:
     """Gradients of the inputs but m, of the biases if asked for, and of the map's tensors.
 
     `saved` is (*gradients of the outputs, *inputs, *outputs); the biases, last of the inputs, may be missing.
@@ -104,10 +110,9 @@ def backward(task: Task, bound: BoundMap, saved: Sequence[Any], *, bias_grad: bo
     assert fold.backward is not None, f"{task.name} has no differentiable output"
     count = len(fold.outputs._fields)
     grads, inputs, outputs = saved[:count], saved[count:-count], saved[-count:]
-    leaves = BoundMap(bound.feature_map, {name: x.detach().requires_grad_() for name, x in bound.tensors.items()})
-    tensors = tuple(leaves.tensors.values())
+    tensors = tuple(x.detach().requires_grad_() for x in tensors)
     record = Saved(fold.inputs(*inputs), fold.outputs(*outputs), fold.outputs(*grads), tensors, bias_grad)
-    found: Gradients = leaves.run(partial(fold.backward, **task.options), inputs[0].device, record)
+    found: Gradients = task.bound(tensors).run(fold.backward, inputs[0].device, record, *task.options)
     of_bias = () if found.bias is None else (found.bias,)
     return *found.inputs, *of_bias, *(x.to(y.dtype) for x, y in zip(found.tensors, tensors, strict=True))
 
@@ -122,56 +127,54 @@ def by_argument(fold: Fold, found: Sequence[Tensor], *, bias_grad: bool) -> tupl
 
 
 class _Forward(torch.autograd.Function):
-    """(task, map, names of the bound tensors, *inputs, *bound tensors) -> outputs."""
+    """(task, *inputs, *bound tensors) -> outputs."""
 
     @staticmethod
-    def forward(task: Task, feature_map: FeatureMap, names: tuple[str, ...], *rest: Any) -> Any:
+    def forward(task: Task, *rest: Any) -> Any:
         """Run the fold."""
-        count = len(task.fold.inputs._fields)
-        bound = BoundMap(feature_map, dict(zip(names, rest[count:], strict=True)))
-        return tuple(forward(task, bound, task.fold.inputs(*rest[:count])))
+        count = len(rest) - len(task.names)
+        return tuple(forward(task, rest[:count], rest[count:]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep inputs and outputs."""
-        ctx.task, ctx.feature_map, ctx.names, *rest = inputs
+        ctx.task, *rest = inputs
         # Autograd itself notices a change of the followed tensors, which are saved.
-        ctx.fingerprint = ctx.feature_map.fingerprint(ctx.names)
-        fold, count = ctx.task.fold, len(ctx.task.fold.inputs._fields)
-        ctx.mark_non_differentiable(*fold.constants(ctx.feature_map, output))
+        ctx.fingerprint = ctx.task.feature_map.fingerprint(ctx.task.names)
+        fold, count = ctx.task.fold, len(rest) - len(ctx.task.names)
+        ctx.mark_non_differentiable(*fold.constants(ctx.task.feature_map, output))
         ctx.save_for_backward(*rest[:count], *output, *rest[count:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Gradients in the order of the arguments."""
-        saved, fold = ctx.saved_tensors, ctx.task.fold
-        now = ctx.feature_map.fingerprint(ctx.names)
+        task, fold = ctx.task, ctx.task.fold
+        now = task.feature_map.fingerprint(task.names)
         if now != ctx.fingerprint:
             raise RuntimeError(
                 f"the feature map was {ctx.fingerprint} in the forward pass and is {now} now: features are recomputed "
                 "for gradients; redraw or fit after backward(), not before"
             )
-        # Three arguments stand before the inputs, of which the biases are the last.
-        bias_grad = "bias" in fold.inputs._fields and ctx.needs_input_grad[2 + len(fold.inputs._fields)]
-        found = _Backward.apply(ctx.task, ctx.feature_map, ctx.names, bias_grad, *grads, *saved)
+        # One argument stands before the inputs, of which the biases are the last.
+        bias_grad = "bias" in fold.inputs._fields and ctx.needs_input_grad[len(fold.inputs._fields)]
+        found = _Backward.apply(task, bias_grad, *grads, *ctx.saved_tensors)
         of_inputs, of_tensors = by_argument(fold, found, bias_grad=bias_grad)
-        return None, None, None, *of_inputs, *of_tensors
+        return None, *of_inputs, *of_tensors
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         """Fold the mapped dimension into the batch."""
-        return _mapped(_Forward, info.batch_size, in_dims, arguments, num_static=3)
+        return _mapped(_Forward, info.batch_size, in_dims, arguments, num_static=1)
 
 
 class _Backward(torch.autograd.Function):
-    """(task, map, names, bias_grad, *grads, *inputs, *outputs, *bound tensors) -> gradients, constants."""
+    """(task, bias_grad, *grads, *inputs, *outputs, *bound tensors) -> gradients, constants."""
 
     @staticmethod
-    def forward(task: Task, feature_map: FeatureMap, names: tuple[str, ...], bias_grad: bool, *rest: Any) -> Any:
+    def forward(task: Task, bias_grad: bool, *rest: Any) -> Any:
         """Pull the fold back."""
-        count = len(rest) - len(names)
-        bound = BoundMap(feature_map, dict(zip(names, rest[count:], strict=True)))
-        return backward(task, bound, rest[:count], bias_grad=bias_grad)
+        count = len(rest) - len(task.names)
+        return backward(task, rest[:count], rest[count:], bias_grad=bias_grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -187,40 +190,32 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         """Fold the mapped dimension into the batch, unless that would sum the samples' gradients of shared tensors."""
-        first = len(arguments) - len(arguments[2])
-        if any(x.ndim - (dim is not None) != 4 for x, dim in zip(arguments[first:], in_dims[first:], strict=True)):
+        first = len(arguments) - len(arguments[0].names)
+        if any(not _is_of_call(x, dim) for x, dim in zip(arguments[first:], in_dims[first:], strict=True)):
             raise NotImplementedError(
                 "per-sample gradients (vmap over grad) of a feature map's own parameters are not supported by "
                 "backend='blocked'; freeze them with requires_grad_(False), or use backend='reference'"
             )
-        return _mapped(_Backward, info.batch_size, in_dims, arguments, num_static=4)
+        return _mapped(_Backward, info.batch_size, in_dims, arguments, num_static=2)
 
 
 def _mapped(function: Any, size: int, in_dims: Sequence[Any], arguments: Sequence[Any], *, num_static: int) -> Any:
-    """Apply a function of (task, map, names, …, *tensors, *bound tensors) with the mapped dimension in the batch."""
-    count = len(arguments) - len(arguments[2])
-    tokens, bound = slice(num_static, count), slice(count, None)
-    folded = [_folded(x, dim, size) for x, dim in zip(arguments[tokens], in_dims[tokens], strict=True)]
-    folded += [_folded_bound(x, dim, size) for x, dim in zip(arguments[bound], in_dims[bound], strict=True)]
+    """Apply a function of (task, …, *tensors, *bound tensors) with the mapped dimension in the batch."""
+    first_bound, folded = len(arguments) - len(arguments[0].names), []
+    for place, (x, dim) in enumerate(zip(arguments[num_static:], in_dims[num_static:], strict=True), num_static):
+        is_shared = place >= first_bound and not _is_of_call(x, dim)
+        if is_shared and dim is not None:
+            raise NotImplementedError(
+                "vmap over a feature map's own parameters is not supported by backend='blocked', got a mapped tensor "
+                f"of shape {tuple(x.shape)}; give the map num_heads=… for one set per head, or use backend='reference'"
+            )
+        if x is not None and not is_shared:
+            x = (x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        folded.append(x)
     results = function.apply(*arguments[:num_static], *folded)
     return tuple(r.unflatten(0, (size, -1)) for r in results), (0,) * len(results)
 
 
-def _folded(x: Any, dim: int | None, size: int) -> Any:
-    """Move the mapped dimension of a (B, …) tensor into its batch."""
-    if x is None:
-        return None
-    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.flatten(0, 1)
-
-
-def _folded_bound(x: Tensor, dim: int | None, size: int) -> Any:
-    """The same for a tensor of the map: statistics of the call are (B, H, ·, D), all others are shared by the batch."""
-    if x.ndim - (dim is not None) == 4:
-        return _folded(x, dim, size)
-    if dim is not None:
-        raise NotImplementedError(
-            "vmap over a feature map's own parameters is not supported by backend='blocked', got a mapped tensor of "
-            f"shape {tuple(x.shape)}; give the map num_heads=… for one set per head, or use backend='reference'"
-        )
-    return x
+def _is_of_call(x: Tensor, dim: int | None) -> bool:
+    """Whether a bound tensor is a statistic of the call, (B, H, ·, D); all others are shared by the batch."""
+    return x.ndim - (dim is not None) == 4

@@ -114,42 +114,39 @@ class TileReader:
         self.feature_map, self.inputs = feature_map, inputs
         rows = inputs.query.flatten(2, 3)
         self.cut = tiles(groups_of(feature_map, rows, inputs.S.dtype), feature_map.num_groups)
-        self.rows, self.flat = rows.reshape(-1, rows.shape[-1]), flat_groups(feature_map, sums_of(inputs))
+        self.tokens, self.flat = rows.reshape(-1, rows.shape[-1]), flat_groups(feature_map, sums_of(inputs))
 
     def parts(self) -> Iterator[Tiles]:
         """Chunks whose features and sums are small."""
         num_local = self.feature_map.num_local
         return self.cut.chunks(num_local * self.flat.S.shape[-1] + self.cut.query.shape[-1] * num_local)
 
-    def empty_rows(self) -> Rows:
-        """Memory for the rows, flattened."""
-        S, count = self.flat.S, len(self.rows) + 1
-        return Rows(self.rows.new_empty(count, S.shape[-1]), S.new_empty(count), S.new_empty(count))
-
-    def read(self, part: Tiles, rows: Rows) -> None:
-        """Write a chunk's rows."""
-        num, den, log_weight = self._sums(self._queries(part), *self.flat.of(part.group))
-        num.div_(den.masked_fill(den == 0, torch.inf).unsqueeze(-1))
-        reference = log_weight + self.flat.m[part.group].unsqueeze(-1)
-        for target, found in zip(rows, (num.to(rows.out.dtype), den, reference), strict=True):
-            target.index_copy_(0, part.target, found.flatten(0, 1))
-
-    def finished(self, rows: Rows) -> Rows:
-        """The rows without the spare one, (B, H, G, L, …)."""
-        shape = self.inputs.query.shape[:-1]
+    def rows(self) -> Rows:
+        """All rows, (B, H, G, L, …)."""
+        S, count, shape = self.flat.S, len(self.tokens) + 1, self.inputs.query.shape[:-1]
+        rows = Rows(self.tokens.new_empty(count, S.shape[-1]), S.new_empty(count), S.new_empty(count))
+        for part in self.parts():
+            num, den, log_weight = self._sums(self._queries(part), *self.flat.of(part.group))
+            num.div_(den.masked_fill(den == 0, torch.inf).unsqueeze(-1))
+            reference = log_weight + self.flat.m[part.group].unsqueeze(-1)
+            for target, found in zip(rows, (num.to(rows.out.dtype), den, reference), strict=True):
+                target.index_copy_(0, part.target, found.flatten(0, 1))
         return Rows(*(x[:-1].view(*shape, *x.shape[1:]) for x in rows))
 
-    def add_normalised(self, part: Tiles, total: Tensor) -> None:
-        """Add Σ_i φ(q_i) / φ(q_i)ᵀz to the total (B, H, R), each query's in its own group."""
-        places, _, z = self.flat.of(part.group)
-        phi_q, _ = self.feature_map.local_query(self._queries(part), places, z)
-        den = self.feature_map.normalizer(phi_q, z)
-        den = den.masked_fill((den == 0) | part.free, torch.inf)
-        total.view(-1, z.shape[-1]).index_add_(0, part.group, (phi_q / den.unsqueeze(-1)).sum(1))
+    def normalised(self) -> Tensor:
+        """Σ_i φ(q_i) / φ(q_i)ᵀz, (B, H, R), each query's in its own group."""
+        total = torch.zeros_like(self.inputs.z, memory_format=torch.contiguous_format)
+        for part in self.parts():
+            places, _, z = self.flat.of(part.group)
+            phi_q, _ = self.feature_map.local_query(self._queries(part), places, z)
+            den = self.feature_map.normalizer(phi_q, z)
+            den = den.masked_fill((den == 0) | part.free, torch.inf)
+            total.view(-1, z.shape[-1]).index_add_(0, part.group, (phi_q / den.unsqueeze(-1)).sum(1))
+        return total
 
     def _queries(self, part: Tiles) -> Tensor:
         """(t, T, D), in the accumulation dtype."""
-        return part.pick(self.rows).to(self.flat.S.dtype)
+        return part.pick(self.tokens).to(self.flat.S.dtype)
 
     def _sums(self, x: Tensor, place: Tensor, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Num (t, T, Dv), den and the features' exponents (t, T) of queries, given places and sums per tile."""
@@ -164,10 +161,10 @@ class TileGradients(TileReader):
     def __init__(self, feature_map: GroupedFeatureMap, saved: Saved) -> None:
         super().__init__(feature_map, saved.inputs)
         self._tensors, self._flat_grads = saved.tensors, Rows(*(x.flatten(0, 3) for x in saved.grads))
-        self._query = self.rows.new_empty(len(self.rows) + 1, self.rows.shape[-1])
+        self._query = self.tokens.new_empty(len(self.tokens) + 1, self.tokens.shape[-1])
         self._grads = [torch.zeros_like(x) for x in (self.flat.places, self.flat.S, self.flat.z)]
 
-    def pull(self, part: Tiles) -> None:
+    def _pull(self, part: Tiles) -> None:
         """Store the gradients of a chunk's queries, add those of places and sums."""
         leaves = [x.detach().requires_grad_() for x in (self._queries(part), *self.flat.of(part.group))]
         with torch.enable_grad():
@@ -182,7 +179,9 @@ class TileGradients(TileReader):
             total.index_add_(0, part.group, grad)
 
     def gradients(self) -> Gradients:
-        """After the last chunk."""
+        """Those of all inputs."""
+        for part in self.parts():
+            self._pull(part)
         query, S, z, m = self.inputs
         grad_places, grad_S, grad_z = self._grads
         totals = []

@@ -6,6 +6,7 @@ gradient, or that belongs to the call, travels as a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,16 +14,14 @@ from torch import Tensor
 
 from linattn.attention.backends.blocked import fold
 from linattn.attention.backends.blocked.causal import empty_checkpoints
-from linattn.attention.backends.blocked.reading import empty_rows
-from linattn.attention.bound_map import BoundMap
+from linattn.attention.backends.blocked.passes import empty_rows
 from linattn.feature_maps._base import live_map
 
 
 @torch.library.custom_op("linattn::fold", mutates_args=())
 def _fold(name: str, span: int, handle: int, names: str, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """Run the fold; biases, last of the inputs, may be missing."""
-    task = fold.Task(name, span)
-    return list(fold.forward(task, _bound(handle, names, tensors), task.fold.inputs(*inputs)))
+    return list(fold.forward(_task(name, span, handle, names), inputs, tensors))
 
 
 @_fold.register_fake
@@ -51,7 +50,7 @@ def _fold_backward(
     name: str, span: int, handle: int, names: str, bias_grad: bool, saved: list[Tensor], tensors: list[Tensor]
 ) -> list[Tensor]:
     """Pull the fold back; `saved` is (*grads, *inputs, *outputs)."""
-    return list(fold.backward(fold.Task(name, span), _bound(handle, names, tensors), saved, bias_grad=bias_grad))
+    return list(fold.backward(_task(name, span, handle, names), saved, tensors, bias_grad=bias_grad))
 
 
 @torch.library.register_fake("linattn::fold_backward")
@@ -68,14 +67,13 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     """Keep inputs and outputs."""
-    *arguments, given, tensors = inputs
-    name, _, handle, _ = ctx.arguments = tuple(arguments)
-    task_fold = fold.FOLDS[name]
-    bias = task_fold.inputs(*given)._asdict().get("bias")
+    *ctx.arguments, given, tensors = inputs
+    task = _task(*ctx.arguments)
+    bias = getattr(task.fold.inputs(*given), "bias", None)
     ctx.bias_grad = bias is not None and bias.requires_grad
     ctx.counts = len(given), len(given) + len(output)
     ctx.save_for_backward(*given, *output, *tensors)
-    ctx.mark_non_differentiable(*task_fold.constants(live_map(handle), output))
+    ctx.mark_non_differentiable(*task.fold.constants(task.feature_map, output))
 
 
 def _pull(ctx: Any, grads: list[Tensor]) -> Any:
@@ -92,9 +90,9 @@ def _pull(ctx: Any, grads: list[Tensor]) -> Any:
 _fold.register_autograd(_pull, setup_context=_setup)
 
 
-def _bound(handle: int, names: str, tensors: list[Tensor]) -> BoundMap:
-    """The map of a handle with tensors by name."""
-    return BoundMap(live_map(handle), dict(zip(names.split(","), tensors, strict=True)) if names else {})
+def _task(name: str, span: int, handle: int, names: str) -> fold.Task:
+    """The task that these numbers and strings stand for."""
+    return fold.Task(name, live_map(handle), tuple(names.split(",")) if names else (), span)
 
 
 @torch.compiler.assume_constant_result
@@ -103,14 +101,13 @@ def _inside_a_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def run(task: fold.Task, bound: BoundMap, inputs: Any) -> list[Tensor]:
+def run(task: fold.Task, inputs: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The fold's outputs inside a compiled graph; raises in a torch.func transform, which would be silently wrong."""
     if _inside_a_transform():
         raise NotImplementedError(
             "torch.func transforms (grad, vmap, jvp) inside torch.compile are not supported by backend='blocked'; "
             "apply the transform outside the compiled function, or use backend='reference'"
         )
-    names, tensors = ",".join(bound.tensors), list(bound.tensors.values())
-    given = [x for x in inputs if x is not None]
-    found: list[Tensor] = _fold(*task, bound.feature_map.handle, names, given, tensors)
+    given, names = [x for x in inputs if x is not None], ",".join(task.names)
+    found: list[Tensor] = _fold(task.name, task.span, task.feature_map.handle, names, given, list(tensors))
     return found

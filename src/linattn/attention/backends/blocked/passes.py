@@ -1,6 +1,7 @@
-"""Read sums with queries: out = φ(q)ᵀS / φ(q)ᵀz, part by part; letters as in blocked/__init__.py.
+"""One pass over keys, S += φ(k)vᵀ and z += Σ φ(k), or over queries, out = φ(q)ᵀS / φ(q)ᵀz, part by part.
 
-A part is a block of tokens, or for grouped maps a chunk of tiles (grouped_reading.py).
+A part is a block of tokens, or where a grouped map reads a chunk of tiles (grouped_reading.py). Letters as in
+blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -12,39 +13,70 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.blocks import Workspace, blocks
+from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks
 from linattn.attention.backends.blocked.features import (
+    BiasGradient,
     KeyBlocks,
     MapGradients,
-    by_kind,
     normalised_query_features,
     query_block,
     query_features,
     query_gradient,
     query_rows,
+    store_masked,
 )
 from linattn.attention.backends.blocked.grouped_reading import TileGradients, TileReader
-from linattn.attention.backends.blocked.records import Causal, Gradients, MassOutputs, Read, Saved, sums_of
-from linattn.feature_maps import FeatureMap
+from linattn.attention.backends.blocked.records import Absorb, Causal, Gradients, MassOutputs, Read, Saved, sums_of
+from linattn.attention.sums import Sums, per_feature
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 
-def forward(feature_map: FeatureMap, inputs: Read) -> Rows:
+def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
+    """The sums after these keys, in memory of their own."""
+    state = Running(sums_of(inputs))
+    keys = KeyBlocks(feature_map, inputs, Workspace(inputs.S))
+    for block in blocks(inputs.key, feature_map.num_features):
+        found = keys.features(block)
+        # The sums move to the new maximum first, so that the features' exponents are at most 0.
+        state.rescale(found.peak(state.m))
+        state.fold_in(found.turned_relative_to(state.m), keys.values(block))
+    return state.sums()
+
+
+def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
+    """Gradients of (key, value, S, z); features are recomputed relative to the final m."""
+    inputs: Absorb = saved.inputs
+    m, (grad_S, grad_z, _), space = saved.outputs.m, saved.grads, Workspace(inputs.m)
+    keys = KeyBlocks(feature_map, inputs, space)
+    back, of_bias = MapGradients(feature_map, saved.tensors), BiasGradient(inputs.bias, wanted=saved.bias_grad)
+    flat_grad_S, row_grad_z = grad_S.flatten(0, 1), grad_z.unsqueeze(-2)
+    grad_key, grad_value = (x.new_empty(x.shape) for x in (inputs.key, inputs.value))
+    for block in blocks(inputs.key, feature_map.num_features):
+        x, v, bias = keys.tokens(block), keys.values(block), keys.bias(block)
+        found = keys.features(block, x)
+        phi_k = found.turned_relative_to(m)
+        # grad φ(k) = [v, 1] [grad S, grad z]ᵀ, the second part added to all rows alike.
+        grad_phi = space.product("grad", v.flatten(0, 1), flat_grad_S.mT).view(phi_k.shape).add_(row_grad_z)
+        grad_v = space.product("grad_v", phi_k.flatten(0, 1), flat_grad_S)
+        store_masked(grad_value[:, :, block], grad_v.view(v.shape), bias)
+        of_outputs = found.gradients(m, phi_k, grad_phi)
+        of_bias.store(block, of_outputs.log)
+        store_masked(grad_key[:, :, block], back.key(x, of_outputs), bias)
+    decay = per_feature((inputs.m - m).exp_(), grad_z.shape[-1])
+    of_inputs = [grad_key, grad_value, grad_S * decay.unsqueeze(-1), grad_z * decay]
+    return Gradients(of_inputs, of_bias.total, back.totals)
+
+
+def read(feature_map: FeatureMap, inputs: Read) -> Rows:
     """The output (B, H, G, L, Dv) in the query's dtype, the denominator and its exponent (B, H, G, L)."""
-    reader = by_kind(feature_map, BlockReader, TileReader)(feature_map, inputs)
-    rows = reader.empty_rows()
-    for part in reader.parts():
-        reader.read(part, rows)
-    finished: Rows = reader.finished(rows)
-    return finished
+    return _reader(feature_map, inputs).rows()
 
 
-def backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
+def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     """Gradients of (query, S, z)."""
-    reader = by_kind(feature_map, BlockGradients, TileGradients)(feature_map, saved)
-    for part in reader.parts():
-        reader.pull(part)
-    found: Gradients = reader.gradients()
-    return found
+    if isinstance(feature_map, GroupedFeatureMap):
+        return TileGradients(feature_map, saved).gradients()
+    return BlockGradients(feature_map, saved).gradients()
 
 
 def mass(feature_map: FeatureMap, inputs: Causal) -> MassOutputs:
@@ -53,10 +85,7 @@ def mass(feature_map: FeatureMap, inputs: Causal) -> MassOutputs:
     The queries' features over their denominators are summed first, so that two passes over the tokens give all masses.
     """
     key, sums = inputs.key, sums_of(inputs)
-    reader = by_kind(feature_map, BlockReader, TileReader)(feature_map, Read(inputs.query, *sums))
-    total = sums.z.new_zeros(sums.z.shape)
-    for part in reader.parts():
-        reader.add_normalised(part, total)
+    total = _reader(feature_map, Read(inputs.query, *sums)).normalised()
     found = total.new_empty(key.shape[:3])
     keys = KeyBlocks(feature_map, inputs, Workspace(total))
     for block in blocks(key, feature_map.num_features):
@@ -65,35 +94,37 @@ def mass(feature_map: FeatureMap, inputs: Causal) -> MassOutputs:
     return MassOutputs(found)
 
 
+def _reader(feature_map: FeatureMap, inputs: Read) -> BlockReader | TileReader:
+    """What reads for this kind of map."""
+    if isinstance(feature_map, GroupedFeatureMap):
+        return TileReader(feature_map, inputs)
+    return BlockReader(feature_map, inputs)
+
+
 class BlockReader:
     """Blocks of queries that read all features."""
 
     def __init__(self, feature_map: FeatureMap, inputs: Read) -> None:
         self.feature_map, self.inputs, self.space = feature_map, inputs, Workspace(inputs.S)
         self.S, self.z = inputs.S.flatten(0, 1), inputs.z.flatten(0, 1)
+        self.blocks = blocks(inputs.query, feature_map.num_features)
 
-    def parts(self) -> list[slice]:
-        """Blocks of tokens."""
-        return blocks(self.inputs.query, self.feature_map.num_features)
-
-    def empty_rows(self) -> Rows:
-        """Memory for the rows."""
-        return empty_rows(self.inputs.query, self.inputs.S)
-
-    def read(self, block: slice, rows: Rows) -> None:
-        """Write a block's rows."""
-        phi_q, reference = self._features(block)
-        store_rows(rows, block, self.space.product("num", phi_q, self.S), times_z(phi_q, self.z), reference)
-
-    def finished(self, rows: Rows) -> Rows:
-        """The rows as they are."""
+    def rows(self) -> Rows:
+        """All rows."""
+        rows = empty_rows(self.inputs.query, self.inputs.S)
+        for block in self.blocks:
+            phi_q, reference = self._features(block)
+            store_rows(rows, block, self.space.product("num", phi_q, self.S), times_z(phi_q, self.z), reference)
         return rows
 
-    def add_normalised(self, block: slice, total: Tensor) -> None:
-        """Add Σ_i φ(q_i) / φ(q_i)ᵀz to the total (B, H, R)."""
-        phi_q, _ = self._features(block)
-        den = times_z(phi_q, self.z)
-        total += torch.bmm(den.masked_fill(den == 0, torch.inf).reciprocal_().mT, phi_q).view(total.shape)
+    def normalised(self) -> Tensor:
+        """Σ_i φ(q_i) / φ(q_i)ᵀz, (B, H, R)."""
+        total = torch.zeros_like(self.inputs.z, memory_format=torch.contiguous_format)
+        for block in self.blocks:
+            phi_q, _ = self._features(block)
+            den = times_z(phi_q, self.z)
+            total += torch.bmm(den.masked_fill(den == 0, torch.inf).reciprocal_().mT, phi_q).view(total.shape)
+        return total
 
     def _features(self, block: slice) -> tuple[Tensor, Tensor]:
         """Features (B·H, G·n, R) and their exponents (B, H, G·n)."""
@@ -115,7 +146,13 @@ class BlockGradients(BlockReader):
             torch.zeros_like(z),
         )
 
-    def pull(self, block: slice) -> None:
+    def gradients(self) -> Gradients:
+        """Those of all inputs."""
+        for block in self.blocks:
+            self._pull(block)
+        return Gradients((self._query, self._grad_S, self._grad_z), None, self._back.totals)
+
+    def _pull(self, block: slice) -> None:
         """Store the gradient of a block's queries, add those of S and z."""
         m, exponential, space = self.inputs.m, self.feature_map.exponential, self.space
         x = query_rows(self.inputs.query, block, space)
@@ -130,10 +167,6 @@ class BlockGradients(BlockReader):
         grad_t = query_gradient(grad_phi.view(phi_q.shape), phi_q, m, rows.reference, exponential)
         target = self._query[..., block, :]
         target.copy_(self._back.query(x, grad_t).view(target.shape))
-
-    def gradients(self) -> Gradients:
-        """After the last block."""
-        return Gradients((self._query, self._grad_S, self._grad_z), None, self._back.totals)
 
 
 class SavedRows(NamedTuple):
