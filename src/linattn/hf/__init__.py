@@ -1,7 +1,7 @@
 """The one room that knows transformers: load a model, read its attention calls, answer them differently.
 
-`capture` and `intercept` look into a model and leave it as it was; `linearize_` gives it kernels for its softmax, until
-`restore_` takes them out again.
+`capture` and `intercept` read a model and leave it as it was; `linearize_` replaces its softmax attention, `restore_`
+undoes that.
 """
 
 from importlib.util import find_spec
@@ -11,9 +11,9 @@ if find_spec("transformers") is None:
 
 from transformers import PreTrainedModel as PreTrainedModel
 
-from linattn.hf.capturing import Capture as Capture
-from linattn.hf.capturing import capture as capture
 from linattn.hf.interception import AttentionCall as AttentionCall
+from linattn.hf.interception import Capture as Capture
+from linattn.hf.interception import capture as capture
 from linattn.hf.interception import intercept as intercept
 from linattn.hf.layer_attention import HeadGroup as HeadGroup
 from linattn.hf.layer_attention import KeptKeys as KeptKeys

@@ -1,18 +1,17 @@
-"""One call of transformers' attention interface: read, answered by softmax, or refused by name.
+"""One call of transformers' attention interface and its mask: read, answered by softmax, or refused by name.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from linattn.hf._mask import Mask, PlainMask, RefusedMask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 # Keywords of transformers' attention functions that change the weights in a way φ(q)·φ(k) cannot express.
 _INEXPRESSIBLE = {
@@ -25,6 +24,26 @@ _INEXPRESSIBLE = {
     "indices": "a sparse choice of keys",
     "block_indices": "a sparse choice of keys",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class PlainMask:
+    """A structure (a window, say) that is a plain mask at these lengths: the causal triangle or the full square."""
+
+    key_mask: Tensor | None  # (B, Lk) bool, True = attend
+    is_causal: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RefusedMask:
+    """A mask that no feature map can take; an error only where a layer reads it."""
+
+    reason: str
+    # (B, 1, Lq, Lk) bool, the mask itself, for softmax; None where it was not worked out.
+    allowed: Tensor | None = None
+
+
+Mask = Tensor | PlainMask | RefusedMask | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +101,9 @@ class InterfaceCall:
                 f"{name} asks for {', '.join(found)}, which transformers' SDPA attention, by which the softmax layers "
                 "of a linearized model attend, does not give; restore_(model) gives its own attention back"
             )
-        pairs: Tensor | None
-        if isinstance(self.mask, RefusedMask) and self.mask.allowed is not None:
-            pairs, is_causal = self.mask.allowed, False
-        elif isinstance(self.mask, Tensor) and self.mask.ndim == 4:
-            pairs, is_causal = self.mask, False
-        else:
+        pairs: Any = self.mask.allowed if isinstance(self.mask, RefusedMask) else self.mask
+        is_causal = False
+        if not isinstance(pairs, Tensor) or pairs.ndim != 4:
             pairs, is_causal = self._pairs(*self.read_mask(name))
         passed = {"dropout": self.options.get("dropout", 0.0), "position_bias": self.options.get("position_bias")}
         tensors = self.query, self.key, self.value
@@ -126,3 +142,58 @@ def _refusal(name: str, asked: str) -> str:
         f"{name} asks for {asked}, which a kernel φ(q)·φ(k) cannot express: call the model without it, or leave this "
         "layer its softmax"
     )
+
+
+def build_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **asked: Any
+) -> Mask:
+    """The mask of keywords that transformers passes: key padding as (B, Lk) bool, or None where there is none.
+
+    A `mask_function` that is neither causal nor bidirectional is compared with these by position, in O(B Lq Lk).
+    """
+    mask_function = asked.get("mask_function", causal_mask_function)
+    key_mask: Tensor | None = asked.get("attention_mask")
+    key_mask = None if key_mask is None else key_mask[:, -kv_length:]
+    if int(kv_offset + kv_length) != int(q_offset + q_length) and mask_function is not bidirectional_mask_function:
+        return RefusedMask("keys beyond the last query (the empty slots of a static cache)")
+    if key_mask is not None and key_mask.shape[-1] != kv_length:
+        return RefusedMask(f"an attention mask over {key_mask.shape[-1]} of {kv_length} keys")
+    if key_mask is not None and bool(key_mask.all()):
+        key_mask = None
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        return key_mask
+    options = {"use_vmap": asked.get("use_vmap", False), "device": asked.get("device", "cpu")}
+    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+    return _reduce_mask(sdpa_mask(*sizes, mask_function, allow_is_causal_skip=False, **options), key_mask)
+
+
+def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:
+    """A mask of pairs, (B, 1, Lq, Lk) bool without the padding, as a plain one where it is, else refused."""
+    if bool(allowed.all()):
+        return PlainMask(key_mask, is_causal=False)
+    num_queries, num_keys = allowed.shape[-2:]
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=allowed.device)
+    if bool((allowed == ones.tril(num_keys - num_queries)).all()):
+        return PlainMask(key_mask, is_causal=True)
+    return RefusedMask(
+        "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)",
+        allowed if key_mask is None else allowed & key_mask[:, None, None, :],
+    )
+
+
+def build_whole_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **asked: Any
+) -> Mask:
+    """`build_mask` over all tokens since the first, for layers that keep different numbers of keys; see `last_keys`."""
+    return build_mask(batch_size, q_length, kv_offset + kv_length, q_offset, 0, **asked)
+
+
+def last_keys(mask: Mask, num_keys: int) -> Mask:
+    """A mask's columns for the last keys."""
+    if isinstance(mask, Tensor):
+        return mask[..., -num_keys:]
+    if isinstance(mask, PlainMask) and mask.key_mask is not None:
+        return replace(mask, key_mask=mask.key_mask[:, -num_keys:])
+    if isinstance(mask, RefusedMask) and mask.allowed is not None:
+        return replace(mask, allowed=mask.allowed[..., -num_keys:])
+    return mask

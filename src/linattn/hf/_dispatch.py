@@ -13,8 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 
-from linattn.hf._calls import InterfaceCall
-from linattn.hf._mask import Mask, build_whole_mask, last_keys
+from linattn.hf._calls import InterfaceCall, Mask, build_whole_mask, last_keys
 from linattn.hf.layer_attention import attention_of
 from linattn.hf.state_cache import StateCache, StateLayer
 
@@ -48,8 +47,7 @@ def attend(
         raise ValueError(
             f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
         )
-    out = layer.advance(attention, query, key, value, scale=call.scale, key_mask=key_mask)
-    return out.transpose(1, 2), None
+    return layer.advance(attention, call, key_mask).transpose(1, 2), None
 
 
 def hand_over(module: nn.Module) -> list[RemovableHandle]:

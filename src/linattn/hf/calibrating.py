@@ -33,10 +33,10 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FeatureMap], batches: It
     """Fit maps, by the name of their attention module and in place, to what a softmax model attends with on batches."""
     modules = [found for found in attention_modules(model) if found.name in maps]
     for name, observed in observe(model, modules, batches).items():
-        query, key = observed.tokens()
+        query, key, scale = observed.tokens()
         with torch.no_grad():
             feature_map = maps[name].to(query.device)
-            fit(feature_map, rescale_query(feature_map, query, observed.scale), key)
+            fit(feature_map, rescale_query(feature_map, query, scale), key)
 
 
 def calibrate_maps(
@@ -76,9 +76,9 @@ def _takes_samples(plan: Plan) -> bool:
 
 def _fitted_plan(plan: Plan, observed: Observed) -> Plan:
     """The plan with maps fitted to one layer's queries, at the temperature the plan was made for, and keys."""
-    query, key = observed.tokens()
+    query, key, scale = observed.tokens()
     with torch.no_grad():
-        return plan.fit(query if observed.scale == plan.scale else query * (observed.scale / plan.scale), key)
+        return plan.fit(query if scale == plan.scale else query * (scale / plan.scale), key)
 
 
 def _checked(batches: Iterable[Sample]) -> Iterator[Mapping[str, Any]]:
@@ -89,22 +89,26 @@ def _checked(batches: Iterable[Sample]) -> Iterator[Mapping[str, Any]]:
         )
     number = -1
     for number, batch in enumerate(batches):
-        if isinstance(batch, Tensor):
-            if batch.ndim != 2 or batch.is_floating_point():
-                raise ValueError(
-                    f"calibrate[{number}] is a tensor of {batch.dtype} and shape {tuple(batch.shape)}, wanted input "
-                    "ids, integers of shape (B, L); give other inputs by name, as in {'input_ids': …}"
-                )
-            yield {"input_ids": batch}
-        elif isinstance(batch, Mapping):
-            yield batch
-        else:
-            raise TypeError(
-                f"calibrate[{number}] is {type(batch).__name__}, wanted a mapping of the model's inputs, as a "
-                "tokenizer returns, or a tensor of input ids"
-            )
+        yield _inputs(f"calibrate[{number}]", batch)
     if number < 0:
         raise ValueError("calibrate holds no batches; give some that are like what the model will read")
+
+
+def _inputs(name: str, batch: Sample) -> Mapping[str, Any]:
+    """A batch as keyword arguments."""
+    if isinstance(batch, Mapping):
+        return batch
+    if not isinstance(batch, Tensor):
+        raise TypeError(
+            f"{name} is {type(batch).__name__}, wanted a mapping of the model's inputs, as a tokenizer returns, or a "
+            "tensor of input ids"
+        )
+    if batch.ndim != 2 or batch.is_floating_point():
+        raise ValueError(
+            f"{name} is a tensor of {batch.dtype} and shape {tuple(batch.shape)}, wanted input ids, integers of shape "
+            "(B, L); give other inputs by name, as in {'input_ids': …}"
+        )
+    return {"input_ids": batch}
 
 
 class _Spread:
@@ -144,31 +148,22 @@ class Observed:
         self._queries.add(live_tokens(query, key_mask))
         self._keys.add(live_tokens(key, key_mask))
 
-    @property
-    def scale(self) -> float:
-        """The factor of q·k, as the model passed it."""
-        assert self._scale is not None
-        return self._scale
-
-    def tokens(self) -> tuple[Tensor, Tensor]:
-        """Queries (1, H, N, D) and keys (1, Hkv, N, D), evenly spread over all samples."""
+    def tokens(self) -> tuple[Tensor, Tensor, float]:
+        """Queries (1, H, N, D) and keys (1, Hkv, N, D), evenly spread over all samples, and the factor of q·k."""
         query, key = self._queries.tokens, self._keys.tokens
-        if query is None or key is None:
+        if query is None or key is None or self._scale is None:
             raise ValueError(
                 f"no sample made {self.module_name} attend; leave it out of `layers`, or give such samples"
             )
         if not query.shape[2] or not key.shape[2]:
             raise ValueError(f"every token of the samples is masked in {self.module_name}; give some that are not")
-        return query, key
+        return query, key, self._scale
 
 
 def observe(
     model: PreTrainedModel, modules: Iterable[AttentionModule], batches: Iterable[Mapping[str, Any]]
 ) -> dict[str, Observed]:
-    """What these modules of a softmax model attend with, by name, in one forward pass per batch.
-
-    The model's mode, gradients and attention are afterwards what they were.
-    """
+    """What these modules of a softmax model attend with, by name, in one forward pass per batch; the model stays."""
     found = {each.module: Observed(each.name) for each in modules}
 
     def answer(call: InterfaceCall) -> Tensor:
@@ -189,11 +184,9 @@ def observe(
 
 
 def live_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The unpadded tokens of all samples in a row: (B, H, L, D) -> (1, H, N, D).
-
-    Queries over other tokens than the keys' have no mask of their own.
-    """
+    """The unpadded tokens of all samples in a row: (B, H, L, D) -> (1, H, N, D)."""
     tokens = x.transpose(1, 2)
+    # Queries over other tokens than the keys' have no mask of their own.
     if key_mask is not None and x.shape[2] == key_mask.shape[1]:
         return tokens[key_mask].unsqueeze(0).transpose(1, 2)
     return tokens.flatten(0, 1).unsqueeze(0).transpose(1, 2)

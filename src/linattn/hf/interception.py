@@ -1,23 +1,23 @@
-"""Route every attention call of a transformers model to a function.
+"""Route every attention call of a transformers model to a function, or record them all.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from linattn.attention import softmax_attention
-from linattn.hf._calls import InterfaceCall, refuse_weights
-from linattn.hf._implementation import hook_parts, restore, switch_to
-from linattn.hf._mask import Mask, build_mask
+from linattn.hf._attention_modules import hook_parts, restore, switch_to
+from linattn.hf._calls import InterfaceCall, Mask, build_mask, refuse_weights
 from linattn.planning.measures import uniform_average
 
 NAME = "linattn_intercept"
@@ -49,22 +49,13 @@ class AttentionCall:
 
     def softmax(self) -> Tensor:
         """Softmax attention, (B, H, Lq, Dv): what the model itself computes."""
-        return softmax_attention(
-            self.query,
-            self.key,
-            self.value,
-            key_mask=self.key_mask,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            enable_gqa=True,
-        )
+        q, k, v, mask = self.query, self.key, self.value, self.key_mask
+        return softmax_attention(q, k, v, key_mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=True)
 
     def uniform(self) -> Tensor:
         """The mean of the values that each query may attend to, (B, H, Lq, Dv)."""
-        _, num_heads, num_queries, _ = self.query.shape
-        return uniform_average(
-            self.value, num_heads=num_heads, num_queries=num_queries, key_mask=self.key_mask, is_causal=self.is_causal
-        )
+        sizes = {"num_heads": self.query.shape[1], "num_queries": self.query.shape[2]}
+        return uniform_average(self.value, **sizes, key_mask=self.key_mask, is_causal=self.is_causal)
 
 
 Handler = Callable[[AttentionCall], Tensor]
@@ -148,7 +139,7 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
     Raises:
         ValueError: if the model's layers ignore AttentionInterface, or the model is already intercepted; from the
-            forward pass, if a call asks for what a kernel cannot express (a position bias, soft-capped logits,
+            forward pass, if a call asks for what a feature map cannot express (a position bias, soft-capped logits,
             attention sinks, an active sliding window, packed sequences, a 4-D mask, dropout, returned weights) or the
             handler's output has another shape.
         RuntimeError: from the forward pass, if it ends without one attention call.
@@ -191,3 +182,77 @@ def _attend(
     if answer is None:
         raise RuntimeError(f"{type(module).__name__} attends by {NAME!r} outside `intercept`; use `intercept`")
     return answer(InterfaceCall(module, query, key, value, attention_mask, options)), None
+
+
+class Capture(NamedTuple):
+    """What `capture` returns.
+
+    Attributes:
+        calls: one per layer, in the order of the forward pass; tensors detached, contiguous and the caller's own.
+        output: the model's first output under its own attention; (B, L, width) last hidden states for base models.
+    """
+
+    calls: tuple[AttentionCall, ...]
+    output: Tensor
+
+
+def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
+    """The queries, keys and values of every layer of one forward pass.
+
+    softmax(scale · q·k) v, computed from what was recorded, must give the model's own output: this is checked, so that
+    a misread mask, scale or position is an error here and not a wrong figure later.
+
+    Cost: two forward passes without gradients; memory for q, k, v of all layers.
+
+    Args:
+        model: a transformers model that `intercept` accepts, in evaluation mode.
+        inputs: its keyword arguments, such as a tokenizer returns.
+
+    Returns:
+        A `Capture`.
+
+    Raises:
+        ValueError: as `intercept`; also if the model is in training mode.
+        RuntimeError: if exact attention on the recorded tensors differs from the model's own output by more than half
+            the digits of its dtype, relative to the output's norm.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
+        >>> recorded = capture(BertModel(BertConfig(**sizes)).eval(), {"input_ids": torch.tensor([[1, 2, 3]])})
+        >>> [tuple(call.key.shape) for call in recorded.calls], tuple(recorded.output.shape)
+        ([(1, 2, 3, 2), (1, 2, 3, 2)], (1, 3, 4))
+
+    Source: transformers' documentation, "Attention interface".
+    """
+    if model.training:
+        raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first, or dropout is recorded")
+    calls: list[AttentionCall] = []
+
+    def record(call: AttentionCall) -> Tensor:
+        """Keep the call, answer exactly."""
+        own = {name: getattr(call, name).detach().contiguous().clone() for name in ("query", "key", "value")}
+        calls.append(replace(call, **own))
+        return call.softmax()
+
+    with torch.no_grad():
+        output: Tensor = model(**inputs)[0]
+        with intercept(model, record):
+            rebuilt: Tensor = model(**inputs)[0]
+    _check_rebuilt(model, output, rebuilt, inputs.get("attention_mask"))
+    return Capture(tuple(calls), output)
+
+
+def _check_rebuilt(model: PreTrainedModel, output: Tensor, rebuilt: Tensor, padding: Tensor | None) -> None:
+    """Refuse a recording that does not explain the model; padded positions carry no meaning and are left out."""
+    if padding is not None:
+        output, rebuilt = output[padding.bool()], rebuilt[padding.bool()]
+    difference = float((rebuilt.double() - output.double()).norm() / output.double().norm())
+    allowed = torch.finfo(output.dtype).eps ** 0.5
+    if not difference <= allowed:
+        raise RuntimeError(
+            f"exact attention on the recorded queries, keys and values of {type(model).__name__} differs from its own "
+            f"output by {difference:.1e} of its norm, more than {allowed:.1e}: its attention is more than "
+            "softmax(scale · q·k) v, and no figure measured on it would be right"
+        )

@@ -100,10 +100,9 @@ class LayerAttention(nn.Module):
 
     for all heads alike, or, by a plan, φ being the map of the plan's method for the head; softmax for "exact" heads.
 
-    A map's own scale s is fixed when it is built, the model's c comes with the call: queries enter as (c/s)·q, so that
-    s·(c/s)·q·k = c·q·k. Where the two agree, nothing is multiplied. Models that scale their queries themselves and then
-    ask for c = 1 (ESM, Whisper) thereby get them back as they were, and queries and keys of like size have the smallest
-    variance. A map without a scale is taken to stand at D**-0.5.
+    A map's own scale s, D**-0.5 where it has none, is fixed when it is built, the model's c comes with the call:
+    queries enter as (c/s)·q, and nothing is multiplied where the two agree. Models that scale their queries themselves
+    and then ask for c = 1 (ESM, Whisper) thereby get them back as they were.
 
     A method for all heads has a state per key/value head. Heads of a plan are computed by groups of one method; there
     every query head takes its key head's keys for itself, since heads of one key head may differ in method.
@@ -116,8 +115,7 @@ class LayerAttention(nn.Module):
         groups: by written form of the plan's methods, or for `ALL_HEADS`, a `HeadGroup`; None for softmax.
         plan: without its fitted tensors, which are in the maps; None for one method for all heads.
         feature_map: the map of all heads; only without a plan.
-        maps: one per method of the plan that is not "exact", in the order of `plan.groups`; only with a plan. Those of
-            a plan with fitted tensors never learn from a call.
+        maps: one per method of the plan that is not "exact", in the order of `plan.groups`; only with a plan.
 
     Args:
         method: the map of all heads, for the head width of the module, or a plan, as `linattn.plan` makes it.
@@ -195,15 +193,9 @@ class LayerAttention(nn.Module):
             if group is None:
                 return softmax_attention(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale)
             feature_map = self._map(group)
+            q = rescale_query(feature_map, q, scale)
             return linear_attention(
-                rescale_query(feature_map, q, scale),
-                k,
-                v,
-                feature_map,
-                key_mask=key_mask,
-                is_causal=is_causal,
-                enable_gqa=True,
-                exact=group.exact,
+                q, k, v, feature_map, key_mask=key_mask, is_causal=is_causal, enable_gqa=True, exact=group.exact
             )
 
         return self._distribute(query, key, value, attend)
@@ -235,25 +227,17 @@ class LayerAttention(nn.Module):
             group, part = self.groups[name], None if state is None else state.parts[name]
             if group is None:
                 assert part is None or isinstance(part, KeptKeys)
-                kept = KeptKeys(k, v, key_mask) if part is None else part.extended(k, v, key_mask)
-                parts[name] = kept
+                parts[name] = kept = KeptKeys(k, v, key_mask) if part is None else part.extended(k, v, key_mask)
                 return softmax_attention(q, kept.key, kept.value, key_mask=kept.key_mask, is_causal=True, scale=scale)
             assert part is None or isinstance(part, State)
             feature_map = self._map(group)
+            q = rescale_query(feature_map, q, scale)
             out, parts[name] = linear_attention_with_state(
-                rescale_query(feature_map, q, scale),
-                k,
-                v,
-                feature_map,
-                part,
-                key_mask=key_mask,
-                enable_gqa=True,
-                exact=group.exact,
+                q, k, v, feature_map, part, key_mask=key_mask, enable_gqa=True, exact=group.exact
             )
             return out
 
-        out = self._distribute(query, key, value, attend)
-        return LayerAttended(out, LayerState(parts))
+        return LayerAttended(self._distribute(query, key, value, attend), LayerState(parts))
 
     @property
     def summary(self) -> str:

@@ -1,28 +1,36 @@
-"""Put feature maps in the place of softmax in a transformers model, and take them out again."""
+"""Replace softmax attention in a transformers model by that of feature maps or plans, and undo it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from linattn.attention import Exact
-from linattn.feature_maps import FeatureMap
-from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf._building import build_mapped, build_planned, build_written, try_out
+from linattn.feature_maps import FeatureMap, FittedMap
+from linattn.hf._attention_modules import (
+    AttentionModule,
+    attends_by,
+    attention_modules,
+    hook_parts,
+    mark,
+    restore,
+    switch_to,
+    unmark,
+)
 from linattn.hf._calls import refuse_weights
 from linattn.hf._dispatch import NAME, PREPARE, StatesByDefault, check_caches, hand_over
-from linattn.hf._implementation import Former, attends_by, hook_parts, mark, restore, switch_to, unmark
-from linattn.hf._model_writing import SAVE, SaveWithKernels
-from linattn.hf.calibrating import Sample
+from linattn.hf._folders import SAVE, SaveLinearized
+from linattn.hf.calibrating import Sample, calibrate_maps, calibrate_plans
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.planning import Plan
+from linattn.planning.methods import parse_method
 
-# Where a model keeps what `restore_` needs; it follows the model into copies and pickles.
+# Where a model keeps what `restore_` needs, its former implementations and the hooks; copies and pickles have it too.
 _UNDO = "linattn_undo"
 
 
@@ -71,12 +79,8 @@ class Linearization:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Undo:
-    """What `restore_` needs."""
-
-    former: Former
-    hooks: tuple[RemovableHandle, ...]
+Attending = tuple[AttentionModule, LayerAttention]
+"""An attention module, and what it attends by from now on."""
 
 
 def linearize_(
@@ -90,31 +94,29 @@ def linearize_(
     seed: int = 0,
     calibrate: Iterable[Sample] | None = None,
 ) -> Linearization:
-    """Replace softmax by the kernel of a feature map, in place, in all attention layers of a model or in some.
+    """Replace softmax by the attention of a feature map, in place, in all attention layers of a model or in some.
 
         softmax(c·q·k)  ->  φ(√c·q)·φ(√c·k) / Σ,   c the temperature the model itself asks for
 
     or, with `plans`, by the method that its layer's plan has for each head, softmax for some. Each map becomes part of
-    its attention module, `module.linear_attention`: it moves with the model, its parameters train with the model's, and
-    its tensors are in `state_dict` (load such a checkpoint into a model that was linearized alike;
-    `linattn.hf.save_pretrained` writes a folder that says how). Padding, causality, grouped heads and caches work as
-    before; `generate` keeps a `StateCache`, constant in the number of tokens but for a plan's exact heads, if this very
-    model generates. Layers that are not replaced attend by SDPA. What φ(q)·φ(k) cannot express is refused by name when
-    a layer asks for it: position biases, soft-capped logits, attention sinks, masks of single pairs, packed sequences,
-    dropout on the weights (load the model with its attention dropout at 0), returned weights. This changes what the
-    model computes, without training it anew: `linattn audit` says beforehand by how much.
+    its attention module, `module.linear_attention`: it moves and trains with the model, and its tensors are in
+    `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` of this very model keeps a
+    `StateCache`, constant in the number of tokens but for a plan's exact heads. Layers that are not replaced attend by
+    SDPA. What φ(q)·φ(k) cannot express is refused by name when a layer asks for it: position biases, soft-capped
+    logits, attention sinks, masks of single pairs, packed sequences, dropout on the weights (load the model with its
+    attention dropout at 0), returned weights. This changes what the model computes, without training it anew: `linattn
+    audit` says beforehand by how much.
 
     Cost: building the maps; with `calibrate` a forward pass per batch, and memory for at most 16384 tokens of each
-    layer's queries and keys, evenly spread over the samples. Afterwards a replaced layer takes time linear in the
-    tokens, but for a plan's exact heads.
+    layer's queries and keys. Afterwards a replaced layer takes time linear in the tokens, but for a plan's exact heads.
 
     Args:
         model: any transformers model whose layers use AttentionInterface.
         feature_map: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion +
-            window 16 + heavy 32", every layer drawing from a seed of its own; or a function from the head width to a
-            map, called once for each replaced layer, in order: the way to pass a map that was fitted. Queries reach it
-            multiplied by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks
-            are counted from the first position, padding or not: left padding moves them. Give this or
+            window 16 + heavy 32"; or a function from the head width to a map, called once for each replaced layer, in
+            order: the way to pass a map that was fitted. Queries reach it multiplied by c / map.scale, which is 1 but
+            for models with a temperature of their own. A window's blocks are counted from the first position, padding
+            or not: left padding moves them. Give this or
         plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them.
             Maps without fitted tensors (`Plan.fit`) learn from each call.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
@@ -125,8 +127,8 @@ def linearize_(
         calibrate: batches of samples like what the model will read: mappings of its inputs, as a tokenizer returns, or
             tensors (B, L) of input ids. Maps that take statistics (Expansion, Nystrom, Oprf, Sderf, Centred, Balanced)
             are fitted to the queries and keys that the softmax model has there, each to its own layer's, padding left
-            out; maps that a function builds are fitted too, and so are those of plans that hold no fitted tensors. A
-            causal layer needs such maps fitted. None for maps that need no samples, or learn from each call.
+            out; so are those of plans that hold no fitted tensors. A causal layer needs such maps fitted. None for maps
+            that need no samples, or learn from each call.
 
     Returns:
         A `Linearization`: what was replaced by what, and what was not and why.
@@ -166,31 +168,35 @@ def linearize_(
     reasons = _reasons(model, modules, layers)
     chosen = [found for found in modules if found.number not in reasons]
     _check_surface(feature_map, plans, len(chosen), exact_part=exact is not None, has_width=num_features is not None)
+    label = None
     if plans is not None:
-        labelled = build_planned(model, chosen, plans, calibrate)
-    elif isinstance(feature_map, str):
-        labelled = build_written(model, chosen, feature_map, num_features, seed, calibrate)
+        attentions = _attend_by_plans(model, chosen, plans, calibrate)
     else:
-        labelled = build_mapped(model, chosen, feature_map, exact, calibrate)
-    for found, (attention, label) in zip(chosen, labelled, strict=True):
-        try_out(found, attention, label)
-    install(model, [(found, attention) for found, (attention, _) in zip(chosen, labelled, strict=True)])
-    labels = {found.number: label for found, (_, label) in zip(chosen, labelled, strict=True)}
-    return Linearization(
-        tuple(
-            LayerReport(found.number, found.name, labels.get(found.number), reasons.get(found.number))
-            for found in modules
-        )
-    )
+        if isinstance(feature_map, str):
+            label = parse_method(feature_map).label
+            attentions = _attend_by_method(chosen, feature_map, num_features, seed)
+        else:
+            attentions = _attend_by_function(chosen, feature_map, exact)
+        if calibrate is not None:
+            calibrate_maps(model, attentions, calibrate)
+    # In exact names, or with what was fitted.
+    labels = {found.number: label or attention.summary for found, attention in attentions}
+    for found, attention in attentions:
+        try_out(found, attention, labels[found.number])
+    install(model, attentions)
+    return _report(modules, reasons, labels)
 
 
 def choose_layers(model: PreTrainedModel, layers: Iterable[int] | None = None) -> Linearization:
     """The layers `linearize_` would replace, and why it would leave the others; the model stays as it is."""
     modules = list(attention_modules(model))
-    reasons = _reasons(model, modules, layers)
-    return Linearization(
-        tuple(LayerReport(found.number, found.name, None, reasons.get(found.number)) for found in modules)
-    )
+    return _report(modules, _reasons(model, modules, layers), {})
+
+
+def _report(modules: list[AttentionModule], reasons: dict[int, str], labels: dict[int, str]) -> Linearization:
+    """What attends in each layer, by its number, or why softmax stays."""
+    numbers = ((found.number, found.name) for found in modules)
+    return Linearization(tuple(LayerReport(n, name, labels.get(n), reasons.get(n)) for n, name in numbers))
 
 
 def restore_(model: PreTrainedModel) -> None:
@@ -204,16 +210,16 @@ def restore_(model: PreTrainedModel) -> None:
     """
     if not is_linearized(model):
         raise ValueError(f"{type(model).__name__} is not linearized; give the model that linearize_ was given")
-    undo: _Undo = getattr(model, _UNDO)
+    former, hooks = getattr(model, _UNDO)
     for found in attention_modules(model):
         if attention_of(found.module) is not None:
             delattr(found.module, ATTRIBUTE)
-    for hook in undo.hooks:
+    for hook in hooks:
         hook.remove()
     for name in (PREPARE, SAVE):
         vars(model).pop(name, None)
     unmark(model)
-    restore(undo.former)
+    restore(former)
     delattr(model, _UNDO)
 
 
@@ -222,7 +228,7 @@ def is_linearized(model: nn.Module) -> bool:
     return hasattr(model, _UNDO)
 
 
-def install(model: PreTrainedModel, attentions: Sequence[tuple[AttentionModule, LayerAttention]]) -> None:
+def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     """Make these modules of a model attend by what was built for them and tried, and `generate` keep states."""
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
     former = switch_to(model, NAME)
@@ -234,9 +240,9 @@ def install(model: PreTrainedModel, attentions: Sequence[tuple[AttentionModule, 
         hooks += hook_parts(model, check_caches)
     if stateful and hasattr(type(model), PREPARE):
         setattr(model, PREPARE, StatesByDefault(model))
-    setattr(model, SAVE, SaveWithKernels(model))
+    setattr(model, SAVE, SaveLinearized(model))
     mark(model)
-    setattr(model, _UNDO, _Undo(former, tuple(hooks)))
+    setattr(model, _UNDO, (former, tuple(hooks)))
 
 
 def _check_surface(
@@ -285,3 +291,65 @@ def _reasons(model: PreTrainedModel, modules: list[AttentionModule], layers: Ite
         )
         raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(sorted(set(reasons.values()))) or deaf}")
     return reasons
+
+
+def _attend_by_plans(
+    model: PreTrainedModel, chosen: list[AttentionModule], plans: Sequence[Plan], calibrate: Iterable[Sample] | None
+) -> list[Attending]:
+    """The attention of each layer by its plan."""
+    pairs = list(zip(chosen, plans, strict=True))
+    for found, plan in pairs:
+        if plan.head_dim != found.head_dim or plan.is_causal != found.is_causal:
+            kinds = ("bidirectional", "causal")
+            raise ValueError(
+                f"{found.name} (layer {found.number}) has heads of width {found.head_dim} and is "
+                f"{kinds[found.is_causal]}, its plan is for heads of width {plan.head_dim} and "
+                f"{kinds[plan.is_causal]}; give the plans of this model's layers, in order"
+            )
+    if calibrate is not None:
+        plans = calibrate_plans(model, pairs, calibrate)
+    return [(found, LayerAttention(plan, found.name)) for found, plan in zip(chosen, plans, strict=True)]
+
+
+def _attend_by_method(chosen: list[AttentionModule], text: str, num_features: int | None, seed: int) -> list[Attending]:
+    """The attention of each layer by a written form."""
+    method, built = parse_method(text), []
+    for found in chosen:
+        # At the default scale whatever the module's: LayerAttention makes up the difference with each call.
+        options = {"num_features": num_features, "scale": found.head_dim**-0.5, "seed": seed + found.number}
+        # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
+        feature_map = method.build(found.head_dim, **options).requires_grad_(True)
+        built.append((found, LayerAttention(feature_map, found.name, exact=method.exact)))
+    return built
+
+
+def _attend_by_function(
+    chosen: list[AttentionModule], feature_map: Callable[[int], FeatureMap] | None, exact: Exact | None
+) -> list[Attending]:
+    """The attention of each layer by a map that a function builds."""
+    if isinstance(feature_map, FeatureMap) or not callable(feature_map):
+        raise TypeError(
+            f"feature_map must be text, or a function that builds a map from a head width, got "
+            f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
+        )
+    return [(found, LayerAttention(feature_map(found.head_dim), found.name, exact=exact)) for found in chosen]
+
+
+def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> None:
+    """Move it to the module's device and attend to one token, so that a map that cannot be used is refused now."""
+    device = next(found.module.parameters(), torch.empty(0)).device
+    attention.to(device)
+    # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
+    held = (x.shape[0] for x in (*attention.parameters(), *attention.buffers()) if x.ndim == 3)
+    plan = attention.plan
+    heads, value_dim = (max(held, default=1), found.head_dim) if plan is None else (len(plan.heads), plan.value_dim)
+    token = torch.zeros(1, heads, 1, found.head_dim, device=device)
+    value = token.new_zeros(1, heads, 1, value_dim)
+    try:
+        with torch.no_grad():
+            attention(token, token, value, scale=found.head_dim**-0.5, is_causal=found.is_causal)
+    except ValueError as error:
+        fitted = [part for part in attention.modules() if isinstance(part, FittedMap)]
+        is_unfitted = any(all(getattr(part, name) is None for name in part.fitted_buffers) for part in fitted)
+        cure = "; in linearize_, calibrate=batches fits it to samples" if is_unfitted else ""
+        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}{cure}") from error

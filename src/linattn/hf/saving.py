@@ -13,13 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf._building import try_out
-from linattn.hf._layer_records import rebuild_attention
-from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord
-from linattn.hf._model_writing import describe_model
-from linattn.hf._softmax_folders import bring_back, softmax_model, softmax_state
+from linattn.hf._folders import bring_back, describe_model, softmax_model, softmax_state
+from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, rebuild_attention
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention
-from linattn.hf.linearization import install, is_linearized
+from linattn.hf.linearization import install, is_linearized, try_out
 from linattn.hf.loading import quiet
 from linattn.records.atomic import atomic_folder
 
@@ -33,12 +30,11 @@ def save_pretrained(
 
     The folder is a plain one of transformers but for its config.json, which names an attention that transformers does
     not have: its own classes refuse the folder and point here, or, told AutoModel.from_pretrained(folder,
-    attn_implementation="sdpa"), load the softmax model. Beside that, linattn.safetensors holds the tensors of the
-    kernels (draws, what was fitted, learned weights), and of the model what a plain folder does not bring back: buffers
-    that are no part of `state_dict`, and weights of another dtype than the first one's. linattn.json says which layer
-    attends by which map, window and number of heavy keys, or by which plan, and which versions wrote it. A map that
-    several layers share becomes one map for each. The model's own `save_pretrained`, which trainers call, adds the same
-    two files to what it writes, in a folder that may hold others.
+    attn_implementation="sdpa"), load the softmax model. linattn.safetensors holds the tensors of the linear attention
+    (draws, what was fitted, learned weights), and of the model buffers that are no part of `state_dict` and weights of
+    another dtype than the first one's. linattn.json says which layer attends by which map and exact part, or by which
+    plan, and which versions wrote it. A map that several layers share becomes one map for each. The model's own
+    `save_pretrained`, which trainers call, adds the same two files to what it writes, in a folder that may hold others.
 
     Cost: writing the weights.
 
@@ -80,9 +76,8 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
 
     The model has the class and the dtypes it was saved with, is on the CPU and in evaluation mode, and is linearized
     alike: `generate` keeps states, learned weights are trainable, `restore_` makes it the softmax model as transformers
-    loads it. Its weights lie in memory as torch itself allocates them. Those of a model that transformers mapped from a
-    file may not, and the same products of the same numbers may then be rounded otherwise: saved and loaded, such a
-    model is the same to rounding. Nothing is taken from the network, and no code from the folder.
+    loads it. A model whose weights transformers mapped from a file, where they may lie in memory otherwise than torch
+    allocates them, is the same to rounding. Nothing is taken from the network, and no code from the folder.
 
     Cost: reading the weights, and building the maps.
 
@@ -101,7 +96,6 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
 
     Warns:
         UserWarning: if another version of linattn wrote the folder; the model is read nonetheless.
-
     """
     path = Path(folder).expanduser()
     record = _model_records.read(path)

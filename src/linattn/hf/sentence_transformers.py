@@ -26,25 +26,20 @@ _WHERE = {"subfolder", "token", "cache_dir", "revision", "local_files_only", "tr
 
 
 class LinearTransformer(Transformer):
-    """The first module of a SentenceTransformer whose attention is linearized: saved with its kernels, and loaded so.
+    """The first module of a SentenceTransformer whose attention is linearized, and is saved and loaded with it.
 
-    modules.json names it, so that `SentenceTransformer(folder, trust_remote_code=True)` attends by the maps or raises.
-    sentence-transformers asks for that word before it imports any class outside its own package; the class is this
-    one, of the installed linattn, and `save_pretrained` writes no code into the folder.
+    modules.json names it, so that `SentenceTransformer(folder, trust_remote_code=True)` attends by the maps or raises;
+    sentence-transformers asks for that word before it imports any class outside its own package. No code is written.
 
     Raises:
-        ValueError: if texts have more tokens than the model has positions, or it is loaded with an option for the
-            model, as a dtype or another backend: it is what was saved.
+        ValueError: if texts have more tokens than the model has positions; if it is saved without safetensors, or after
+            `restore_`; if it is loaded with an option for the model, as a dtype or another backend.
 
     Source: sentence-transformers' documentation, "Creating Custom Models".
     """
 
     def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """The model's token embeddings, as `Transformer` gives them; both names are sentence-transformers' own.
-
-        Raises:
-            ValueError: where the model fails on more tokens than it has positions, with the model's own error.
-        """
+        """The model's token embeddings, as `Transformer` gives them; both names are sentence-transformers' own."""
         try:
             found: dict[str, Any] = super().forward(features, **options)
         except (IndexError, RuntimeError) as error:
@@ -58,11 +53,7 @@ class LinearTransformer(Transformer):
         return found
 
     def save(self, output_path: str, *_: Any, safe_serialization: bool = True, **__: Any) -> None:
-        """The linearized model, its tokenizer and this module's settings, into a folder that exists.
-
-        Raises:
-            ValueError: if `safe_serialization` is off, or the model is not linearized any more.
-        """
+        """The linearized model, its tokenizer and this module's settings, into a folder that exists."""
         if not safe_serialization:
             raise ValueError("a linearized model is written with safetensors; leave safe_serialization on")
         write_linearized(self.model, Path(output_path))
@@ -112,8 +103,6 @@ def with_model(source: str, model: PreTrainedModel) -> SentenceTransformer:
         >>> loaded = load()
         >>> with_model(loaded.source, loaded.model)[0].auto_model is loaded.model
         True
-
-    Source: sentence-transformers' documentation, "Creating Custom Models".
     """
     local = Path(source).is_dir()
     with quiet():
@@ -131,10 +120,9 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
         SentenceTransformer(folder, trust_remote_code=True).encode(texts) is what model.encode(texts) is
 
     Linearize `model[0].auto_model` with `linattn.hf.linearize_` first. Pooling, normalisation and prompts are those of
-    `model`, and max_seq_length, which sentence-transformers lowers to the model's positions when it loads; a model card
-    is not written, since an earlier one tells of another model. The folder is one for `linattn.hf.from_pretrained` too.
-    What was loaded from it may be saved by its own `save` as well; the `save` of a model that was linearized in memory
-    writes a folder that `linattn.hf.from_pretrained` reads, and SentenceTransformer refuses.
+    `model`, and max_seq_length, which sentence-transformers lowers to the model's positions; no model card is written,
+    since an earlier one tells of another model. `linattn.hf.from_pretrained` reads the folder too. What was loaded from
+    it may be saved by its own `save`; that of a model linearized in memory writes what SentenceTransformer refuses.
 
     Cost: writing the weights.
 

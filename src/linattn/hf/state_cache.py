@@ -15,16 +15,16 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from linattn.hf._attention_modules import attention_modules
+from linattn.hf._calls import InterfaceCall
 from linattn.hf.layer_attention import LayerAttention, LayerState, attention_of
 
 
 class StateLayer(CacheLayerMixin):
     """One layer of a `StateCache`: the state of all tokens so far.
 
-    transformers' attention modules give a cache their new keys and values and attend to whatever it returns. This layer
-    returns the new ones alone; the attention function then brings them here again, with the queries, and the state
-    grows. A module that does not bring them back would attend to the new tokens only: `expect`, called before the
-    module runs, and `settle`, called after, make that an error.
+    transformers' attention modules give a cache their new keys and values and attend to what `update` returns: the new
+    ones alone, which the attention function then gives to `advance`, with the queries. A module that does not would
+    attend to the new tokens only: `expect`, called before the module runs, and `settle`, after, make that an error.
 
     Attributes:
         module_name: qualified name of the attention module it serves.
@@ -64,19 +64,11 @@ class StateLayer(CacheLayerMixin):
         self._is_pending = True
         return key_states, value_states
 
-    def advance(
-        self,
-        attention: LayerAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> Tensor:
+    def advance(self, attention: LayerAttention, call: InterfaceCall, key_mask: Tensor | None) -> Tensor:
         """Called by the attention function: the output (B, H, L, Dv) for queries of the keys given to `update`."""
-        out, self.state = attention.advance(query, key, value, self.state, scale=scale, key_mask=key_mask)
-        self.num_tokens += key.shape[-2]
+        tensors = call.query, call.key, call.value
+        out, self.state = attention.advance(*tensors, self.state, scale=call.scale, key_mask=key_mask)
+        self.num_tokens += call.key.shape[-2]
         self.is_initialized = True
         self._is_pending = False
         return out
@@ -147,12 +139,8 @@ class StateCache(Cache):
         S = Σ φ(k)vᵀ,   z = Σ φ(k):   Hkv·R·(Dv + 1) numbers per row and layer, instead of Hkv·L·(D + Dv)
 
     Layers that kept their softmax have their keys and values in it, as in an ordinary cache, and so have the exact
-    heads of layers that attend by a plan. `generate` of a linearized model makes one by itself; make one to hold on to
-    it:
-
-    * continue a text: give the same cache again;
-    * try several continuations, or take one back: continue from `fork`, and keep the cache.
-
+    heads of layers that attend by a plan. `generate` of a linearized model makes one by itself. To continue a text,
+    give the same cache again; to try several continuations, or take one back, continue from `fork`, and keep the cache.
     A call that ends by an error leaves it between two tokens, and the next call refuses it: go on from a fork.
 
     An encoder-decoder takes it for its self-attention: `EncoderDecoderCache(StateCache(model), DynamicCache())`. A pass
@@ -186,7 +174,8 @@ class StateCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        names = state_layers(model)
+        linear = [found for found in attention_modules(model) if attention_of(found.module) is not None]
+        names = {found.cache_place: found.name for found in linear if found.cache_place is not None}
         if not names:
             raise ValueError(
                 f"no causal layer of {type(model).__name__} attends by a feature map; call linearize_ on it first, or "
@@ -204,12 +193,7 @@ class StateCache(Cache):
         return sum(x.nbytes for x in held if isinstance(x, Tensor))
 
     def check_level(self) -> None:
-        """A call of the model is about to begin; at the end of each one, every layer has seen the same tokens.
-
-        Raises:
-            RuntimeError: if an earlier call ended between two layers, by an error: some have seen its tokens, others
-                have not, and a state cannot give them back.
-        """
+        """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
         counted = [layer for layer in self.layers if isinstance(layer, StateLayer | DynamicLayer)]
         counts = [layer.get_seq_length() for layer in counted]
         if any(count != counts[0] for count in counts):
@@ -224,12 +208,3 @@ class StateCache(Cache):
         fork = copy(self)
         fork.layers = [copy(layer) for layer in self.layers]
         return fork
-
-
-def state_layers(model: PreTrainedModel) -> dict[int, str]:
-    """The numbers under which causal linearized layers know their cache, and the modules' names."""
-    return {
-        found.cache_place: found.name
-        for found in attention_modules(model)
-        if attention_of(found.module) is not None and found.cache_place is not None
-    }

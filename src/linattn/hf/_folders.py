@@ -1,0 +1,254 @@
+"""The folder of a linearized model: its softmax model, and beside that the records of its attention.
+
+`linattn.hf.save_pretrained` writes the weights of the softmax model and of its linear attention apart; the model's own
+`save_pretrained`, which trainers call, writes its whole `state_dict`, and the records beside it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import linattn
+from linattn.hf import _model_records
+from linattn.hf._attention_modules import MARK, attention_modules
+from linattn.hf._model_records import RECORD, REMEDY, TENSORS, LayerRecord, ModelRecord, describe_attention, outlines
+from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
+from linattn.hf.loading import quiet
+from linattn.records.json_files import read_json
+
+SAVE = "save_pretrained"
+"""The method of a model that `SaveLinearized` takes the place of."""
+
+# Of transformers' options, those whose folder `from_pretrained` would not read.
+_REFUSED = {
+    "push_to_hub": "save without it, then upload the folder (model.push_to_hub does both)",
+    "variant": "save without it, in a folder of its own",
+    "distributed_checkpoint": "save without it, which gathers the weights first",
+}
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
+# What makes transformers fetch code from a hub, or read other files than those of the folder.
+_ELSEWHERE = (
+    "attn_implementation",
+    "attn_implementation_internal",
+    "experts_implementation",
+    "experts_implementation_internal",
+    "transformers_weights",
+    "configuration_files",
+)
+_HARMLESS = (None, MARK, "eager", "sdpa")
+# Bytes between the places where torch's allocator on the CPU begins tensors.
+_ALIGNMENT = 64
+# Numbers in the buffers of a model, as its masks and frequencies.
+_MOST_BUFFERED = 2**26
+
+
+class SaveLinearized:
+    """A linearized model's own `save_pretrained`, whose folder `from_pretrained` reads; an object can be pickled."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        """Takes what transformers' own takes, and refuses what would give another kind of folder."""
+        model, own = self.model, type(self.model).save_pretrained
+        given = inspect.signature(own).bind(model, *args, **options).arguments
+        # Of a model with adapters transformers writes the adapters alone: no folder of a model.
+        if getattr(model, "_hf_peft_config_loaded", False):
+            own(model, *args, **options)
+            return
+        refused = [f"{name} ({cure})" for name, cure in _REFUSED.items() if given.get(name)]
+        if refused:
+            raise ValueError(
+                f"{type(model).__name__} is linearized, and the folder would not hold its linear attention with "
+                f"{', '.join(refused)}"
+            )
+        folder, is_main = Path(given["save_directory"]), given.get("is_main_process", True)
+        state = given.get("state_dict") or model.state_dict()
+        record, tensors = describe_model(model, state)
+        if is_main:
+            (folder / RECORD).unlink(missing_ok=True)
+        # Copied, since transformers refuses tensors that share memory, as those of one map for several layers do.
+        whole = {name: x.clone() if name in tensors else x for name, x in state.items()}
+        rest = {name: x for name, x in given.items() if name not in ("self", "save_directory", "state_dict", "kwargs")}
+        own(model, os.fspath(folder), state_dict=whole, **rest, **given.get("kwargs", {}))
+        if is_main:
+            _model_records.write(folder, record, tensors)
+
+
+def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[ModelRecord, dict[str, Tensor]]:
+    """linattn.json and the tensors of linattn.safetensors, those from `state` where it holds them, or an error."""
+    kind = type(model)
+    if getattr(transformers, kind.__name__, None) is not kind:
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} is no class that transformers exports, and from_pretrained finds "
+            "classes there alone; save a model of transformers' own classes, for example the one inside"
+        )
+    modules = list(attention_modules(model))
+    layers, tensors = [], not_brought_back(model)
+    for found in modules:
+        attention = attention_of(found.module)
+        if attention is not None:
+            layers.append(LayerRecord(found.number, found.name, describe_attention(attention)))
+            tensors |= attention.state_dict(prefix=f"{found.name}.{ATTRIBUTE}.")
+    tensors = {name: state.get(name, x) for name, x in tensors.items()}
+    versions = linattn.__version__, torch.__version__, transformers.__version__
+    name, dtype = kind.__name__, str(model.dtype).removeprefix("torch.")
+    record = ModelRecord(
+        *versions, name, dtype, num_layers=len(modules), layers=tuple(layers), tensors=outlines(tensors)
+    )
+    return record, tensors
+
+
+def softmax_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's `state_dict` without the tensors of its linear attention."""
+    linear = _linear_prefixes(model)
+    return {name: x for name, x in model.state_dict().items() if not name.startswith(linear)}
+
+
+def not_brought_back(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Floating tensors outside linear attention that transformers computes anew when it loads a model, or casts."""
+    linear, saved = _linear_prefixes(model), softmax_state(model)
+    return {
+        name: x
+        for name, x in (*model.named_parameters(), *model.named_buffers())
+        if x.is_floating_point() and not name.startswith(linear) and (name not in saved or x.dtype != model.dtype)
+    }
+
+
+def softmax_model(path: Path, record: ModelRecord) -> PreTrainedModel:
+    """The model as transformers loads it, refused where a weight is missing or surplus."""
+    kind = getattr(transformers, record.model_class, None)
+    if not isinstance(kind, type) or not issubclass(kind, PreTrainedModel):
+        raise ValueError(
+            f"{path / RECORD}: transformers {transformers.__version__} has no model {record.model_class!r}, and the "
+            f"folder was written with {record.transformers}; install that version"
+        )
+    for name in (_CONFIG, *_weight_files(path)):
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"{path / name} is missing, and with it the softmax model; {REMEDY}")
+    _check_config(path)
+    dtype = getattr(torch, record.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{path / RECORD}: there is no dtype {record.dtype!r}; {REMEDY}")
+    model, info = _loaded(kind, path, dtype)
+    wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    # The model's own save_pretrained writes the attention's tensors among the weights too.
+    wrong += [f"{name} is surplus" for name in sorted(info["unexpected_keys"] - record.tensors.keys())]
+    if wrong:
+        raise ValueError(f"the weights in {path} are not those of {record.model_class}: {', '.join(wrong)}; {REMEDY}")
+    # Tensors may begin anywhere in a mapped file; moved to where torch begins its own, since rounding depends on it.
+    for x in (*model.parameters(), *model.buffers()):
+        if x.data_ptr() % _ALIGNMENT:
+            x.data = x.data.clone()
+    return model
+
+
+def _loaded(kind: Any, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model and what transformers says of the weights, without its own log of the same."""
+    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    shown = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        with quiet():
+            # In place of what config.json names, which was checked, and is none that transformers has.
+            config = kind.config_class.from_pretrained(path, local_files_only=True, attn_implementation=None)
+            _check_size(kind, config, path)
+            model, info = kind.from_pretrained(path, dtype=dtype, attn_implementation=None, **options)
+    # Whatever a broken file makes any of its readers raise: the folder is at fault, and named.
+    except Exception as error:
+        raise ValueError(
+            f"{path}: transformers cannot load {kind.__name__} from config.json and the weights there "
+            f"({type(error).__name__}: {error}); {REMEDY}"
+        ) from error
+    finally:
+        logging.set_verbosity(shown)
+    return model, info
+
+
+def _check_size(kind: Any, config: Any, path: Path) -> None:
+    """Refuse a configuration of a far larger model than the weights are of, before memory is taken for it."""
+    with torch.device("meta"):
+        model = kind(config)
+    wanted = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
+    held = sum((path / name).stat().st_size for name in _weight_files(path))
+    # A number may take half a byte in a file, and a model has buffers that no file holds.
+    if wanted > 4 * held + _MOST_BUFFERED:
+        raise ValueError(f"config.json describes a model of {wanted} numbers, and the weights are {held} bytes")
+
+
+def bring_back(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Give the model what a plain folder does not bring back: all tensors but those of linear attention."""
+    held: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    unknown = sorted(tensors.keys() - held.keys())
+    if unknown:
+        raise ValueError(
+            f"{path / TENSORS}: {', '.join(unknown)} belong to no linear attention and no part "
+            f"of {type(model).__name__}; {REMEDY}"
+        )
+    for name, x in tensors.items():
+        if held[name].shape != x.shape:
+            raise ValueError(
+                f"{path / TENSORS}: {name} is {tuple(x.shape)}, {type(model).__name__} wants "
+                f"{tuple(held[name].shape)}; {REMEDY}"
+            )
+        held[name].data = x
+
+
+def _linear_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """What the names of all tensors of linear attention begin with, under every name a module has."""
+    modules = model.named_modules(remove_duplicate=False)
+    return tuple(f"{name}." for name, module in modules if isinstance(module, LayerAttention))
+
+
+def _check_config(path: Path) -> None:
+    """Refuse a config.json that sends transformers elsewhere, for code or for weights."""
+    place = path / _CONFIG
+    if (path / _ADAPTER).exists():
+        raise ValueError(f"{path / _ADAPTER} names another folder for the weights; remove it, or {REMEDY}")
+    config = read_json(place, "configuration", REMEDY)
+    if not isinstance(config, dict):
+        raise ValueError(f"{place} is not a configuration: it holds no object; {REMEDY}")
+    for name, value in _entries(config):
+        if name.lstrip("_") in _ELSEWHERE and value not in _HARMLESS:
+            raise ValueError(
+                f"{place}: {name} is {value!r}, which would have transformers take code or files from elsewhere; "
+                f"remove it, or {REMEDY}"
+            )
+
+
+def _entries(config: Any) -> Iterator[tuple[str, Any]]:
+    """Every name and value in JSON, at any depth."""
+    pending = [config]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, dict):
+            yield from found.items()
+        if isinstance(found, dict | list):
+            pending.extend(found.values() if isinstance(found, dict) else found)
+
+
+def _weight_files(path: Path) -> list[str]:
+    """The names of the files that hold the softmax model's weights."""
+    index = path / _INDEX
+    if not index.is_file():
+        return [_WEIGHTS]
+    found = read_json(index, "index of weights", REMEDY)
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} names no files of weights; {REMEDY}")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or any(mark in name for mark in ("/", "\\")):
+            raise ValueError(f"{index} names {name!r}, which is no file of weights in the same folder; {REMEDY}")
+    return sorted(set(weight_map.values()))
