@@ -69,7 +69,7 @@ def verify(out: Path) -> None:
     kernels = [part for part in converted.modules() if isinstance(part, KernelAttention)]
     calls = capture(exact.model, exact.encode(read_text().content, NUM_VERIFIED)).calls
     for kernel, call in zip(kernels, calls, strict=True):
-        method = replace(parse_method("Expansion"), window=kernel.window, num_heavy=kernel.num_heavy)
+        method = replace(parse_method("Expansion"), exact=kernel.exact)
         verified_method(method, kernel.feature_map, (call.query, call.key, call.value), is_causal=False)
 
 

@@ -102,12 +102,12 @@ def verified_method(method: Method, feature_map: FeatureMap, tensors: Sequence[T
         is_causal: whether later keys are hidden.
     """
     query, key, value = (x.double() for x in tensors)
-    exact_part = {"window": method.window, "num_heavy": method.num_heavy, "is_causal": is_causal}
-    truth = linattn.linear_attention(query, key, value, feature_map, backend="reference", **exact_part)
-    wrong = relative_error(linattn.linear_attention(query, key, value, feature_map, **exact_part), truth)
+    options = {"exact": method.exact, "is_causal": is_causal}
+    truth = linattn.linear_attention(query, key, value, feature_map, backend="reference", **options)
+    wrong = relative_error(linattn.linear_attention(query, key, value, feature_map, **options), truth)
     require(f"{method.label} in float64", wrong, 1e-10)
-    if not method.num_heavy:
-        wrong = relative_error(linattn.linear_attention(*tensors, feature_map, **exact_part), truth)
+    if method.exact is None or not method.exact.num_heavy:
+        wrong = relative_error(linattn.linear_attention(*tensors, feature_map, **options), truth)
         require(f"{method.label} in float32", wrong, 1e-4)
     return wrong
 

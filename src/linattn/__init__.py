@@ -3,6 +3,7 @@
 from linattn import feature_maps as feature_maps
 from linattn import positions as positions
 from linattn.attention import Attended as Attended
+from linattn.attention import Exact as Exact
 from linattn.attention import Partial as Partial
 from linattn.attention import State as State
 from linattn.attention import attention_rows as attention_rows

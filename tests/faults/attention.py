@@ -153,7 +153,7 @@ FAULTS = (
     Fault(
         "leave heavy keys to the map too",
         "attention/exact/bidirectional.py",
-        "rest = every.scatter(-1, chosen, -torch.inf)",
+        "every = rest = every.scatter(-1, chosen, -torch.inf)",
         "rest = every",
         "tests/laws/test_exact_part.py",
     ),
@@ -166,7 +166,7 @@ FAULTS = (
     ),
     Fault(
         "keep the lightest keys",
-        "attention/exact/heavy.py",
+        "attention/exact/rule.py",
         "descending=True",
         "descending=False",
         "tests/laws/test_exact_part.py",
@@ -181,7 +181,7 @@ FAULTS = (
     Fault(
         "forget the masks of earlier calls of a stream",
         "attention/exact/causal.py",
-        "bias is None and exact.recent_bias.shape[2] == 0 and",
+        "bias is None and recent.bias.shape[2] == 0 and",
         "bias is None and",
         "tests/laws/test_exact_part.py",
     ),

@@ -25,22 +25,22 @@ FAULTS = (
     Fault(
         "leave the bias out of the neighbourhood",
         "attention/exact/neighbourhood.py",
-        "if bias is None:\n            bias =",
-        "if True:\n            bias =",
+        "self._context(bias.unsqueeze(-1), -torch.inf)",
+        "self._context(torch.zeros_like(bias).unsqueeze(-1), -torch.inf)",
         LAWS,
     ),
     Fault(
         "drop the biases of heavy keys",
         "attention/exact/keys.py",
-        "heavy_bias=self.heavy_bias + shift",
-        "heavy_bias=self.heavy_bias",
+        "bias=self.heavy.bias + shift",
+        "bias=self.heavy.bias",
         LAWS,
     ),
     Fault(
         "leave a stream's recent keys undecayed",
         "attention/exact/keys.py",
-        "recent_bias=self.recent_bias + shift",
-        "recent_bias=self.recent_bias",
+        "bias=self.recent.bias + shift",
+        "bias=self.recent.bias",
         LAWS,
     ),
     Fault(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import linattn
 from fuzzing import who
 from fuzzing.oracle import Part, Rows, attend, without
 from fuzzing.weights import Weigher
@@ -20,6 +21,11 @@ class Exactly(NamedTuple):
 
     window: int | None = None
     num_heavy: int = 0
+
+    @property
+    def option(self) -> linattn.Exact | None:
+        """As the op takes it."""
+        return linattn.Exact(*self) if self else None
 
     def __bool__(self) -> bool:
         return self.window is not None or self.num_heavy > 0

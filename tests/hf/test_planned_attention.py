@@ -65,8 +65,7 @@ def head_by_head(plan, fitted, query, key, value, *, scale, key_mask, is_causal)
                 feature_map,
                 key_mask=key_mask,
                 is_causal=is_causal,
-                window=method.window,
-                num_heavy=method.num_heavy,
+                exact=method.exact,
             )
         )
     return torch.cat(out, 1)
@@ -283,7 +282,7 @@ def test_a_broken_record_is_refused(build, tmp_path):
     [
         ({}, "give one of feature_map and plans"),
         ({"plans": [planned()] * 2, "feature_map": "Taylor"}, "give one of feature_map and plans"),
-        ({"plans": [planned()] * 2, "window": 4}, "have their own window, heavy keys and width"),
+        ({"plans": [planned()] * 2, "exact": linattn.Exact(4)}, "have their own window, heavy keys and width"),
         ({"plans": [planned()] * 2, "num_features": 4}, "have their own window, heavy keys and width"),
         ({"plans": [planned()]}, "got 1 plans for the 2 layers to be replaced"),
         ({"plans": [planned(width=4)] * 2}, r"\(layer 0\) has heads of width 8 and is bidirectional, its plan is for"),

@@ -30,7 +30,7 @@ def run(model, inputs):
 def kernels(model) -> dict[str, tuple[object, ...]]:
     """What is known of each kernel."""
     return {
-        name: (part.module_name, part.feature_map.fingerprint(), part.window, part.num_heavy)
+        name: (part.module_name, part.feature_map.fingerprint(), part.exact)
         for name, part in model.named_modules()
         if isinstance(part, KernelAttention)
     }

@@ -141,7 +141,7 @@ def kernel(**changed):
         (lambda record: {**record, "layers": record["layers"][:1] * 2}, "each once"),
         (layer(kernel=None), "layer 0: got NoneType, wanted the fields ['feature_map', 'num_heavy', 'window']"),
         (kernel(window=4.0), "layer 0: window must be a finite int | None, got 4.0"),
-        (kernel(window=3), "layer.0.attention.self (layer 0) cannot attend by FavorPlus"),
+        (kernel(window=3), "layer 0: the window must be a power of two, as 16 or 32, got 3"),
         (kernel(feature_map={"name": "Performer", "options": {}}), "layer 0: there is no feature map 'Performer'"),
         (kernel(feature_map={"name": "Relu", "options": {"head_dim": 8}}), "layer 0: Error(s) in loading state_dict"),
         (

@@ -20,6 +20,7 @@ from laws import (
     test_precision,
     test_truth,
 )
+from linattn import Exact
 from linattn.attention.backends import BACKENDS, Call, Rows
 from linattn.attention.bound_map import BoundMap
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
@@ -136,16 +137,16 @@ def test_there_are_laws_to_run() -> None:
     assert len(CELLS) >= 50
 
 
-@pytest.mark.parametrize("options", [{"window": 4}, {"window": 4, "num_heavy": 3}, {"num_heavy": 3}], ids=str)
+@pytest.mark.parametrize("exact", [Exact(4), Exact(4, 3), Exact(num_heavy=3)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_exact_keys_stand_beside_a_third_backend(options: dict[str, int], is_causal: bool) -> None:
-    if is_causal and "window" not in options:
+def test_exact_keys_stand_beside_a_third_backend(exact: Exact, is_causal: bool) -> None:
+    if is_causal and exact.window is None:
         return
     query, key, value = qkv(num_queries=18, num_keys=18)
     mask = torch.ones(2, 18, dtype=torch.bool)
     mask[0, 3:6] = False
     outs = [
-        Case("FavorPlus", backend, is_causal).attend(query, key, value, build("FavorPlus"), key_mask=mask, **options)
+        Case("FavorPlus", backend, is_causal).attend(query, key, value, build("FavorPlus"), key_mask=mask, exact=exact)
         for backend in ("token by token", "blocked")
     ]
     torch.testing.assert_close(*outs, rtol=1e-11, atol=1e-11)

@@ -7,11 +7,12 @@ import torch
 
 import linattn
 from grid import CASES, SOFTMAX_MAPS, Case, build, qkv, takes_statistics_from_the_call
+from linattn import Exact
 
 SIZES = ({"batch": 0}, {"num_queries": 0, "num_keys": 0}, {"value_dim": 0}, {"num_keys": 0}, {"num_queries": 0})
 # Maps that take an exact part, of each kind of fold.
 EXACT_MAPS = ("FavorPlus", "Expansion", "Expansion-0", "Expansion-call", "Centred-Balanced-FavorPlus")
-EXACT_PARTS = ({"window": 4}, {"window": 1}, {"window": 4, "num_heavy": 2}, {"num_heavy": 2})
+EXACT_PARTS = (Exact(4), Exact(1), Exact(4, 2), Exact(num_heavy=2))
 
 
 def check(case: Case, sizes: dict[str, int], **options: object) -> None:
@@ -33,30 +34,29 @@ def test_empty_inputs(case: Case, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
-@pytest.mark.parametrize("options", EXACT_PARTS, ids=str)
+@pytest.mark.parametrize("exact", EXACT_PARTS, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("map_name", EXACT_MAPS)
-def test_empty_inputs_beside_exact_keys(
-    map_name: str, is_causal: bool, options: dict[str, int], sizes: dict[str, int]
-) -> None:
-    if is_causal and (takes_statistics_from_the_call(map_name) or "window" not in options):
+def test_empty_inputs_beside_exact_keys(map_name: str, is_causal: bool, exact: Exact, sizes: dict[str, int]) -> None:
+    if is_causal and (takes_statistics_from_the_call(map_name) or exact.window is None):
         with pytest.raises(ValueError, match=r"leak the future|without window"):
-            check(Case(map_name, "blocked", True), sizes, **options)
+            check(Case(map_name, "blocked", True), sizes, exact=exact)
         return
-    check(Case(map_name, "blocked", is_causal), sizes, **options)
+    check(Case(map_name, "blocked", is_causal), sizes, exact=exact)
 
 
-@pytest.mark.parametrize("options", [{}, *EXACT_PARTS[:3]], ids=str)
+@pytest.mark.parametrize("exact", [None, *EXACT_PARTS[:3]], ids=str)
 @pytest.mark.parametrize("map_name", [n for n in EXACT_MAPS if not takes_statistics_from_the_call(n)])
-def test_empty_chunks_of_a_stream_change_nothing(map_name: str, options: dict[str, int]) -> None:
+def test_empty_chunks_of_a_stream_change_nothing(map_name: str, exact: Exact | None) -> None:
     assert map_name in SOFTMAX_MAPS
+    options = {"enable_gqa": True, "exact": exact}
     feature_map = build(map_name)
     query, key, value = qkv(num_queries=13, num_keys=13)
-    whole = linattn.linear_attention(query, key, value, feature_map, is_causal=True, enable_gqa=True, **options)
+    whole = linattn.linear_attention(query, key, value, feature_map, is_causal=True, **options)
     for cuts in ((0, 0, 1, 1, 2, 3, 8, 8, 13, 13), range(14)):
         state, outs = None, []
         for start, stop in zip(cuts, (*cuts[1:], 13), strict=True):
             chunk = (x[:, :, start:stop] for x in (query, key, value))
-            out, state = linattn.linear_attention_with_state(*chunk, feature_map, state, enable_gqa=True, **options)
+            out, state = linattn.linear_attention_with_state(*chunk, feature_map, state, **options)
             outs.append(out)
         torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=1e-12, atol=1e-12)

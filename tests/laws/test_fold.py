@@ -11,6 +11,7 @@ import torch
 
 import linattn
 from grid import BACKENDS, CAUSAL_MAPS, Case, build, qkv, sums, total
+from linattn import Exact
 
 FOLD_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
 LENGTH = 70
@@ -143,16 +144,16 @@ def test_a_state_refuses_another_projection_under_the_same_seed() -> None:
     assert wrapped[0] != wrapped[1]
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_a_state_is_saved_and_loaded(window: int | None) -> None:
+@pytest.mark.parametrize("exact", [None, Exact(4), Exact(4, 3)], ids=str)
+def test_a_state_is_saved_and_loaded(exact: Exact | None) -> None:
     """With torch's safe loader; its repr is one line."""
     feature_map = build("FavorPlus")
-    state = linattn.linear_attention_with_state(*qkv(), feature_map, enable_gqa=True, window=window).state
+    options = {"enable_gqa": True, "exact": exact}
+    state = linattn.linear_attention_with_state(*qkv(), feature_map, **options).state
     file = io.BytesIO()
     torch.save({"state": state}, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)["state"]
-    options = {"enable_gqa": True, "window": window}
     outs = [linattn.linear_attention_with_state(*qkv(seed=5), feature_map, s, **options).out for s in (state, loaded)]
     assert torch.equal(*outs)
     assert "\n" not in repr(loaded)

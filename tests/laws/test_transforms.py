@@ -7,6 +7,7 @@ import torch
 
 import linattn
 from grid import CASES, CAUSAL_MAPS, HEAD_DIM, MAPS, Case, Learned, build, qkv, sums
+from linattn import Exact
 from linattn.feature_maps import RandomFeatureMap
 from linattn.feature_maps._base import live_map
 
@@ -71,18 +72,18 @@ def test_compiled_decoding_equals_eager(map_name: str) -> None:
     assert found.state.built_with == expected.state.built_with
 
 
-EXACT_OPTIONS = ({"window": 4}, {"window": 4, "num_heavy": 3}, {"num_heavy": 3})
+EXACT_PARTS = (Exact(4), Exact(4, 3), Exact(num_heavy=3))
 
 
 @pytest.mark.parametrize("map_name", ["Expansion-call", "Centred-Balanced-FavorPlus"])
-@pytest.mark.parametrize("options", EXACT_OPTIONS, ids=str)
-def test_compiled_equals_eager_beside_exact_keys(map_name: str, options: dict[str, int]) -> None:
+@pytest.mark.parametrize("exact", EXACT_PARTS, ids=str)
+def test_compiled_equals_eager_beside_exact_keys(map_name: str, exact: Exact) -> None:
     """Maps that take statistics from the call included."""
     torch.compiler.reset()
     feature_map, (query, key, value) = build(map_name), qkv()
 
     def attend(q, k, v):
-        return linattn.linear_attention(q, k, v, feature_map, enable_gqa=True, **options)
+        return linattn.linear_attention(q, k, v, feature_map, enable_gqa=True, exact=exact)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(query, key, value), attend(query, key, value), rtol=1e-12, atol=1e-12)
@@ -103,14 +104,14 @@ def test_the_reference_compiles(map_name: str) -> None:
 
 @pytest.mark.parametrize("map_name", ["FavorPlus", "Expansion", "Expansion-0"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("options", EXACT_OPTIONS[:2], ids=str)
-def test_vmap_equals_a_loop_beside_exact_keys(map_name: str, is_causal: bool, options: dict[str, int]) -> None:
+@pytest.mark.parametrize("exact", EXACT_PARTS[:2], ids=str)
+def test_vmap_equals_a_loop_beside_exact_keys(map_name: str, is_causal: bool, exact: Exact) -> None:
     """All inputs mapped, queries alone, and gradients."""
     feature_map, batches = build(map_name), [qkv(seed=10 * i, num_queries=13, num_keys=13) for i in range(3)]
     stacked = [torch.stack(x) for x in zip(*batches, strict=True)]
 
     def attend(q, k, v):
-        return linattn.linear_attention(q, k, v, feature_map, is_causal=is_causal, enable_gqa=True, **options)
+        return linattn.linear_attention(q, k, v, feature_map, is_causal=is_causal, enable_gqa=True, exact=exact)
 
     looped = torch.stack([attend(*x) for x in batches])
     torch.testing.assert_close(torch.func.vmap(attend)(*stacked), looped, rtol=1e-12, atol=1e-12)

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from linattn.attention import linear_attention
+from linattn.attention import Exact, linear_attention
 from linattn.planning.methods import parse_method
 
 
@@ -29,10 +29,10 @@ def test_round_trip(label):
 def test_any_case_spacing_and_order():
     method = parse_method(" expansion( num_centres=4 )+ HEAVY 8 +Window  16 ")
     assert method.label == "Expansion(num_centres=4) + window 16 + heavy 8"
-    assert (method.window, method.num_heavy, method.has_exact_part) == (16, 8, True)
-    assert not parse_method("Relu").has_exact_part
+    assert method.exact == Exact(window=16, num_heavy=8)
+    assert parse_method("Relu").exact is None
     assert parse_method("Taylor(scale=1e+2)").map.options == (("scale", 100.0),)
-    assert parse_method("Centred(Taylor(scale=1e+2)) + heavy 2").num_heavy == 2
+    assert parse_method("Centred(Taylor(scale=1e+2)) + heavy 2").exact == Exact(num_heavy=2)
 
 
 @pytest.mark.parametrize(

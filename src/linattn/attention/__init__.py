@@ -1,5 +1,6 @@
 """The op, its state and its backends: q, k, v -> features -> state -> read-out."""
 
+from linattn.attention.exact import Exact as Exact
 from linattn.attention.functional import Attended as Attended
 from linattn.attention.functional import linear_attention as linear_attention
 from linattn.attention.functional import linear_attention_with_state as linear_attention_with_state

@@ -184,32 +184,3 @@ def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None
         return key_mask
     live = key_bias != -torch.inf
     return live if key_mask is None else live & key_mask.unsqueeze(1)
-
-
-def check_exact_part(
-    query: Tensor, key: Tensor, feature_map: FeatureMap, window: int | None, num_heavy: int, *, is_causal: bool
-) -> None:
-    """Refuse an exact part that the map or the call cannot have."""
-    for name, value in (("window", 1 if window is None else window), ("num_heavy", num_heavy)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be a non-negative integer, got {value!r}")
-    if window is not None and window.bit_count() != 1:
-        raise ValueError(f"window must be a power of two, or None for no window, got {window}")
-    if window is None and num_heavy == 0:
-        return
-    if not (feature_map.softmax_kernel and feature_map.positive_normalizer):
-        raise ValueError(
-            f"window and num_heavy need a map whose weights share the softmax kernel's scale and sum to a positive "
-            f"number, got {type(feature_map).__name__}; use Expansion, or FavorPlus, Hyperbolic, Oprf or Sderf"
-        )
-    if is_causal and window is None:
-        raise ValueError(
-            f"causal heavy keys are chosen among those that leave a window, got num_heavy={num_heavy} without window; "
-            "give window too"
-        )
-    if window is not None and (key.shape[2] < query.shape[2] if is_causal else key.shape[2] != query.shape[2]):
-        wanted = "no more queries than keys" if is_causal else "as many queries as keys"
-        raise ValueError(
-            f"a window needs {wanted}, got {query.shape[2]} queries and {key.shape[2]} keys; "
-            "leave it out where positions do not correspond"
-        )

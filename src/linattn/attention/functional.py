@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn.attention._check import as_bias, check_exact_part, check_map, check_tensors, in_one_dtype, live_keys
+from linattn.attention._check import as_bias, check_map, check_tensors, in_one_dtype, live_keys
 from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
 from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact import ExactKeys, MapPart, Stream, attend_bidirectional, attend_causal
+from linattn.attention.exact import Exact, ExactKeys, attend_bidirectional, attend_causal
 from linattn.attention.partial import Partial, as_partial
 from linattn.attention.state import State, check_built_with, check_exact_keys
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
@@ -41,8 +41,7 @@ def linear_attention(
     key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
-    window: int | None = None,
-    num_heavy: int = 0,
+    exact: Exact | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention with the kernel of a feature map, in linear time.
@@ -52,8 +51,7 @@ def linear_attention(
     Time O((Lq + Lk)·R·(D + Dv)) per head; memory beyond inputs and output O(R·Dv) per head and one block of features,
     forward and backward: features are recomputed, never stored for the whole sequence. Exponents, sums and the
     division run in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0, and so is one
-    whose features are all 0 (a rectifier without a floor). An exact part adds O(L·(3·window + num_heavy)·(D + Dv))
-    time; with a window on both sides the map's part is two folds.
+    whose features are all 0 (a rectifier without a floor). `Exact` says what an exact part adds.
 
     Args:
         query: (B, H, Lq, D), float16, bfloat16, float32 or float64, any strides. All three share one dtype; under
@@ -69,10 +67,8 @@ def linear_attention(
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns
             top-left, which differs when Lq ≠ Lk.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one state per key/value head.
-        window: exact softmax attention, without the map, between blocks of so many tokens, a power of two: a query sees
-            its own block and both neighbours, causally its own up to itself and the one before. None for no window.
-        num_heavy: exact softmax attention on so many keys, those of the largest estimated column mass; causally, with
-            a window, those of the largest score so far (`attention/exact/causal.py` has the rule).
+        exact: which keys are attended to by softmax, without the map: near ones, heavy ones or both, as
+            `Exact(window=32, num_heavy=32)`. None: the map takes all keys.
         backend: "blocked" (plain torch, linear), "reference" (quadratic, for checking) or "auto", which takes
             "blocked". A named backend runs or raises.
 
@@ -98,11 +94,10 @@ def linear_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794),
         section 2.
     """
-    options = _Options(enable_gqa, window, num_heavy, backend, is_causal)
-    call = _checked(query, key, value, feature_map, key_mask, key_bias, options)
-    if call.is_plain:
+    call = _checked(query, key, value, feature_map, key_mask, key_bias, _Options(enable_gqa, exact, backend, is_causal))
+    if exact is None:
         return call.attend(None)[0].out.flatten(1, 2)
-    return call.attend_partly_exactly(None).partial.ungrouped().out
+    return call.attend_partly_exactly(None)[0].ungrouped().out
 
 
 def linear_partial(
@@ -115,8 +110,7 @@ def linear_partial(
     key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
-    window: int | None = None,
-    num_heavy: int = 0,
+    exact: Exact | None = None,
     backend: str = "auto",
 ) -> Partial:
     """`linear_attention` with its log-normaliser, to be combined with attention over other keys.
@@ -135,10 +129,9 @@ def linear_partial(
         >>> round(linear_partial(q, k, v, relu).log_normalizer.exp().item(), 4)
         4.0
     """
-    options = _Options(enable_gqa, window, num_heavy, backend, is_causal)
-    call = _checked(query, key, value, feature_map, key_mask, key_bias, options)
-    if not call.is_plain:
-        return call.attend_partly_exactly(None).partial.ungrouped()
+    call = _checked(query, key, value, feature_map, key_mask, key_bias, _Options(enable_gqa, exact, backend, is_causal))
+    if exact is not None:
+        return call.attend_partly_exactly(None)[0].ungrouped()
     rows, _ = call.attend(None)
     return as_partial(call.tokens.bound, call.tokens.query, rows).ungrouped()
 
@@ -153,8 +146,7 @@ def linear_attention_with_state(
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
     enable_gqa: bool = False,
-    window: int | None = None,
-    num_heavy: int = 0,
+    exact: Exact | None = None,
     backend: str = "auto",
 ) -> Attended:
     """Causal attention over the state's keys and these, and the state after them.
@@ -174,9 +166,8 @@ def linear_attention_with_state(
         key_mask: (B, Lk) bool, True = attend; masked keys do not enter the state.
         key_bias: (B, Hkv or 1, Lk), as in `linear_attention`.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head.
-        window: as in `linear_attention`, for the stream's own blocks, wherever it is cut: the state keeps the keys of
-            the last one or two.
-        num_heavy: as in `linear_attention`: the state keeps so many keys more.
+        exact: as in `linear_attention`, the same for all calls of a stream, wherever it is cut: the state keeps the
+            keys of the window's last two blocks, and the heavy ones.
         backend: as in `linear_attention`.
 
     Returns:
@@ -197,28 +188,26 @@ def linear_attention_with_state(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
-    options = _Options(enable_gqa, window, num_heavy, backend, is_causal=True)
-    call = _checked(query, key, value, feature_map, key_mask, key_bias, options)
-    key, value, fingerprint = call.tokens.key, call.tokens.value, feature_map.fingerprint()
+    options = _Options(enable_gqa, exact, backend, is_causal=True)
+    call, fingerprint = _checked(query, key, value, feature_map, key_mask, key_bias, options), feature_map.fingerprint()
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
         check_built_with(state, fingerprint)
-        state.check_fits(key, value)
-        check_exact_keys(state.exact, window, num_heavy)
-    if call.is_plain:
+        state.check_fits(call.tokens.key, call.tokens.value)
+        check_exact_keys(state.exact, exact)
+    if exact is None:
         rows, sums = call.attend(state)
         return Attended(rows.out.flatten(1, 2), State(*sums, fingerprint))
-    found = call.attend_partly_exactly(state)
-    return Attended(found.partial.ungrouped().out, State(*found.sums, fingerprint, found.exact))
+    partial, sums, kept = call.attend_partly_exactly(state)
+    return Attended(partial.ungrouped().out, State(*sums, fingerprint, kept))
 
 
 class _Options(NamedTuple):
     """The options of a call, as given."""
 
     enable_gqa: bool
-    window: int | None
-    num_heavy: int
+    exact: Exact | None
     backend: str
     is_causal: bool
 
@@ -227,14 +216,8 @@ class _Call(NamedTuple):
     """One call of attention, checked, and what is to run it."""
 
     tokens: Call
-    window: int
-    num_heavy: int
+    exact: Exact | None
     backend: Backend
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the map takes all keys."""
-        return not (self.window or self.num_heavy)
 
     def before(self, state: State | None) -> Sums:
         """The sums before the call."""
@@ -250,18 +233,15 @@ class _Call(NamedTuple):
         with outside_autocast(query.device):
             return self.backend.attend(bound, query, key, value, bias, self.before(state), is_causal=is_causal)
 
-    def attend_partly_exactly(self, state: State | None) -> Stream:
-        """The same with exact keys."""
-        bound, query, key, value, bias, is_causal = self.tokens
-        map_part, before = MapPart(bound, self.backend), self.before(state)
-        exact = None if state is None else state.exact
-        if exact is None:
-            exact = ExactKeys.empty(key, value, window=self.window, num_heavy=self.num_heavy)
-        with outside_autocast(query.device):
-            if is_causal:
-                return attend_causal(map_part, query, key, value, bias, before, exact)
-            sizes = {"window": self.window, "num_heavy": self.num_heavy}
-            return Stream(attend_bidirectional(map_part, query, key, value, bias, before, **sizes), before, exact)
+    def attend_partly_exactly(self, state: State | None) -> tuple[Partial, Sums, ExactKeys | None]:
+        """The same with exact keys, and those that are kept after a causal call."""
+        assert self.exact is not None
+        before, kept = self.before(state), None if state is None else state.exact
+        with outside_autocast(self.tokens.query.device):
+            if not self.tokens.is_causal:
+                return attend_bidirectional(self.tokens, self.backend, self.exact, before), before, None
+            kept = kept or ExactKeys.empty(self.exact, self.tokens.key, self.tokens.value)
+            return attend_causal(self.tokens, self.backend, before, kept)
 
 
 def _checked(
@@ -274,13 +254,16 @@ def _checked(
     options: _Options,
 ) -> _Call:
     """The call, wrong input refused."""
-    enable_gqa, window, num_heavy, backend, is_causal = options
+    enable_gqa, exact, backend, is_causal = options
     check_map(feature_map)
     query, key, value = in_one_dtype(query, key, value)
     check_tensors(query, key, value, feature_map, enable_gqa=enable_gqa)
     bias = as_bias(key_mask, key_bias, key)
-    check_exact_part(query, key, feature_map, window, num_heavy, is_causal=is_causal)
+    if exact is not None:
+        if not isinstance(exact, Exact):
+            raise TypeError(f"exact must be a linattn.Exact or None, got {exact!r}; write exact=Exact(window=32)")
+        exact.check_call(feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
     check_backend(backend)
     bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
     tokens = Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
-    return _Call(tokens, window or 0, num_heavy, choose(backend, tokens))
+    return _Call(tokens, exact, choose(backend, tokens))

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linattn.attention._check import as_bias, check_map, check_tensors, in_one_dtype
-from linattn.attention.backends import BACKENDS
+from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact.heavy import attend_to_all
-from linattn.attention.exact.keys import ExactKeys
+from linattn.attention.exact import Exact, ExactKeys, attend_to_all
 from linattn.attention.partial import Partial, as_partial, combine
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
@@ -134,7 +133,7 @@ class State:
         """
         if self.exact is None:
             return self
-        self._check(feature_map, self.exact.recent_key)
+        self._check(feature_map, self.exact.recent.key)
         return self._absorbed(feature_map, *self.exact.tokens())
 
     def decay(self, log_factor: float | Tensor) -> State:
@@ -219,9 +218,11 @@ class State:
         grouped = query.unflatten(1, (heads, -1))
         bound = bind(feature_map, query, query, is_causal=True)
         with outside_autocast(query.device):
-            part = as_partial(bound, grouped, BACKENDS["blocked"].read(bound, grouped, self.sums))
+            # Backends are asked about a call: one with no keys but the state's.
+            call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
+            part = as_partial(bound, grouped, choose("auto", call).read(bound, grouped, self.sums))
             if self.exact is not None:
-                part = combine(attend_to_all(grouped, *self.exact.tokens(), feature_map.scale), part)
+                part = combine(attend_to_all(grouped, self.exact.tokens(), feature_map.scale), part)
         return part.ungrouped()
 
     def select(self, indices: Tensor) -> State:
@@ -253,7 +254,7 @@ class State:
     def __repr__(self) -> str:
         """Shapes, dtype, device and the map, on one line."""
         batch, heads, num_features, value_dim = self.S.shape
-        exact = f", window={self.exact.window}, num_heavy={self.exact.num_heavy}" if self.exact is not None else ""
+        exact = "" if self.exact is None else f", exact={self.exact.rule}"
         return (
             f"State(batch={batch}, heads={heads}, features={num_features}, value_dim={value_dim}{exact}, "
             f"{self.S.dtype}, {self.S.device}, built_with={self.built_with})"
@@ -288,8 +289,9 @@ class State:
     def _absorbed(self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None) -> State:
         """The state with these keys in the sums, and none kept exactly."""
         bound = bind(feature_map, key, key, is_causal=True)
+        backend = choose("auto", Call(bound, key.unsqueeze(2), key, value, bias, is_causal=True))
         with outside_autocast(key.device):
-            return State(*BACKENDS["blocked"].absorb(bound, key, value, bias, self.sums), self.built_with)
+            return State(*backend.absorb(bound, key, value, bias, self.sums), self.built_with)
 
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map."""
@@ -308,13 +310,11 @@ def check_built_with(state: State, fingerprint: str) -> None:
         )
 
 
-def check_exact_keys(exact: ExactKeys | None, window: int | None, num_heavy: int) -> None:
+def check_exact_keys(kept: ExactKeys | None, exact: Exact | None) -> None:
     """Refuse another exact part than the state's."""
-    held = (None, 0) if exact is None else (exact.window, exact.num_heavy)
-    if held != (window, num_heavy):
-        raise ValueError(
-            f"the state was built with (window, num_heavy) = {held}, got {(window, num_heavy)}; give the same ones"
-        )
+    held = None if kept is None else kept.rule
+    if held != exact:
+        raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
 
 
 def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:
@@ -324,7 +324,7 @@ def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:
 
 
 # Read by torch.load under weights_only: a state is tensors, numbers and a string.
-torch.serialization.add_safe_globals([State, ExactKeys])
+torch.serialization.add_safe_globals([State])
 pytree.register_pytree_node(
     State,
     lambda state: ([state.S, state.z, state.m, *([state.exact] if state.exact else [])], state.built_with),

@@ -255,8 +255,7 @@ class Course:
             self._model,
             feature_map=lambda head_dim: next(following),
             layers=[layer.layer for layer in self._layers],
-            window=method.window,
-            num_heavy=method.num_heavy,
+            exact=method.exact,
         )
         # The kernels too.
         self._model.train(False)

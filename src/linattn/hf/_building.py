@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from linattn.attention import Exact
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._kernels import Kernel
@@ -24,11 +25,11 @@ def written_kernel(
     built = method.build(width, num_features=num_features, scale=width**-0.5, seed=seed + found.number)
     # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
     built.requires_grad_(True)
-    return KernelAttention(built, found.name, window=method.window, num_heavy=method.num_heavy), method.label
+    return KernelAttention(built, found.name, exact=method.exact), method.label
 
 
 def own_kernel(
-    found: AttentionModule, feature_map: Callable[[int], FeatureMap] | None, window: int | None, num_heavy: int
+    found: AttentionModule, feature_map: Callable[[int], FeatureMap] | None, exact: Exact | None
 ) -> KernelAttention:
     """The kernel of a map that a function builds."""
     if isinstance(feature_map, FeatureMap) or not callable(feature_map):
@@ -36,7 +37,7 @@ def own_kernel(
             f"feature_map must be text, or a function that builds a map from a head width, got "
             f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
         )
-    return KernelAttention(feature_map(found.head_dim), found.name, window=window, num_heavy=num_heavy)
+    return KernelAttention(feature_map(found.head_dim), found.name, exact=exact)
 
 
 def check_plan(found: AttentionModule, plan: Plan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from linattn.attention import Exact
 from linattn.hf._kernels import Kernel
 from linattn.hf.kernel_attention import KernelAttention
 from linattn.hf.planned_attention import PlannedAttention
@@ -39,7 +40,8 @@ def describe_kernel(kernel: Kernel) -> dict[str, Any]:
     """The record of a kernel."""
     if isinstance(kernel, PlannedAttention):
         return vars(_PlannedRecord(plan_record(kernel.plan)))
-    return vars(_KernelRecord(describe(kernel.feature_map), kernel.window, kernel.num_heavy))
+    sizes = (kernel.exact.window, kernel.exact.num_heavy) if kernel.exact else (None, 0)
+    return vars(_KernelRecord(describe(kernel.feature_map), *sizes))
 
 
 def rebuild_kernel(record: Any, module_name: str, *, place: str, remedy: str) -> Kernel:
@@ -55,11 +57,13 @@ def rebuild_kernel(record: Any, module_name: str, *, place: str, remedy: str) ->
     checked = check_fields(record, _KernelRecord, place, remedy)
     try:
         _check_counts(window=checked["window"], num_heavy=checked["num_heavy"])
+        window, num_heavy = checked["window"], checked["num_heavy"]
+        exact = Exact(window, num_heavy) if window is not None or num_heavy else None
         feature_map = rebuild(checked["feature_map"])
     # A record may hold a map in a map in a map.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {error}; {remedy}") from error
-    return KernelAttention(feature_map, module_name, window=checked["window"], num_heavy=checked["num_heavy"])
+    return KernelAttention(feature_map, module_name, exact=exact)
 
 
 def _check_methods(plan: Plan) -> None:
@@ -70,7 +74,7 @@ def _check_methods(plan: Plan) -> None:
             raise ValueError(f"a method of {len(label)} characters is none of linattn's")
         if label != EXACT:
             method = parse_method(label)
-            _check_counts(window=method.window, num_heavy=method.num_heavy)
+            _check_counts(**(vars(method.exact) if method.exact else {}))
             check_size(method.map.name, {"head_dim": plan.head_dim, **dict(method.map.options)})
 
 

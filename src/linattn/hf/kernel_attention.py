@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from linattn.attention import Attended, State, linear_attention, linear_attention_with_state
+from linattn.attention import Attended, Exact, State, linear_attention, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 
 
@@ -26,14 +26,12 @@ class KernelAttention(nn.Module):
     Attributes:
         feature_map: the kernel.
         module_name: qualified name of the attention module in the model.
-        window: width of the blocks within which attention is exact, or None.
-        num_heavy: how many keys are attended to exactly by every query.
+        exact: the keys attended to exactly, or None.
 
     Args:
         feature_map: the kernel, for the head width of the module.
         module_name: qualified name of the attention module in the model.
-        window: as in `linattn.linear_attention`.
-        num_heavy: as in `linattn.linear_attention`.
+        exact: as in `linattn.linear_attention`.
 
     Example:
         >>> import torch
@@ -46,14 +44,11 @@ class KernelAttention(nn.Module):
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equation 4.
     """
 
-    def __init__(
-        self, feature_map: FeatureMap, module_name: str, *, window: int | None = None, num_heavy: int = 0
-    ) -> None:
+    def __init__(self, feature_map: FeatureMap, module_name: str, *, exact: Exact | None = None) -> None:
         super().__init__()
         self.feature_map = feature_map
         self.module_name = module_name
-        self.window = window
-        self.num_heavy = num_heavy
+        self.exact = exact
 
     def forward(
         self,
@@ -86,8 +81,7 @@ class KernelAttention(nn.Module):
             key_mask=key_mask,
             is_causal=is_causal,
             enable_gqa=True,
-            window=self.window,
-            num_heavy=self.num_heavy,
+            exact=self.exact,
         )
 
     def advance(
@@ -121,8 +115,7 @@ class KernelAttention(nn.Module):
             state,
             key_mask=key_mask,
             enable_gqa=True,
-            window=self.window,
-            num_heavy=self.num_heavy,
+            exact=self.exact,
         )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from linattn.attention import Exact
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import check_plan, in_words, own_kernel, try_out, written_kernel
@@ -86,8 +87,7 @@ def linearize_(
     feature_map: str | Callable[[int], FeatureMap] | None = None,
     plans: Sequence[Plan] | None = None,
     layers: Iterable[int] | None = None,
-    window: int | None = None,
-    num_heavy: int = 0,
+    exact: Exact | None = None,
     num_features: int | None = None,
     seed: int = 0,
     calibrate: Iterable[Sample] | None = None,
@@ -121,8 +121,7 @@ def linearize_(
             `PlannedAttention` takes the softmax's place. Maps without fitted tensors (`Plan.fit`) learn from each call.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
             with a sliding window, whose cost is linear as it is.
-        window: as in `linattn.linear_attention`, for maps that a function builds; a written form has its own.
-        num_heavy: the same.
+        exact: as in `linattn.linear_attention`, for maps that a function builds; a written form has its own.
         num_features: R, for a written map whose width is free and not written.
         seed: layer n's map is drawn from seed + n; for written random maps.
         calibrate: batches of samples like what the model will read: mappings of its inputs, as a tokenizer returns, or
@@ -168,12 +167,11 @@ def linearize_(
     modules = list(attention_modules(model))
     reasons = _reasons(model, modules, layers)
     chosen = [found for found in modules if found.number not in reasons]
-    exact_part = window is not None or num_heavy > 0
-    _check_surface(feature_map, plans, len(chosen), exact_part=exact_part, has_width=num_features is not None)
+    _check_surface(feature_map, plans, len(chosen), exact_part=exact is not None, has_width=num_features is not None)
     if plans is not None:
         labelled = _planned(model, chosen, plans, calibrate)
     else:
-        labelled = _mapped(model, chosen, feature_map, window, num_heavy, num_features, seed, calibrate)
+        labelled = _mapped(model, chosen, feature_map, exact, num_features, seed, calibrate)
     for found, (kernel, label) in zip(chosen, labelled, strict=True):
         try_out(found, kernel, label)
     install(model, [(found, kernel) for found, (kernel, _) in zip(chosen, labelled, strict=True)])
@@ -255,8 +253,7 @@ def _mapped(
     model: PreTrainedModel,
     chosen: list[AttentionModule],
     feature_map: str | Callable[[int], FeatureMap] | None,
-    window: int | None,
-    num_heavy: int,
+    exact: Exact | None,
     num_features: int | None,
     seed: int,
     calibrate: Iterable[Sample] | None,
@@ -266,7 +263,7 @@ def _mapped(
         written = [written_kernel(found, feature_map, num_features, seed) for found in chosen]
         kernels, labels = [kernel for kernel, _ in written], [label for _, label in written]
     else:
-        kernels, labels = [own_kernel(found, feature_map, window, num_heavy) for found in chosen], None
+        kernels, labels = [own_kernel(found, feature_map, exact) for found in chosen], None
     if calibrate is not None:
         calibrate_kernels(model, list(zip(chosen, kernels, strict=True)), calibrate)
     # What was fitted is a part of the words.
@@ -282,7 +279,9 @@ def _check_surface(
             "give one of feature_map and plans: the map of all layers, as feature_map='Expansion', or a plan for each"
         )
     if plans is not None and (exact_part or has_width):
-        raise ValueError("a plan's methods have their own window, heavy keys and width; leave these options out")
+        raise ValueError(
+            "a plan's methods have their own window, heavy keys and width; leave exact and num_features out"
+        )
     if plans is not None and len(plans) != num_layers:
         raise ValueError(
             f"got {len(plans)} plans for the {num_layers} layers to be replaced; give one for each, in order, or name "
@@ -290,8 +289,8 @@ def _check_surface(
         )
     if isinstance(feature_map, str) and exact_part:
         raise ValueError(
-            f"{feature_map!r} is a written form, whose exact part is written too; leave window and num_heavy out, "
-            "as in 'Expansion + window 16 + heavy 32'"
+            f"{feature_map!r} is a written form, whose exact part is written too; leave exact out, as in "
+            "'Expansion + window 16 + heavy 32'"
         )
 
 

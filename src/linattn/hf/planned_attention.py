@@ -155,8 +155,7 @@ class PlannedAttention(nn.Module):
                 feature_map,
                 None if state is None else state.states[label],
                 key_mask=key_mask,
-                window=method.window,
-                num_heavy=method.num_heavy,
+                exact=method.exact,
             )
             return out
 

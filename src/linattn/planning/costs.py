@@ -10,9 +10,6 @@ from __future__ import annotations
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.planning.methods import Method
 
-# Blocks of W tokens that a query sees exactly: its own and its neighbours.
-_BLOCKS, _CAUSAL_BLOCKS = 3, 2
-
 
 def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int) -> int:
     """Numbers kept per head, whatever the length of the text.
@@ -39,7 +36,7 @@ def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int) ->
 
     Source: `linattn.State`, counted.
     """
-    kept = 2 * (method.window or 0) + method.num_heavy
+    kept = 0 if method.exact is None else method.exact.cost(is_causal=True).kept
     sums = feature_map.num_features * (value_dim + 1) + feature_map.num_exponents
     return sums + kept * (feature_map.head_dim + value_dim)
 
@@ -86,10 +83,10 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
     else:
         count = 4 * feature_map.num_features * (head_dim + width)
         masses = 6 * feature_map.num_features * (head_dim + 1)
-    if not is_causal:
-        count = count * (2 if method.window else 1) + (masses if method.num_heavy else 0)
-    seen = (_CAUSAL_BLOCKS if is_causal else _BLOCKS) * (method.window or 0) + method.num_heavy
-    return count + 2 * seen * (head_dim + value_dim)
+    if method.exact is None:
+        return count
+    added = method.exact.cost(is_causal=is_causal)
+    return added.map_folds * count + added.column_masses * masses + 2 * added.seen * (head_dim + value_dim)
 
 
 def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> int:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from linattn.attention import linear_attention
+from linattn.attention import Exact, linear_attention
+from linattn.attention.exact import parse_exact
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.planning.map_specs import MapSpec, parse_map
 
 # A plus outside brackets: "scale=1e+2" holds one inside.
 _PLUS = re.compile(r"\+(?![^(]*\))")
-_PART = re.compile(r"(window|heavy)\s+([1-9][0-9]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,16 @@ class Method:
 
     Attributes:
         map: the map.
-        window: width of the blocks within which, and between neighbours of which, attention is exact; a power of two,
-            or None for no such part.
-        num_heavy: how many keys with the largest estimated column mass are attended to exactly by every query.
+        exact: the keys attended to exactly; None where the map takes all.
     """
 
     map: MapSpec
-    window: int | None = None
-    num_heavy: int = 0
+    exact: Exact | None = None
 
     @property
     def label(self) -> str:
         """The written form, with exact names."""
-        window = f" + window {self.window}" if self.window else ""
-        heavy = f" + heavy {self.num_heavy}" if self.num_heavy else ""
-        return f"{self.map.label}{window}{heavy}"
-
-    @property
-    def has_exact_part(self) -> bool:
-        """Whether some keys are attended to exactly."""
-        return self.window is not None or self.num_heavy > 0
+        return self.map.label if self.exact is None else f"{self.map.label} + {self.exact.label}"
 
     def build(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
@@ -75,7 +65,7 @@ class Method:
         Source: the constructors in `linattn.feature_maps`.
         """
         feature_map = self.map.build(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
-        if self.has_exact_part and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
+        if self.exact is not None and not self.exact.takes(feature_map):
             raise ValueError(
                 f"{self.label}: {self.map.name} cannot share a normaliser with exact attention; take a map for the "
                 "softmax kernel with positive weights, as Expansion or FavorPlus, or leave window and heavy out"
@@ -128,8 +118,7 @@ class Method:
             key_mask=key_mask,
             is_causal=is_causal,
             enable_gqa=True,
-            window=self.window,
-            num_heavy=self.num_heavy,
+            exact=self.exact,
         )
 
 
@@ -156,23 +145,12 @@ def parse_method(text: str) -> Method:
 
     Source: none, a notation.
     """
-    written, *parts = _PLUS.split(text)
-    sizes: dict[str, int] = {}
-    for part in parts:
-        found = _PART.fullmatch(part.strip())
-        if found is None:
-            raise ValueError(
-                f"{text!r}: {part.strip()!r} is no exact part; write window W or heavy G after the map, as in "
-                "Expansion + window 16 + heavy 32"
-            )
-        name = found[1].lower()
-        if name in sizes:
-            raise ValueError(f"{text!r} has two parts {name!r}; write one")
-        sizes[name] = int(found[2])
-    window = sizes.get("window")
-    if window is not None and window & (window - 1):
-        raise ValueError(f"{text!r}: the window must be a power of two, as 16 or 32, got {window}")
-    return Method(parse_map(written), window, sizes.get("heavy", 0))
+    written, *parts = _PLUS.split(text, maxsplit=1)
+    try:
+        exact = parse_exact(parts[0]) if parts else None
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    return Method(parse_map(written), exact)
 
 
 def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:

@@ -71,12 +71,11 @@ def draw(
     given = draw_given(dice, sizes, num_queries, num_keys, dtype)
     backend, name = dice.weighted(BACKENDS), dice.pick("linear_attention", "linear_partial")
     gqa = sizes.groups > 1 or dice.chance(0.5)
-    window, num_heavy = exactly
-    options = {"is_causal": is_causal, "window": window, "num_heavy": num_heavy, "backend": backend, "enable_gqa": gqa}
+    options = {"is_causal": is_causal, "exact": exactly.option, "backend": backend, "enable_gqa": gqa}
     if gqa and dice.chance(0.01):
         options["enable_gqa"] = gqa = False
     # With a window the map may have no key to take.
-    has_tokens = min(sizes.batch, num_queries, num_keys) > 0 and window is None
+    has_tokens = min(sizes.batch, num_queries, num_keys) > 0 and exactly.window is None
     limits = map_limits(drawn, is_causal=is_causal, has_tokens=has_tokens)
     limits += exact_limits(drawn, num_queries, num_keys, *exactly, is_causal=is_causal)
     if sizes.groups > 1 and not gqa:

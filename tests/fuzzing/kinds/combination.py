@@ -62,9 +62,8 @@ class Leaf(NamedTuple):
                 dtype=key.dtype,
             )
             return empty.absorb(self.drawn.map, key, value, key_mask=mask).read(self.drawn.map, query)
-        window, num_heavy = self.exactly
-        options = {"key_mask": mask, "enable_gqa": True, "num_heavy": num_heavy, "backend": self.backend}
-        return linattn.linear_partial(query, key, value, self.drawn.map, window=window, **options)
+        options = {"key_mask": mask, "enable_gqa": True, "exact": self.exactly.option, "backend": self.backend}
+        return linattn.linear_partial(query, key, value, self.drawn.map, **options)
 
     def parts(self, tokens: Tokens, dtype: torch.dtype) -> Parts:
         """Its parts among all keys."""

@@ -139,8 +139,7 @@ class Program(NamedTuple):
                 out, first = self._step(piece, first, **options)
                 results.append(Result("step", out))
             elif verb.name == "stream":
-                window, num_heavy = self.exactly
-                first = self._step(piece, None, window=window, num_heavy=num_heavy, **options).state.flush(own)
+                first = self._step(piece, None, exact=self.exactly.option, **options).state.flush(own)
             else:
                 first = handled(first, verb.name)
             states.append(first)

@@ -121,8 +121,7 @@ class Stream(NamedTuple):
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
         """Outputs, and the state read as it is and flushed."""
-        window, num_heavy = self.exactly
-        options = {"window": window, "num_heavy": num_heavy, "backend": self.backend, "enable_gqa": True}
+        options = {"exact": self.exactly.option, "backend": self.backend, "enable_gqa": True}
         state, outs, own = None, [], self.drawn.map
         for chunk in self.chunks:
             piece = query[:, :, chunk.queries], key[:, :, chunk.keys], value[:, :, chunk.keys]

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from linattn.attention.exact.rule import Exact, parse_exact
+
+
+class Tokens(NamedTuple):
+    """Keys (B, H, n, D), values (B, H, n, Dv), and biases on their logits (B, H or 1, n), -inf for absent ones."""
+
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+
+    def then(self, other: Tokens) -> Tokens:
+        """These and then others, which are not copied where these are none."""
+        return (
+            other
+            if self.bias.shape[2] == 0
+            else Tokens(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
+        )
+
+    def pick(self, index: Tensor) -> Tokens:
+        """Those of the numbers (B, H, n)."""
+        return Tokens(picked(self.key, index), picked(self.value, index), self.bias.gather(-1, index))
+
+    def cut(self, start: int, stop: int) -> Tokens:
+        """Consecutive ones."""
+        return Tokens(*(x[:, :, start:stop] for x in self))
+
+
+def picked(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens (B, H, L, ·) by number (B, H, n)."""
+    return torch.take_along_dim(x, index.unsqueeze(-1), dim=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,75 +47,61 @@ class ExactKeys:
     """The latest keys of a stream and its heavy ones, beside the sums of all others.
 
     Attributes:
-        heavy_key: (B, H, g, D).
-        heavy_value: (B, H, g, Dv).
-        heavy_bias: (B, H, g), added to their logits; -inf for a free place.
-        heavy_score: (B, H, g), what their mass was when they left the neighbourhood; -inf for a free place.
-        recent_key: (B, H, r, D): those of the block before the current one and of the current one, r ≤ 2w.
-        recent_value: (B, H, r, Dv).
-        recent_bias: (B, H, r), added to their logits; -inf for masked ones.
+        heavy: g of them; free places have bias -inf.
+        heavy_score: (B, H, g), their scores as they left the neighbourhood; -inf for free places.
+        recent: those of the block before the current one and of the current one, at most 2w.
         recent_mass: (B, H, r), how much they were attended to so far.
-        window: w.
+        rule: which keys are kept.
     """
 
-    heavy_key: Tensor
-    heavy_value: Tensor
-    heavy_bias: Tensor
+    heavy: Tokens
     heavy_score: Tensor
-    recent_key: Tensor
-    recent_value: Tensor
-    recent_bias: Tensor
+    recent: Tokens
     recent_mass: Tensor
-    window: int
+    rule: Exact
 
     @classmethod
-    def empty(cls, key: Tensor, value: Tensor, *, window: int, num_heavy: int) -> ExactKeys:
+    def empty(cls, rule: Exact, key: Tensor, value: Tensor) -> ExactKeys:
         """No keys, for tokens like these (B, H, L, ·)."""
-        few, none = key.new_zeros(*key.shape[:2], num_heavy, 1), key.new_zeros(*key.shape[:2], 0)
-        kept = torch.promote_types(key.dtype, torch.float32)
-        return cls(
-            few.expand(-1, -1, -1, key.shape[-1]).clone(),
-            few.expand(-1, -1, -1, value.shape[-1]).clone(),
-            few.squeeze(-1).to(kept) - torch.inf,
-            few.squeeze(-1).to(kept) - torch.inf,
-            key[:, :, :0],
-            value[:, :, :0],
-            none.to(kept),
-            none.to(kept),
-            window,
-        )
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        few, none = key.new_zeros(*key.shape[:2], rule.num_heavy, 1), key.new_zeros(*key.shape[:2], 0).to(dtype)
+        free = few.squeeze(-1).to(dtype) - torch.inf
+        heavy_key, heavy_value = (few.expand(-1, -1, -1, x.shape[-1]).clone() for x in (key, value))
+        heavy = Tokens(heavy_key, heavy_value, free)
+        return cls(heavy, free.clone(), Tokens(key[:, :, :0], value[:, :, :0], none), none.clone(), rule)
 
-    @property
-    def num_heavy(self) -> int:
-        """g."""
-        return self.heavy_score.shape[-1]
-
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All of them: keys (B, H, g + r, D), values, and biases, -inf for free places."""
-        key = torch.cat((self.heavy_key, self.recent_key), 2)
-        value = torch.cat((self.heavy_value, self.recent_value), 2)
-        return key, value, torch.cat((self.heavy_bias, self.recent_bias), 2)
+    def tokens(self) -> Tokens:
+        """All of them, g + r; free places have bias -inf."""
+        return Tokens(*(torch.cat(pair, 2) for pair in zip(self.heavy, self.recent, strict=True)))
 
     def decay(self, log_factor: Tensor) -> ExactKeys:
         """All weights times exp(log_factor), (B or 1, H or 1); scores and masses compare keys and stay."""
-        shift = log_factor.unsqueeze(-1).to(self.recent_bias.dtype)
-        return replace(self, heavy_bias=self.heavy_bias + shift, recent_bias=self.recent_bias + shift)
+        shift = log_factor.unsqueeze(-1).to(self.recent.bias.dtype)
+        heavy = self.heavy._replace(bias=self.heavy.bias + shift)
+        return replace(self, heavy=heavy, recent=self.recent._replace(bias=self.recent.bias + shift))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ExactKeys:
         """The same with each tensor changed alike."""
-        return _from_leaves(map(change, _leaves(self)[0]), self.window)
+        return _from_leaves(map(change, _leaves(self)[0]), self.rule)
 
 
-def _leaves(keys: ExactKeys) -> tuple[list[Tensor], int]:
-    """Its tensors, in order, and its window."""
-    *tensors, window = (getattr(keys, field.name) for field in fields(keys))
-    return tensors, window
+def _leaves(keys: ExactKeys) -> tuple[list[Tensor], Exact]:
+    """Its tensors, in order, and its rule."""
+    return [*keys.heavy, keys.heavy_score, *keys.recent, keys.recent_mass], keys.rule
 
 
-def _from_leaves(tensors: Iterable[Any], window: int) -> ExactKeys:
+def _from_leaves(tensors: Iterable[Any], rule: Exact) -> ExactKeys:
     """Exact keys from what torch's tree utilities took out of some."""
-    heavy_key, heavy_value, heavy_bias, heavy_score, key, value, bias, mass = tensors
-    return ExactKeys(heavy_key, heavy_value, heavy_bias, heavy_score, key, value, bias, mass, window)
+    *heavy, score, key, value, bias, mass = tensors
+    return ExactKeys(Tokens(*heavy), score, Tokens(key, value, bias), mass, rule)
 
 
-pytree.register_pytree_node(ExactKeys, _leaves, _from_leaves, serialized_type_name="linattn.ExactKeys")
+torch.serialization.add_safe_globals([ExactKeys, Tokens])
+pytree.register_pytree_node(
+    ExactKeys,
+    _leaves,
+    _from_leaves,
+    serialized_type_name="linattn.ExactKeys",
+    to_dumpable_context=lambda rule: rule.label,
+    from_dumpable_context=parse_exact,
+)

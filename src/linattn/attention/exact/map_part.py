@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends import Backend, Rows
+from linattn.attention.backends import Backend
 from linattn.attention.bound_map import BoundMap
 from linattn.attention.partial import Partial, as_partial
 from linattn.attention.sums import Sums
@@ -17,12 +17,7 @@ _SEGMENT = 4096
 
 
 class MapPart(NamedTuple):
-    """A map bound to the call's tensors, and the backend that folds.
-
-    Attributes:
-        bound: the kernel.
-        backend: what folds and reads.
-    """
+    """A map bound to the call's tensors, and the backend that folds and reads."""
 
     bound: BoundMap
     backend: Backend
@@ -35,7 +30,7 @@ class MapPart(NamedTuple):
     def all_keys(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Partial:
         """Queries (B, H, G, Lq, D) over the sums and all keys (B, H, Lk, D) of biases (B, H or 1, Lk)."""
         rows, _ = self.backend.attend(self.bound, query, key, value, bias, before, is_causal=False)
-        return self._partial(query, rows)
+        return as_partial(self.bound, query, rows)
 
     def absorb(self, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Sums:
         """The sums after these keys too."""
@@ -43,14 +38,14 @@ class MapPart(NamedTuple):
 
     def read(self, query: Tensor, sums: Sums) -> Partial:
         """Queries (B, H, G, L, D) over the sums' keys."""
-        return self._partial(query, self.backend.read(self.bound, query, sums))
+        return as_partial(self.bound, query, self.backend.read(self.bound, query, sums))
 
     def earlier_spans(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums, span: int
     ) -> tuple[Partial, Sums]:
         """Rows over the sums and the keys of earlier spans of tokens, as many rows as keys; and the sums after."""
         rows, after = self.backend.attend(self.bound, query, key, value, bias, before, is_causal=True, span=span)
-        return self._partial(query, rows), after
+        return as_partial(self.bound, query, rows), after
 
     def earlier_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, nothing: Sums, window: int
@@ -88,10 +83,6 @@ class MapPart(NamedTuple):
             parts.append(Partial(part.out.flip(3), part.log_normalizer.flip(3)))
         tail = unseen(query[..., max(padded - window, 0) :, :], value.shape[-1], nothing.z.dtype)
         return joined([*reversed(parts), tail])
-
-    def _partial(self, query: Tensor, rows: Rows) -> Partial:
-        """The rows on the kernel's true scale."""
-        return as_partial(self.bound, query, rows)
 
 
 def _turned(x: Tensor, short: int) -> Tensor:

@@ -192,7 +192,7 @@ class LayerTruth:
         """The chosen rows of the implied matrix, in float64, where a small positive weight does not vanish."""
         call, length = self.call, self.call.query.shape[2]
         query, key = call.query.double(), call.key.double()
-        if not method.has_exact_part:
+        if method.exact is None:
             return attention_rows(query, key, feature_map, self.query_index, is_causal=call.is_causal, enable_gqa=True)
         # Row i of the matrix is what query i makes of one-hot values.
         columns = torch.eye(length, dtype=torch.float64, device=key.device).split(_COLUMNS, dim=1)

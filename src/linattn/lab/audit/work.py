@@ -64,7 +64,7 @@ class Work:
     def heads(self, method: Method, feature_map: FeatureMap) -> float:
         """One layer's heads: the output, and rows of the implied matrix in float64, where one operation counts two."""
         one = self._one(method, feature_map)
-        if method.has_exact_part:
+        if method.exact:
             return one + 2 * one * self.num_tokens / self.value_dim + self.exact
         rows = 4 * feature_map.num_features * (self.head_dim + self.num_rows)
         return one + rows + self.exact

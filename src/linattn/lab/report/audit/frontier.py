@@ -31,7 +31,7 @@ def family(label: str) -> str:
         kind = "learned maps, untrained"
     else:
         kind = "elementwise and polynomial maps"
-    return f"{kind}, with exact part" if method.has_exact_part else kind
+    return f"{kind}, with exact part" if method.exact else kind
 
 
 def state_frontier(summary: AuditSummary) -> go.Figure:

@@ -1,0 +1,183 @@
+"""Which keys are attended to exactly: how many, chosen how, at which cost, and how they are written.
+
+A rule of eviction is a subclass of `Exact` in a file of its own; letters as in exact/__init__.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps import FeatureMap
+
+_PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)", re.IGNORECASE)
+
+
+class ExactCost(NamedTuple):
+    """What an exact part adds to a call: the keys a stream keeps, those a query sees, and work for the map's part."""
+
+    kept: int
+    seen: int
+    map_folds: int
+    column_masses: bool
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Exact softmax attention on near and on heavy keys, the map for all others.
+
+        O(L·(3·window + num_heavy)·(D + Dv)) time more; 2·window + num_heavy keys in the state of a stream
+
+    Without causality a window takes the map's part twice, before and after it, and heavy keys take the column masses.
+    A subclass that overrides `score` or `rank` is another rule of eviction: it says which keys are the heavy ones. It
+    needs a `word` of its own for its written form, and nothing else: `torch.load` and `linattn.plan` know it then.
+
+    Args:
+        window: width of the blocks of tokens within which, and between neighbours of which, attention is exact: a power
+            of two. A query sees its own block and both neighbours, causally its own up to itself and the one before.
+            None for no window.
+        num_heavy: how many keys more every query attends to exactly: those of the largest column mass by the map's own
+            estimate; causally, with a window, those of the largest score so far among the keys that have left the
+            neighbourhood (`linattn.attention.exact.causal` has the score).
+
+    Raises:
+        ValueError: a size is negative or no integer, the window is no power of two, or there is nothing to be exact
+            on: no exact part is `exact=None`.
+
+    Example:
+        >>> Exact(window=16, num_heavy=32)
+        Exact(window=16, num_heavy=32)
+        >>> Exact(window=16, num_heavy=32).label
+        'window 16 + heavy 32'
+
+    Source: Chen et al. 2021 (Scatterbrain, arXiv 2110.15343); Zhang et al. 2023 (H2O, arXiv 2306.14048) for the choice.
+    """
+
+    word: ClassVar[str] = "heavy"
+
+    window: int | None = None
+    num_heavy: int = 0
+
+    def __init_subclass__(cls) -> None:
+        """Enter a rule into the table of written forms and into the classes that torch.load may build."""
+        super().__init_subclass__()
+        if cls.word == Exact.word:
+            raise TypeError(f"{cls.__name__} needs a word of its own for its written form, got {cls.word!r}")
+        _enter(cls)
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that mean nothing."""
+        for name, size in (("window", 1 if self.window is None else self.window), ("num_heavy", self.num_heavy)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ValueError(f"{name} must be a non-negative integer, got {size!r}")
+        if self.window is not None and self.window.bit_count() != 1:
+            raise ValueError(f"the window must be a power of two, as 16 or 32, got {self.window}; None is no window")
+        if self.window is None and self.num_heavy == 0:
+            raise ValueError(f"got {self!r}, which attends to no key exactly; give a size, or exact=None")
+
+    @property
+    def label(self) -> str:
+        """The written form, which `parse_exact` reads."""
+        sizes = {"window": self.window, self.word: self.num_heavy}
+        return " + ".join(f"{name} {size}" for name, size in sizes.items() if size)
+
+    def score(self, mass: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What keys (B, H, n, D) are worth, (B, H, n), from how much queries attend to each; only comparisons count.
+
+        Args:
+            mass: (B, H, n): the column mass by the map's estimate; causally a key's mean weight in the softmax over the
+                neighbourhoods that it was in, and its score as it leaves them is its score for good.
+            key: (B, H, n, D).
+            value: (B, H, n, Dv).
+        """
+        return mass
+
+    def rank(self, score: Tensor, count: int | None = None) -> Tensor:
+        """Numbers of the keys (B, H, n) by their claim to be exact, the best first; with `count`, only so many.
+
+        Args:
+            score: (B, H, n); -inf for masked keys and free places, which must come last. Causally, the heavy keys so
+                far come first, then those that leave the neighbourhood, each from older to newer.
+            count: how many are wanted; None for all.
+        """
+        if count is not None:
+            return score.topk(count, dim=-1).indices
+        return score.argsort(dim=-1, descending=True, stable=True)
+
+    def cost(self, *, is_causal: bool) -> ExactCost:
+        """What it adds to a call; `linattn.planning.costs` counts operations from it."""
+        window, blocks = self.window or 0, 2 if is_causal else 3
+        return ExactCost(
+            kept=2 * window + self.num_heavy,
+            seen=blocks * window + self.num_heavy,
+            map_folds=2 if window and not is_causal else 1,
+            column_masses=self.num_heavy > 0 and not is_causal,
+        )
+
+    @staticmethod
+    def takes(feature_map: FeatureMap) -> bool:
+        """Whether a map's weights share the softmax kernel's scale and sum to a positive number."""
+        return feature_map.softmax_kernel and feature_map.positive_normalizer
+
+    def check_call(self, feature_map: FeatureMap, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
+        """Refuse a map or a call that cannot have this exact part."""
+        if not self.takes(feature_map):
+            raise ValueError(
+                f"window and heavy keys need a map whose weights share the softmax kernel's scale and sum to a "
+                f"positive number, got {type(feature_map).__name__}; use Expansion, or FavorPlus, Hyperbolic, Oprf or "
+                "Sderf"
+            )
+        if is_causal and self.window is None:
+            raise ValueError(
+                f"causal heavy keys are chosen among those that leave a window, got {self!r} without window; give "
+                "window too"
+            )
+        if self.window is not None and (num_keys < num_queries if is_causal else num_keys != num_queries):
+            wanted = "no more queries than keys" if is_causal else "as many queries as keys"
+            raise ValueError(
+                f"a window needs {wanted}, got {num_queries} queries and {num_keys} keys; leave it out where positions "
+                "do not correspond"
+            )
+
+
+# By the word of the written form; subclasses enter themselves.
+RULES: dict[str, type[Exact]] = {}
+
+
+def _enter(rule: type[Exact]) -> None:
+    """List a rule, and let torch.load build it under weights_only: it is two numbers."""
+    RULES[rule.word] = rule
+    torch.serialization.add_safe_globals([rule])
+
+
+_enter(Exact)
+
+
+def parse_exact(text: str) -> Exact:
+    """An exact part's written form, read: "window W" and "heavy G" (or another rule's word), joined by plus signs.
+
+    Raises:
+        ValueError: a part is none of these or is written twice, two rules are named, or the window is no power of two.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split("+"):
+        found = _PART.fullmatch(part.strip())
+        name = "" if found is None else found[1].lower()
+        if found is None or name not in ("window", *RULES):
+            words = " or ".join(f"{word} {letter}" for word, letter in (("window", "W"), *((w, "G") for w in RULES)))
+            raise ValueError(
+                f"{part.strip()!r} is no exact part; write {words} after the map, as in "
+                "Expansion + window 16 + heavy 32"
+            )
+        if name in sizes:
+            raise ValueError(f"{text.strip()!r} has two parts {name!r}; write one")
+        sizes[name] = int(found[2])
+    window = sizes.pop("window", None)
+    if len(sizes) > 1:
+        raise ValueError(f"{text.strip()!r} has two rules, {' and '.join(sizes)}; write one")
+    word, count = next(iter(sizes.items()), (Exact.word, 0))
+    return RULES[word](window, count)
