@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, FavorPlus, FeatureMap
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import generator
 from linattn.lab.experiments.judging import decide, in_series
 
@@ -56,7 +56,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_MULTIPLIED, x, partial(_interaction, config, x, logarithm=True))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The three elementwise maps let positions act on content, or add a term of their own."""
     added, multiplied = in_series(rows, _ADDED), in_series(rows, _MULTIPLIED)
     elementwise, softmax = added[:_SOFTMAX], added[_SOFTMAX]

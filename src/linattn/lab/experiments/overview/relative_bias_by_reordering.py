@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import generator
 from linattn.lab.experiments.judging import decide, in_series
 
@@ -48,7 +48,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, num_tokens, partial(_rank, config, series, num_tokens))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The rank of a generic bias's factor stays as the sequence grows, or grows with it."""
     generic, linear = in_series(rows, _GENERIC), in_series(rows, _LINEAR)
     first, last = generic[0], generic[-1]

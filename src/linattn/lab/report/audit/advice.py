@@ -39,8 +39,6 @@ def advise(summary: AuditSummary) -> Advice:
     Best means the least relative output error, mean over heads and draws. A map's errors count against it by their
     spread over draws: it is better than averaging only if mean plus spread is below averaging's error.
 
-    Cost: linear in the heads.
-
     Args:
         summary: of an audit.
 
@@ -59,8 +57,6 @@ def advise(summary: AuditSummary) -> Advice:
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> advise(summarise_audit(path)).budgets[0].text.split(",")[0]
         'Take Relu (2 features): relative output error 0.20'
-
-    Source: none, comparisons.
     """
     budgets = [(width, width * (summary.header.value_dim + 2)) for width in sorted(summary.header.features)]
     doubts = (_random_features(summary), _bad_heads(summary))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from linattn.lab.report._text import Table, number
-from linattn.lab.report.audit.summary import AuditSummary, Figure
+from linattn.lab.report._text import number
+from linattn.lab.report.audit.summary import AuditSummary, MeanAndSpread
+from linattn.records.tables import Table
 
 _BASELINES = ("exact", "uniform averaging")
 
 
 def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
     """One row per method and width, baselines first: the heads' errors beside the whole model's cosine.
-
-    Cost: none.
 
     Args:
         summary: of an audit.
@@ -32,8 +31,6 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
         >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> overview(summarise_audit(path)).rows[2]
         ('Relu', '2', '6', '0.20', '0.25', '100%', '0.10', '0.900')
-
-    Source: none, a layout.
     """
     uniform = summary.baselines[1]
     show = with_spread if spreads else _mean_alone
@@ -132,13 +129,13 @@ def heads(summary: AuditSummary) -> Table:
     )
 
 
-def with_spread(figure: Figure, digits: int = 2) -> str:
+def with_spread(figure: MeanAndSpread, digits: int = 2) -> str:
     """Mean ± standard deviation over draws, where there were several."""
     mean = number(figure.mean, digits)
     return mean if figure.spread is None else f"{mean} ± {number(figure.spread, digits)}"
 
 
-def _mean_alone(figure: Figure, digits: int = 2) -> str:
+def _mean_alone(figure: MeanAndSpread, digits: int = 2) -> str:
     """The mean without its spread."""
     return number(figure.mean, digits)
 
