@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_key_mask, check_map, check_tensors, in_one_dtype
+from linattn.attention._check import check_map, checked
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.softmax import inert
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -79,9 +79,7 @@ def relative_bias_attention(
     Source: Luo et al. 2021 (arXiv 2106.12566), section 3.2.
     """
     check_map(feature_map)
-    query, key, value = in_one_dtype(query, key, value)
-    check_tensors(query, key, value, feature_map, enable_gqa=enable_gqa)
-    check_key_mask(key_mask, key)
+    query, key, value, _ = checked((query, key, value), feature_map, key_mask, None, enable_gqa=enable_gqa)
     _check_call(query, key, feature_map)
     table = _checked_bias(bias, query, key, is_causal=is_causal)
     if not key.shape[2]:
