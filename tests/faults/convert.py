@@ -162,15 +162,15 @@ FAULTS = (
     Fault(
         "keep the drawn maps as their fit left them",
         "convert/course.py",
-        "copy.deepcopy(module.get_submodule(_KERNEL))",
-        "module.get_submodule(_KERNEL)",
+        "copy.deepcopy(module.get_submodule(ATTRIBUTE))",
+        "module.get_submodule(ATTRIBUTE)",
         "tests/convert/test_conversion.py",
     ),
     Fault(
         "keep the calibrated maps as distillation left them",
         "convert/course.py",
-        "copy.deepcopy(module.get_submodule(_KERNEL))",
-        "(copy.deepcopy if name == 'unconverted' else lambda kernel: kernel)(module.get_submodule(_KERNEL))",
+        "copy.deepcopy(module.get_submodule(ATTRIBUTE))",
+        "(copy.deepcopy if name == 'unconverted' else lambda kernel: kernel)(module.get_submodule(ATTRIBUTE))",
         "tests/convert/test_conversion.py",
     ),
     Fault(

@@ -12,7 +12,7 @@ import pytest
 from linattn.hf import load
 from linattn.lab.audit.grid import AuditGrid
 from linattn.lab.audit.measuring import Audit
-from linattn.lab.audit.records import AUDIT, write_records
+from linattn.lab.audit.records import AUDIT
 from linattn.lab.audit.text import Text
 from linattn.lab.bench.measuring import Bench
 from linattn.lab.bench.records import BENCH
@@ -42,7 +42,7 @@ def whole(folder, prose, tmp_path_factory):
     made = tmp_path_factory.mktemp("report")
     wanted = AuditGrid(tuple(map(parse_method, ("FavorPlus", "Expansion(num_centres=2)"))), (8, 16), draws=2)
     audit = Audit(load(str(folder("bert"))), Text("words", prose), wanted, num_tokens=16)
-    write_records(made / "audit.jsonl", audit.header, audit.rows())
+    AUDIT.write(made / "audit.jsonl", audit.header, audit.rows())
     bench = Bench(Settings(lengths=(8, 16, 32), heads=1, head_dim=4, repeats=2, memory=False, backward=True))
     BENCH.write(made / "bench.jsonl", bench.header, bench.rows([], lambda words: None))
     with pytest.MonkeyPatch.context() as patch:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from linattn.records.jsonl import Form
 
@@ -178,43 +176,3 @@ AuditRow = HeadRow | ModelRow | RankRow | PlanRow
 
 _KINDS: dict[str, type[AuditRow]] = {"head": HeadRow, "model": ModelRow, "rank": RankRow, "plan": PlanRow}
 AUDIT: Form[Header, AuditRow] = Form("an audit", Header, _KINDS)
-
-
-def write_records(path: Path, header: Header, rows: Iterable[AuditRow]) -> None:
-    """Write an audit, row by row as it is measured, under a temporary name until it is whole.
-
-    Args:
-        path: the file, conventionally audit.jsonl.
-        header: the first row.
-        rows: consumed one by one; an exception from it, an interrupt included, leaves no file.
-
-    Raises:
-        OSError: if the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
-        >>> write_records(path, header, [ModelRow("exact", None, 0, 1.0, 1.0)])
-        >>> read_records(path)[1]
-        [ModelRow(map='exact', features=None, draw=0, embedding_cosine=1.0, token_cosine=1.0)]
-    """
-    AUDIT.write(path, header, rows)
-
-
-def read_records(path: Path) -> tuple[Header, list[AuditRow]]:
-    """Read what `write_records` wrote.
-
-    Args:
-        path: a file written by `write_records`.
-
-    Returns:
-        The header and the rows, in order.
-
-    Raises:
-        ValueError: if a line is not such a row, or the first line alone is not the header.
-
-    Example:
-        See `write_records`.
-    """
-    return AUDIT.read(path)

@@ -22,13 +22,13 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from linattn.lab.audit.records import Header, HeadRow, ModelRow, write_records
+        >>> from linattn.lab.audit.records import AUDIT, HeadRow, Header, ModelRow
         >>> from linattn.lab.report import summarise_audit
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
         >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
         >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
-        >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
+        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> overview(summarise_audit(path)).rows[2]
         ('Relu', '2', '6', '0.20', '0.25', '100%', '0.10', '0.900')
     """
