@@ -7,6 +7,7 @@ from faults.fault import Fault
 ROOM = "positions/"
 ENCODINGS, ROTARY, SPE = (f"tests/positions/test_{name}.py" for name in ("encodings", "rotary", "sine_spe"))
 GATES, RELATIVE = "tests/positions/test_gates.py", "tests/positions/test_relative_bias.py"
+FIXED, FORGET = "tests/positions/test_fixed_decay.py", "tests/positions/test_forget_gate.py"
 
 FAULTS = (
     Fault(
@@ -126,14 +127,14 @@ FAULTS = (
         ROOM + "forget_gate.py",
         "    with outside_autocast(x.device):\n",
         "    if True:\n",
-        GATES,
+        FORGET,
     ),
     Fault(
         "take ALiBi's slopes between from the wrong end",
         ROOM + "fixed_decay.py",
         "2.0 ** (-4 * h / lower)",
         "2.0 ** (-8 * h / lower)",
-        GATES,
+        FIXED,
     ),
     Fault(
         "turn distances around",
