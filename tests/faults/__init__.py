@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import attention, biases, calls, convert, feature_maps, lab, models, records
+from faults import attention, biases, calls, convert, feature_maps, lab, models, positions, records
 
 FAULTS = (
     *records.FAULTS,
@@ -10,6 +10,7 @@ FAULTS = (
     *attention.FAULTS,
     *biases.FAULTS,
     *calls.FAULTS,
+    *positions.FAULTS,
     *models.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,

@@ -1,0 +1,53 @@
+"""Where a token stands: encodings of queries and keys before the map, relative biases, gates and decay.
+
+| name | weight of key j for query i | cost beyond the op's | directions | streamable | relative |
+|---|---|---|---|---|---|
+| `Rotary` | φ(R_i q)·φ(R_j k) | O(L·D) | both | yes | for kernels of q·k |
+| `SinusoidalCodes` | φ([q; p_i])·φ([k; p_j]), p sines | O(L·P), a map P wider | both | yes | for kernels of q·k |
+| `LearnedCodes` | φ([q; p_i])·φ([k; p_j]), p learned | O(L·P), a map P wider | both | up to M | no |
+| `CosineReweighting` | φ(q)·φ(k)·cos(π(i - j)/2M) | 2·R features | both | up to M | yes |
+| `SineSpe` | φ(q̂)·φ(k̂), E q̂·k̂ = Σ_d q_d P_d(i - j) k_d | O(L·D·K·R) | both | yes | in expectation over its draw |
+| `FixedDecay` | φ(q)·φ(k)·e^{-λ(i - j)} | O(L) | causal | yes | yes |
+| `ForgetGate` | φ(q)·φ(k)·i_j·Π_{s=j+1..i} f_s | O(L·E) | causal | yes | yes |
+| `relative_bias_attention` | φ(q_i)·φ(k_j)·e^{b(i - j)} | O(L·log L·R·Dv) | both | no | yes |
+
+An encoding is a `Position`: `bind` once gives the map to attend with, and refuses one that it does not admit; calling
+it gives q and k for attention; `token_positions` counts positions across padding and a stream. A `Gate` turns tokens
+into `Gates`, which `gated_attention_with_state` takes, or `gate_bias` turns into `key_bias` and a decay of the state. A
+relative bias needs transforms in the fold's place: `relative_bias_attention`. What is relative for kernels of q·k is
+so as far as the map equals one, or in expectation where it estimates one. Letters: L tokens, D head width, P code
+width, R features, Dv value width, K sines, E model width, M the longest sequence.
+"""
+
+from linattn.positions._base import Position as Position
+from linattn.positions._base import Properties as Properties
+from linattn.positions._base import token_positions as token_positions
+from linattn.positions.cosine_reweighting import CosineReweighting as CosineReweighting
+from linattn.positions.fixed_decay import FixedDecay as FixedDecay
+from linattn.positions.forget_gate import ForgetGate as ForgetGate
+from linattn.positions.gates import Gate as Gate
+from linattn.positions.gates import GateBias as GateBias
+from linattn.positions.gates import Gates as Gates
+from linattn.positions.gates import gate_bias as gate_bias
+from linattn.positions.gates import gated_attention_with_state as gated_attention_with_state
+from linattn.positions.learned_codes import LearnedCodes as LearnedCodes
+from linattn.positions.relative_bias import RELATIVE_BIAS
+from linattn.positions.relative_bias import relative_bias_attention as relative_bias_attention
+from linattn.positions.rotary import Rotary as Rotary
+from linattn.positions.rotary import rotary as rotary
+from linattn.positions.sine_spe import SineSpe as SineSpe
+from linattn.positions.sinusoidal_codes import SinusoidalCodes as SinusoidalCodes
+
+POSITIONS: dict[str, Properties] = {
+    encoding.__name__: encoding.properties
+    for encoding in (
+        Rotary,
+        SinusoidalCodes,
+        LearnedCodes,
+        CosineReweighting,
+        SineSpe,
+        FixedDecay,
+        ForgetGate,
+    )
+} | {"relative_bias_attention": RELATIVE_BIAS}
+"""What each encoding, gate and bias is and costs, by public name."""

@@ -1,0 +1,230 @@
+"""Gates and decay: what makes old keys fade, as biases on keys.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width, E model width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from linattn.attention import Attended, Exact, State, linear_attention_with_state
+from linattn.feature_maps import FeatureMap
+from linattn.positions._base import Properties
+
+# Exponents lose digits with their size: to 2^10, float32 keeps 6e-5 of a weight and float64 1e-13.
+_LONGEST_FALL = 2.0**10
+# A forget gate of exactly 0 has logarithm -inf; sums of it would be differences of infinities.
+_LOWEST = -(2.0**30)
+
+
+class Gates(NamedTuple):
+    """The logarithms of the gates of some tokens.
+
+    Attributes:
+        log_forget: log f_t, (B, Hkv, L) or (1, Hkv, L), floating: what all earlier keys' weights are multiplied by.
+        log_input: log i_t, of the same shape: the factor on the token's own weight; None for 1.
+    """
+
+    log_forget: Tensor
+    log_input: Tensor | None = None
+
+
+class GateBias(NamedTuple):
+    """Gates as attention takes them.
+
+    Attributes:
+        key_bias: log i_j + Σ_{s>j} log f_s, (B or 1, Hkv, L), float64: relative to the last token.
+        log_decay: Σ_s log f_s, (B or 1, Hkv), float64: for `State.decay` of the state before these tokens.
+    """
+
+    key_bias: Tensor
+    log_decay: Tensor
+
+
+class Gate(nn.Module, ABC):
+    """What computes gates of tokens.
+
+    Attributes:
+        properties: the gate's row of the table.
+        num_heads: Hkv.
+    """
+
+    properties: ClassVar[Properties]
+    num_heads: int
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Gates:
+        """The gates of tokens (B, L, E)."""
+
+
+def gate_bias(gates: Gates, *, key_mask: Tensor | None = None) -> GateBias:
+    """Gates as a bias on keys and a decay of the state before them.
+
+        weight of key j for query t: φ(q_t)·φ(k_j)·i_j·Π_{s=j+1..t} f_s
+        = e^{-Σ_{s>t} log f_s}·φ(q_t)·φ(k_j)·exp(log i_j + Σ_{s>j} log f_s),   whose first factor cancels
+
+    So a gate is `key_bias`, the exact window shares it, and of a state before nothing is left to do but its decay:
+    `linear_attention_with_state(q, k, v, map, state.decay(log_decay), key_bias=key_bias)`. Biases are relative to the
+    last token, so that a stream's exponents do not grow with it. Within one call they do; `gated_attention_with_state`
+    cuts calls where that would cost digits. O(L), in float64.
+
+    Args:
+        gates: of L tokens; log f = -inf counts as -2³⁰.
+        key_mask: (B, L) bool, True = attend: masked tokens have log f = 0 and log i = 0, whatever they hold.
+
+    Raises:
+        TypeError: gates are not floating tensors, or the mask is not a bool one.
+        ValueError: gates are not (B or 1, Hkv, L), differ in shape, or do not fit the mask.
+
+    Example:
+        >>> import torch
+        >>> key_bias, log_decay = gate_bias(Gates(torch.full((1, 1, 3), 0.5).double().log()))
+        >>> key_bias.exp().tolist(), round(log_decay.exp().item(), 4)
+        ([[[0.25, 0.5, 1.0]]], 0.125)
+
+    Source: the gates of Peng et al. 2021 (RFA, arXiv 2103.02143), section 3.2, and Beck et al. 2024 (xLSTM, arXiv
+        2405.04517), section 2.3, one number per head, under a normaliser; Lin et al. 2025 (Forgetting Transformer,
+        arXiv 2503.02130), section 3, for the same bias under softmax.
+    """
+    log_forget, log_input = _checked(gates, key_mask)
+    return _bias(log_forget, log_input)
+
+
+def gated_attention_with_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    gates: Gates,
+    state: State | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+    exact: Exact | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """`linear_attention_with_state` with gates: earlier keys fade by each token's forget gate.
+
+        S_t = f_t S_{t-1} + i_t φ(k_t)v_tᵀ,   z_t = f_t z_{t-1} + i_t φ(k_t),   out_t = φ(q_t)ᵀS_t / φ(q_t)ᵀz_t
+
+    Cost as `linear_attention_with_state`. Where log f sums to more than 2¹⁰ the call is cut into spans, each with its
+    own reference, so that digits do not depend on how much was forgotten before; a compiled or vmapped call cannot look
+    at the gates and is one span, exact while they sum to a few thousand. With f = 1 it is the plain op, to the bit, and
+    to rounding beside a window.
+
+    Args:
+        query: (B, H, L, D): as many queries as keys.
+        key: (B, Hkv, L, D).
+        value: (B, Hkv, L, Dv).
+        feature_map: the kernel.
+        gates: of these tokens, as a `Gate` gives them; differentiable.
+        state: what was seen before, as it was returned.
+        key_mask: (B, L) bool, True = attend; a masked token neither enters nor makes others fade.
+        enable_gqa: as in `linear_attention`.
+        exact: as in `linear_attention_with_state`; exact keys fade by the same gates.
+        backend: as in `linear_attention`.
+
+    Returns:
+        Attended(out, state): its weights relative to the last token, ready for the next call.
+
+    Raises:
+        TypeError, ValueError: as `linear_attention_with_state` and `gate_bias`; queries and keys differ in number.
+
+    Example:
+        >>> import torch, linattn
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> x, v = torch.ones(1, 1, 2, 1), torch.tensor([[[[8.0], [2.0]]]])
+        >>> gates = Gates(torch.full((1, 1, 2), 0.5).log())
+        >>> out, _ = gated_attention_with_state(x, x, v, relu, gates)
+        >>> round(out[0, 0, 1, 0].item(), 4)  # (0.5·8 + 2)/(0.5 + 1)
+        4.0
+
+    Source: as `gate_bias`.
+    """
+    log_forget, log_input = _checked(gates, key_mask)
+    length = key.shape[2]
+    if query.shape[2] != length or log_forget.shape[2] != length:
+        raise ValueError(
+            f"gates are those of the keys, and queries stand beside them, got {query.shape[2]} queries, {length} keys "
+            f"and {log_forget.shape[2]} gates; give the same tokens to all three"
+        )
+    if log_forget.shape[0] not in (1, key.shape[0]):
+        raise ValueError(f"gates are those of the keys, got a batch of {log_forget.shape[0]} for one of {key.shape[0]}")
+    if log_forget.shape[1] != key.shape[1]:
+        raise ValueError(f"gates are one for each key/value head, got {log_forget.shape[1]} for {key.shape[1]} heads")
+    outs = []
+    for at in _spans(log_forget):
+        key_bias, log_decay = _bias(log_forget[..., at], None if log_input is None else log_input[..., at])
+        part = linear_attention_with_state(
+            query[:, :, at],
+            key[:, :, at],
+            value[:, :, at],
+            feature_map,
+            None if state is None else state.decay(log_decay),
+            key_mask=None if key_mask is None else key_mask[:, at],
+            key_bias=key_bias.expand(key.shape[0], -1, -1),
+            enable_gqa=enable_gqa,
+            exact=exact,
+            backend=backend,
+        )
+        outs.append(part.out)
+        state = part.state
+    assert state is not None
+    return Attended(outs[0] if len(outs) == 1 else torch.cat(outs, 2), state)
+
+
+def _bias(log_forget: Tensor, log_input: Tensor | None) -> GateBias:
+    """Sums of the forget gates behind each token."""
+    falls = log_forget.flip(-1).cumsum(-1).flip(-1)
+    behind = torch.cat((falls, falls.new_zeros(*falls.shape[:-1], 1)), -1)
+    bias = behind[..., 1:] if log_input is None else behind[..., 1:] + log_input
+    return GateBias(bias, behind[..., 0])
+
+
+def _spans(log_forget: Tensor) -> Iterator[slice]:
+    """Cuts such that within a span no head's gates, those of its first token apart, sum to more than the limit."""
+    length = log_forget.shape[-1]
+    if not length or torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(log_forget):
+        yield slice(0, length)
+        return
+    fallen = log_forget.detach().abs().cumsum(-1).flatten(0, 1)  # (rows, L)
+    if bool((fallen[:, -1] - fallen[:, 0] <= _LONGEST_FALL).all()):
+        yield slice(0, length)
+        return
+    fallen, start = fallen.cpu(), 0
+    while start < length:
+        limit = fallen[:, start : start + 1] + _LONGEST_FALL
+        end = int(torch.searchsorted(fallen, limit, right=True).min())
+        yield slice(start, end)
+        start = end
+
+
+def _checked(gates: Gates, key_mask: Tensor | None) -> Gates:
+    """The gates in float64, 0 at masked tokens; wrong shapes refused."""
+    named = {"log_forget": gates.log_forget} | ({} if gates.log_input is None else {"log_input": gates.log_input})
+    for name, x in named.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a floating tensor, the logarithm of a gate, got {got}")
+        if x.ndim != 3 or x.shape != gates.log_forget.shape:
+            raise ValueError(
+                f"{name} must be (B or 1, Hkv, L), the same for both gates, got {tuple(x.shape)} beside log_forget of "
+                f"{tuple(gates.log_forget.shape)}"
+            )
+    if key_mask is not None and key_mask.dtype != torch.bool:
+        raise TypeError(f"key_mask must be a bool tensor, True = attend, got {key_mask.dtype}")
+    if key_mask is not None and (
+        key_mask.shape[-1] != gates.log_forget.shape[-1] or gates.log_forget.shape[0] not in (1, key_mask.shape[0])
+    ):
+        raise ValueError(
+            f"key_mask must be (B, L) for gates (B or 1, Hkv, L), got {tuple(key_mask.shape)} and "
+            f"{tuple(gates.log_forget.shape)}"
+        )
+    live = None if key_mask is None else key_mask.unsqueeze(1)
+    forget, *rest = (x.double() if live is None else torch.where(live, x.double(), 0.0) for x in named.values())
+    return Gates(forget.clamp(min=_LOWEST), rest[0] if rest else None)

@@ -1,0 +1,134 @@
+"""Rotary positions, applied before the map.
+
+Letters: B batch, H heads, L tokens (Lq, Lk), D head width.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._arguments import check_count, check_number
+from linattn.positions._base import Position, Properties, checked_positions, wide
+
+# A map's own kernel is a float64 oracle: rotating both sides moves it by roundings, or by far more.
+_ROUNDING = 1e-8
+
+
+def rotary(query: Tensor, key: Tensor, positions: Tensor, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """Queries and keys rotated by their positions, to be given to any map.
+
+        q'_i = R_i q_i,   k'_j = R_j k_j,   (R_i q)·(R_j k) = q·R_{j-i} k
+
+    R_p turns the plane of coordinates l and l + D/2 by the angle p·base^(-2l/D): transformers' layout, halves rather
+    than neighbours. Lengths stay, so positive maps stay positive and their variance factors are unchanged. Attention is
+    relative only for maps whose kernel is a function of q·k, as far as they equal or estimate it; `Rotary.bind` refuses
+    others. Cost O(L·D); angles are float64, so that positions of millions keep their digits.
+
+    Args:
+        query: (B, H, Lq, D), D even; the last Lq of the positions are theirs.
+        key: (B, Hkv, Lk, D), Lk ≥ Lq.
+        positions: (Lk,) or (B, Lk), integer or floating, from any start.
+        base: of the angles, > 0; a larger one turns more slowly.
+
+    Returns:
+        Rotated queries and keys, in their dtypes.
+
+    Raises:
+        TypeError: `positions` is no tensor of numbers.
+        ValueError: shapes do not fit, D is odd, or `base` is not positive.
+
+    Example:
+        >>> import math, torch
+        >>> q, k = torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[0.0, 2.0]]]])
+        >>> [x.round(decimals=4).flatten().tolist() for x in rotary(q, k, torch.tensor([math.pi / 2]))]
+        [[-0.0, 1.0], [-2.0, -0.0]]
+
+    Source: Su et al. 2021 (arXiv 2104.09864), section 3.2; the layout of transformers' `apply_rotary_pos_emb`.
+    """
+    at = checked_positions(query, key, positions, None)
+    rates = _rates(query.shape[-1], base).to(query.device)
+    return _rotated(query, at[..., at.shape[-1] - query.shape[2] :], rates), _rotated(key, at, rates)
+
+
+@final
+class Rotary(Position):
+    """`rotary` as a module, and what it asks of a map.
+
+    Args:
+        head_dim: D, even.
+        base: of the angles, > 0.
+        require_relative: refuse maps under which attention is not relative. False takes any map.
+
+    Raises:
+        ValueError: an odd or non-positive `head_dim`; `base` is not positive.
+
+    Example:
+        >>> import linattn
+        >>> Rotary(4).bind(linattn.feature_maps.TensorPolynomial(4)).num_features
+        15
+    """
+
+    properties = Properties("φ(R_i q)·φ(R_j k)", "O(L·D)", "both", "yes", "for kernels of q·k")
+
+    def __init__(self, head_dim: int, base: float = 10_000.0, *, require_relative: bool = True) -> None:
+        super().__init__(head_dim, head_dim)
+        self.base, self.require_relative = base, require_relative
+        self._rates = _rates(head_dim, base)
+
+    def bind(self, feature_map: FeatureMap) -> FeatureMap:
+        """The map itself, if attention is relative with it.
+
+        Raises:
+            ValueError: rotating q and k alike changes the map's kernel, and `require_relative` is true; another width.
+        """
+        bound = super().bind(feature_map)
+        if self.require_relative and not keeps_rotations(feature_map):
+            raise ValueError(
+                f"{type(feature_map).__name__} with rotary positions is not relative: rotating q and k alike changes "
+                "its kernel, so outputs depend on where the text starts; use a map of a kernel of q·k (FavorPlus, "
+                "Hyperbolic, Oprf, Sderf, Trigonometric, Taylor, TensorPolynomial, RandomRelu), or say that this is "
+                "meant with Rotary(…, require_relative=False)"
+            )
+        return bound
+
+    def encode_query(self, x: Tensor, at: Tensor) -> Tensor:
+        """R_p x."""
+        return _rotated(x, at, self._rates.to(x.device))
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"{self.head_dim}, base={self.base}, require_relative={self.require_relative}"
+
+
+def keeps_rotations(feature_map: FeatureMap) -> bool:
+    """Whether the kernel that the map equals or estimates is the same for rotated q and k, by the map's own oracle."""
+    generator = torch.Generator().manual_seed(0)
+    own = [*feature_map.buffers(), *feature_map.parameters()]
+    heads = max((x.shape[-3] for x in own if x.ndim > 2), default=1)  # Of maps with tensors of each head.
+    shape, device = (2, heads, 5, feature_map.head_dim), own[0].device if own else torch.device("cpu")
+    q, k = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    turn = torch.randn(feature_map.head_dim, feature_map.head_dim, generator=generator, dtype=torch.float64)
+    turn = torch.linalg.qr(turn)[0].to(device)
+    with torch.no_grad():
+        kernel, turned = feature_map.kernel(q, k), feature_map.kernel(q @ turn, k @ turn)
+    return bool((turned - kernel).norm() <= _ROUNDING * kernel.norm())
+
+
+def _rates(head_dim: int, base: float) -> Tensor:
+    """Radians per token of each plane, (D/2,), float64."""
+    if check_count("head_dim", head_dim, at_least=2) % 2:
+        raise ValueError(f"rotary positions turn pairs of coordinates, got an odd head_dim={head_dim}")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    return check_number("base", base, positive=True) ** -exponents
+
+
+def _rotated(x: Tensor, at: Tensor, rates: Tensor) -> Tensor:
+    """Tokens (B, H, L, D) at positions (B or 1, 1, L), in their dtype."""
+    angle = at.unsqueeze(-1) * rates
+    cos, sin = (wave.to(wide(x).dtype) for wave in (angle.cos(), angle.sin()))
+    first, second = wide(x).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
