@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linattn.attention import Attended, State, linear_attention_with_state
+from linattn.attention import Attended, Exact, State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 from linattn.positions._base import Properties
 
@@ -105,6 +105,7 @@ def gated_attention_with_state(
     *,
     key_mask: Tensor | None = None,
     enable_gqa: bool = False,
+    exact: Exact | None = None,
     backend: str = "auto",
 ) -> Attended:
     """`linear_attention_with_state` with gates: earlier keys fade by each token's forget gate.
@@ -113,7 +114,8 @@ def gated_attention_with_state(
 
     Cost as `linear_attention_with_state`. Where log f sums to more than 2¹⁰ the call is cut into spans, each with its
     own reference, so that digits do not depend on how much was forgotten before; a compiled or vmapped call cannot look
-    at the gates and is one span, exact while they sum to a few thousand. With f = 1 it is the plain op, to the bit.
+    at the gates and is one span, exact while they sum to a few thousand. With f = 1 it is the plain op: to the bit, or to
+    rounding beside a window.
 
     Args:
         query: (B, H, L, D): as many queries as keys.
@@ -124,6 +126,7 @@ def gated_attention_with_state(
         state: what was seen before, as it was returned.
         key_mask: (B, L) bool, True = attend; a masked token neither enters nor makes others fade.
         enable_gqa: as in `linear_attention`.
+        exact: as in `linear_attention_with_state`; exact keys fade by the same gates.
         backend: as in `linear_attention`.
 
     Returns:
@@ -153,7 +156,7 @@ def gated_attention_with_state(
     if log_forget.shape[1] != key.shape[1]:
         raise ValueError(f"gates are one for each key/value head, got {log_forget.shape[1]} for {key.shape[1]} heads")
     outs = []
-    for at in _spans(log_forget):
+    for at in spans(log_forget):
         key_bias, log_decay = _bias(log_forget[..., at], None if log_input is None else log_input[..., at])
         part = linear_attention_with_state(
             query[:, :, at],
@@ -164,6 +167,7 @@ def gated_attention_with_state(
             key_mask=None if key_mask is None else key_mask[:, at],
             key_bias=key_bias.expand(key.shape[0], -1, -1),
             enable_gqa=enable_gqa,
+            exact=exact,
             backend=backend,
         )
         outs.append(part.out)
@@ -175,12 +179,12 @@ def gated_attention_with_state(
 def _bias(log_forget: Tensor, log_input: Tensor | None) -> GateBias:
     """Sums of the forget gates behind each token."""
     falls = log_forget.flip(-1).cumsum(-1).flip(-1)
-    behind = torch.cat((falls, torch.zeros_like(falls[..., :1])), -1)
+    behind = torch.cat((falls, falls.new_zeros(*falls.shape[:-1], 1)), -1)
     bias = behind[..., 1:] if log_input is None else behind[..., 1:] + log_input
     return GateBias(bias, behind[..., 0])
 
 
-def _spans(log_forget: Tensor) -> Iterator[slice]:
+def spans(log_forget: Tensor) -> Iterator[slice]:
     """Cuts such that within a span no head's gates, those of its first token apart, sum to more than the limit."""
     length = log_forget.shape[-1]
     if not length or torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(log_forget):
