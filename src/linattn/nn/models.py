@@ -182,26 +182,36 @@ class LinearLM(nn.Module):
 
     def forward(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Numbers of tokens (B, L) -> logits (B, L, V); `key_mask` (B, L) bool, True = attend."""
-        x = self.embedding(tokens)
+        return self.logits(self.vectors(tokens, key_mask=key_mask))
+
+    def forward_with_state(
+        self, tokens: Tensor, state: Sequence[Stream] | None = None, *, key_mask: Tensor | None = None
+    ) -> Predicted:
+        """The logits of a text's next tokens (B, L), and each block's stream after them; None begins a text."""
+        x, streams = self.vectors_with_state(tokens, state, key_mask=key_mask)
+        return Predicted(self.logits(x), streams)
+
+    def vectors(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """What the last block gives, (B, L, E): `logits` of some of them costs less than of all."""
+        x: Tensor = self.embedding(tokens)
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, key_mask=key_mask, use_reentrant=False)
             else:
                 x = block(x, key_mask=key_mask)
-        return self.logits(x)
+        return x
 
-    def forward_with_state(
+    def vectors_with_state(
         self, tokens: Tensor, state: Sequence[Stream] | None = None, *, key_mask: Tensor | None = None
-    ) -> Predicted:
-        """The next tokens (B, L) of a text, and each block's stream after them."""
+    ) -> tuple[Tensor, tuple[Stream, ...]]:
+        """The same for a text's next tokens, and each block's stream after them."""
         if state is not None and len(state) != len(self.blocks):
             raise ValueError(f"state must hold a stream for each of {len(self.blocks)} blocks, got {len(state)}")
         x, streams = self.embedding(tokens), []
         for place, block in enumerate(self.blocks):
-            stream = None if state is None else state[place]
-            x, after = block.forward_with_state(x, stream, key_mask=key_mask)
+            x, after = block.forward_with_state(x, None if state is None else state[place], key_mask=key_mask)
             streams.append(after)
-        return Predicted(self.logits(x), tuple(streams))
+        return x, tuple(streams)
 
     def logits(self, x: Tensor) -> Tensor:
         """What the last block gave, (B, L, E) -> (B, L, V)."""
