@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import attention, biases, calls, convert, feature_maps, lab, models, records
+from faults import attention, biases, calls, convert, feature_maps, lab, models, nn, records
 
 FAULTS = (
     *records.FAULTS,
@@ -11,6 +11,7 @@ FAULTS = (
     *biases.FAULTS,
     *calls.FAULTS,
     *models.FAULTS,
+    *nn.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,
 )

@@ -29,9 +29,14 @@ MODELS = {
 
 
 def model(kind: str = "plain", **options) -> LinearLMForCausalLM:
-    """A small one, in float64 and evaluation mode."""
+    """A small one, in float64 and evaluation mode, with weights under which it does not repeat its last token."""
     torch.manual_seed(0)
-    return LinearLMForCausalLM(LinearLMConfig(**{**SIZES, **MODELS[kind], **options})).double().eval()
+    made = LinearLMForCausalLM(LinearLMConfig(**{**SIZES, **MODELS[kind], **options})).double().eval()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if name.endswith("proj.weight") or "embedding" in name:
+                weight.mul_(20)
+    return made
 
 
 def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +107,7 @@ def test_generation_equals_recomputation(kind: str) -> None:
 def test_left_padding_changes_no_generated_token(kind: str) -> None:
     made, (ids, mask) = model(kind), left_padded()
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert made.generate(ids, attention_mask=mask, **options)[:, 6:].unique().numel() > 2
     together = made.generate(ids, attention_mask=mask, **options)
     for row in range(2):
         real = mask[row : row + 1, mask[row].bool()]

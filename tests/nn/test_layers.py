@@ -12,7 +12,7 @@ import linattn
 from layers import BIDIRECTIONAL, HEAD_DIM, HEADS, LAYERS, PADDABLE, WIDTH, WITHOUT_ORDER, linear, softmax, tokens
 from linattn.feature_maps import EluPlusOne, FavorPlus, Taylor
 from linattn.nn import KeptTokens, LinearAttention
-from linattn.positions import FixedDecay, LearnedCodes, Rotary
+from linattn.positions import FixedDecay, ForgetGate, LearnedCodes, Rotary
 
 # float64: some tens of roundings of numbers around 1.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -70,6 +70,14 @@ def test_a_gate_makes_old_tokens_fade(kind: str) -> None:
         value = torch.stack(torch.split(layer.v_proj(x[0, : t + 1]), HEAD_DIM, -1))
         rows.append((bias.softmax(-1).unsqueeze(-1) * value).sum(1).repeat_interleave(2, 0).flatten())
     torch.testing.assert_close(layer(x)[0], layer.o_proj(torch.stack(rows)), **CLOSE)
+
+
+def test_with_every_key_exact_a_gated_layer_is_the_gated_softmax_layer() -> None:
+    exact, gate = linattn.Exact(window=8), ForgetGate(WIDTH, 2)
+    layer, x = wake(linear(FavorPlus(HEAD_DIM, 8), exact=exact, gate=gate, is_causal=True)), tokens(2, 7)
+    twin = softmax(gate=gate, is_causal=True)
+    twin.load_state_dict(layer.state_dict(), strict=False)
+    torch.testing.assert_close(layer(x), twin(x), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", WITHOUT_ORDER)

@@ -98,10 +98,8 @@ class Attention(nn.Module, ABC):
             ValueError: shapes do not fit; a memory is given to a layer that is causal, has positions or a gate.
         """
         self._check_tokens(x, memory, key_mask)
-        if memory is None:
-            x = source = _silenced(x, key_mask)
-        else:
-            source = _silenced(memory, key_mask)
+        source = _silenced(x if memory is None else memory, key_mask)
+        x = source if memory is None else x
         heads = self._heads(x, source, key_mask, None)
         # A gate is a stream's; without a state before, this is one.
         out = self._attend(heads) if heads.gates is None else self._attend_with_state(heads, None)[0]
