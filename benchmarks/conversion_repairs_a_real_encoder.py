@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from linattn.hf import KernelAttention, capture, from_pretrained, load
+from linattn.hf import LayerAttention, capture, from_pretrained, load
+from linattn.hf.layer_attention import ALL_HEADS
 from linattn.lab.audit.text import read_text
 from linattn.planning.methods import parse_method
 from measuring import record, verified_method
@@ -66,10 +67,12 @@ def convert(case: Case, folder: Path) -> dict[str, Any]:
 def verify(out: Path) -> None:
     """Refuse a converted folder that, loaded, attends otherwise than the definition of its maps says."""
     exact, converted = load(), from_pretrained(out)
-    kernels = [part for part in converted.modules() if isinstance(part, KernelAttention)]
+    kernels = [part for part in converted.modules() if isinstance(part, LayerAttention)]
     calls = capture(exact.model, exact.encode(read_text().content, NUM_VERIFIED)).calls
     for kernel, call in zip(kernels, calls, strict=True):
-        method = replace(parse_method("Expansion"), exact=kernel.exact)
+        group = kernel.groups[ALL_HEADS]
+        assert group is not None
+        method = replace(parse_method("Expansion"), exact=group.exact)
         verified_method(method, kernel.feature_map, (call.query, call.key, call.value), is_causal=False)
 
 

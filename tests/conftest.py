@@ -25,20 +25,11 @@ def _strict_world() -> Iterator[None]:
 @pytest.fixture
 def blocks_of(monkeypatch: pytest.MonkeyPatch):
     """Force the blocked backend's block size, and short segments of blocks."""
-    from linattn.attention.backends.blocked import (
-        absorption,
-        causal,
-        causal_backward,
-        grouped_causal,
-        grouped_reading,
-        opaque,
-        reading,
-    )
+    from linattn.attention.backends.blocked import blocks, causal, causal_backward, grouped_reading
 
     def force(size: int) -> None:
-        for module in (absorption, causal, causal_backward, grouped_causal, opaque, reading):
-            monkeypatch.setattr(module, "block_size", lambda *_, **__: size)
-        for module in (causal, causal_backward, grouped_causal):
+        monkeypatch.setattr(blocks, "block_size", lambda *_, **__: size)
+        for module in (causal, causal_backward):
             monkeypatch.setattr(module, "SEGMENT", 3)
         monkeypatch.setattr(grouped_reading, "_CHUNK", 100 * size)
 

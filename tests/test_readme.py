@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import linattn.hf.linearization
-from linattn.lab.audit.records import Header, HeadRow, ModelRow, PlanRow, write_records
+from linattn.lab.audit.records import AUDIT, Header, HeadRow, ModelRow, PlanRow
 from linattn.lab.experiments import EXPERIMENTS, reproduction
 from linattn.lab.experiments.records import CLAIMS
 from linattn.lab.experiments.reproduction import Reproduction
@@ -110,7 +110,7 @@ def test_figures_are_taken_from_a_report(writer, tmp_path, monkeypatch):
     head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
     models = [ModelRow(name, None, 0, 1.0, 1.0) for name in ("exact", "uniform", "planned")]
     plan = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 6, 20)
-    write_records(tmp_path / "audit.jsonl", header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9), plan])
+    AUDIT.write(tmp_path / "audit.jsonl", header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9), plan])
     monkeypatch.setattr(reproduction, "EXPERIMENTS", {"first": Trial()})
     run = Reproduction([], "full")
     CLAIMS.write(tmp_path / "claims.jsonl", run.header, run.records([]))

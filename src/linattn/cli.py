@@ -5,28 +5,23 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-_NEEDED = ("transformers", "typer", "rich", "jinja2", "plotly", "numpy", "accelerate", "tensorboard")
+# By every subcommand; linattn.hf and linattn.convert say what else theirs need.
+_NEEDED = ("typer", "rich", "jinja2", "plotly", "numpy")
 
 
 def main() -> None:
     """Run the `linattn` command on the words of the command line.
 
-    Cost: that of the subcommand.
-
     Raises:
-        SystemExit: always: 0 when all went well; 1 with a message when packages of the extras convert and lab are
-            missing or the subcommand failed; 2 for words it does not know; 130 when interrupted.
+        SystemExit: always: 0 when all went well; 1 with a message when packages that the subcommand needs are missing
+            or it failed; 2 for words it does not know; 130 when interrupted.
 
     Example:
         See `linattn --help`.
-
-    Source: none.
     """
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
-        sys.exit(
-            f"linattn: the command needs {', '.join(missing)}, not installed here: pip install 'linattn[convert,lab]'"
-        )
+        sys.exit(f"linattn: the command needs {', '.join(missing)}, not installed here: pip install 'linattn[lab]'")
     # Only here, so that a missing package ends in the sentence above and not in a traceback.
     from linattn.lab.commands.app import app
 

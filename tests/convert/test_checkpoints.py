@@ -164,12 +164,15 @@ def test_damaged_checkpoints_alone_are_an_error_that_names_the_cure(twice):
 def test_damaged_settings_and_stages_are_named_with_their_cure(tmp_path):
     folder = WorkFolder(tmp_path, {"seed": 0})
     folder.claim()
-    folder.remember("uniform", {"a": 1})
+    folder.remember("uniform", Progress(1, 2.0, 1.0, 1.0, float("inf")))
+    assert folder.recall("uniform", Progress) == Progress(1, 2.0, 1.0, 1.0, float("inf"))
     for name in ("uniform.json", "conversion.json"):
         (tmp_path / name).write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"uniform.json is damaged \(.*\); remove it, and it is measured again"):
-        folder.recall("uniform")
-    with pytest.raises(ValueError, match=rf"conversion.json is damaged \(.*\); remove {tmp_path} to begin anew"):
+    with pytest.raises(ValueError, match=r"uniform.json is not a stage: it is no JSON \(.*\); remove it, and"):
+        folder.recall("uniform", Progress)
+    with pytest.raises(
+        ValueError, match=rf"conversion.json is .*: it is no JSON \(.*\); remove {tmp_path} to begin anew"
+    ):
         WorkFolder(tmp_path, {"seed": 0})
 
 
@@ -186,8 +189,8 @@ def test_another_conversion_is_refused_by_what_differs(tmp_path):
 def test_nothing_is_made_before_there_is_something_to_keep(tmp_path):
     place = tmp_path / "work"
     folder = WorkFolder(place, {"seed": 0})
-    assert folder.recall("uniform") is None
+    assert folder.recall("uniform", Progress) is None
     assert not place.exists()
-    folder.remember("uniform", {"a": [1.5, None]})
-    assert WorkFolder(place, {"seed": 0}).recall("uniform") == {"a": [1.5, None]}
-    assert json.loads((place / "uniform.json").read_text()) == {"a": [1.5, None]}
+    folder.remember("uniform", Progress(1, 2.0, 1.0, 1.0, 1.0))
+    assert WorkFolder(place, {"seed": 0}).recall("uniform", Progress) == Progress(1, 2.0, 1.0, 1.0, 1.0)
+    assert json.loads((place / "uniform.json").read_text())["seconds"] == 2.0

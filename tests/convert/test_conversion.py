@@ -105,6 +105,22 @@ def test_the_model_is_left_at_its_best_stage(build, batches, ticking, tmp_path, 
     assert kept == "converted" or unchanged(model, state(teacher))
 
 
+@pytest.mark.parametrize("kept", ["unconverted", "calibrated", "converted"])
+@pytest.mark.parametrize("method", [{"feature_map": EXACT_PART}, {"feature_map": None, "target_error": 0.2}])
+def test_the_model_is_linearized_once(build, batches, ticking, monkeypatch, method, kept):
+    """Whatever stage it is left at: stages are kernels, not linearizations."""
+    calls, model = [], build("bert")
+    monkeypatch.setattr(
+        course, "linearize_", lambda *args, **options: calls.append(args) or linearize_(*args, **options)
+    )
+    monkeypatch.setattr(course, "restore_", None)
+    monkeypatch.setattr(course, "best", lambda stages: next(stage for stage in stages if stage.name == kept))
+    found = convert_(model, batches, replace(CONFIG, **method))
+    assert found.kept == kept
+    assert calls == [(model,)]
+    assert [row.layer for row in found.linearization.replaced] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("name", "written", "stages"),
     [

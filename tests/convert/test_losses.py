@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
-from linattn.convert.losses import distillation, relative_error, row_divergence, token_divergence
+from linattn.convert.losses import distillation, row_divergence, squared_relative_error, token_divergence
 
 LIVE = torch.tensor([[True, True, False, True], [False, True, True, True]])
 
@@ -58,14 +58,14 @@ def test_row_divergence_of_weights_that_underflowed():
     assert a.grad.tolist() == [-0.5, 0.0]
 
 
-def test_relative_error_by_hand_and_at_any_scale():
+def test_squared_relative_error_by_hand_and_at_any_scale():
     ours, theirs = states(0), states(1)
     difference = sum((ours - theirs)[b, i].square().sum() for b in range(2) for i in range(4) if LIVE[b, i])
     size = sum(theirs[b, i].square().sum() for b in range(2) for i in range(4) if LIVE[b, i])
-    found = relative_error(ours, theirs, LIVE)
+    found = squared_relative_error(ours, theirs, LIVE)
     torch.testing.assert_close(found, difference / size)
-    torch.testing.assert_close(relative_error(1e3 * ours, 1e3 * theirs, LIVE), found)
-    assert relative_error(theirs, theirs, LIVE) == 0
+    torch.testing.assert_close(squared_relative_error(1e3 * ours, 1e3 * theirs, LIVE), found)
+    assert squared_relative_error(theirs, theirs, LIVE) == 0
 
 
 def test_token_divergence_is_torchs():
@@ -79,7 +79,7 @@ def test_token_divergence_is_torchs():
 
 def test_distillation_is_half_the_last_layer_and_half_all():
     ours, theirs = [states(n) for n in range(3)], [states(n) for n in range(3, 6)]
-    errors = [relative_error(a, b, LIVE) for a, b in zip(ours, theirs, strict=True)]
+    errors = [squared_relative_error(a, b, LIVE) for a, b in zip(ours, theirs, strict=True)]
     found = distillation(ours, theirs, LIVE)
     torch.testing.assert_close(found, errors[-1] / 2 + sum(errors) / 6)
     logits = {"student_logits": states(7), "teacher_logits": states(8)}
@@ -89,7 +89,7 @@ def test_distillation_is_half_the_last_layer_and_half_all():
         distillation(ours[:2], theirs, LIVE)
 
 
-@pytest.mark.parametrize("loss", [relative_error, token_divergence])
+@pytest.mark.parametrize("loss", [squared_relative_error, token_divergence])
 def test_padding_leaves_no_trace(loss):
     ours, theirs = states(0), states(1)
     dirty = poisoned(ours).requires_grad_()
@@ -104,7 +104,7 @@ def test_gradients():
     log_p, a = rows(1, 2, 2, 3), rows(1, 2, 2, 3, seed=1).exp().requires_grad_()
     assert torch.autograd.gradcheck(lambda a: row_divergence(log_p, a), a)
     ours, theirs = states(0).requires_grad_(), states(1)
-    for loss in (relative_error, token_divergence):
+    for loss in (squared_relative_error, token_divergence):
         assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x, theirs, LIVE), ours)
     assert torch.autograd.gradcheck(
         lambda x: distillation([x.sin(), x], [theirs, theirs], LIVE, student_logits=x, teacher_logits=theirs), ours

@@ -10,10 +10,10 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from linattn.convert import DEFAULT_MAP, ConvertConfig, convert_, course
-from linattn.convert.planning import make_plans
+from linattn.convert.calibration import make_plans
+from linattn.convert.card import method_table, model_card
 from linattn.convert.stages import measure
-from linattn.hf import PlannedAttention, is_linearized, linearize_, restore_
-from linattn.lab.report import method_table, model_card
+from linattn.hf import LayerAttention, is_linearized, linearize_, restore_
 from linattn.planning.plans import EXACT
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -56,7 +56,7 @@ def config(target=0.2, **options):
 
 
 def kernels(model):
-    return [part for part in model.modules() if isinstance(part, PlannedAttention)]
+    return [part for part in model.modules() if isinstance(part, LayerAttention)]
 
 
 @pytest.mark.parametrize("minutes", [0, 0.5])

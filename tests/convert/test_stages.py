@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from linattn import softmax_attention
 from linattn.convert.running import Outputs, run
 from linattn.convert.stages import Agreement, Stage, agreement, best, measure, measure_uniform
-from linattn.hf import KernelAttention, intercept, linearize_
+from linattn.hf import LayerAttention, intercept, linearize_
 from linattn.planning.measures import relative_error, uniform_average
 
 FAMILIES = ["bert", "llama"]
@@ -85,7 +85,7 @@ def test_layer_errors_are_those_of_what_each_kernel_was_given(build, padded, fam
     hooks = [
         module.register_forward_hook(keep, with_kwargs=True)
         for module in model.modules()
-        if isinstance(module, KernelAttention)
+        if isinstance(module, LayerAttention)
     ]
     outputs(model, texts)
     for hook in hooks:

@@ -73,32 +73,32 @@ FAULTS = (
     Fault(
         "unwind the state by subtraction",
         BLOCKED + "causal_backward.py",
-        "            found.append(BlockState(entry, c, keys, phi_k, safe, start, stop))",
-        "            rise = (c - entry.m).exp()\n"
-        "            S = entry.S * (entry.m - c).exp().unsqueeze(-1) + phi_k.mT @ v\n"
-        "            entry = Sums((S - phi_k.mT @ v) * rise.unsqueeze(-1), entry.z, entry.m) if start else entry\n"
-        "            found.append(BlockState(entry, c, keys, phi_k, safe, start, stop))",
+        "        found.append(BlockState(block, entry, c, x, keys, phi_k, safe))",
+        "        rise = (c - entry.m).exp()\n"
+        "        S = entry.S * (entry.m - c).exp().unsqueeze(-1) + phi_k.mT @ v\n"
+        "        entry = Sums((S - phi_k.mT @ v) * rise.unsqueeze(-1), entry.z, entry.m) if block.start else entry\n"
+        "        found.append(BlockState(block, entry, c, x, keys, phi_k, safe))",
         "tests/laws/test_gradient.py",
     ),
     Fault(
         "forget the normaliser's gradient",
         BLOCKED + "reading.py",
-        "torch.sub(grad_den.unsqueeze(-1).masked_fill(dead, 0), from_out)",
-        "grad_den.unsqueeze(-1).masked_fill(dead, 0)",
+        "torch.sub(self.grad_den.unsqueeze(-1).masked_fill(dead, 0), from_out)",
+        "self.grad_den.unsqueeze(-1).masked_fill(dead, 0)",
         "tests/laws/test_gradient.py",
     ),
     Fault(
         "ignore the incoming state",
         "attention/functional.py",
-        "        if state is not None:\n            return state.sums",
-        "        if state is not None:\n            pass",
+        "        if state is None:\n            sizes",
+        "        if True:\n            sizes",
         "tests/laws/test_fold.py",
     ),
     Fault(
         "start a segment's recomputation from the state before it",
         BLOCKED + "causal_backward.py",
-        "[x[:, index - 1] for x in self._checkpoints]",
-        "[x[:, max(index - 2, 0)] for x in self._checkpoints]",
+        "outputs.kept(index) if index",
+        "outputs.kept(max(index - 1, 1)) if index",
         "tests/laws/test_truth.py",
     ),
     Fault(
@@ -125,7 +125,7 @@ FAULTS = (
     Fault(
         "accept a state of another draw",
         "attention/state.py",
-        "if state.built_with != fingerprint:",
+        "if self.built_with != fingerprint:",
         "if False:",
         "tests/laws/test_fold.py tests/laws/test_refusals.py",
     ),
@@ -138,14 +138,14 @@ FAULTS = (
     ),
     Fault(
         "count a repeated query twice in a key's mass",
-        BLOCKED + "mass.py",
+        BLOCKED + "grouped_reading.py",
         "(den == 0) | part.free",
         "den == 0",
         "tests/laws/test_exact_part.py",
     ),
     Fault(
         "see one's own span of tokens",
-        BLOCKED + "causal.py",
+        BLOCKED + "blocks.py",
         "return number.unsqueeze(-1) > number",
         "return number.unsqueeze(-1) >= number",
         "tests/laws/test_exact_part.py",

@@ -67,8 +67,8 @@ FAULTS = (
     Fault(
         "let autocast reach the exact part",
         "attention/functional.py",
-        "        with outside_autocast(query.device):\n            if is_causal:",
-        "        if True:\n            if is_causal:",
+        "with outside_autocast(query.device):",
+        "if True:",
         "tests/laws/test_precision.py",
     ),
 )

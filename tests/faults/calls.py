@@ -45,7 +45,7 @@ FAULTS = (
     Fault(
         "take the first dtype instead of the widest under autocast",
         "attention/_check.py",
-        "dtype = torch.promote_types(dtype, x.dtype)",
+        "dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))",
         "dtype = torch.bfloat16",
         "tests/laws/test_precision.py",
     ),
@@ -80,15 +80,15 @@ FAULTS = (
     Fault(
         "let cancellation make a normaliser negative",
         "attention/backends/blocked/grouped_reading.py",
-        "den = feature_map.normalizer(phi_q, z)",
+        "den = self.feature_map.normalizer(phi_q, z)",
         "den = (phi_q * z).sum(-1)",
         "tests/laws/test_combination.py",
     ),
     Fault(
         "invert denormal normalisers",
         "attention/backends/blocked/reading.py",
-        "(den.abs() < torch.finfo(den.dtype).tiny)",
-        "(den == 0)",
+        "(self.den.abs() < torch.finfo(den.dtype).tiny)",
+        "(self.den == 0)",
         "tests/laws/test_gradient.py",
     ),
     Fault(
@@ -101,7 +101,7 @@ FAULTS = (
     Fault(
         "ask for the autocast of tensors without values",
         "attention/_check.py",
-        " or first.is_meta",
+        " or x.is_meta",
         "",
         "tests/laws/test_refusals.py",
     ),

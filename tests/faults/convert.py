@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         "give a resumed training all its time anew",
         "convert/checkpoints.py",
-        "return Progress(**values)",
-        "return Progress(**{**values, 'seconds': 0.0})",
+        'reading.record(Progress, read_json(file, "progress", remedy))',
+        "reading.record(Progress, {**read_json(file, 'progress', remedy), 'seconds': 0.0})",
         "tests/convert/test_checkpoints.py tests/convert/test_training.py",
     ),
     Fault(
@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "fit maps to padding",
-        "hf/observing.py",
+        "hf/calibrating.py",
         "if key_mask is not None and x.shape[2] == key_mask.shape[1]:",
         "if False:",
         "tests/convert/test_calibration.py",
@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "plan for padding",
         "convert/calibration.py",
-        "unpadded(x, call.key_mask)",
-        "unpadded(x, None)",
+        "live_tokens(getattr(call, name), call.key_mask)",
+        "live_tokens(getattr(call, name), None)",
         "tests/convert/test_planned.py",
     ),
     Fault(
@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "go on from a damaged checkpoint",
         "convert/checkpoints.py",
-        "if _digest(file) != digest:",
+        "if _digest(checkpoint / name) != digest:",
         "if False:",
         "tests/convert/test_checkpoints.py tests/convert/test_training.py",
     ),
@@ -162,22 +162,22 @@ FAULTS = (
     Fault(
         "keep the drawn maps as their fit left them",
         "convert/course.py",
-        "drawn = copy.deepcopy(maps)",
-        "drawn = maps",
+        "copy.deepcopy(module.get_submodule(ATTRIBUTE))",
+        "module.get_submodule(ATTRIBUTE)",
         "tests/convert/test_conversion.py",
     ),
     Fault(
         "keep the calibrated maps as distillation left them",
         "convert/course.py",
-        "self._method, copy.deepcopy(maps)",
-        "self._method, maps",
+        "copy.deepcopy(module.get_submodule(ATTRIBUTE))",
+        "(copy.deepcopy if name == 'unconverted' else lambda kernel: kernel)(module.get_submodule(ATTRIBUTE))",
         "tests/convert/test_conversion.py",
     ),
     Fault(
         "keep the distilled weights beside the calibrated maps",
         "convert/course.py",
-        "            self.undo()\n",
-        "            restore_(self._model)\n",
+        "            self._model.load_state_dict(self._teacher.state_dict(), strict=False)\n",
+        "",
         "tests/convert/test_conversion.py",
     ),
     Fault(

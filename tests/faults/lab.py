@@ -86,17 +86,17 @@ FAULTS = (
     ),
     Fault(
         "leave a last line that was cut off",
-        "lab/jsonl.py",
+        "records/jsonl.py",
         'content[: content.rfind(b"\\n") + 1]',
         "content",
         "tests/lab/commands/test_reproduce.py",
     ),
     Fault(
         "end lines where a text has a line separator",
-        "lab/jsonl.py",
+        "records/jsonl.py",
         '.split("\\n")',
         ".splitlines()",
-        "tests/lab/test_jsonl.py",
+        "tests/records/test_jsonl.py",
     ),
     Fault(
         "let a file whose figures contradict each other end the report",
@@ -108,10 +108,10 @@ FAULTS = (
     ),
     Fault(
         "take truths for whole numbers",
-        "lab/_fields.py",
-        "not isinstance(value, bool)",
-        "True",
-        "tests/lab/test_jsonl.py",
+        "records/fields.py",
+        "if isinstance(value, bool) or wanted is bool:",
+        "if wanted is bool:",
+        "tests/records/test_fields.py",
     ),
     Fault(
         "draw bars of one standard error",

@@ -49,9 +49,9 @@ FAULTS = (
     ),
     Fault(
         "read another window than was saved",
-        "hf/_kernel_records.py",
-        "Exact(window, num_heavy) if",
-        "Exact(None, num_heavy + 1) if",
+        "hf/_layer_records.py",
+        "(window, num_heavy) if",
+        "(None, num_heavy + 1) if",
         "tests/hf/test_saving.py",
     ),
     Fault(
@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "forget that assisted generation crops its cache",
-        "hf/_generation.py",
+        "hf/_dispatch.py",
         "if is_given or is_named or is_cropped:",
         "if is_given or is_named:",
         "tests/hf/test_generation_options.py",
@@ -113,7 +113,7 @@ FAULTS = (
     Fault(
         "let a call begin without a look at its cache",
         "hf/linearization.py",
-        "        hooks += check_caches(model)",
+        "        hooks += hook_parts(model, check_caches)",
         "        pass",
         "tests/hf/test_state_cache.py",
     ),
@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "leave a linearized model the save_pretrained of its class",
         "hf/linearization.py",
-        "    save_with_kernels(model)\n",
+        "    setattr(model, SAVE, SaveWithKernels(model))\n",
         "",
         "tests/hf/test_own_saving.py",
     ),
@@ -161,14 +161,14 @@ FAULTS = (
     ),
     Fault(
         "read integers of any size",
-        "planning/json_records.py",
-        " or _is_beyond(value)",
-        "",
+        "records/fields.py",
+        "return abs(value) < _LARGEST",
+        "return True",
         "tests/hf/test_untrusted_folders.py",
     ),
     Fault(
         "let padding into what maps are fitted to",
-        "hf/observing.py",
+        "hf/calibrating.py",
         "if key_mask is not None and x.shape[2] == key_mask.shape[1]:",
         "if False:",
         "tests/hf/test_calibrating.py",
@@ -182,14 +182,14 @@ FAULTS = (
     ),
     Fault(
         "keep every token of the samples",
-        "hf/observing.py",
+        "hf/calibrating.py",
         "// self._stride) > _MOST_TOKENS:",
         "// self._stride) > 10**9:",
         "tests/hf/test_calibrating.py",
     ),
     Fault(
         "leave a model that was observed in evaluation mode",
-        "hf/observing.py",
+        "hf/calibrating.py",
         "            module.training = training",
         "            pass",
         "tests/hf/test_calibrating.py",

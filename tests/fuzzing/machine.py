@@ -10,21 +10,11 @@ import torch
 
 from fuzzing.dice import Dice
 from linattn.attention import rows
-from linattn.attention.backends.blocked import (
-    absorption,
-    causal,
-    causal_backward,
-    grouped_causal,
-    grouped_reading,
-    mass,
-    opaque,
-    reading,
-)
+from linattn.attention.backends.blocked import blocks, causal, causal_backward, grouped_reading
 from linattn.attention.exact import heavy, map_part, neighbourhood
 from linattn.feature_maps import _base
 
-_WITH_BLOCKS = (absorption, causal, causal_backward, grouped_causal, mass, opaque, reading)
-_WITH_SEGMENTS = (causal, causal_backward, grouped_causal)
+_WITH_SEGMENTS = (causal, causal_backward)
 
 
 def draw_machine(dice: Dice) -> dict[str, int]:
@@ -78,8 +68,7 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
     try:
         for name, size in sizes.items():
             if name == "block":
-                for module in _WITH_BLOCKS:
-                    put(module, "block_size", block_size)
+                put(blocks, "block_size", block_size)
             elif name == "segment":
                 for module in _WITH_SEGMENTS:
                     put(module, "SEGMENT", size)

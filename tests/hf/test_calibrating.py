@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from linattn.feature_maps import Centred, Expansion, FavorPlus, Relu
-from linattn.hf import StateCache, capture, from_pretrained, linearize_, observing, restore_, save_pretrained
-from linattn.hf.kernel_attention import rescale_query
+from linattn.hf import StateCache, calibrating, capture, from_pretrained, linearize_, restore_, save_pretrained
+from linattn.hf.layer_attention import rescale_query
 from linattn.planning import HeadPlan, Plan
 from model_inputs import LANGUAGE_HEADS, OPTIONS, batch
 
@@ -156,8 +156,8 @@ def test_batches_are_read_once_and_one_at_a_time(build):
 
 def test_memory_does_not_grow_with_the_samples(monkeypatch):
     """At most so many tokens are kept, and they are evenly spread over all."""
-    monkeypatch.setattr(observing, "_MOST_TOKENS", 64)
-    observed, numbers = observing.Observed("layer"), torch.arange(1000.0)
+    monkeypatch.setattr(calibrating, "_MOST_TOKENS", 64)
+    observed, numbers = calibrating.Observed("layer"), torch.arange(1000.0)
     for part in numbers.split([1, 300, 7, 500, 192]):
         x = part.view(1, 1, -1, 1)
         observed.add(x, x, None, 1.0)

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import linattn
 from linattn.hf import (
-    PlannedAttention,
-    PlannedState,
+    LayerAttention,
+    LayerState,
     StateCache,
     capture,
     from_pretrained,
@@ -83,7 +83,7 @@ def test_every_head_is_the_op_it_was_planned_to_be(kv_heads, is_causal, padded, 
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[1, 15:] = not padded
     options = {"scale": 0.7, "key_mask": mask, "is_causal": is_causal}
-    out = PlannedAttention(plan, "layer").double()(query, key, value, **options)
+    out = LayerAttention(plan, "layer").double()(query, key, value, **options)
     wanted = head_by_head(plan, plan.fitted, query, key, value, **options)
     assert (out - wanted).abs().max() <= EXACT * wanted.abs().max()
     # The methods differ, so that a head answered by another's would be seen.
@@ -93,7 +93,7 @@ def test_every_head_is_the_op_it_was_planned_to_be(kv_heads, is_causal, padded, 
 @pytest.mark.parametrize("masked", [slice(0, 5), slice(12, 13)])
 def test_the_state_and_the_whole_are_one_fold(masked):
     query, key, value = tensors(kv_heads=2)
-    kernel = PlannedAttention(planned(is_causal=True).fit(query, key), "layer").double()
+    kernel = LayerAttention(planned(is_causal=True).fit(query, key), "layer").double()
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[1, masked] = False
     whole = kernel(query, key, value, scale=0.7, key_mask=mask, is_causal=True)
@@ -106,7 +106,7 @@ def test_the_state_and_the_whole_are_one_fold(masked):
         out, state = kernel.advance(*parts, state, scale=0.7, key_mask=some)
         outs.append(out)
     assert (torch.cat(outs, 2) - whole).abs().max() <= EXACT * whole.abs().max()
-    assert tuple(state.kept.key.shape) == (2, 1, LENGTH, D)
+    assert tuple(state.parts["exact"].key.shape) == (2, 1, LENGTH, D)
     turned = state.select(torch.tensor([1, 0]))
     last = [x[:, :, -1:] for x in (query, key, value)]
     ours = kernel.advance(*(x.flip(0) for x in last), turned, scale=0.7).out
@@ -146,7 +146,7 @@ def test_report(build):
         f"  2 encoder.layer.2.attention.self: 4 heads: 1 exact, 2 {CENTRES}, 1 {WINDOW}",
     ]
     kernel = model.encoder.layer[2].attention.self.linear_attention
-    assert isinstance(kernel, PlannedAttention)
+    assert isinstance(kernel, LayerAttention)
     assert torch.equal(kernel.maps[0].centres, plans[2].fitted[CENTRES]["centres"])
     assert "1 exact" in repr(kernel)
 
@@ -200,7 +200,7 @@ def test_generated_with_states_as_without_a_cache(build, family):
     some = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "num_beams": 2}
     made = model.generate(**text, **some, return_dict_in_generate=True)
     assert isinstance(made.past_key_values, StateCache)
-    assert all(isinstance(layer.state, PlannedState) for layer in made.past_key_values.layers)
+    assert all(isinstance(layer.state, LayerState) for layer in made.past_key_values.layers)
     # Three windows later, what has grown is one exact head's: per token 16 numbers of 8 bytes, and a mask.
     longer = model.generate(
         **text, **{**some, "max_new_tokens": 21, "min_new_tokens": 21}, return_dict_in_generate=True
@@ -248,8 +248,8 @@ def test_another_process_gives_the_same_bits(build, tmp_path):
         save_pretrained(model, tmp_path / family)
         torch.save(inputs, tmp_path / f"{family}.inputs")
         twin = from_pretrained(tmp_path / family)
-        assert [part.plan.heads for part in twin.modules() if isinstance(part, PlannedAttention)] == [
-            part.plan.heads for part in model.modules() if isinstance(part, PlannedAttention)
+        assert [part.plan.heads for part in twin.modules() if isinstance(part, LayerAttention)] == [
+            part.plan.heads for part in model.modules() if isinstance(part, LayerAttention)
         ]
         restore_(twin)
         restore_(model)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, DynamicCache
 
+import linattn
 from linattn.feature_maps import Balanced, Centred, FavorPlus, Hedgehog, LearnedExponential, Nystrom, Oprf, Sderf
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, load, restore_, save_pretrained
-from linattn.hf.kernel_attention import KernelAttention
+from linattn.hf.layer_attention import LayerAttention
 from model_inputs import batch
 
 FAVOR = "FavorPlus(num_features=16)"
@@ -30,9 +31,9 @@ def run(model, inputs):
 def kernels(model) -> dict[str, tuple[object, ...]]:
     """What is known of each kernel."""
     return {
-        name: (part.module_name, part.feature_map.fingerprint(), part.exact)
+        name: (part.module_name, part.feature_map.fingerprint(), part.groups)
         for name, part in model.named_modules()
-        if isinstance(part, KernelAttention)
+        if isinstance(part, LayerAttention)
     }
 
 
@@ -72,6 +73,27 @@ def test_the_choice_of_layers_and_the_whole_method_return(build, tmp_path):
     twin = returned(model, tmp_path / "new")
     assert list(kernels(twin)) == [f"encoder.layer.{n}.attention.self.linear_attention" for n in (0, 2)]
     assert_same(twin, model, batch("bert"))
+
+
+class Oldest(linattn.Exact):
+    """The keys that left the neighbourhood first stay exact."""
+
+    word = "oldest"
+
+    def rank(self, score, count=None):
+        return (score == -torch.inf).byte().argsort(dim=-1, stable=True)[..., :count]
+
+
+def test_a_rule_of_eviction_returns(build, tmp_path):
+    model = build("llama")
+    linearize_(model, feature_map=lambda d: FavorPlus(d, 16), exact=Oldest(2, 1))
+    twin = returned(model, tmp_path / "new")
+    assert_same(twin, model, batch("llama"))
+    assert all(type(group.exact) is Oldest for kernel in kernels(twin).values() for group in kernel[2].values())
+    record = tmp_path / "new" / "linattn.json"
+    record.write_text(record.read_text().replace('"oldest"', '"unheard-of"'))
+    with pytest.raises(ValueError, match="there is no exact part 'unheard-of', but heavy, "):
+        from_pretrained(tmp_path / "new")
 
 
 FITTED = {

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from linattn.hf import from_pretrained, linearize_
-from linattn.hf.kernel_attention import KernelAttention
+from linattn.hf.layer_attention import LayerAttention
 from linattn.hf.loading import default_folder
 from linattn.hf.sentence_transformers import LinearTransformer, save_pretrained
 
@@ -90,7 +90,7 @@ def test_what_is_loaded_attends_by_the_maps(encoder, folder):
     loaded = load(folder)
     assert [type(module) for module in loaded] == [LinearTransformer, Pooling, Normalize]
     model = loaded[0].auto_model
-    assert sum(isinstance(part, KernelAttention) for part in model.modules()) == 6
+    assert sum(isinstance(part, LayerAttention) for part in model.modules()) == 6
     assert loaded.max_seq_length == encoder.max_seq_length == 256
     assert (loaded.encode(TEXTS) == encoder.encode(TEXTS)).all()
     softmax = SentenceTransformer(str(default_folder()), **LOCAL)

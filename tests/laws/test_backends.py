@@ -172,6 +172,18 @@ def test_auto_takes_the_first_without_an_objection(monkeypatch: pytest.MonkeyPat
     assert used == ["token by token", "blocked"]
 
 
+def test_a_state_is_read_and_absorbed_by_the_table_s_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    feature_map, (query, key, value) = build("FavorPlus"), qkv()
+    empty = linattn.State.empty(feature_map, batch_size=2, num_heads=2, value_dim=5, dtype=torch.float64)
+    expected = empty.absorb(feature_map, key, value).read(feature_map, query)
+    ordered = {name: BACKENDS[name] for name in ("token by token", "blocked")}
+    monkeypatch.setattr("linattn.attention.backends.BACKENDS", ordered)
+    for verb in ("absorb", "read"):
+        monkeypatch.setattr(type(BACKENDS["blocked"]), verb, None)
+    found = empty.absorb(feature_map, key, value).read(feature_map, query)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("map_name", ["FavorPlus", "Taylor", "Expansion"])
 def test_masses_are_not_rounded_to_the_tokens_dtype(map_name: str) -> None:
     """They choose the heavy keys, so that backends must agree in 16 bits too."""

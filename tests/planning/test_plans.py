@@ -251,11 +251,14 @@ LAYER = {
         (_broken([1]), "layer 0: got int, wanted the fields"),
         (_broken([{**LAYER, "more": 1}]), "wanted the fields"),
         (_broken([{**LAYER, "heads": []}]), "heads must be a list of at least one head"),
-        (_broken([{**LAYER, "fitted": []}]), "fitted must hold the tensors"),
+        (_broken([{**LAYER, "fitted": []}]), "fitted must be an object, got list"),
         (_broken([{**LAYER, "head_dim": "4"}]), "head_dim must be a finite int, got '4'"),
         (_broken([{**LAYER, "head_dim": True}]), "head_dim must be a finite int, got True"),
         (_broken([{**LAYER, "scale": math.inf}]), "scale must be a finite float, got inf"),
-        (_broken([LAYER, {**LAYER, "heads": [{**HEAD, "method": 3}]}]), "layer 1, head 0: method must be a finite str"),
+        (
+            _broken([LAYER, {**LAYER, "heads": [{**HEAD, "method": 3}]}]),
+            r"layer 1, heads\[0\]: method must be a str, got 3",
+        ),
         (
             _broken([{**LAYER, "heads": [{**HEAD, "method": "Performer"}]}]),
             "layer 0: 'Performer': there is no feature map",
@@ -264,7 +267,10 @@ LAYER = {
             _broken([{**LAYER, "heads": [{**HEAD, "method": "Expansion"}], "is_causal": True}]),
             "Expansion has no centres",
         ),
-        (_broken([{**LAYER, "fitted": {"Expansion": {"centres": 3}}}]), "layer 0, Expansion, centres is no tensor"),
+        (
+            _broken([{**LAYER, "fitted": {"Expansion": {"centres": 3}}}]),
+            r"layer 0: fitted\['Expansion'\]\['centres'\] is no tensor",
+        ),
         (
             _broken(
                 [{**LAYER, "fitted": {"Expansion": {"centres": {"dtype": "float32", "shape": [3], "base64": "AAAA"}}}}]

@@ -5,6 +5,8 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,25 @@ def check_map(feature_map: object) -> None:
         )
 
 
-def check_tensors(
-    query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap | None, *, enable_gqa: bool
-) -> None:
-    """Refuse tensors that do not belong together."""
+def checked(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    feature_map: FeatureMap | None,
+    key_mask: Tensor | None,
+    key_bias: Tensor | None,
+    *,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key and value in one dtype, and mask and bias as one: (B, Hkv or 1, Lk), -inf for masked keys, or None."""
+    query, key, value = _in_one_dtype(*tokens)
+    _check_tensors(query, key, value)
+    _check_shapes(query, key, value, enable_gqa=enable_gqa)
+    if feature_map is not None:
+        _check_fits_map(query, key, feature_map)
+    return query, key, value, _as_bias(key_mask, key_bias, key)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse what is no four-dimensional floating tensor, and tensors of several dtypes or devices."""
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
         if not isinstance(x, Tensor):
@@ -60,24 +77,15 @@ def check_tensors(
             "query, key and value are on the meta device, which holds shapes without values; attention needs values: "
             "move the tensors to a real device, or trace shapes under torch's FakeTensorMode"
         )
-    _check_shapes(query, key, value, enable_gqa=enable_gqa)
-    if feature_map is not None:
-        _check_fits_map(query, key, feature_map)
 
 
-def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, tensors of different dtypes in the widest of them, since autocast mixes them; else as they are.
-
-    Rotary positions leave queries and keys in float32 beside values in bfloat16. SDPA takes them there too.
-    """
-    first = tensors[0]
-    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, which mixes dtypes (float32 from rotary positions, bfloat16), in the widest; else as they are."""
+    if any(not isinstance(x, Tensor) or x.is_meta or x.dtype not in _DTYPES for x in tensors):
         return tensors
-    if any(not isinstance(x, Tensor) or x.dtype not in _DTYPES for x in tensors):
+    if not torch.is_autocast_enabled(tensors[0].device.type):
         return tensors
-    dtype = first.dtype
-    for x in tensors[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return tuple(x.to(dtype) for x in tensors)
 
 
@@ -121,14 +129,14 @@ def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None
             f"the feature map holds one set of parameters for each of {heads} key/value heads, got {key.shape[1]} "
             f"heads; build it with num_heads={key.shape[1]}, or num_heads=None to share one set"
         )
-    own = next(iter(feature_map.parameters()), next(iter(feature_map.buffers()), None))
-    if own is not None and own.device != query.device:
+    held = next(iter(feature_map.parameters()), next(iter(feature_map.buffers()), None))
+    if held is not None and held.device != query.device:
         raise ValueError(
-            f"the feature map is on {own.device}, the tensors on {query.device}; move it with feature_map.to(…)"
+            f"the feature map is on {held.device}, the tensors on {query.device}; move it with feature_map.to(…)"
         )
 
 
-def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
+def _check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
     """Refuse anything but a (B, Lk) bool mask."""
     if key_mask is None:
         return
@@ -145,7 +153,7 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
         raise ValueError(f"key_mask is on {key_mask.device}, the keys on {key.device}; move it with .to()")
 
 
-def check_key_bias(key_bias: Tensor | None, key: Tensor) -> None:
+def _check_key_bias(key_bias: Tensor | None, key: Tensor) -> None:
     """Refuse anything but floating biases (B, Hkv or 1, Lk)."""
     if key_bias is None:
         return
@@ -165,10 +173,10 @@ def check_key_bias(key_bias: Tensor | None, key: Tensor) -> None:
         raise ValueError(f"key_bias is on {key_bias.device}, the keys on {key.device}; move it with .to()")
 
 
-def as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> Tensor | None:
-    """Mask and bias as one, checked: (B, Hkv or 1, Lk) in the accumulation dtype, -inf for masked keys, or None."""
-    check_key_mask(key_mask, key)
-    check_key_bias(key_bias, key)
+def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> Tensor | None:
+    """Mask and bias as one, in the accumulation dtype."""
+    _check_key_mask(key_mask, key)
+    _check_key_bias(key_bias, key)
     dtype = accumulation_dtype(key.dtype)
     bias = None if key_bias is None else key_bias.to(dtype)
     if key_mask is None:

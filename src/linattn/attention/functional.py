@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn.attention._check import as_bias, check_map, check_tensors, in_one_dtype, live_keys
+from linattn.attention._check import check_map, checked, live_keys
 from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, attend_bidirectional, attend_causal
 from linattn.attention.partial import Partial, as_partial
-from linattn.attention.state import State, check_built_with, check_exact_keys
+from linattn.attention.state import State
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
 
@@ -94,10 +94,9 @@ def linear_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794),
         section 2.
     """
-    call = _checked(query, key, value, feature_map, key_mask, key_bias, _Options(enable_gqa, exact, backend, is_causal))
-    if exact is None:
-        return call.attend(None)[0].out.flatten(1, 2)
-    return call.attend_partly_exactly(None)[0].ungrouped().out
+    tokens, weights = (query, key, value), (key_mask, key_bias)
+    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=is_causal)
+    return _attend(call, chosen, exact, None)[0].out.flatten(1, 2)
 
 
 def linear_partial(
@@ -129,11 +128,10 @@ def linear_partial(
         >>> round(linear_partial(q, k, v, relu).log_normalizer.exp().item(), 4)
         4.0
     """
-    call = _checked(query, key, value, feature_map, key_mask, key_bias, _Options(enable_gqa, exact, backend, is_causal))
-    if exact is not None:
-        return call.attend_partly_exactly(None)[0].ungrouped()
-    rows, _ = call.attend(None)
-    return as_partial(call.tokens.bound, call.tokens.query, rows).ungrouped()
+    tokens, weights = (query, key, value), (key_mask, key_bias)
+    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=is_causal)
+    found, *_ = _attend(call, chosen, exact, None)
+    return (found if isinstance(found, Partial) else as_partial(call.bound, call.query, found)).ungrouped()
 
 
 def linear_attention_with_state(
@@ -188,82 +186,55 @@ def linear_attention_with_state(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
-    options = _Options(enable_gqa, exact, backend, is_causal=True)
-    call, fingerprint = _checked(query, key, value, feature_map, key_mask, key_bias, options), feature_map.fingerprint()
+    tokens, weights = (query, key, value), (key_mask, key_bias)
+    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=True)
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
-        check_built_with(state, fingerprint)
-        state.check_fits(call.tokens.key, call.tokens.value)
-        check_exact_keys(state.exact, exact)
-    if exact is None:
-        rows, sums = call.attend(state)
-        return Attended(rows.out.flatten(1, 2), State(*sums, fingerprint))
-    partial, sums, kept = call.attend_partly_exactly(state)
-    return Attended(partial.ungrouped().out, State(*sums, fingerprint, kept))
-
-
-class _Options(NamedTuple):
-    """The options of a call, as given."""
-
-    enable_gqa: bool
-    exact: Exact | None
-    backend: str
-    is_causal: bool
-
-
-class _Call(NamedTuple):
-    """One call of attention, checked, and what is to run it."""
-
-    tokens: Call
-    exact: Exact | None
-    backend: Backend
-
-    def before(self, state: State | None) -> Sums:
-        """The sums before the call."""
-        if state is not None:
-            return state.sums
-        key, value = self.tokens.key, self.tokens.value
-        feature_map, dtype = self.tokens.bound.feature_map, accumulation_dtype(key.dtype)
-        return no_sums(feature_map, key.shape[0], key.shape[1], value.shape[-1], dtype, key.device)
-
-    def attend(self, state: State | None) -> tuple[Rows, Sums]:
-        """Rows by query group and the sums after, by the map alone."""
-        bound, query, key, value, bias, is_causal = self.tokens
-        with outside_autocast(query.device):
-            return self.backend.attend(bound, query, key, value, bias, self.before(state), is_causal=is_causal)
-
-    def attend_partly_exactly(self, state: State | None) -> tuple[Partial, Sums, ExactKeys | None]:
-        """The same with exact keys, and those that are kept after a causal call."""
-        assert self.exact is not None
-        before, kept = self.before(state), None if state is None else state.exact
-        with outside_autocast(self.tokens.query.device):
-            if not self.tokens.is_causal:
-                return attend_bidirectional(self.tokens, self.backend, self.exact, before), before, None
-            kept = kept or ExactKeys.empty(self.exact, self.tokens.key, self.tokens.value)
-            return attend_causal(self.tokens, self.backend, before, kept)
+        state.check_built_with(feature_map)
+        state.check_fits(call.key, call.value, exact)
+    found, sums, kept = _attend(call, chosen, exact, state)
+    built_with = feature_map.fingerprint() if state is None else state.built_with
+    return Attended(found.out.flatten(1, 2), State(*sums, built_with, kept))
 
 
 def _checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tokens: tuple[Tensor, Tensor, Tensor],
     feature_map: FeatureMap,
-    key_mask: Tensor | None,
-    key_bias: Tensor | None,
-    options: _Options,
-) -> _Call:
-    """The call, wrong input refused."""
-    enable_gqa, exact, backend, is_causal = options
+    weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
+    enable_gqa: bool,
+    exact: Exact | None,
+    backend: str,
+    *,
+    is_causal: bool,
+) -> tuple[Call, Backend]:
+    """The call and what runs it, wrong input refused."""
     check_map(feature_map)
-    query, key, value = in_one_dtype(query, key, value)
-    check_tensors(query, key, value, feature_map, enable_gqa=enable_gqa)
-    bias = as_bias(key_mask, key_bias, key)
+    query, key, value, bias = checked(tokens, feature_map, *weights, enable_gqa=enable_gqa)
     if exact is not None:
         if not isinstance(exact, Exact):
             raise TypeError(f"exact must be a linattn.Exact or None, got {exact!r}; write exact=Exact(window=32)")
         exact.check_call(feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
     check_backend(backend)
-    bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
-    tokens = Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
-    return _Call(tokens, exact, choose(backend, tokens))
+    bound = bind(feature_map, query, key, live_keys(*weights), is_causal=is_causal)
+    call = Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
+    return call, choose(backend, call)
+
+
+def _attend(
+    call: Call, backend: Backend, exact: Exact | None, state: State | None
+) -> tuple[Rows | Partial, Sums, ExactKeys | None]:
+    """Rows (B, Hkv, G, Lq, ·) over the state's keys and these, the sums after them, and a stream's exact keys."""
+    bound, query, key, value, bias, is_causal = call
+    with outside_autocast(query.device):
+        if state is None:
+            sizes = key.shape[0], key.shape[1], value.shape[-1]
+            before = no_sums(bound.feature_map, *sizes, accumulation_dtype(key.dtype), key.device)
+        else:
+            before = state.sums
+        if exact is None:
+            return *backend.attend(bound, query, key, value, bias, before, is_causal=is_causal), None
+        if not is_causal:
+            return attend_bidirectional(call, backend, exact, before), before, None
+        kept = None if state is None else state.exact
+        return attend_causal(call, backend, before, kept or ExactKeys.empty(exact, key, value))

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linattn.attention._check import as_bias, check_map, check_tensors, in_one_dtype, live_keys
+from linattn.attention._check import check_map, checked, live_keys
 from linattn.attention.bound_map import bind
-from linattn.attention.softmax import inert
+from linattn.attention.softmax import causal_mask, inert
 from linattn.attention.sums import accumulation_dtype, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
@@ -62,21 +62,21 @@ def attention_rows(
         [0.25, 0.75]
     """
     check_map(feature_map)
-    query, key = in_one_dtype(query, key)
-    check_tensors(query, key, key, feature_map, enable_gqa=enable_gqa)
-    bias = as_bias(key_mask, key_bias, key)
+    query, key, _, bias = checked((query, key, key), feature_map, key_mask, key_bias, enable_gqa=enable_gqa)
     rows = _check_index(query_index, query.shape[2])
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
     bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
-    rise = query.new_zeros(1, 1, 1, 1, key.shape[2], dtype=dtype)
+    logit_bias = query.new_zeros(1, 1, 1, 1, key.shape[2], dtype=dtype)
     if bias is not None:
-        key, rise = inert(key, bias), bias[:, :, None, None]
+        key, logit_bias = inert(key, bias), bias[:, :, None, None]
     if is_causal:
-        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        rise = torch.where(visible.tril(key.shape[2] - query.shape[2])[rows], rise, -torch.inf)
+        logit_bias = torch.where(causal_mask(query.shape[2], key.shape[2], query.device)[rows], logit_bias, -torch.inf)
     chosen = query[:, :, rows].unflatten(1, heads).to(dtype)
-    weigh = _weighing(feature_map, is_causal=is_causal)
-    weights: Tensor = bound.run(weigh, query.device, chosen, key.to(dtype), rise)
+    if isinstance(feature_map, GroupedFeatureMap):
+        weigh: Callable[..., Tensor] = _grouped_weights
+    else:
+        weigh = _log_weights if is_causal and feature_map.exponential else _weights
+    weights: Tensor = bound.run(weigh, query.device, chosen, key.to(dtype), logit_bias)
     total = weights.sum(-1, keepdim=True)
     return (weights / torch.where(total == 0, 1, total)).flatten(1, 2)
 
@@ -94,19 +94,12 @@ def _check_index(query_index: Tensor, length: int) -> Tensor:
     return query_index % max(length, 1)
 
 
-def _weighing(feature_map: FeatureMap, *, is_causal: bool) -> Callable[..., Tensor]:
-    """Which of the functions below forms the rows."""
-    if isinstance(feature_map, GroupedFeatureMap):
-        return _grouped_weights
-    return _log_weights if is_causal and feature_map.exponential else _weights
-
-
-def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, rise: Tensor) -> Tensor:
-    """Weights (B, H, G, n, Lk) by one product, each row on a scale of its own; `rise` broadcasts to that shape."""
+def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
+    """Weights (B, H, G, n, Lk) by one product, each row on its own scale; `logit_bias` broadcasts to that shape."""
     phi_q, phi_k = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
     if feature_map.exponential:
         # Not causal: all rows see the same keys, so that one maximum per feature serves them.
-        exponents = phi_k + rise[:, :, 0, 0].unsqueeze(-1)
+        exponents = phi_k + logit_bias[:, :, 0, 0].unsqueeze(-1)
         c = exponents.detach().amax(-2, keepdim=True) if key.shape[-2] else phi_k.new_zeros(1)
         c = c.clamp(min=lowest(phi_k.dtype))
         phi_q = phi_q + c
@@ -114,26 +107,26 @@ def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, rise: Tensor) 
         weights: Tensor = (phi_q @ torch.exp(exponents - c).mT).unflatten(2, query.shape[2:4])
         return weights
     log_weight = feature_map.key_log_weight(key)
-    logs = rise if log_weight is None else log_weight[:, :, None, None] + rise
+    logs = logit_bias if log_weight is None else log_weight[:, :, None, None] + logit_bias
     products: Tensor = (phi_q @ phi_k.mT).unflatten(2, query.shape[2:4])
     return products * _exponentials(logs)
 
 
-def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, rise: Tensor) -> Tensor:
+def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
     """The same from log Σ_f φ_f(q)φ_f(k), which no later key can underflow."""
     lq, lk = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
     step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
     parts = [torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, dim=-2)]
     logs = torch.cat(parts, -1) if parts else lq.new_zeros(*lq.shape[:-1], 0)
-    return _exponentials(logs.unflatten(2, query.shape[2:4]) + rise)
+    return _exponentials(logs.unflatten(2, query.shape[2:4]) + logit_bias)
 
 
-def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, rise: Tensor) -> Tensor:
+def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
     """The same where a query reads one group, with features that depend on the keys it sees."""
     shape, query = query.shape[2:4], query.flatten(2, 3)
     number = feature_map.group(query).unsqueeze(-1)
     logs = torch.take_along_dim(feature_map.key_log_weight(key).mT, number, -2).unflatten(2, shape)
-    weights, psi = _exponentials(logs + rise).flatten(2, 3), feature_map.key(key)
+    weights, psi = _exponentials(logs + logit_bias).flatten(2, 3), feature_map.key(key)
     places = feature_map.places().to(query.dtype).expand(*number.shape[:2], -1, -1)
     phi_q, _ = feature_map.local_query(query, torch.take_along_dim(places, number, -2), weights @ psi)
     found: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)

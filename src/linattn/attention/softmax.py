@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention._check import as_bias, check_tensors, in_one_dtype
+from linattn.attention._check import checked
 from linattn.attention.bound_map import outside_autocast
 from linattn.attention.partial import Partial
 from linattn.attention.sums import accumulation_dtype
@@ -55,9 +55,7 @@ def softmax_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
-    query, key, value = in_one_dtype(query, key, value)
-    check_tensors(query, key, value, None, enable_gqa=enable_gqa)
-    bias = as_bias(key_mask, key_bias, key)
+    query, key, value, bias = checked((query, key, value), None, key_mask, key_bias, enable_gqa=enable_gqa)
     lq, lk = query.shape[2], key.shape[2]
     attend = torch.nn.functional.scaled_dot_product_attention
     if bias is None and is_causal and lq == lk:
@@ -69,12 +67,12 @@ def softmax_attention(
         return attend(query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa)
     if bias is not None:
         key, value = inert(key, bias), inert(value, bias)
+    logits = _logit_bias(query, key, bias, is_causal=is_causal)
     if key_bias is None:
-        mask = _visible(query, lk, bias, is_causal=is_causal)
+        mask = None if logits is None else (logits != -torch.inf).expand(*logits.shape[:-2], lq, -1)
         return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     # SDPA wants biases in the query's dtype: 16 bits would round them.
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-    logits = _logit_bias(query, key, bias, is_causal=is_causal)
     return attend(q, k, v, attn_mask=logits, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
 
 
@@ -106,9 +104,7 @@ def softmax_partial(
         >>> round(part.log_normalizer.exp().item(), 4)
         4.0
     """
-    query, key, value = in_one_dtype(query, key, value)
-    check_tensors(query, key, value, None, enable_gqa=enable_gqa)
-    bias = as_bias(key_mask, key_bias, key)
+    query, key, value, bias = checked((query, key, value), None, key_mask, key_bias, enable_gqa=enable_gqa)
     if bias is not None:
         key, value = inert(key, bias), inert(value, bias)
     groups = query.shape[1] // max(key.shape[1], 1)
@@ -145,14 +141,9 @@ def inert(x: Tensor, bias: Tensor) -> Tensor:
     return x.masked_fill((bias == -torch.inf).unsqueeze(-1), 0)
 
 
-def _visible(query: Tensor, num_keys: int, bias: Tensor | None, *, is_causal: bool) -> Tensor | None:
-    """Which keys a query sees, broadcasting to (B, H, Lq, Lk); None for all."""
-    mask = None if bias is None else (bias != -torch.inf).unsqueeze(2).expand(-1, -1, query.shape[2], -1)
-    if is_causal:
-        seen = torch.ones(query.shape[2], num_keys, dtype=torch.bool, device=query.device)
-        seen = seen.tril(num_keys - query.shape[2])
-        mask = seen if mask is None else mask & seen
-    return mask
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """Which keys each query sees (Lq, Lk), the last of both level."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 
 def _logit_bias(query: Tensor, key: Tensor, bias: Tensor | None, *, is_causal: bool) -> Tensor | None:
@@ -161,7 +152,6 @@ def _logit_bias(query: Tensor, key: Tensor, bias: Tensor | None, *, is_causal: b
         bias = bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     if not is_causal:
         return None if bias is None else bias.unsqueeze(2)
-    seen = _visible(query, key.shape[2], None, is_causal=True)
-    assert seen is not None
+    visible = causal_mask(query.shape[2], key.shape[2], query.device)
     zero = query.new_zeros((), dtype=accumulation_dtype(query.dtype))
-    return torch.where(seen, zero if bias is None else bias.unsqueeze(2), -torch.inf)
+    return torch.where(visible, zero if bias is None else bias.unsqueeze(2), -torch.inf)

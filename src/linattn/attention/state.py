@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.attention._check import as_bias, check_map, check_tensors, in_one_dtype
+from linattn.attention._check import check_map, checked
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, attend_to_all
@@ -111,15 +111,13 @@ class State:
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, key)
-        key, value = in_one_dtype(key, value)
-        check_tensors(key, key, value, feature_map, enable_gqa=False)
-        bias = as_bias(key_mask, key_bias, key)
-        self.check_fits(key, value)
+        _, key, value, bias = checked((key, key, value), feature_map, key_mask, key_bias, enable_gqa=False)
         if self.exact is not None:
             raise ValueError(
                 "a state with a window chooses its heavy keys by what queries attend to, and absorb has no queries; "
                 "call linear_attention_with_state, or flush the state first"
             )
+        self.check_fits(key, value, None)
         return self._absorbed(feature_map, key, value, bias)
 
     def flush(self, feature_map: FeatureMap) -> State:
@@ -270,10 +268,18 @@ class State:
         """The sums and their exponent, as the backends take them."""
         return Sums(self.S, self.z, self.m)
 
-    def check_fits(self, key: Tensor, value: Tensor) -> None:
-        """Refuse tokens whose batch, heads, value width, precision or device are not the state's."""
-        wanted = (*self.S.shape[:2], self.S.shape[-1])
-        got = (*key.shape[:2], value.shape[-1])
+    def check_built_with(self, feature_map: FeatureMap) -> None:
+        """Refuse another map, draw or weights than those the state was built with."""
+        fingerprint = feature_map.fingerprint()
+        if self.built_with != fingerprint:
+            raise ValueError(
+                f"the state was built with {self.built_with}, got {fingerprint}; features of different maps, draws or "
+                "weights do not mix: use the map it was built with, or rebuild the state"
+            )
+
+    def check_fits(self, key: Tensor, value: Tensor, exact: Exact | None) -> None:
+        """Refuse tokens whose batch, heads, value width, precision, device or exact part are not the state's."""
+        wanted, got = (*self.S.shape[:2], self.S.shape[-1]), (*key.shape[:2], value.shape[-1])
         if wanted != got:
             raise ValueError(
                 f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
@@ -285,6 +291,9 @@ class State:
             )
         if self.S.device != key.device:
             raise ValueError(f"the state is on {self.S.device}, the keys on {key.device}; move it with state.to(…)")
+        held = None if self.exact is None else self.exact.rule
+        if held != exact:
+            raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
 
     def _absorbed(self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None) -> State:
         """The state with these keys in the sums, and none kept exactly."""
@@ -296,25 +305,9 @@ class State:
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map."""
         check_map(feature_map)
-        check_built_with(self, feature_map.fingerprint())
+        self.check_built_with(feature_map)
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor, got {type(x).__name__}")
-
-
-def check_built_with(state: State, fingerprint: str) -> None:
-    """Refuse a state built under another map, draw or weights than those with this fingerprint."""
-    if state.built_with != fingerprint:
-        raise ValueError(
-            f"the state was built with {state.built_with}, got {fingerprint}; features of different maps, draws or "
-            "weights do not mix: use the map it was built with, or rebuild the state"
-        )
-
-
-def check_exact_keys(kept: ExactKeys | None, exact: Exact | None) -> None:
-    """Refuse another exact part than the state's."""
-    held = None if kept is None else kept.rule
-    if held != exact:
-        raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
 
 
 def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:

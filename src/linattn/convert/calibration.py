@@ -1,4 +1,4 @@
-"""Maps for the layers of a model, fitted to the attention it pays to sample texts.
+"""Maps and plans for the layers of a model, fitted to its attention on sample texts.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width.
 """
@@ -10,47 +10,25 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from linattn.attention import softmax_attention
 from linattn.convert.running import Batch, to_device
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
-from linattn.hf.observing import live_tokens as unpadded
+from linattn.hf.calibrating import live_tokens
+from linattn.planning import Plan, plan
 from linattn.planning.methods import Method
+
+# Texts that methods are chosen on, all of one length; maps are fitted to every text.
+_MOST_TEXTS = 4
 
 
 def record(model: PreTrainedModel, batch: Batch) -> dict[str, AttentionCall]:
-    """The attention calls of one forward pass, by the name of their module.
-
-    Like `linattn.hf.capture`, which checks a model once, without its second pass: for every step of a training.
-
-    Cost: a forward pass.
-
-    Args:
-        model: the original model, which `capture` accepts.
-        batch: its keyword arguments.
-
-    Returns:
-        One call per attention module.
-
-    Example:
-        See `linattn.hf.capture`.
-
-    Source: `linattn.hf.intercept`.
-    """
+    """The attention calls of one forward pass by module name: `linattn.hf.capture` without its check."""
     calls: dict[str, AttentionCall] = {}
 
     def keep(call: AttentionCall) -> Tensor:
         """Keep the call, answer exactly."""
         calls[call.module_name] = call
-        return softmax_attention(
-            call.query,
-            call.key,
-            call.value,
-            key_mask=call.key_mask,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            enable_gqa=True,
-        )
+        return call.softmax()
 
     with torch.no_grad(), intercept(model, keep):
         model(**to_device(batch, model.device))
@@ -65,29 +43,9 @@ def build_maps(
     num_features: int | None,
     seed: int,
 ) -> list[FeatureMap]:
-    """A map for every layer: drawn where it is random, untrained where it learns, not yet fitted.
+    """A map for every layer, on its call's device, with trainable weights where it has any; not yet fitted.
 
-    Maps with a set of weights or a draw of their own for each key/value head have one.
-
-    Cost: the constructors.
-
-    Args:
-        method: whose map it is.
-        layers: the layers to convert.
-        calls: one recorded call per layer, for its sizes.
-        num_features: R, for a map whose width is free and not written.
-        seed: layer n's map is drawn from seed + n.
-
-    Returns:
-        The maps, in order, on the calls' device, with trainable weights where they have any.
-
-    Raises:
-        ValueError: if the map cannot be built.
-
-    Example:
-        See `linattn.convert.convert_`.
-
-    Source: `linattn.planning.methods`.
+    Layer n's map is drawn from seed + n; draws and weights are separate for each key/value head where the map has such.
     """
     found = []
     for layer in layers:
@@ -103,30 +61,58 @@ def build_maps(
 def fit_maps(
     maps: Sequence[FeatureMap], layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch]
 ) -> None:
-    """Fit every map that takes statistics to its layer's queries and keys over all batches together.
-
-    Cost: a forward pass per batch, memory for at most 16384 tokens of each layer, and the fits.
-
-    Args:
-        maps: changed in place.
-        layers: theirs.
-        model: the original model.
-        batches: sample texts; padded tokens are left out.
-
-    Example:
-        See `linattn.convert.convert_`.
-
-    Source: the `fit` of each map.
-    """
-    fitted = {
-        layer.module_name: feature_map
-        for layer, feature_map in zip(layers, maps, strict=True)
-        if isinstance(feature_map, FittedMap)
-    }
+    """Fit every map that takes statistics, in place, to its layer's unpadded queries and keys over all batches."""
+    named = zip(layers, maps, strict=True)
+    fitted = {layer.module_name: feature_map for layer, feature_map in named if isinstance(feature_map, FittedMap)}
     if fitted:
         calibrating.fit_maps(model, fitted, batches)
 
 
-def live_tokens(x: Tensor, call: AttentionCall) -> Tensor:
-    """The unpadded tokens of all samples in a row: (B, H, L, D) -> (1, H, N, D)."""
-    return unpadded(x, call.key_mask)
+def make_plans(
+    layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch], *, target_error: float
+) -> list[Plan]:
+    """A plan for every layer: methods chosen on the longest texts, maps fitted to all.
+
+    While methods are chosen, maps are fitted to half of each text's tokens and measured on the others (`fixed_maps`).
+    """
+    recorded = [record(model, batch) for batch in batches]
+    return [_made([found[layer.module_name] for found in recorded], target_error) for layer in layers]
+
+
+def _made(calls: Sequence[AttentionCall], target_error: float) -> Plan:
+    """One layer's plan."""
+    first = calls[0]
+    query, key, value = _longest(calls)
+    made = plan(
+        query,
+        key,
+        value,
+        target_error=target_error,
+        is_causal=first.is_causal,
+        scale=first.scale,
+        fixed_maps=True,
+    )
+    queries, keys = ([live_tokens(getattr(call, name), call.key_mask) for call in calls] for name in ("query", "key"))
+    return made.fit(torch.cat(queries, 2), torch.cat(keys, 2))
+
+
+def _longest(calls: Sequence[AttentionCall]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of the longest texts, which are as long as each other: (B, H or Hkv, L, D)."""
+    texts = [text for call in calls for text in _texts(call)]
+    length = max(text[0].shape[2] for text in texts)
+    chosen = [text for text in texts if text[0].shape[2] == length][:_MOST_TEXTS]
+    query, key, value = (torch.cat(each) for each in zip(*chosen, strict=True))
+    return query, key, value
+
+
+def _texts(call: AttentionCall) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Query, key and value of each row of a batch, without its padding."""
+    found = []
+    for row in range(len(call.query)):
+        live = slice(None) if call.key_mask is None else call.key_mask[row]
+        query = call.query[row : row + 1]
+        # Queries of another text than the keys have no padding that is known of.
+        if query.shape[2] == call.key.shape[2]:
+            query = query[:, :, live]
+        found.append((query, call.key[row : row + 1, :, live], call.value[row : row + 1, :, live]))
+    return found

@@ -1,4 +1,4 @@
-"""What a conversion keeps on disk while it runs, so that nothing but the last minute is lost when it is killed."""
+"""A conversion's files while it runs: when it is killed, only the last minute is lost."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linattn.records.atomic import atomic_file, atomic_folder
+from linattn.records.atomic import atomic_folder
+from linattn.records.fields import Reading, to_json
+from linattn.records.json_files import read_json, write_json
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS, _BEST, _DIGESTS, _IDENTITY = "progress.json", "best.safetensors", "digests.json", "conversion.json"
@@ -46,16 +50,9 @@ class Progress:
 class WorkFolder:
     """A folder for one conversion; its trainings each keep their last two checkpoints.
 
-    A checkpoint is a folder that is renamed when it is whole; the one before the one before is removed after that. Each
-    holds the digests of its files: one that is damaged is passed over for the one before. Settings that are refused
-    before there is anything to keep leave no folder.
-
-    Args:
-        path: the folder; made with the first thing that is kept in it.
-        identity: what tells this conversion from another: settings, samples, versions.
-
-    Raises:
-        ValueError: if the folder holds another conversion, or its settings cannot be read.
+    A checkpoint is a folder that is renamed when it is whole; the last but two is removed after that. Each holds the
+    digests of its files: of a damaged one, the one before takes the place. Settings that are refused before there is
+    anything to keep leave no folder. `identity` tells this conversion from another: settings, samples, versions.
 
     Example:
         >>> import tempfile
@@ -74,7 +71,7 @@ class WorkFolder:
         file = path / _IDENTITY
         if not file.is_file():
             return
-        found = _read(file, f"remove {path} to begin anew")
+        found = read_json(file, "conversion's settings", f"remove {path} to begin anew")
         if found != now:
             names = sorted(name for name in {*found, *now} if found.get(name) != now.get(name))
             changes = ", ".join(f"{name}: {found.get(name)!r}, now {now.get(name)!r}" for name in names)
@@ -84,45 +81,36 @@ class WorkFolder:
             )
 
     def claim(self) -> None:
-        """Say in the folder which conversion it is for; from now on it takes no other."""
-        with atomic_file(self.path / _IDENTITY) as writing:
-            json.dump(self._identity, writing, indent=1)
+        """Write the conversion's identity into the folder; from now on it takes no other."""
+        write_json(self.path / _IDENTITY, self._identity)
 
     @property
     def logs(self) -> Path:
         """Where TensorBoard finds the curves."""
         return self.path / "logs"
 
-    def recall(self, name: str) -> Any:
-        """What was remembered under a name; None for nothing."""
-        file = self.path / f"{name}.json"
-        return _read(file, "remove it, and it is measured again") if file.is_file() else None
+    def recall(self, name: str, kind: type[T]) -> T | None:
+        """The record of a kind that was remembered under a name; None for nothing."""
+        file, remedy = self.path / f"{name}.json", "remove it, and it is measured again"
+        return (
+            Reading(str(file), remedy, finite=False).record(kind, read_json(file, "stage", remedy))
+            if file.is_file()
+            else None
+        )
 
-    def remember(self, name: str, values: Any) -> None:
-        """Keep plain values, as JSON has them, under a name."""
-        with atomic_file(self.path / f"{name}.json") as writing:
-            json.dump(values, writing, indent=1)
+    def remember(self, name: str, record: Any) -> None:
+        """Keep a record under a name."""
+        write_json(self.path / f"{name}.json", to_json(record, finite=False))
 
     def save(self, training: str, accelerator: Accelerator, progress: Progress, best: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint of a training, and forget all but it and the one before.
-
-        Args:
-            training: its name.
-            accelerator: holds the model and the optimiser.
-            progress: how far it has come.
-            best: the model's tensors at the least validation loss.
-
-        Raises:
-            OSError: if it cannot be written; those before stay.
-        """
+        """Write a checkpoint of a training, with the best weights so far; remove all but it and the one before."""
         place = self._place(training) / f"step-{progress.step:08}"
         with _named(place), atomic_folder(place) as draft:
             # As torch saves it: safetensors would warn of every tied weight at every checkpoint.
             accelerator.save_state(str(draft), safe_serialization=False)
             save_file({name: tensor.contiguous() for name, tensor in best.items()}, draft / _BEST)
-            (draft / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-            digests = {path.name: _digest(path) for path in draft.iterdir() if path.is_file()}
-            (draft / _DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
+            write_json(draft / _PROGRESS, to_json(progress, finite=False))
+            write_json(draft / _DIGESTS, {path.name: _digest(path) for path in draft.iterdir() if path.is_file()})
         kept = self._checkpoints(training)[-_GENERATIONS:]
         # Older ones, and what a kill has left of one.
         for other in self._place(training).iterdir():
@@ -130,19 +118,9 @@ class WorkFolder:
                 shutil.rmtree(other)
 
     def resume(self, training: str, accelerator: Accelerator) -> tuple[Progress, dict[str, Tensor]] | None:
-        """Load the last whole checkpoint of a training into the accelerator's model and optimiser.
+        """Load the last whole checkpoint of a training into model and optimiser; None without one.
 
-        One that is damaged is told of in the log and removed, where there is a whole one before it.
-
-        Args:
-            training: its name.
-            accelerator: holds the model and the optimiser.
-
-        Returns:
-            Its progress and best tensors; None where there is no checkpoint.
-
-        Raises:
-            ValueError: if there are checkpoints, and all of them are damaged.
+        A damaged one is logged and removed where there is a whole one before it; ValueError if all are damaged.
         """
         damages: dict[Path, str] = {}
         for checkpoint in reversed(self._checkpoints(training)):
@@ -159,11 +137,12 @@ class WorkFolder:
             return None
         for damaged, damage in damages.items():
             _LOG.warning("%s; the %s goes on from the checkpoint before, %s", damage, training, checkpoint)
-            # Steps of that number are to come again.
+            # Steps of that number follow again.
             shutil.rmtree(damaged)
         accelerator.load_state(str(checkpoint))
-        values = json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8"))
-        return Progress(**values), load_file(checkpoint / _BEST)
+        file, remedy = checkpoint / _PROGRESS, f"remove {checkpoint}"
+        reading = Reading(str(file), remedy, finite=False)
+        return reading.record(Progress, read_json(file, "progress", remedy)), load_file(checkpoint / _BEST)
 
     def _place(self, training: str) -> Path:
         """The folder of a training's checkpoints."""
@@ -176,36 +155,25 @@ class WorkFolder:
 
 @contextmanager
 def _named(place: Path) -> Iterator[None]:
-    """Torch's error about a file that it cannot write says neither which file nor why."""
+    """Name the checkpoint in torch's error about a file that it cannot write, which says neither which nor why."""
     try:
         yield
     except RuntimeError as error:
         raise OSError(f"the checkpoint {place} was not written ({error}); free some space, and start again") from error
 
 
-def _read(file: Path, remedy: str) -> Any:
-    """A JSON file, or an error that names it."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); {remedy}") from error
-
-
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None where its files are those that were written."""
-    file = checkpoint / _DIGESTS
+    """What is wrong with a checkpoint; None if its files are those that were written."""
     try:
-        digests = json.loads(file.read_text(encoding="utf-8"))
-        for name, digest in digests.items():
-            file = checkpoint / name
-            if _digest(file) != digest:
-                return f"{file} is damaged: its bytes are not those that were written"
+        for name, digest in read_json(checkpoint / _DIGESTS, "table of digests", "remove the checkpoint").items():
+            if _digest(checkpoint / name) != digest:
+                return f"{checkpoint / name} is damaged: its bytes are not those that were written"
     except (OSError, ValueError, AttributeError) as error:
-        return f"{file} is damaged: {error}"
+        return f"{checkpoint} is damaged: {error}"
     return None
 
 
 def _digest(file: Path) -> str:
-    """What tells a file's bytes from others."""
+    """The SHA-256 of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -53,7 +53,7 @@ def convert_(
         config: what to do.
         work: a folder for checkpoints and TensorBoard curves, of one conversion at a time. If it holds a conversion
             that was cut off, this one goes on from its last whole checkpoint. None keeps everything in memory.
-        notify: told of the training's name, the share of its time that is spent, and its best validation loss.
+        notify: called with the training's name, the share of its time that is spent, and its best validation loss.
 
     Returns:
         A `Conversion`. Ctrl-C during training ends it early, with the best weights so far in the model.
@@ -107,7 +107,7 @@ def _alone(work: Path | None) -> Iterator[None]:
 
 
 def _check(model: PreTrainedModel, config: ConvertConfig) -> None:
-    """Refuse what would end badly after minutes."""
+    """Refuse models and settings that would fail after minutes."""
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call linattn.hf.restore_(model) first")
     narrow = {str(parameter.dtype) for parameter in model.parameters() if torch.finfo(parameter.dtype).bits < 32}
@@ -143,7 +143,7 @@ def _samples(
 
 
 def _identity(model: PreTrainedModel, method: Method | None, config: ConvertConfig, samples: Samples) -> dict[str, Any]:
-    """What two runs must share to be one conversion; more time may be given to the second."""
+    """The settings that two runs must share to be one conversion; the second may have more time."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("texts", "minutes")}
     weights = hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -161,4 +161,4 @@ def _identity(model: PreTrainedModel, method: Method | None, config: ConvertConf
 
 
 def _silent(name: str, share: float, loss: float) -> None:
-    """Nobody is told."""
+    """Notify nobody."""

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from linattn.convert.calibration import build_maps, fit_maps
+from torch import nn
+
+from linattn.convert.calibration import build_maps, fit_maps, make_plans
 from linattn.convert.checkpoints import WorkFolder
 from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import distil, teacher_outputs
-from linattn.convert.planning import make_plans
 from linattn.convert.running import to_device
 from linattn.convert.samples import Samples
 from linattn.convert.stages import BASELINE, Stage, best, measure, measure_uniform
 from linattn.convert.training import Notify, Trained, Training, train
 from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
-from linattn.hf import AttentionCall, Linearization, PreTrainedModel, capture, is_linearized, linearize_, restore_
+from linattn.hf import (
+    AttentionCall,
+    LayerAttention,
+    Linearization,
+    PreTrainedModel,
+    capture,
+    is_linearized,
+    linearize_,
+    restore_,
+)
+from linattn.hf.layer_attention import ATTRIBUTE
+from linattn.hf.linearization import choose_layers
 from linattn.planning import Plan, read_plans, write_plans
 from linattn.planning.methods import Method
 
 # Of the time, when a map learns and the model is distilled afterwards.
 _TRANSFER_SHARE = 1 / 3
 _DISTILLED_MAP_RATE = 0.1
-# A map that fits every layer, to ask which layers can be converted.
-_ANY = "Exponential"
 
 
 @dataclass(frozen=True)
@@ -64,17 +74,7 @@ class Conversion:
 
 
 class Course:
-    """A conversion under way.
-
-    Args:
-        model: to be converted, in place.
-        teacher: a copy of it, which stays as it is.
-        method: for all heads; None to plan one for each.
-        config: what to do.
-        samples: what is read.
-        work: where checkpoints go; None for nowhere.
-        notify: told of every training's steps.
-    """
+    """A conversion under way; without a method one is planned for each head, and without a folder nothing is kept."""
 
     def __init__(
         self,
@@ -91,30 +91,27 @@ class Course:
         self._stages: list[Stage] = []
         self._trainings: list[Trained] = []
         self._plans: list[Plan] = []
-        # By stage, what gives an original model that stage's maps again.
-        self._again: dict[str, Callable[[], Linearization]] = {}
+        # Copies of the layers' kernels by stage; with the original weights they restore the model of that stage.
+        self._kernels: dict[str, list[nn.Module]] = {}
 
     def go(self) -> Conversion:
         """All stages in order."""
-        held_out, teacher = self._samples.held_out, self._teacher
-        self._exact = [teacher_outputs(teacher, to_device(batch, teacher.device)) for batch in held_out]
-        probe = linearize_(self._model, feature_map=_ANY, layers=self._config.layers)
-        restore_(self._model)
-        self._layers = probe.replaced
+        teacher = self._teacher
+        self._exact = [teacher_outputs(teacher, to_device(batch, teacher.device)) for batch in self._samples.held_out]
+        self._layers = choose_layers(self._model, self._config.layers).replaced
         # Checked once, that what is recorded explains the model.
         first = to_device(self._samples.calibration[0], teacher.device)
         calls = {call.module_name: call for call in capture(teacher, first).calls}
         is_causal = any(calls[layer.module_name].is_causal for layer in self._layers)
         if self._method is None:
-            maps, fitted, put = self._by_plans(is_causal=is_causal)
+            maps, fitted, linearization = self._by_plans(is_causal=is_causal)
         else:
-            maps, fitted, put = self._by_one_method(self._method, calls, is_causal=is_causal)
-        replaced = {layer.layer: layer for layer in put.replaced}
+            maps, fitted, linearization = self._by_one_method(self._method, calls, is_causal=is_causal)
         self._train(maps, fitted)
         kept = self._keep_the_best()
         return Conversion(
             method=label(self._method, self._config),
-            linearization=Linearization(tuple(replaced.get(layer.layer, layer) for layer in probe.layers)),
+            linearization=linearization,
             stages=tuple(self._stages),
             trainings=tuple(training for training in self._trainings if training.steps),
             num_held_out=sum(len(found.live) for found in self._exact),
@@ -127,38 +124,42 @@ class Course:
     def _by_one_method(
         self, method: Method, calls: dict[str, AttentionCall], *, is_causal: bool
     ) -> tuple[list[FeatureMap], bool, Linearization]:
-        """A map for every layer, as drawn and as fitted: the maps, and whether there was anything to fit."""
-        maps = build_maps(method, self._layers, calls, num_features=self._config.num_features, seed=self._config.seed)
+        """Every layer by one method, as drawn and as fitted: the maps, and whether there was anything to fit."""
+        config, calibration = self._config, self._samples.calibration
+        maps = build_maps(method, self._layers, calls, num_features=config.num_features, seed=config.seed)
         fitted = any(isinstance(feature_map, FittedMap) for feature_map in maps)
-        late = not (fitted and is_causal)
-        if not late:
-            # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
-            fit_maps(maps, self._layers, self._teacher, self._samples.calibration)
-        put = self._put(maps, method)
-        self._nothing_is_refused_any_more()
-        if late:
-            drawn = copy.deepcopy(maps)
-            self._audit("unconverted", lambda: self._put(drawn, method))
-            fit_maps(maps, self._layers, self._teacher, self._samples.calibration)
-        return maps, fitted, put
+        # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
+        measurable = not (fitted and is_causal)
+        if not measurable:
+            fit_maps(maps, self._layers, self._teacher, calibration)
+        following = iter(maps)
+        linearization = linearize_(
+            self._model,
+            feature_map=lambda head_dim: next(following),
+            layers=config.layers,
+            exact=method.exact,
+        )
+        self._begin()
+        if measurable:
+            self._audit("unconverted")
+            fit_maps(maps, self._layers, self._teacher, calibration)
+        return maps, fitted, linearization
 
     def _by_plans(self, *, is_causal: bool) -> tuple[list[FeatureMap], bool, Linearization]:
         """A method for every head, its maps learning from each call and as fitted; none has weights to train."""
         # Kept where there is a folder: a checkpoint's tensors are those of these methods.
         file = None if self._work is None else self._work.path / "plan.json"
         self._plans = read_plans(file) if file is not None and file.is_file() else self._made_plans()
-        put = self._put_plans(self._plans)
-        self._nothing_is_refused_any_more()
+        drawn = self._plans if is_causal else [replace(made, fitted={}) for made in self._plans]
+        linearization = linearize_(self._model, plans=drawn, layers=self._config.layers)
+        self._begin()
         if file is not None:
             write_plans(file, self._plans)
         if not is_causal:
-            restore_(self._model)
-            drawn = [replace(made, fitted={}) for made in self._plans]
-            self._put_plans(drawn)
-            self._audit("unconverted", lambda: self._put_plans(drawn))
-            restore_(self._model)
-            self._put_plans(self._plans)
-        return [], True, put
+            self._audit("unconverted")
+            named = zip(self._plans, self._layers, strict=True)
+            self._put([LayerAttention(made, layer.module_name) for made, layer in named])
+        return [], True, linearization
 
     def _made_plans(self) -> list[Plan]:
         """A plan for every layer."""
@@ -166,8 +167,10 @@ class Course:
         assert target is not None
         return make_plans(self._layers, self._teacher, self._samples.calibration, target_error=target)
 
-    def _nothing_is_refused_any_more(self) -> None:
-        """Take the folder, and measure the baseline."""
+    def _begin(self) -> None:
+        """Take the folder, now that nothing is refused any more, and measure the baseline."""
+        # The kernels too.
+        self._model.train(False)
         if self._work is not None:
             self._work.claim()
         self._stage(BASELINE, lambda: measure_uniform(self._teacher, self._samples.held_out, self._exact))
@@ -180,17 +183,17 @@ class Course:
 
     def _train(self, maps: list[FeatureMap], fitted: bool) -> None:
         """Attention transfer and distillation, each where there is something to train and time for it."""
-        config, learned = self._config, [any(True for _ in feature_map.parameters()) for feature_map in maps]
-        seconds, some = config.minutes * 60, any(learned)
-        transferring = seconds * (_TRANSFER_SHARE if config.distil else 1) * some
+        config, held = self._config, zip(maps, self._layers, strict=bool(maps))
+        learning = [(feature_map, layer) for feature_map, layer in held if any(True for _ in feature_map.parameters())]
+        seconds = config.minutes * 60
+        transferring = seconds * (_TRANSFER_SHARE if config.distil else 1) * bool(learning)
         transferred = False
         if transferring:
-            chosen = [(m, layer) for m, layer, learns in zip(maps, self._layers, learned, strict=True) if learns]
             transferred = self._run(
                 transfer(
                     self._model,
-                    [feature_map for feature_map, _ in chosen],
-                    [layer for _, layer in chosen],
+                    [feature_map for feature_map, _ in learning],
+                    [layer for _, layer in learning],
                     self._teacher,
                     self._samples,
                     seconds=transferring,
@@ -198,7 +201,7 @@ class Course:
                 )
             )
         if fitted or transferred:
-            self._audit_calibrated(maps)
+            self._audit("calibrated")
         if config.distil and seconds and not self._stopped:
             distilled = self._run(
                 distil(
@@ -214,20 +217,13 @@ class Course:
             if distilled:
                 self._audit("converted")
 
-    def _audit_calibrated(self, maps: list[FeatureMap]) -> None:
-        """The model with its maps as they are before distillation."""
-        method, calibrated = self._method, copy.deepcopy(maps)
-        if method is None:
-            self._audit("calibrated", lambda: self._put_plans(self._plans))
-        else:
-            self._audit("calibrated", lambda: self._put(calibrated, method))
-
     def _keep_the_best(self) -> str:
         """Take the model back to its best stage, if it is past that; the stage's name."""
         kept = best(self._stages).name
         if kept != self._stages[-1].name:
-            self.undo()
-            self._again[kept]()
+            # All but the kernels; no stage before the last has other weights than the original's.
+            self._model.load_state_dict(self._teacher.state_dict(), strict=False)
+            self._put(self._kernels[kept])
         return kept
 
     @property
@@ -241,40 +237,27 @@ class Course:
         self._trainings.append(done)
         return done.steps > 0
 
-    def _put_plans(self, plans: list[Plan]) -> Linearization:
-        """Linearize the model by these plans."""
-        found = linearize_(self._model, plans=plans, layers=[layer.layer for layer in self._layers])
-        # The kernels too.
-        self._model.train(False)
-        return found
+    def _put(self, kernels: Sequence[nn.Module]) -> None:
+        """Give the converted layers other kernels."""
+        for layer, kernel in zip(self._layers, kernels, strict=True):
+            module = self._model.get_submodule(layer.module_name)
+            module.add_module(ATTRIBUTE, kernel.to(self._model.device).train(False))
 
-    def _put(self, maps: list[FeatureMap], method: Method) -> Linearization:
-        """Linearize the model by these maps and the method's exact part."""
-        following = iter(maps)
-        found = linearize_(
-            self._model,
-            feature_map=lambda head_dim: next(following),
-            layers=[layer.layer for layer in self._layers],
-            exact=method.exact,
-        )
-        # The kernels too.
-        self._model.train(False)
-        return found
-
-    def _audit(self, name: str, again: Callable[[], Linearization] | None = None) -> None:
-        """The model as it is now, on held-out texts; what brings it back here is to come after `undo`."""
-        if again is not None:
-            self._again[name] = again
+    def _audit(self, name: str) -> None:
+        """The model as it is now, on held-out texts; its kernels are kept, for `_keep_the_best`."""
+        modules = [self._model.get_submodule(layer.module_name) for layer in self._layers]
+        self._kernels[name] = [copy.deepcopy(module.get_submodule(ATTRIBUTE)) for module in modules]
         self._stage(name, lambda: measure(name, self._model, self._samples.held_out, self._exact))
 
     def _stage(self, name: str, taken: Callable[[], Stage]) -> None:
         """A stage, remembered where there is a folder and measured where it is not."""
         # What comes after a training depends on when that ended.
         lasting = self._work if name in (BASELINE, "unconverted") else None
-        found = None if lasting is None else lasting.recall(name)
-        stage = taken() if found is None else Stage.from_json(found)
-        if lasting is not None and found is None:
-            lasting.remember(name, asdict(stage))
+        stage = None if lasting is None else lasting.recall(name, Stage)
+        if stage is None:
+            stage = taken()
+            if lasting is not None:
+                lasting.remember(name, stage)
         self._stages.append(stage)
 
 

@@ -26,22 +26,7 @@ def distil(
 ) -> Training:
     """The training of all weights, those of the maps included, against the original model's states and predictions.
 
-    Cost: per step a forward pass of the original model, and a forward and a backward pass of the linear one.
-
-    Args:
-        student: the linear model.
-        maps: its maps, whose weights have a learning rate of their own.
-        teacher: the original model.
-        samples: to train and to validate on.
-        seconds: the budget.
-        learning_rate: of the model's weights, at its largest.
-        map_learning_rate: of the maps' weights, at its largest.
-
-    Returns:
-        A `Training`.
-
-    Example:
-        See `linattn.convert.convert_`.
+    The maps' weights have a learning rate of their own; both rates are the largest of their schedule.
 
     Source: Jiao et al. 2020 (arXiv 1909.10351).
     """
@@ -57,7 +42,7 @@ def distil(
         )
 
     def validate() -> float:
-        """The loss on the validation texts; what the teacher makes of them is computed once."""
+        """The loss on the validation texts; the teacher's outputs are computed once."""
         if not kept:
             kept.extend(
                 teacher_outputs(teacher, to_device(batch, next(teacher.parameters()).device))
@@ -82,21 +67,6 @@ def distil(
 
 
 def teacher_outputs(teacher: nn.Module, batch: Batch) -> Outputs:
-    """What the teacher makes of a batch, without gradients.
-
-    Cost: a forward pass.
-
-    Args:
-        teacher: the original model.
-        batch: its keyword arguments.
-
-    Returns:
-        Its `Outputs`.
-
-    Example:
-        See `linattn.convert.running.run`.
-
-    Source: none.
-    """
+    """The original model's outputs on a batch, without gradients."""
     with torch.no_grad():
         return run(teacher, batch)

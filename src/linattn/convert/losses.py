@@ -1,4 +1,4 @@
-"""What a conversion minimises: pure functions.
+"""The losses of a conversion: pure functions.
 
 Letters: B batch, H query heads, L tokens, n chosen queries, E width of a state, V vocabulary.
 """
@@ -12,27 +12,19 @@ from torch import Tensor
 
 
 def row_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
-    """How far attention rows are from the exact ones, for training a map: the loss of attention transfer.
+    """Mean Kullback-Leibler divergence of attention rows (B, H, n, L) from the exact ones: attention transfer's loss.
 
         mean over rows of  KL(p‖a) = Σ_j p_j (ln p_j - ln a_j)
 
-    A weight that underflowed counts as the smallest normal number of its dtype, and gets no gradient.
-
-    Cost: O(B H n L) time and memory.
-
-    Args:
-        log_exact: (B, H, n, L), ln p; -inf where a query sees no key.
-        weights: (B, H, n, L), a, rows that sum to 1, none negative.
-
-    Returns:
-        A scalar in nats, at least float32.
+    `log_exact` is ln p, -inf for keys that are not attended to; `weights` are nonnegative rows that sum to 1. A weight
+    that underflowed counts as the smallest normal number of its dtype, and gets no gradient.
 
     Example:
         >>> exact = torch.tensor([[[[0.5, 0.5]]]]).log()
         >>> round(row_divergence(exact, torch.tensor([[[[0.25, 0.75]]]])).item(), 4)  # ½ ln 2 + ½ ln ⅔
         0.1438
 
-    Source: Zhang et al. 2024 (arXiv 2402.04347), section 3; Kullback and Leibler 1951.
+    Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
     """
     attended = log_exact > -torch.inf
     log_weights = weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
@@ -41,44 +33,20 @@ def row_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
     return (log_exact.exp() * difference).sum(-1).mean()
 
 
-def relative_error(student: Tensor, teacher: Tensor, live: Tensor) -> Tensor:
-    """Squared error of states relative to their size, over live tokens.
-
-        Σ ‖ŷ - y‖² / Σ ‖y‖²
-
-    Cost: O(B L E).
-
-    Args:
-        student: (B, L, E), ŷ.
-        teacher: (B, L, E), y.
-        live: (B, L) bool, False for padding.
-
-    Returns:
-        A scalar; 1 for a student that says nothing.
+def squared_relative_error(student: Tensor, teacher: Tensor, live: Tensor) -> Tensor:
+    """Σ ‖ŷ - y‖² / Σ ‖y‖² of states (B, L, E) over the tokens that `live` (B, L) does not mark as padding.
 
     Example:
         >>> y = torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
-        >>> relative_error(torch.zeros(1, 2, 2), y, torch.tensor([[True, False]])).item()
+        >>> squared_relative_error(torch.zeros(1, 2, 2), y, torch.tensor([[True, False]])).item()
         1.0
-
-    Source: the definition.
     """
     y = teacher[live]
     return (student[live] - y).square().sum() / y.square().sum()
 
 
 def token_divergence(student: Tensor, teacher: Tensor, live: Tensor) -> Tensor:
-    """How far predictions are from the teacher's: mean over live tokens of KL(p‖p̂).
-
-    Cost: O(B L V).
-
-    Args:
-        student: (B, L, V), logits of p̂.
-        teacher: (B, L, V), logits of p.
-        live: (B, L) bool, False for padding.
-
-    Returns:
-        A scalar in nats.
+    """Mean over live tokens of KL(p‖p̂) in nats, p̂ and p the predictions of logits (B, L, V).
 
     Example:
         >>> teacher, student = torch.tensor([[[0.5, 0.5]]]).log(), torch.tensor([[[0.25, 0.75]]]).log()
@@ -99,23 +67,11 @@ def distillation(
     student_logits: Tensor | None = None,
     teacher_logits: Tensor | None = None,
 ) -> Tensor:
-    """The loss of end-to-end distillation: the last states, the states of all layers, and predictions if there are any.
+    """The loss of end-to-end distillation, of the states (B, L, E) after every layer and the logits (B, L, V), if any.
 
-        ½ ε(last layer) + ½ mean of ε over the layers  [+ KL of the predictions],   ε = `relative_error`
+        ½ ε(last layer) + ½ mean of ε over the layers  [+ KL of the predictions],   ε = `squared_relative_error`
 
-    The layers in between tell every layer what it is for; the last one alone takes several times as many steps.
-
-    Cost: O(layers · B L E + B L V).
-
-    Args:
-        student: states after every layer, each (B, L, E).
-        teacher: the same of the model that is imitated.
-        live: (B, L) bool, False for padding.
-        student_logits: (B, L, V), or None.
-        teacher_logits: (B, L, V), or None.
-
-    Returns:
-        A scalar.
+    The layers before the last give every layer a target; the last alone takes several times as many steps.
 
     Example:
         >>> y, live = torch.ones(1, 1, 2), torch.tensor([[True]])
@@ -124,7 +80,9 @@ def distillation(
 
     Source: Jiao et al. 2020 (arXiv 1909.10351), sections 3.1 and 3.2, states only.
     """
-    errors = torch.stack([relative_error(ours, theirs, live) for ours, theirs in zip(student, teacher, strict=True)])
+    errors = torch.stack(
+        [squared_relative_error(ours, theirs, live) for ours, theirs in zip(student, teacher, strict=True)]
+    )
     loss = (errors[-1] + errors.mean()) / 2
     if student_logits is None or teacher_logits is None:
         return loss

@@ -1,4 +1,4 @@
-"""Run a model on a batch and take from it what a conversion compares.
+"""Run a model on a batch, and the outputs that a conversion compares.
 
 Letters: B batch, L tokens, E width of a state, V vocabulary.
 """
@@ -17,7 +17,7 @@ Batch = Mapping[str, Tensor]
 
 
 class Outputs(NamedTuple):
-    """What a model made of a batch.
+    """A model's outputs on a batch.
 
     Attributes:
         states: after every layer, each (B, L, E).
@@ -31,24 +31,14 @@ class Outputs(NamedTuple):
 
     @property
     def last(self) -> Tensor:
-        """What the model is used for: its predictions, or else its last states; (B, L, ·)."""
+        """Its predictions, or else its last states; (B, L, ·)."""
         return self.states[-1] if self.logits is None else self.logits
 
 
 def run(model: nn.Module, batch: Batch) -> Outputs:
-    """One forward pass, without a cache.
+    """One forward pass without a cache; tokens that the batch's attention mask leaves out are padding.
 
-    Cost: that of the model.
-
-    Args:
-        model: a transformers model that gives its hidden states.
-        batch: its keyword arguments.
-
-    Returns:
-        `Outputs`. The attention mask of the batch says which tokens are padding; without one none is.
-
-    Raises:
-        ValueError: if the model gives no hidden states of tokens.
+    Raises ValueError if the model gives no hidden states of tokens.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -56,8 +46,6 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
         >>> found = run(BertModel(BertConfig(**sizes)).eval(), {"input_ids": torch.tensor([[1, 2, 3]])})
         >>> len(found.states), tuple(found.last.shape), found.live.tolist()
         (2, (1, 3, 4), [[True, True, True]])
-
-    Source: transformers' documentation, "Model outputs".
     """
     # Told to keep no cache where it could: training one would hold every layer's keys for nothing.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

@@ -1,4 +1,4 @@
-"""What a conversion reads: to calibrate, to train, to choose the best, and, never seen before, to be judged.
+"""The texts of a conversion: to calibrate, to train, to choose the best weights, and to audit, held out from all that.
 
 Letters: B batch, L tokens.
 """
@@ -49,28 +49,9 @@ class Samples:
 def from_texts(tokenizer: Tokenizer, texts: Sequence[str], *, num_tokens: int, batch_size: int, seed: int) -> Samples:
     """Documents of a quarter of `num_tokens` tokens to all of it, made of whole consecutive paragraphs.
 
-    A paragraph that occurs again is read once, so that nothing held out was trained on. Of every eight documents one is
-    held out (32 at most) and one is for validation (8 at most); training draws windows from the tokens of the others.
-
-    Cost: linear in the texts; their tokens are kept.
-
-    Args:
-        tokenizer: the model's, as transformers has them.
-        texts: any texts; paragraphs end at an empty line.
-        num_tokens: the longest document, special tokens included.
-        batch_size: windows per step, all of one length.
-        seed: of the windows.
-
-    Returns:
-        `Samples`; all but the training batches are of one document.
-
-    Raises:
-        ValueError: if the texts do not give sixteen documents.
-
-    Example:
-        See `linattn.convert.convert_`.
-
-    Source: none.
+    A paragraph that occurs again is read once, so that nothing held out is trained on. Of every eight documents one is
+    held out (32 at most) and one is for validation (8 at most); training draws `batch_size` windows of one length from
+    the tokens of the others. Raises ValueError if the texts do not give sixteen documents.
     """
     first, last = _special_tokens(tokenizer)
     room = num_tokens - len(first) - len(last)
@@ -112,24 +93,12 @@ def from_texts(tokenizer: Tokenizer, texts: Sequence[str], *, num_tokens: int, b
 def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
     """Batches as they are: of every eight one is held out and one is for validation.
 
-    Cost: none.
-
-    Args:
-        batches: keyword arguments of the model's forward pass, such as a data loader gives.
-        seed: of the order of training.
-
-    Returns:
-        `Samples`.
-
-    Raises:
-        ValueError: if there are fewer than sixteen batches.
+    Raises ValueError if there are fewer than sixteen.
 
     Example:
         >>> samples = from_batches([{"input_ids": torch.tensor([[i]])} for i in range(16)], seed=0)
         >>> [batch["input_ids"].item() for batch in samples.held_out]
         [7, 15]
-
-    Source: none.
     """
     if len(batches) < 2 * _PERIOD:
         raise ValueError(f"got {len(batches)} batches, wanted {2 * _PERIOD} or more to calibrate, train and judge on")
@@ -137,7 +106,7 @@ def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
     others = [batch for number, batch in enumerate(batches) if number % _PERIOD not in (_HELD_OUT, _VALIDATION)]
 
     def chosen(step: int) -> Batch:
-        """Every batch once per round, each round in an order of its own."""
+        """Every batch once per round, each round in another order."""
         turn, place = divmod(step, len(others))
         return others[random.Random(f"{seed} {turn}").sample(range(len(others)), len(others))[place]]
 
@@ -151,7 +120,7 @@ def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
 
 
 def _documents(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> Iterator[Tensor]:
-    """Consecutive documents of the wanted lengths in turn; what is left of a paragraph at a cut is dropped."""
+    """Consecutive documents of the wanted lengths in turn; the rest of a paragraph that is cut is dropped."""
     seen: set[str] = set()
     lengths, tokens = cycle(_LENGTHS), list[int]()
     size = int(next(lengths) * room)
@@ -167,7 +136,7 @@ def _documents(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> Iterato
 
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """What the tokenizer puts before and after a text."""
+    """The special tokens that the tokenizer puts before and after a text."""
     found = tokenizer("a", return_special_tokens_mask=True)
     ids, special = found["input_ids"], [bool(flag) for flag in found["special_tokens_mask"]]
     text = [place for place, flag in enumerate(special) if not flag]

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linattn.attention import softmax_attention
 from linattn.convert.losses import token_divergence
 from linattn.convert.running import Batch, Outputs, run, to_device
-from linattn.hf import AttentionCall, KernelAttention, PlannedAttention, PreTrainedModel, intercept
-from linattn.planning.measures import relative_error, uniform_average
+from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
+from linattn.planning.measures import cosine, relative_error
 
 BASELINE = "uniform"
 """Name of the stage that is no result: every attention averages its values."""
@@ -80,70 +79,23 @@ class Stage:
     agreement: Agreement
     layers: tuple[LayerError, ...] = ()
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Stage:
-        """The stage that `dataclasses.asdict` made these values of."""
-        layers = tuple(LayerError(**layer) for layer in values["layers"])
-        return cls(values["name"], Agreement(**values["agreement"]), layers)
-
 
 def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
-    """A linearized model on texts, layer by layer and end to end.
-
-    Cost: a forward pass per batch, and exact attention beside each kernel.
-
-    Args:
-        name: of the stage.
-        model: a model that `linattn.hf.linearize_` changed.
-        batches: the texts.
-        exact: what the original model made of them, as `run` gives it.
-
-    Returns:
-        A `Stage`.
-
-    Example:
-        See `linattn.convert.convert_`.
-
-    Source: `linattn.planning.measures`.
-    """
+    """A linearized model on texts, layer by layer and end to end; `exact` are the original model's outputs."""
     with torch.no_grad(), _recorded(model) as found:
         outputs = [run(model, to_device(batch, model.device)) for batch in batches]
     return Stage(name, agreement(outputs, exact), tuple(_summary(layer, errors) for layer, errors in found.items()))
 
 
 def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
-    """The original model with every attention averaging its values: the baseline that a conversion must leave behind.
-
-    Cost: a forward pass per batch.
-
-    Args:
-        model: the original model.
-        batches: the texts.
-        exact: what the model made of them.
-
-    Returns:
-        A `Stage` without layers.
-
-    Example:
-        See `linattn.convert.convert_`.
-
-    Source: `linattn.planning.measures.uniform_average`.
-    """
-    with torch.no_grad(), intercept(model, _uniform):
+    """The original model with every attention averaging its values: the baseline of every conversion."""
+    with torch.no_grad(), intercept(model, AttentionCall.uniform):
         outputs = [run(model, to_device(batch, model.device)) for batch in batches]
     return Stage(BASELINE, agreement(outputs, exact))
 
 
 def best(stages: Sequence[Stage]) -> Stage:
-    """The stage of the most merit; of several, the first: training that repairs nothing is not worth its name.
-
-    Cost: none.
-
-    Args:
-        stages: in order, at least one beside the baseline, which is left out.
-
-    Returns:
-        One of them.
+    """The stage of the most merit, of several the first; the baseline is left out.
 
     Example:
         >>> layers = (LayerError("layer.0", 0.1, 0.1, 0.5),)
@@ -151,23 +103,12 @@ def best(stages: Sequence[Stage]) -> Stage:
         >>> stages = [Stage(name, Agreement(x, x, None, None), layers) for name, x in cosines.items()]
         >>> best(stages).name
         'unconverted'
-
-    Source: none.
     """
     return max((stage for stage in stages if stage.name != BASELINE), key=lambda stage: stage.agreement.merit)
 
 
 def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement:
-    """What two models made of the same texts, compared.
-
-    Cost: linear in the outputs, and quadratic in the number of texts.
-
-    Args:
-        outputs: of the model in question, one per batch.
-        exact: of the original model.
-
-    Returns:
-        An `Agreement`.
+    """Two models' outputs on the same texts, one per batch, compared.
 
     Example:
         >>> y = Outputs((torch.eye(3)[None],), None, torch.ones(1, 3, dtype=torch.bool))
@@ -178,7 +119,7 @@ def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement
     """
     ours, theirs = (torch.cat([_embeddings(found) for found in each]) for each in (outputs, exact))
     pairs = list(zip(outputs, exact, strict=True))
-    tokens = torch.cat([_cosine(a.states[-1][b.live], b.states[-1][b.live]) for a, b in pairs])
+    tokens = torch.cat([cosine(a.states[-1][b.live], b.states[-1][b.live]) for a, b in pairs])
     divergences = [
         (float(token_divergence(a.logits.double(), b.logits.double(), b.live)), int(b.live.sum()))
         for a, b in pairs
@@ -186,7 +127,7 @@ def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement
     ]
     num_predicted = sum(count for _, count in divergences)
     return Agreement(
-        embedding_cosine=float(_cosine(ours, theirs).mean()),
+        embedding_cosine=float(cosine(ours, theirs).mean()),
         token_cosine=float(tokens.mean()),
         rank_correlation=_rank_correlation(_similarities(ours), _similarities(theirs)) if len(ours) > 2 else None,
         divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
@@ -200,13 +141,13 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]
 
     def compare(kernel: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
         """Forward hook: the same call answered exactly and uniformly."""
-        assert isinstance(kernel, KernelAttention | PlannedAttention)
+        assert isinstance(kernel, LayerAttention)
         found.setdefault(kernel.module_name, []).append(_errors(*args, out=out, **options))
 
     hooks = [
         module.register_forward_hook(compare, with_kwargs=True)
         for module in model.modules()
-        if isinstance(module, KernelAttention | PlannedAttention)
+        if isinstance(module, LayerAttention)
     ]
     try:
         yield found
@@ -220,8 +161,8 @@ def _errors(
 ) -> tuple[Tensor, Tensor]:
     """Relative errors (B, H) of an output and of the uniform mean; padded queries are left out."""
     q, k, v = query.double(), key.double(), value.double()
-    exact = softmax_attention(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, enable_gqa=True)
-    uniform = uniform_average(v, num_heads=q.shape[1], num_queries=q.shape[2], key_mask=key_mask, is_causal=is_causal)
+    call = AttentionCall(0, "", q, k, v, key_mask, is_causal, scale)
+    exact, uniform = call.softmax(), call.uniform()
     if key_mask is not None and q.shape[2] == k.shape[2]:
         exact, uniform, out = (torch.where(key_mask[:, None, :, None], x, 0) for x in (exact, uniform, out))
     # As many heads of one text: its own figure for every text and head.
@@ -236,31 +177,16 @@ def _summary(layer: str, errors: list[tuple[Tensor, Tensor]]) -> LayerError:
     return LayerError(layer, float(ours.mean()), float(ours.max()), float(uniform.mean()))
 
 
-def _uniform(call: AttentionCall) -> Tensor:
-    """The plain mean of the visible values."""
-    _, num_heads, num_queries, _ = call.query.shape
-    return uniform_average(
-        call.value, num_heads=num_heads, num_queries=num_queries, key_mask=call.key_mask, is_causal=call.is_causal
-    )
-
-
 def _embeddings(found: Outputs) -> Tensor:
     """The mean of each text's last states over its tokens, (B, E) float64."""
     live = found.live.unsqueeze(-1)
     return torch.where(live, found.states[-1].double(), 0).sum(1) / live.sum(1)
 
 
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of the angle between vectors of the last dimension, in float64; no epsilon."""
-    a, b = a.double(), b.double()
-    cosine: Tensor = (a * b).sum(-1) / (torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1))
-    return cosine
-
-
 def _similarities(embeddings: Tensor) -> Tensor:
     """Cosines between all pairs of rows."""
     first, second = torch.triu_indices(len(embeddings), len(embeddings), 1)
-    return _cosine(embeddings[first], embeddings[second])
+    return cosine(embeddings[first], embeddings[second])
 
 
 def _rank_correlation(a: Tensor, b: Tensor) -> float:

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -67,41 +67,27 @@ class Trained:
 
 
 Notify = Callable[[str, float, float], None]
-"""Told of the training's name, the share of its budget that is spent, and the best validation loss so far."""
+"""Called with the training's name, the share of its budget that is spent, and the best validation loss so far."""
 
 
 def train(training: Training, work: WorkFolder | None, notify: Notify) -> Trained:
     """Train for a time, and leave the model with its best weights.
 
     AdamW without weight decay, gradients clipped to norm 1. The learning rate rises over twenty steps and falls by a
-    cosine over the budget; where the loss ε² before training is below 1 it is lowered by ε: AdamW's steps have a length
-    of their own, and a model that is nearly right has less far to go. The least validation loss chooses the weights,
-    those before the first step included.
+    cosine over the budget; where the loss ε² before training is below 1 it is multiplied by ε: AdamW's steps have a
+    length of their own, and a model that is nearly right has less far to go. The least validation loss chooses the
+    weights, those before the first step included.
 
-    Cost: the budget.
-
-    Args:
-        training: what is trained.
-        work: where checkpoints and curves go; None for nowhere.
-        notify: told after every step.
-
-    Returns:
-        `Trained`. Ctrl-C ends the training after the step that is under way, as if its time were over; so does a
-        KeyboardInterrupt from `notify`.
-
-    Raises:
-        RuntimeError: if the validation loss before training, or a gradient, is not finite.
-        ValueError: if Accelerate was started with several processes or another precision than float32.
-
-    Example:
-        See `linattn.convert.convert_`.
+    Ctrl-C ends the training after the current step, as if its time were over; so does a KeyboardInterrupt from
+    `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if
+    Accelerate was started with several processes or another precision than float32.
 
     Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW; Accelerate's documentation.
     """
     accelerator = _accelerator(work)
     with interrupts_wait() as pressed:
         try:
-            run = _begin(training, accelerator, work, notify)
+            run = _Run(training, accelerator, work, notify)
             try:
                 run.go(pressed)
             except KeyboardInterrupt:
@@ -120,12 +106,9 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
 
 @contextmanager
 def interrupts_wait() -> Iterator[list[int]]:
-    """Ctrl-C is noted, and not raised: within TensorBoard's queue of events it would leave that waiting for ever.
+    """Note Ctrl-C in the list that is yielded, and raise nothing: TensorBoard's queue of events would wait for ever.
 
-    Cost: none.
-
-    Returns:
-        A context manager that yields the list of what was pressed. Where interrupts are ignored they stay so.
+    Where interrupts are ignored they stay so.
 
     Example:
         >>> with interrupts_wait() as pressed:
@@ -147,44 +130,28 @@ def interrupts_wait() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _begin(training: Training, accelerator: Accelerator, work: WorkFolder | None, notify: Notify) -> _Run:
-    """A training at its last checkpoint, or at its beginning."""
-    groups = [{"params": list(parameters), "lr": rate} for parameters, rate in training.parameters]
-    optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
-    _, optimizer = accelerator.prepare(training.model, optimizer)
-    found = None if work is None else work.resume(training.name, accelerator)
-    # Curves of steps that are lost are taken back.
-    logging = {} if found is None else {"purge_step": found[0].step + 1}
-    accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
-    if found is None:
-        loss = training.validate()
-        if not math.isfinite(loss):
-            raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
-        found = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
-        accelerator.log({"validation loss": loss}, step=0)
-    # A divergence of next to nothing may be rounded below 0.
-    lowered = min(1.0, math.sqrt(max(found[0].first, 0.0)))
-    rates = [rate * lowered for _, rate in training.parameters]
-    return _Run(training, accelerator, optimizer, rates, work, notify, *found)
-
-
 class _Run:
-    """A training under way."""
+    """A training under way, from its last checkpoint or from its beginning."""
 
-    def __init__(
-        self,
-        training: Training,
-        accelerator: Accelerator,
-        optimizer: torch.optim.Optimizer,
-        rates: Sequence[float],
-        work: WorkFolder | None,
-        notify: Notify,
-        progress: Progress,
-        best: Mapping[str, Tensor],
-    ) -> None:
-        self._training, self._accelerator, self._optimizer, self._rates = training, accelerator, optimizer, rates
-        self._work, self._notify = work, notify
-        self.progress, self.best = progress, dict(best)
+    def __init__(self, training: Training, accelerator: Accelerator, work: WorkFolder | None, notify: Notify) -> None:
+        self._training, self._accelerator, self._work, self._notify = training, accelerator, work, notify
+        groups = [{"params": list(parameters), "lr": rate} for parameters, rate in training.parameters]
+        optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
+        _, self._optimizer = accelerator.prepare(training.model, optimizer)
+        found = None if work is None else work.resume(training.name, accelerator)
+        # Curves of steps that are lost are taken back.
+        logging = {} if found is None else {"purge_step": found[0].step + 1}
+        accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
+        if found is None:
+            loss = training.validate()
+            if not math.isfinite(loss):
+                raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
+            found = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
+            accelerator.log({"validation loss": loss}, step=0)
+        self.progress, self.best = found
+        # A divergence of next to nothing may be rounded below 0.
+        lowered = min(1.0, math.sqrt(max(self.progress.first, 0.0)))
+        self._rates = [rate * lowered for _, rate in training.parameters]
 
     def go(self, pressed: Sequence[int]) -> None:
         """Steps and looks until the time is over, or something is pressed."""
@@ -243,18 +210,9 @@ class _Run:
 
 
 def learning_rate_factor(step: int, share: float) -> float:
-    """The share of the largest learning rate: a rise over twenty steps times a cosine over the budget, never 0.
+    """The share of the largest learning rate at step n, t of the budget being spent: never 0.
 
         min(1, (n + 1)/20) · (0.02 + 0.98·(1 + cos πt)/2)
-
-    Cost: none.
-
-    Args:
-        step: n, from 0.
-        share: t, the share of the budget that is spent.
-
-    Returns:
-        A number in (0, 1].
 
     Example:
         >>> learning_rate_factor(19, 0.0), round(learning_rate_factor(19, 1.0), 3)

@@ -17,7 +17,7 @@ from linattn.convert.samples import Samples
 from linattn.convert.training import Training
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
-from linattn.hf.kernel_attention import rescale_query
+from linattn.hf.layer_attention import rescale_query
 from linattn.planning.measures import softmax_log_rows, visible_keys
 
 # Rows of each text that a step looks at.
@@ -34,35 +34,18 @@ def transfer(
     seconds: float,
     learning_rate: float,
 ) -> Training:
-    """The training of all layers' maps at once, each on what its own layer of the original model sees.
+    """The training of all layers' maps at once, each on its own layer's queries and keys in the original model.
 
         Σ over layers of  mean over rows of  KL(exact row ‖ the map's row)
 
-    Rows are those of the map alone: an exact part beside it is not counted.
-
-    Cost: per step two forward passes of the original model and n rows of every layer's matrix.
-
-    Args:
-        student: the model that holds the maps.
-        maps: those of its layers that have weights to train.
-        layers: theirs.
-        teacher: the original model.
-        samples: to train and to validate on.
-        seconds: the budget.
-        learning_rate: at its largest.
-
-    Returns:
-        A `Training`.
-
-    Example:
-        See `linattn.convert.convert_`.
+    Rows are those of the map alone, without the exact part beside it.
 
     Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
     """
     kept: list[dict[str, AttentionCall]] = []
 
     def validate() -> float:
-        """The loss on the validation texts; what the teacher makes of them is computed once."""
+        """The loss on the validation texts; the teacher's calls are recorded once."""
         if not kept:
             kept.extend(record(teacher, batch) for batch in samples.validation)
         with torch.no_grad():
@@ -104,7 +87,7 @@ def _layer_loss(feature_map: FeatureMap, call: AttentionCall, step: int) -> Tens
 
 
 def _row_loss(feature_map: FeatureMap, call: AttentionCall, query: Tensor, key: Tensor, step: int) -> Tensor:
-    """The mean divergence of evenly spread rows, other ones at other steps."""
+    """The mean divergence of evenly spread rows, others at every step."""
     length, num_keys = query.shape[2], key.shape[2]
     stride = -(-length // _ROWS)
     index = torch.arange(step % stride, length, stride, device=query.device)

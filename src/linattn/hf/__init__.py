@@ -15,10 +15,14 @@ from linattn.hf.capturing import Capture as Capture
 from linattn.hf.capturing import capture as capture
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import intercept as intercept
-from linattn.hf.kernel_attention import KernelAttention as KernelAttention
 from linattn.hf.language_model import LinearLMForCausalLM as LinearLMForCausalLM
 from linattn.hf.language_model import RedrawCallback as RedrawCallback
 from linattn.hf.language_model_config import LinearLMConfig as LinearLMConfig
+from linattn.hf.layer_attention import HeadGroup as HeadGroup
+from linattn.hf.layer_attention import KeptKeys as KeptKeys
+from linattn.hf.layer_attention import LayerAttended as LayerAttended
+from linattn.hf.layer_attention import LayerAttention as LayerAttention
+from linattn.hf.layer_attention import LayerState as LayerState
 from linattn.hf.linearization import LayerReport as LayerReport
 from linattn.hf.linearization import Linearization as Linearization
 from linattn.hf.linearization import is_linearized as is_linearized
@@ -27,10 +31,6 @@ from linattn.hf.linearization import restore_ as restore_
 from linattn.hf.loading import LoadedModel as LoadedModel
 from linattn.hf.loading import is_sentence_transformer as is_sentence_transformer
 from linattn.hf.loading import load as load
-from linattn.hf.planned_attention import PlannedAttended as PlannedAttended
-from linattn.hf.planned_attention import PlannedAttention as PlannedAttention
-from linattn.hf.planned_state import KeptKeys as KeptKeys
-from linattn.hf.planned_state import PlannedState as PlannedState
 from linattn.hf.saving import from_pretrained as from_pretrained
 from linattn.hf.saving import save_pretrained as save_pretrained
 from linattn.hf.state_cache import StateCache as StateCache

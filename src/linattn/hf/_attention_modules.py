@@ -14,13 +14,7 @@ _WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 
 @dataclass(frozen=True, eq=False)
 class AttentionModule:
-    """One attention module of a model.
-
-    Attributes:
-        number: from 0, in the order of the model's modules.
-        name: qualified name in the model.
-        module: itself.
-    """
+    """One attention module of a model: its number, from 0, in the order of the model's modules, and qualified name."""
 
     number: int
     name: str
@@ -47,7 +41,7 @@ class AttentionModule:
 
     @property
     def is_causal(self) -> bool:
-        """Whether later keys are hidden, as far as is known before a call."""
+        """True if later keys are hidden, as far as is known before a call."""
         config = getattr(self.module, "config", None)
         return bool(getattr(self.module, "is_causal", False)) and getattr(config, "is_causal", True) is not False
 
@@ -68,7 +62,7 @@ def attention_modules(model: PreTrainedModel) -> Iterator[AttentionModule]:
 
 
 def _looks_attention_up(kind: type[nn.Module]) -> bool:
-    """Whether a class calls transformers' attention interface; families share no base class that would say so."""
+    """True if a class calls transformers' attention interface; families share no base class that would say so."""
     try:
         return ".get_interface(" in inspect.getsource(kind.forward)
     except (OSError, TypeError):

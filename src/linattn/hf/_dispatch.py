@@ -1,103 +1,125 @@
-"""The attention function of linearized models: a kernel where the module has one, else softmax.
+"""How a linearized model attends: by what `linearize_` put into a module, else by softmax; `generate` keeps states.
 
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+Letters: B batch, H query heads, L tokens (Lq, Lk), Dv value width.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
 
-from linattn.hf._calls import inexpressible, read_mask, read_scale, refuse_options
-from linattn.hf._kernels import kernel_of
-from linattn.hf._mask import Mask, RefusedMask, build_whole_mask, last_keys
-from linattn.hf.state_cache import StateLayer
+from linattn.hf._calls import InterfaceCall
+from linattn.hf._mask import Mask, build_whole_mask, last_keys
+from linattn.hf.layer_attention import attention_of
+from linattn.hf.state_cache import StateCache, StateLayer
 
 NAME = "linattn"
-LAYER = "linattn_layer"
+PREPARE = "_prepare_cache_for_generation"
+"""The method of a model that `StatesByDefault` takes the place of, where the model generates at all."""
+
+# The keyword by which attention modules pass the cache's layer on, unread.
+_LAYER = "linattn_layer"
+# What attention modules call their cache; GPT-NeoX has a word of its own.
+_CACHES = ("past_key_values", "layer_past")
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    linattn_layer: StateLayer | None = None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """The registered attention function: transformers fixes its arguments and wants (B, Lq, H, Dv)."""
-    mask = last_keys(attention_mask, key.shape[-2])
-    scale = read_scale(query, scaling)
-    kernel = kernel_of(module)
-    if kernel is None:
-        return attend_exactly(module, query, key, value, mask, scale, dropout, is_causal, options), None
-    num_seen = 0 if linattn_layer is None else linattn_layer.num_tokens
-    refuse_options(kernel.module_name, num_seen + key.shape[-2], dropout, options)
-    key_mask, is_causal = read_mask(kernel.module_name, module, mask, is_causal)
-    if linattn_layer is None:
-        out: Tensor = kernel(query, key, value, scale=scale, key_mask=key_mask, is_causal=is_causal)
+    """The registered attention function: transformers passes the options by keyword and wants (B, Lq, H, Dv)."""
+    layer: StateLayer | None = options.pop(_LAYER, None)
+    call = InterfaceCall(module, query, key, value, last_keys(attention_mask, key.shape[-2]), options)
+    attention = attention_of(module)
+    if attention is None:
+        return call.by_softmax(), None
+    name = attention.module_name
+    call.refuse_options(name, key.shape[-2] + (0 if layer is None else layer.num_tokens))
+    key_mask, is_causal = call.read_mask(name)
+    if layer is None:
+        out: Tensor = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
         return out.transpose(1, 2), None
-    # A single query sees everything, causal or not.
+    # A single query sees all keys, causal or not.
     if not is_causal and query.shape[-2] > 1:
         raise ValueError(
-            f"{kernel.module_name} lets queries see later keys, which a cache of states does not hold; pass "
-            "use_cache=False"
+            f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
         )
-    out = linattn_layer.advance(kernel, query, key, value, scale=scale, key_mask=key_mask)
+    out = layer.advance(attention, query, key, value, scale=call.scale, key_mask=key_mask)
     return out.transpose(1, 2), None
 
 
-def attend_exactly(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    scale: float,
-    dropout: float,
-    is_causal: bool | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """Softmax attention by transformers' SDPA function, which takes dropout, position biases and masks of pairs."""
-    name = type(module).__name__
-    found = inexpressible({**options, "position_bias": None})
-    if found:
-        raise ValueError(
-            f"{name} asks for {', '.join(found)}, which transformers' SDPA attention, by which the softmax layers of a "
-            "linearized model attend, does not give; restore_(model) gives its own attention back"
-        )
-    if isinstance(mask, RefusedMask) and mask.allowed is not None:
-        pairs: Tensor | None = mask.allowed
-        is_causal = False
-    elif isinstance(mask, Tensor) and mask.ndim == 4:
-        pairs, is_causal = mask, False
-    else:
-        key_mask, is_causal = read_mask(name, module, mask, is_causal)
-        pairs, is_causal = _pairs(key_mask, is_causal, query.shape[-2], key)
-    bias = options.get("position_bias")
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, pairs, dropout=dropout, scaling=scale, is_causal=is_causal, position_bias=bias
-    )
-    return out
+def hand_over(module: nn.Module) -> list[RemovableHandle]:
+    """Make an attention module pass the cache's layer to its attention function; transformers passes it no cache."""
+    return [
+        module.register_forward_pre_hook(_offer, with_kwargs=True),
+        module.register_forward_hook(_settle, with_kwargs=True),
+    ]
 
 
-def _pairs(key_mask: Tensor | None, is_causal: bool, num_queries: int, key: Tensor) -> tuple[Tensor | None, bool]:
-    """The mask as SDPA takes it, (B or 1, 1, Lq, Lk), and whether its own flag does instead."""
-    num_keys = key.shape[-2]
-    if key_mask is None and (not is_causal or num_queries == num_keys):
-        return None, is_causal
-    # SDPA's flag is aligned top-left; a cache wants the last query level with the last key.
-    pairs = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=key.device)
-    pairs = pairs.tril(num_keys - num_queries) if is_causal else pairs
-    return (pairs if key_mask is None else pairs & key_mask[:, None, None, :]), False
+def check_caches(part: nn.Module, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of models: a cache of states that an error left between two layers is refused."""
+    for given in (*args, *options.values()):
+        cache: Any = given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
+        if isinstance(cache, StateCache):
+            cache.check_level()
+
+
+def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook: one keyword more."""
+    cache: Any = next((options[name] for name in _CACHES if options.get(name) is not None), None)
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    place: Any = module.layer_idx
+    layer = cache.layers[place] if isinstance(cache, StateCache) else None
+    if not isinstance(layer, StateLayer):
+        return args, options
+    layer.expect()
+    return args, {**options, _LAYER: layer}
+
+
+def _settle(module: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
+    """Forward hook: an error if the keys did not come back."""
+    layer = options.get(_LAYER)
+    if layer is not None:
+        layer.settle()
+
+
+class StatesByDefault:
+    """A model's own way to prepare a cache, its growing cache exchanged for states; an object, which can be pickled."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: GenerationMode, *sizes: int
+    ) -> None:
+        """Prepare the cache; one that the user gave or chose by name, or that must be cropped, stays."""
+        is_given = model_kwargs.get("past_key_values") is not None
+        is_named = generation_config.cache_implementation == "dynamic"
+        getattr(type(self.model), PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
+        made = model_kwargs.get("past_key_values")
+        if made is not None and made.is_compileable:
+            raise ValueError(
+                f"{type(made).__name__} gives its empty slots to attention as keys, which a kernel cannot tell from "
+                "others; leave the cache out, and generate keeps states, whose size is constant too"
+            )
+        is_cropped = generation_mode is GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if is_given or is_named or is_cropped:
+            return
+        if isinstance(made, EncoderDecoderCache) and _is_ordinary(made.self_attention_cache):
+            states = StateCache(self.model)
+            model_kwargs["past_key_values"] = EncoderDecoderCache(states, made.cross_attention_cache)
+        elif _is_ordinary(made):
+            model_kwargs["past_key_values"] = StateCache(self.model)
+
+
+def _is_ordinary(cache: Cache | None) -> bool:
+    """True if it is what `generate` makes by default."""
+    return type(cache) is DynamicCache and not cache.offloading
 
 
 # On import, not on use: a linearized model that is read from a pickle names them too. Without a mask function of the

@@ -15,29 +15,18 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 @dataclass(frozen=True, eq=False)
 class PlainMask:
-    """A mask that was asked for as a structure (a window, say) but amounts to a plain one at these lengths.
+    """A structure (a window, say) that is a plain mask at these lengths: the causal triangle or the full square."""
 
-    Attributes:
-        key_mask: (B, Lk) bool, True = attend, or None.
-        is_causal: whether the structure is the causal triangle or the full square.
-    """
-
-    key_mask: Tensor | None
+    key_mask: Tensor | None  # (B, Lk) bool, True = attend
     is_causal: bool
 
 
 @dataclass(frozen=True, eq=False)
 class RefusedMask:
-    """A mask no kernel can honour.
-
-    Raised only where a layer uses it: models build masks that no layer reads.
-
-    Attributes:
-        reason: what was asked for, in words.
-        allowed: (B, 1, Lq, Lk) bool, the mask itself, for exact attention; None where it was not worked out.
-    """
+    """A mask no kernel can honour; an error only where a layer uses it: models build masks that no layer reads."""
 
     reason: str
+    # (B, 1, Lq, Lk) bool, the mask itself, for softmax; None where it was not worked out.
     allowed: Tensor | None = None
 
 
@@ -50,33 +39,15 @@ def build_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **_: Any,
+    **asked: Any,
 ) -> Mask:
-    """The mask function that goes with the attention function: key padding as (B, Lk) bool, None where there is none.
+    """The mask function that goes with the attention function; transformers passes all of it by keyword.
 
-    Called by transformers, by keyword, which fixes the names; further keywords concern other implementations.
-
-    Cost: O(B Lk) time and memory for plain masks, O(B Lq Lk) for a structure, which is compared with the plain ones
-    position by position.
-
-    Args:
-        batch_size: B.
-        q_length: Lq.
-        kv_length: Lk.
-        q_offset: position of the first query.
-        kv_offset: position of the first key.
-        mask_function: which pairs of positions may attend; plain causal, plain bidirectional, or a closure.
-        attention_mask: (B, tokens so far) bool, True = attend, or None.
-        use_vmap: whether `mask_function` must be evaluated one pair at a time.
-        device: where to evaluate it.
-
-    Returns:
-        What the attention function receives as its mask.
+    Key padding as (B, Lk) bool, None where there is none; a `mask_function` of another structure than plain causal or
+    bidirectional is compared with these position by position, in O(B Lq Lk).
     """
+    mask_function = asked.get("mask_function", causal_mask_function)
     key_mask = None if attention_mask is None else attention_mask[:, -kv_length:]
     if int(kv_offset + kv_length) != int(q_offset + q_length) and mask_function is not bidirectional_mask_function:
         return RefusedMask("keys beyond the last query (the empty slots of a static cache)")
@@ -94,8 +65,8 @@ def build_mask(
         kv_offset=kv_offset,
         mask_function=mask_function,
         allow_is_causal_skip=False,
-        use_vmap=use_vmap,
-        device=device,
+        use_vmap=asked.get("use_vmap", False),
+        device=asked.get("device", "cpu"),
     )
     if bool(allowed.all()):
         return PlainMask(key_mask, is_causal=False)

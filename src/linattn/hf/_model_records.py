@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linattn.planning.json_records import check_fields, read_record
-from linattn.records.atomic import atomic_file
+from linattn.records.fields import Reading, to_json
+from linattn.records.json_files import read_record, write_json
 
 RECORD, TENSORS = "linattn.json", "linattn.safetensors"
 REMEDY = "save the model again, with linattn.hf.save_pretrained"
@@ -23,49 +22,31 @@ _KIND, _VERSION = "linattn model", 1
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer that attends by a kernel.
-
-    Attributes:
-        number: as in `LayerReport`.
-        module_name: qualified name of the attention module.
-        kernel: the record of its kernel.
-    """
+    """One linearized layer: number and name of its attention module as in `LayerReport`, and what it attends by."""
 
     number: int
     module_name: str
-    kernel: dict[str, Any]
+    kernel: Any
 
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """linattn.json.
-
-    Attributes:
-        linattn: version that wrote it.
-        torch: version that wrote it.
-        transformers: version that wrote it.
-        model_class: name of the model's class in transformers.
-        dtype: of its weights.
-        num_layers: how many attention modules it has, those with softmax included.
-        layers: those that attend by a kernel.
-        tensors: dtype and shape of each tensor in linattn.safetensors, by qualified name.
-    """
+    """linattn.json; the first three fields are the versions that wrote it."""
 
     linattn: str
     torch: str
     transformers: str
     model_class: str
     dtype: str
-    num_layers: int
+    num_layers: int  # Those with softmax included, which `layers` leaves out.
     layers: tuple[LayerRecord, ...]
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Any]  # `outlines` of linattn.safetensors.
 
 
 def write(folder: Path, record: ModelRecord, tensors: Mapping[str, Tensor]) -> None:
     """Both files; tensors that share memory are written once each."""
     save_file({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}, folder / TENSORS)
-    with atomic_file(folder / RECORD) as file:
-        json.dump({"kind": _KIND, "version": _VERSION, **asdict(record)}, file, allow_nan=False, indent=1)
+    write_json(folder / RECORD, {"kind": _KIND, "version": _VERSION, **to_json(record)})
 
 
 def read(folder: Path) -> ModelRecord:
@@ -76,18 +57,10 @@ def read(folder: Path) -> ModelRecord:
             f"{path} is missing, so {folder} holds no linearized model: load it with transformers, and linearize_ it "
             "if that is wanted"
         )
-    found = {name: value for name, value in _read(path).items() if name not in ("kind", "version")}
-    checked = check_fields(found, ModelRecord, str(path), REMEDY)
-    layers, tensors = checked["layers"], checked["tensors"]
-    if not isinstance(layers, list) or not layers or not isinstance(tensors, dict):
-        raise ValueError(f"{path}: layers must be a list of at least one layer, and tensors an object; {REMEDY}")
-    rows = [check_fields(row, LayerRecord, f"{path}, layers[{place}]", REMEDY) for place, row in enumerate(layers)]
-    return ModelRecord(**{**checked, "layers": tuple(LayerRecord(**row) for row in rows)})
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The file as JSON has it."""
-    return read_record(path, _KIND, _VERSION, REMEDY)
+    record = Reading(str(path), REMEDY).record(ModelRecord, read_record(path, _KIND, _VERSION, REMEDY))
+    if not record.layers:
+        raise ValueError(f"{path}: layers must be a list of at least one layer; {REMEDY}")
+    return record
 
 
 def outlines(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

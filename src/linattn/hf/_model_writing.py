@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._kernel_records import describe_kernel
-from linattn.hf._kernels import KERNEL, kernel_of
+from linattn.hf._layer_records import describe_attention
 from linattn.hf._model_records import RECORD, LayerRecord, ModelRecord, outlines
-from linattn.hf._softmax_folders import not_brought_back, softmax_state
-from linattn.hf.loading import quiet
+from linattn.hf._softmax_folders import not_brought_back
+from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 
-_SAVE = "save_pretrained"
+SAVE = "save_pretrained"
+"""The method of a model that `SaveWithKernels` takes the place of."""
+
 # Of transformers' options, those whose folder `from_pretrained` would not read.
 _REFUSED = {
     "push_to_hub": "save without it, then upload the folder (model.push_to_hub does both)",
@@ -35,36 +36,8 @@ _REFUSED = {
 }
 
 
-def tensor_prefix(module_name: str) -> str:
-    """What the names of a kernel's tensors begin with."""
-    return f"{module_name}.{KERNEL}."
-
-
-def write(model: PreTrainedModel, folder: Path) -> None:
-    """The softmax model and its kernels, into a folder that exists; nothing is written before all is checked."""
-    record, tensors = _described(model, {})
-    # What was there before is no linearized model from now on, and what is written is one from the last file on.
-    (folder / RECORD).unlink(missing_ok=True)
-    with quiet():
-        type(model).save_pretrained(model, folder, state_dict=softmax_state(model))
-    _model_records.write(folder, record, tensors)
-
-
-def save_with_kernels(model: PreTrainedModel) -> None:
-    """Let the model's own `save_pretrained` write a folder that `from_pretrained` reads."""
-    setattr(model, _SAVE, _SaveWithKernels(model))
-
-
-def save_as_before(model: PreTrainedModel) -> None:
-    """Undo `save_with_kernels`."""
-    vars(model).pop(_SAVE, None)
-
-
-class _SaveWithKernels:
-    """A linearized model's own `save_pretrained`: transformers' files with all weights, and the kernels' beside them.
-
-    An object and no closure, so that it follows the model into copies and pickles.
-    """
+class SaveWithKernels:
+    """A linearized model's own `save_pretrained`, whose folder `from_pretrained` reads; an object can be pickled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -84,7 +57,7 @@ class _SaveWithKernels:
             )
         folder, is_main = Path(given["save_directory"]), given.get("is_main_process", True)
         state = given.get("state_dict") or model.state_dict()
-        record, tensors = _described(model, state)
+        record, tensors = describe_model(model, state)
         if is_main:
             (folder / RECORD).unlink(missing_ok=True)
         # Copies of the kernels' own, since transformers refuses tensors that share memory, as those of one map for
@@ -96,7 +69,7 @@ class _SaveWithKernels:
             _model_records.write(folder, record, tensors)
 
 
-def _described(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[ModelRecord, dict[str, Tensor]]:
+def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[ModelRecord, dict[str, Tensor]]:
     """linattn.json and the tensors of linattn.safetensors, those from `state` where it holds them, or an error."""
     kind = type(model)
     if getattr(transformers, kind.__name__, None) is not kind:
@@ -105,11 +78,11 @@ def _described(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[Mod
             "classes there alone; save a model of transformers' own classes, for example the one inside"
         )
     modules = list(attention_modules(model))
-    kernels = [(found, kernel) for found in modules if (kernel := kernel_of(found.module)) is not None]
-    layers = tuple(LayerRecord(found.number, found.name, describe_kernel(kernel)) for found, kernel in kernels)
+    linear = [(found, each) for found in modules if (each := attention_of(found.module)) is not None]
+    layers = tuple(LayerRecord(found.number, found.name, describe_attention(each)) for found, each in linear)
     tensors: dict[str, Tensor] = not_brought_back(model)
-    for found, kernel in kernels:
-        tensors.update(kernel.state_dict(prefix=tensor_prefix(found.name)))
+    for found, each in linear:
+        tensors.update(each.state_dict(prefix=f"{found.name}.{ATTRIBUTE}."))
     tensors = {name: state.get(name, x) for name, x in tensors.items()}
     record = ModelRecord(
         linattn=linattn.__version__,

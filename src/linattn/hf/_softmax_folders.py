@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from linattn.hf._implementation import MARK
-from linattn.hf._kernels import Kernel
 from linattn.hf._model_records import RECORD, REMEDY, TENSORS, ModelRecord, dtype_named
+from linattn.hf.layer_attention import LayerAttention
 from linattn.hf.loading import quiet
-from linattn.planning.json_records import read_json
+from linattn.records.json_files import read_json
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
@@ -131,7 +131,7 @@ def bring_back(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path
 def _in_kernels(model: PreTrainedModel) -> tuple[str, ...]:
     """What the names of all kernels' tensors begin with, under every name a module has."""
     modules = model.named_modules(remove_duplicate=False)
-    return tuple(f"{name}." for name, module in modules if isinstance(module, Kernel))
+    return tuple(f"{name}." for name, module in modules if isinstance(module, LayerAttention))
 
 
 def _align(model: PreTrainedModel) -> None:

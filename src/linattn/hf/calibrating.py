@@ -1,53 +1,36 @@
-"""Fit the maps of kernels to the attention that a softmax model pays to samples.
+"""Fit maps to the queries and keys that a softmax model has on samples, kept in memory that does not grow with them.
 
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, N tokens of all samples, D head width.
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, N kept tokens of all samples, D head width.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf.kernel_attention import KernelAttention, rescale_query
-from linattn.hf.observing import Observed, observe
+from linattn.hf._calls import InterfaceCall
+from linattn.hf.interception import answering
+from linattn.hf.layer_attention import LayerAttention, rescale_query
 from linattn.planning import Plan
 from linattn.planning.methods import fit
 
 Sample = Mapping[str, Any] | Tensor
 """Keyword arguments of a model's forward pass, or a tensor (B, L) of input ids."""
 
+# Tokens kept per layer, and between half of them and all where there were more: enough for means, moments and centres.
+_MOST_TOKENS = 16384
+
 
 def fit_maps(model: PreTrainedModel, maps: Mapping[str, FeatureMap], batches: Iterable[Mapping[str, Any]]) -> None:
-    """Fit maps to the queries and keys that layers of a softmax model have on samples, each to its own layer's.
-
-    Cost: a forward pass per batch, memory for at most 16384 tokens of each layer's queries and keys, and the fits.
-
-    Args:
-        model: not linearized; its mode, its gradients and its attention are afterwards what they were.
-        maps: `FittedMap`s by the qualified name of their attention module; changed in place.
-        batches: keyword arguments of the model's forward pass; padded tokens are left out.
-
-    Raises:
-        ValueError: if a layer asks for what no kernel can express, attends to no token of the samples or not at all.
-
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> from linattn.feature_maps import Expansion
-        >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, intermediate_size=4)
-        >>> feature_map = Expansion(2, num_centres=3)
-        >>> batches = [{"input_ids": torch.tensor([[1, 2, 3, 4]])}]
-        >>> fit_maps(BertModel(BertConfig(**sizes)), {"encoder.layer.0.attention.self": feature_map}, batches)
-        >>> feature_map.centres.shape
-        torch.Size([2, 3, 2])
-
-    Source: the `fit` of each map.
-    """
+    """Fit maps, by the name of their attention module and in place, to what a softmax model attends with on batches."""
     modules = [found for found in attention_modules(model) if found.name in maps]
     for name, observed in observe(model, modules, batches).items():
         query, key = observed.tokens()
@@ -56,19 +39,20 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FeatureMap], batches: It
             fit(feature_map, rescale_query(feature_map, query, observed.scale), key)
 
 
-def calibrate_kernels(
-    model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, KernelAttention]], batches: Iterable[Sample]
+def calibrate_maps(
+    model: PreTrainedModel, attentions: Sequence[tuple[AttentionModule, LayerAttention]], batches: Iterable[Sample]
 ) -> None:
     """Fit the maps that take statistics, each to what its own layer attends with."""
-    fitted = [(found, kernel) for found, kernel in kernels if isinstance(kernel.feature_map, FittedMap)]
+    maps = {found.name: attention.feature_map for found, attention in attentions}
+    fitted: dict[str, FeatureMap] = {name: each for name, each in maps.items() if isinstance(each, FittedMap)}
     if not fitted:
-        names = ", ".join(sorted({repr(kernel.feature_map) for _, kernel in kernels}))
+        names = ", ".join(sorted(set(map(repr, maps.values()))))
         raise ValueError(f"there is nothing to calibrate: {names} takes no statistics of samples; leave calibrate out")
-    if len({kernel.feature_map for _, kernel in fitted}) < len(fitted):
+    if len(set(fitted.values())) < len(fitted):
         raise ValueError(
             "several layers have one map, which cannot be fitted to each of them; let the function build one per call"
         )
-    fit_maps(model, {found.name: kernel.feature_map for found, kernel in fitted}, _checked(batches))
+    fit_maps(model, fitted, _checked(batches))
 
 
 def calibrate_plans(
@@ -86,7 +70,7 @@ def calibrate_plans(
 
 
 def _takes_samples(plan: Plan) -> bool:
-    """Whether a plan has maps to be fitted, and no tensors of theirs."""
+    """True if a plan has maps to be fitted, and no tensors of theirs."""
     return not plan.fitted and any(isinstance(feature_map, FittedMap) for _, feature_map in plan.build().values())
 
 
@@ -121,3 +105,107 @@ def _checked(batches: Iterable[Sample]) -> Iterator[Mapping[str, Any]]:
             )
     if number < 0:
         raise ValueError("calibrate holds no batches; give some that are like what the model will read")
+
+
+class _Spread:
+    """Every stride-th of the tokens that were added, the stride doubled whenever they become too many."""
+
+    def __init__(self) -> None:
+        # (1, H, N, D)
+        self.tokens: Tensor | None = None
+        self._stride, self._seen = 1, 0
+
+    def add(self, x: Tensor) -> None:
+        """(1, H, N, D): the next tokens."""
+        while -(-(self._seen + x.shape[2]) // self._stride) > _MOST_TOKENS:
+            self._stride *= 2
+            self.tokens = None if self.tokens is None else self.tokens[:, :, ::2].clone()
+        new = x[:, :, -self._seen % self._stride :: self._stride]
+        self.tokens = new.clone() if self.tokens is None else torch.cat((self.tokens, new), 2)
+        self._seen += x.shape[2]
+
+
+class Observed:
+    """What the layer of one attention module attended with."""
+
+    def __init__(self, module_name: str) -> None:
+        self.module_name = module_name
+        self._scale: float | None = None
+        self._queries, self._keys = _Spread(), _Spread()
+
+    def add(self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> None:
+        """One call: its unpadded tokens."""
+        if self._scale not in (None, scale):
+            raise ValueError(
+                f"{self.module_name} attends at scale {self._scale} and then at {scale}; a map is fitted at one, so "
+                "leave this layer its softmax"
+            )
+        self._scale = scale
+        self._queries.add(live_tokens(query, key_mask))
+        self._keys.add(live_tokens(key, key_mask))
+
+    @property
+    def scale(self) -> float:
+        """The factor of q·k, as the model passed it."""
+        assert self._scale is not None
+        return self._scale
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Queries (1, H, N, D) and keys (1, Hkv, N, D), evenly spread over all samples."""
+        query, key = self._queries.tokens, self._keys.tokens
+        if query is None or key is None:
+            raise ValueError(
+                f"no sample made {self.module_name} attend; leave it out of `layers`, or give such samples"
+            )
+        if not query.shape[2] or not key.shape[2]:
+            raise ValueError(f"every token of the samples is masked in {self.module_name}; give some that are not")
+        return query, key
+
+
+def observe(
+    model: PreTrainedModel, modules: Iterable[AttentionModule], batches: Iterable[Mapping[str, Any]]
+) -> dict[str, Observed]:
+    """What these modules of a softmax model attend with, by name, in one forward pass per batch.
+
+    The model's mode, gradients and attention are afterwards what they were.
+    """
+    found = {each.module: Observed(each.name) for each in modules}
+
+    def answer(call: InterfaceCall) -> Tensor:
+        """By softmax, after the call is added to what is observed."""
+        observed = found.get(call.module)
+        if observed is not None:
+            call.refuse_options(observed.module_name, call.key.shape[-2])
+            key_mask, _ = call.read_mask(observed.module_name)
+            observed.add(call.query, call.key, key_mask, call.scale)
+        return call.by_softmax()
+
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    with torch.no_grad(), _evaluating(model), answering(model, answer):
+        for batch in batches:
+            own = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+            model(**{**options, **own})
+    return {observed.module_name: observed for observed in found.values()}
+
+
+def live_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The unpadded tokens of all samples in a row: (B, H, L, D) -> (1, H, N, D).
+
+    Queries over other tokens than the keys' have no mask of their own.
+    """
+    tokens = x.transpose(1, 2)
+    if key_mask is not None and x.shape[2] == key_mask.shape[1]:
+        return tokens[key_mask].unsqueeze(0).transpose(1, 2)
+    return tokens.flatten(0, 1).unsqueeze(0).transpose(1, 2)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and then each module's own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(False)
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linattn.attention import softmax_attention
 from linattn.hf.interception import AttentionCall, intercept
 
 
@@ -67,15 +66,7 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
         """Keep the call, answer exactly."""
         own = {name: getattr(call, name).detach().contiguous().clone() for name in ("query", "key", "value")}
         calls.append(replace(call, **own))
-        return softmax_attention(
-            call.query,
-            call.key,
-            call.value,
-            key_mask=call.key_mask,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            enable_gqa=True,
-        )
+        return call.softmax()
 
     with torch.no_grad():
         output: Tensor = model(**inputs)[0]

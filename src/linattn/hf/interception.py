@@ -1,4 +1,4 @@
-"""Route every attention call of a transformers model to a function of one's own.
+"""Route every attention call of a transformers model to a function.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
 """
@@ -14,9 +14,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from linattn.hf._calls import read_mask, read_scale, refuse_options, refuse_weights
-from linattn.hf._implementation import switch_to
+from linattn.attention import softmax_attention
+from linattn.hf._calls import InterfaceCall, refuse_weights
+from linattn.hf._implementation import hook_parts, restore, switch_to
 from linattn.hf._mask import Mask, build_mask
+from linattn.planning.measures import uniform_average
 
 NAME = "linattn_intercept"
 
@@ -32,7 +34,7 @@ class AttentionCall:
         key: (B, Hkv, Lk, D), a cache's keys included.
         value: (B, Hkv, Lk, Dv).
         key_mask: (B, Lk) bool, True = attend; None when every key may be attended to.
-        is_causal: whether query i sees only the keys up to its own, the last query being level with the last key.
+        is_causal: True if query i sees only the keys up to its own, the last query being level with the last key.
         scale: factor of q·k in the exponent, as the model passes it; not always D**-0.5.
     """
 
@@ -44,6 +46,25 @@ class AttentionCall:
     key_mask: Tensor | None
     is_causal: bool
     scale: float
+
+    def softmax(self) -> Tensor:
+        """Softmax attention, (B, H, Lq, Dv): what the model itself computes."""
+        return softmax_attention(
+            self.query,
+            self.key,
+            self.value,
+            key_mask=self.key_mask,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+
+    def uniform(self) -> Tensor:
+        """The mean of the values that each query may attend to, (B, H, Lq, Dv)."""
+        _, num_heads, num_queries, _ = self.query.shape
+        return uniform_average(
+            self.value, num_heads=num_heads, num_queries=num_queries, key_mask=self.key_mask, is_causal=self.is_causal
+        )
 
 
 Handler = Callable[[AttentionCall], Tensor]
@@ -70,8 +91,43 @@ class _Interception:
                 "AttentionInterface"
             )
 
+    def answer(self, call: InterfaceCall) -> Tensor:
+        """The handler's output, (B, Lq, H, Dv)."""
+        name, query, value = self.module_names[call.module], call.query, call.value
+        call.refuse_options(name, call.key.shape[-2])
+        read = AttentionCall(self.num_calls, name, query, call.key, value, *call.read_mask(name), call.scale)
+        self.num_calls += 1
+        out = self.handler(read)
+        wanted = (*query.shape[:-1], value.shape[-1])
+        if tuple(out.shape) != wanted:
+            raise ValueError(
+                f"the handler returned {tuple(out.shape)} for {name}; it must return (B, H, Lq, Dv) = {wanted}"
+            )
+        return out.transpose(1, 2)
 
-_ACTIVE: WeakKeyDictionary[nn.Module, _Interception] = WeakKeyDictionary()
+
+_ANSWERS: WeakKeyDictionary[nn.Module, Callable[[InterfaceCall], Tensor]] = WeakKeyDictionary()
+
+
+@contextmanager
+def answering(model: PreTrainedModel, answer: Callable[[InterfaceCall], Tensor]) -> Iterator[None]:
+    """Every attention call of a model answered by a function, to (B, Lq, H, Dv), until the block is left."""
+    if model in _ANSWERS:
+        raise ValueError(
+            f"{type(model).__name__} is already intercepted; leave the first block before entering another"
+        )
+    # On every use: a registry may have been cleared. Without a mask function of the same name, padding would be dropped
+    # without a word.
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, build_mask)
+    former, modules = switch_to(model, NAME), list(model.modules())
+    try:
+        _ANSWERS.update(dict.fromkeys(modules, answer))
+        yield
+    finally:
+        for module in modules:
+            _ANSWERS.pop(module, None)
+        restore(former)
 
 
 @contextmanager
@@ -113,56 +169,25 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
     Source: transformers' documentation, "Attention interface".
     """
-    if model in _ACTIVE:
-        raise ValueError(
-            f"{type(model).__name__} is already intercepted; leave the first block before entering another"
-        )
-    AttentionInterface.register(NAME, _attend)
-    # Without a mask function of the same name, padding would be dropped without a word.
-    AttentionMaskInterface.register(NAME, build_mask)
     interception = _Interception(handler, model)
-    former = switch_to(model, NAME)
-    hooks = [
-        *refuse_weights(model),
-        model.register_forward_pre_hook(interception.start),
-        model.register_forward_hook(interception.finish),
-    ]
-    try:
-        _ACTIVE.update(dict.fromkeys(interception.module_names, interception))
-        yield
-    finally:
-        for module in interception.module_names:
-            _ACTIVE.pop(module, None)
-        for hook in hooks:
-            hook.remove()
-        former.restore()
+    with answering(model, interception.answer):
+        hooks = [
+            *hook_parts(model, refuse_weights),
+            model.register_forward_pre_hook(interception.start),
+            model.register_forward_hook(interception.finish),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """The registered attention function: transformers fixes its arguments and wants (B, Lq, H, Dv)."""
-    interception = _ACTIVE.get(module)
-    if interception is None:
+    """The registered attention function: transformers passes the options by keyword and wants (B, Lq, H, Dv)."""
+    answer = _ANSWERS.get(module)
+    if answer is None:
         raise RuntimeError(f"{type(module).__name__} attends by {NAME!r} outside `intercept`; use `intercept`")
-    name = interception.module_names[module]
-    refuse_options(name, key.shape[-2], dropout, options)
-    key_mask, is_causal = read_mask(name, module, attention_mask, is_causal)
-    scale = read_scale(query, scaling)
-    call = AttentionCall(interception.num_calls, name, query, key, value, key_mask, is_causal, scale)
-    interception.num_calls += 1
-    out = interception.handler(call)
-    wanted = (*query.shape[:-1], value.shape[-1])
-    if tuple(out.shape) != wanted:
-        raise ValueError(
-            f"the handler returned {tuple(out.shape)} for {name}; it must return (B, H, Lq, Dv) = {wanted}"
-        )
-    return out.transpose(1, 2), None
+    return answer(InterfaceCall(module, query, key, value, attention_mask, options)), None

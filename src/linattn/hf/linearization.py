@@ -12,16 +12,14 @@ from transformers import PreTrainedModel
 from linattn.attention import Exact
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf._building import check_plan, in_words, own_kernel, try_out, written_kernel
+from linattn.hf._building import build_mapped, build_planned, build_written, try_out
 from linattn.hf._calls import refuse_weights
-from linattn.hf._dispatch import NAME
-from linattn.hf._generation import check_caches, generate_as_before, generate_by_states, hand_over
-from linattn.hf._implementation import Former, attends_by, mark, switch_to, unmark
-from linattn.hf._kernels import KERNEL, Kernel, kernel_of
-from linattn.hf._model_writing import save_as_before, save_with_kernels
-from linattn.hf.calibrating import Sample, calibrate_kernels, calibrate_plans
+from linattn.hf._dispatch import NAME, PREPARE, StatesByDefault, check_caches, hand_over
+from linattn.hf._implementation import Former, attends_by, hook_parts, mark, restore, switch_to, unmark
+from linattn.hf._model_writing import SAVE, SaveWithKernels
+from linattn.hf.calibrating import Sample
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.planned_attention import PlannedAttention
+from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.planning import Plan
 
 # Where a model keeps what `restore_` needs; it follows the model into copies and pickles.
@@ -117,8 +115,8 @@ def linearize_(
             map, called once for each replaced layer, in order: the way to pass a map that was fitted. Queries reach it
             multiplied by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks
             are counted from the first position, padding or not: left padding moves them. Give this or
-        plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them:
-            `PlannedAttention` takes the softmax's place. Maps without fitted tensors (`Plan.fit`) learn from each call.
+        plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them.
+            Maps without fitted tensors (`Plan.fit`) learn from each call.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
             with a sliding window, whose cost is linear as it is.
         exact: as in `linattn.linear_attention`, for maps that a function builds; a written form has its own.
@@ -169,12 +167,14 @@ def linearize_(
     chosen = [found for found in modules if found.number not in reasons]
     _check_surface(feature_map, plans, len(chosen), exact_part=exact is not None, has_width=num_features is not None)
     if plans is not None:
-        labelled = _planned(model, chosen, plans, calibrate)
+        labelled = build_planned(model, chosen, plans, calibrate)
+    elif isinstance(feature_map, str):
+        labelled = build_written(model, chosen, feature_map, num_features, seed, calibrate)
     else:
-        labelled = _mapped(model, chosen, feature_map, exact, num_features, seed, calibrate)
-    for found, (kernel, label) in zip(chosen, labelled, strict=True):
-        try_out(found, kernel, label)
-    install(model, [(found, kernel) for found, (kernel, _) in zip(chosen, labelled, strict=True)])
+        labelled = build_mapped(model, chosen, feature_map, exact, calibrate)
+    for found, (attention, label) in zip(chosen, labelled, strict=True):
+        try_out(found, attention, label)
+    install(model, [(found, attention) for found, (attention, _) in zip(chosen, labelled, strict=True)])
     labels = {found.number: label for found, (_, label) in zip(chosen, labelled, strict=True)}
     return Linearization(
         tuple(
@@ -184,90 +184,59 @@ def linearize_(
     )
 
 
+def choose_layers(model: PreTrainedModel, layers: Iterable[int] | None = None) -> Linearization:
+    """The layers `linearize_` would replace, and why it would leave the others; the model stays as it is."""
+    modules = list(attention_modules(model))
+    reasons = _reasons(model, modules, layers)
+    return Linearization(
+        tuple(LayerReport(found.number, found.name, None, reasons.get(found.number)) for found in modules)
+    )
+
+
 def restore_(model: PreTrainedModel) -> None:
     """Undo `linearize_`: the model attends as it did before, to the bit, and holds no feature map.
-
-    Cost: none worth naming.
 
     Args:
         model: the model that was given to `linearize_`, or a copy of it.
 
     Raises:
         ValueError: if the model is not linearized.
-
-    Example:
-        See `linearize_`.
-
-    Source: none.
     """
     if not is_linearized(model):
         raise ValueError(f"{type(model).__name__} is not linearized; give the model that linearize_ was given")
     undo: _Undo = getattr(model, _UNDO)
     for found in attention_modules(model):
-        if kernel_of(found.module) is not None:
-            delattr(found.module, KERNEL)
+        if attention_of(found.module) is not None:
+            delattr(found.module, ATTRIBUTE)
     for hook in undo.hooks:
         hook.remove()
-    generate_as_before(model)
-    save_as_before(model)
+    for name in (PREPARE, SAVE):
+        vars(model).pop(name, None)
     unmark(model)
-    undo.former.restore()
+    restore(undo.former)
     delattr(model, _UNDO)
 
 
 def is_linearized(model: nn.Module) -> bool:
-    """Whether `linearize_` was applied to this very model."""
+    """True if `linearize_` was applied to this very model."""
     return hasattr(model, _UNDO)
 
 
-def install(model: PreTrainedModel, kernels: Sequence[tuple[AttentionModule, Kernel]]) -> None:
-    """Let these modules of a model attend by these kernels, which were tried, and `generate` keep states."""
+def install(model: PreTrainedModel, attentions: Sequence[tuple[AttentionModule, LayerAttention]]) -> None:
+    """Make these modules of a model attend by what was built for them and tried, and `generate` keep states."""
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
     former = switch_to(model, NAME)
-    for found, kernel in kernels:
-        found.module.add_module(KERNEL, kernel)
-    stateful = [found.module for found, _ in kernels if found.cache_place is not None]
+    for found, attention in attentions:
+        found.module.add_module(ATTRIBUTE, attention)
+    stateful = [found.module for found, _ in attentions if found.cache_place is not None]
+    hooks = [*hook_parts(model, refuse_weights), *(hook for module in stateful for hook in hand_over(module))]
     if stateful:
-        generate_by_states(model)
-    hooks = [*refuse_weights(model), *(hook for module in stateful for hook in hand_over(module))]
-    if stateful:
-        hooks += check_caches(model)
+        hooks += hook_parts(model, check_caches)
+    if stateful and hasattr(type(model), PREPARE):
+        setattr(model, PREPARE, StatesByDefault(model))
+    setattr(model, SAVE, SaveWithKernels(model))
     mark(model)
-    save_with_kernels(model)
     setattr(model, _UNDO, _Undo(former, tuple(hooks)))
-
-
-def _planned(
-    model: PreTrainedModel, chosen: list[AttentionModule], plans: Sequence[Plan], calibrate: Iterable[Sample] | None
-) -> list[tuple[Kernel, str]]:
-    """The kernel of each layer's plan, and how many heads have which method."""
-    pairs = list(zip(chosen, plans, strict=True))
-    for found, plan in pairs:
-        check_plan(found, plan)
-    if calibrate is not None:
-        plans = calibrate_plans(model, pairs, calibrate)
-    return [(PlannedAttention(plan, found.name), plan.summary) for found, plan in zip(chosen, plans, strict=True)]
-
-
-def _mapped(
-    model: PreTrainedModel,
-    chosen: list[AttentionModule],
-    feature_map: str | Callable[[int], FeatureMap] | None,
-    exact: Exact | None,
-    num_features: int | None,
-    seed: int,
-    calibrate: Iterable[Sample] | None,
-) -> list[tuple[Kernel, str]]:
-    """The kernel of each layer's map, and the map in words."""
-    if isinstance(feature_map, str):
-        written = [written_kernel(found, feature_map, num_features, seed) for found in chosen]
-        kernels, labels = [kernel for kernel, _ in written], [label for _, label in written]
-    else:
-        kernels, labels = [own_kernel(found, feature_map, exact) for found in chosen], None
-    if calibrate is not None:
-        calibrate_kernels(model, list(zip(chosen, kernels, strict=True)), calibrate)
-    # What was fitted is a part of the words.
-    return list(zip(kernels, labels or map(in_words, kernels), strict=True))
 
 
 def _check_surface(

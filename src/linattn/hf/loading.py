@@ -82,8 +82,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
 
     Args:
         name_or_folder: a folder written by `save_pretrained`, a hub name, or None for the default.
-        with_head: whether to load the class the model was saved as, a language model's head included, where
-            transformers has that class.
+        with_head: True to load the class the model was saved as, a language model's head included, where transformers
+            has that class.
 
     Returns:
         A `LoadedModel`; without a head the model is the base model, whose first output is the last hidden states.
@@ -130,7 +130,7 @@ def _saved_class(where: str, offline: bool) -> Any:
 
 
 def is_sentence_transformer(source: str) -> bool:
-    """Whether a folder, or a model of the Hugging Face hub, is one of sentence-transformers.
+    """True if a folder, or a model of the Hugging Face hub, is one of sentence-transformers.
 
     Cost: for a hub name, asking the hub or its local cache for a small file.
 
@@ -138,7 +138,7 @@ def is_sentence_transformer(source: str) -> bool:
         source: the folder or the name.
 
     Returns:
-        Whether it has a modules.json.
+        True if it has a modules.json.
 
     Example:
         >>> is_sentence_transformer(str(default_folder()))

@@ -11,15 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import linattn
-from linattn.hf import _model_records, _model_writing
+from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf._building import in_words, try_out
-from linattn.hf._kernel_records import rebuild_kernel
-from linattn.hf._kernels import Kernel
+from linattn.hf._building import try_out
+from linattn.hf._layer_records import rebuild_attention
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord
-from linattn.hf._model_writing import tensor_prefix
-from linattn.hf._softmax_folders import bring_back, softmax_model
+from linattn.hf._model_writing import describe_model
+from linattn.hf._softmax_folders import bring_back, softmax_model, softmax_state
+from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention
 from linattn.hf.linearization import install, is_linearized
+from linattn.hf.loading import quiet
 from linattn.records.atomic import atomic_folder
 
 
@@ -101,10 +102,6 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
     Warns:
         UserWarning: if another version of linattn wrote the folder; the model is read nonetheless.
 
-    Example:
-        See `save_pretrained`.
-
-    Source: none, a format.
     """
     path = Path(folder).expanduser()
     record = _model_records.read(path)
@@ -117,9 +114,9 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
         )
     tensors = _model_records.read_tensors(path, record)
     model = softmax_model(path, record)
-    kernels = [_kernel(found, layer, path, tensors) for found, layer in _pairs(model, record, path)]
+    attentions = [_attention(found, layer, path, tensors) for found, layer in _pairs(model, record, path)]
     bring_back(model, tensors, path)
-    install(model, kernels)
+    install(model, attentions)
     model.eval()
     return model
 
@@ -131,7 +128,12 @@ def write_linearized(model: PreTrainedModel, folder: Path) -> None:
             f"{type(model).__name__} is not linearized; call linearize_ on it first, or write it by its own "
             "save_pretrained"
         )
-    _model_writing.write(model, folder)
+    record, tensors = describe_model(model, {})
+    # What was there before is no linearized model from now on, and what is written is one from the last file on.
+    (folder / RECORD).unlink(missing_ok=True)
+    with quiet():
+        type(model).save_pretrained(model, folder, state_dict=softmax_state(model))
+    _model_records.write(folder, record, tensors)
 
 
 def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tuple[AttentionModule, LayerRecord]]:
@@ -154,17 +156,17 @@ def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tupl
     return [(modules[layer.number], layer) for layer in record.layers]
 
 
-def _kernel(
+def _attention(
     found: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]
-) -> tuple[AttentionModule, Kernel]:
-    """One layer's kernel with its tensors, which are taken out of `tensors`, and tried."""
-    place, prefix = f"{path / RECORD}, layer {layer.number}", tensor_prefix(found.name)
-    kernel = rebuild_kernel(layer.kernel, found.name, place=place, remedy=REMEDY)
+) -> tuple[AttentionModule, LayerAttention]:
+    """One layer's attention with its tensors, which are taken out of `tensors`, and tried."""
+    place, prefix = f"{path / RECORD}, layer {layer.number}", f"{found.name}.{ATTRIBUTE}."
+    attention = rebuild_attention(layer.kernel, found.name, place=place, remedy=REMEDY)
     own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     try:
         # Assigned, not copied into what the constructor made: dtypes are those that were saved.
-        kernel.load_state_dict({name.removeprefix(prefix): x for name, x in own.items()}, assign=True)
+        attention.load_state_dict({name.removeprefix(prefix): x for name, x in own.items()}, assign=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from error
-    try_out(found, kernel, in_words(kernel))
-    return found, kernel
+    try_out(found, attention, attention.summary)
+    return found, attention

@@ -32,14 +32,9 @@ class LinearTransformer(Transformer):
     sentence-transformers asks for that word before it imports any class outside its own package; the class is this
     one, of the installed linattn, and `save_pretrained` writes no code into the folder.
 
-    Cost: that of the model.
-
     Raises:
         ValueError: if texts have more tokens than the model has positions, or it is loaded with an option for the
             model, as a dtype or another backend: it is what was saved.
-
-    Example:
-        See `save_pretrained`.
 
     Source: sentence-transformers' documentation, "Creating Custom Models".
     """

@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._kernels import Kernel, kernel_of
+from linattn.hf.layer_attention import LayerAttention, LayerState, attention_of
 
 
 class StateLayer(CacheLayerMixin):
@@ -29,7 +28,7 @@ class StateLayer(CacheLayerMixin):
 
     Attributes:
         module_name: qualified name of the attention module it serves.
-        state: a `State`, or a `PlannedState` where the heads have methods of their own; None before the first token.
+        state: a `LayerState`; None before the first token.
         num_tokens: how many tokens it has seen, padding included.
     """
 
@@ -41,7 +40,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, module_name: str) -> None:
         super().__init__()
         self.module_name = module_name
-        self.state: Any = None
+        self.state: LayerState | None = None
         self.num_tokens = 0
         self._is_expected = False
         self._is_pending = False
@@ -51,11 +50,7 @@ class StateLayer(CacheLayerMixin):
         self._is_expected = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by the attention module: the new keys and values, as they came.
-
-        Raises:
-            RuntimeError: if the module is not the linearized one, or an earlier call was broken off.
-        """
+        """Called by the attention module: the new keys and values, as they came, or an error if it may not call."""
         if self._is_pending:
             raise RuntimeError(
                 f"the cache's layer of {self.module_name} was left in the middle of a call, by an error; reset the "
@@ -71,7 +66,7 @@ class StateLayer(CacheLayerMixin):
 
     def advance(
         self,
-        kernel: Kernel,
+        attention: LayerAttention,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -80,18 +75,14 @@ class StateLayer(CacheLayerMixin):
         key_mask: Tensor | None,
     ) -> Tensor:
         """Called by the attention function: the output (B, H, L, Dv) for queries of the keys given to `update`."""
-        out, self.state = kernel.advance(query, key, value, self.state, scale=scale, key_mask=key_mask)
+        out, self.state = attention.advance(query, key, value, self.state, scale=scale, key_mask=key_mask)
         self.num_tokens += key.shape[-2]
         self.is_initialized = True
         self._is_pending = False
         return out
 
     def settle(self) -> None:
-        """The module has run.
-
-        Raises:
-            RuntimeError: if its keys never came back.
-        """
+        """The module has run: an error if its keys never came back."""
         self._is_expected = False
         if self._is_pending:
             raise RuntimeError(
@@ -128,19 +119,13 @@ class StateLayer(CacheLayerMixin):
         """Keep the given rows of the batch: numbers, or a mask."""
         if self.state is not None:
             rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-            self.state = self.state.select(rows.to(self._sample.device))
+            self.state = self.state.select(rows.to(self.state.sample.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.state is not None:
-            rows = torch.arange(len(self._sample), device=self._sample.device)
+            rows = torch.arange(len(self.state.sample), device=self.state.sample.device)
             self.state = self.state.select(rows.repeat_interleave(repeats))
-
-    @property
-    def _sample(self) -> Tensor:
-        """One of the state's tensors, (B, …)."""
-        held: Tensor = self.state.S if isinstance(self.state, State) else self.state.sample
-        return held
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Refused: a sum does not say what it was before."""
@@ -188,7 +173,7 @@ class StateCache(Cache):
         >>> _ = linearize_(model, feature_map="EluPlusOne", layers=[0])
         >>> cache = StateCache(model)
         >>> _ = model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
-        >>> tuple(cache.layers[0].state.S.shape), tuple(cache.layers[1].keys.shape)
+        >>> tuple(cache.layers[0].state.parts["all heads"].S.shape), tuple(cache.layers[1].keys.shape)
         ((1, 2, 2, 2), (1, 2, 3, 2))
         >>> cache.num_bytes == 4 * (8 + 4 + 2) + 4 * (12 + 12)  # float32: S, z and m; keys and values
         True
@@ -242,9 +227,9 @@ class StateCache(Cache):
 
 
 def state_layers(model: PreTrainedModel) -> dict[int, str]:
-    """The numbers under which causal layers with a kernel know their cache, and the modules' names."""
+    """The numbers under which causal linearized layers know their cache, and the modules' names."""
     return {
         found.cache_place: found.name
         for found in attention_modules(model)
-        if kernel_of(found.module) is not None and found.cache_place is not None
+        if attention_of(found.module) is not None and found.cache_place is not None
     }

@@ -13,8 +13,6 @@ def set_aside(file: Path) -> Path:
 
     A copy: whenever what follows ends, either the old file or the new one is whole under its name.
 
-    Cost: that of copying.
-
     Args:
         file: the file.
 
@@ -30,8 +28,6 @@ def set_aside(file: Path) -> Path:
         >>> _ = file.write_text("figures")
         >>> set_aside(file).name, set_aside(file).name
         ('a.1.jsonl', 'a.2.jsonl')
-
-    Source: none, names.
     """
     aside = next(name for number in count(1) if not (name := file.with_stem(f"{file.stem}.{number}")).exists())
     shutil.copy2(file, aside)
@@ -40,8 +36,6 @@ def set_aside(file: Path) -> Path:
 
 def asides(file: Path) -> list[Path]:
     """The copies that `set_aside` made of a file, the latest first.
-
-    Cost: one look into the folder.
 
     Args:
         file: the file.
@@ -52,8 +46,6 @@ def asides(file: Path) -> list[Path]:
     Example:
         >>> asides(Path("nowhere/a.jsonl"))
         []
-
-    Source: none, names.
     """
     pattern = re.compile(rf"{re.escape(file.stem)}\.([1-9][0-9]*){re.escape(file.suffix)}")
     found = [(int(match[1]), path) for path in file.parent.glob("*") if (match := pattern.fullmatch(path.name))]

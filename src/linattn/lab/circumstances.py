@@ -11,8 +11,6 @@ import torch
 def versions(*packages: str) -> dict[str, str]:
     """Python's version and those of packages.
 
-    Cost: one look into the installation per package.
-
     Args:
         packages: names as pip knows them.
 
@@ -22,8 +20,6 @@ def versions(*packages: str) -> dict[str, str]:
     Example:
         >>> list(versions("torch"))
         ['python', 'torch']
-
-    Source: `importlib.metadata`.
     """
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
@@ -31,16 +27,12 @@ def versions(*packages: str) -> dict[str, str]:
 def processor() -> str:
     """The processor's name as torch knows it, else as the system does.
 
-    Cost: none.
-
     Returns:
         The name; never empty where the system knows its architecture.
 
     Example:
         >>> bool(processor())
         True
-
-    Source: `torch.cpu.get_capabilities`, `platform`.
     """
     name = torch.cpu.get_capabilities().get("cpu_name")
     return str(name or platform.processor() or platform.machine())

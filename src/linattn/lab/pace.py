@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Watch(Protocol):
-    """Who is told how a measurement goes."""
+    """An observer of a measurement's progress."""
 
     def begin(self, words: str) -> None:
         """A stage begins."""
@@ -21,7 +21,7 @@ class Watch(Protocol):
 
 
 class Silent:
-    """A `Watch` for whom nothing is shown."""
+    """A `Watch` that shows nothing."""
 
     def begin(self, words: str) -> None:
         """Nothing is shown."""
@@ -54,11 +54,9 @@ class Pace:
     ) -> None:
         """Start the clock.
 
-        Cost: none.
-
         Args:
             total: all work, in any unit.
-            done: what an earlier run has done of it, which took this one no time.
+            done: the part of it that an earlier run did, which took this one no time.
             seconds_per_unit: what to expect before anything is done; None for no expectation.
             clock: seconds since some moment.
 
@@ -95,8 +93,6 @@ class Pace:
     def words(self) -> str:
         """The share done and both times, in words.
 
-        Cost: none.
-
         Returns:
             The text.
 
@@ -106,8 +102,6 @@ class Pace:
             >>> pace.advance(2)
             >>> pace.words
             '20%, 1:05 passed, about 4:20 left'
-
-        Source: none.
         """
         passed, left = self.passed, self.left
         share = self.done / self.total if self.total else 1.0

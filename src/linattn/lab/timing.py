@@ -20,7 +20,7 @@ def seconds(
         contenders: calls by name; on an accelerator a call must wait for its own result.
         repeats: timed calls of each, at least 1.
         rehearse: call each contender once, untimed, before every timed call: for contenders that hand gigabytes back
-            to the system, which whoever comes next would pay for.
+            to the system, which the next contender's time would include.
 
     Returns:
         `repeats` figures per name, in seconds, in the order measured.
@@ -33,8 +33,6 @@ def seconds(
         >>> found = seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
         >>> "".join(calls), len(found["a"])
         ('ababab', 2)
-
-    Source: none, an order.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
@@ -54,8 +52,6 @@ def seconds(
 def spread(samples: list[float]) -> dict[str, float]:
     """Median, minimum and maximum.
 
-    Cost: none.
-
     Args:
         samples: at least one number.
 
@@ -68,7 +64,5 @@ def spread(samples: list[float]) -> dict[str, float]:
     Example:
         >>> spread([3.0, 1.0, 2.0])
         {'median': 2.0, 'min': 1.0, 'max': 3.0}
-
-    Source: the definitions.
     """
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}

@@ -22,7 +22,7 @@ _MAPS = tuple(f"Expansion(num_centres={count}{order})" for order in ("", ", orde
 CANDIDATES = tuple(f"{name}{part}" for name in _MAPS for part in _PARTS)
 """Written forms of the methods a plan chooses from unless told otherwise; "exact" is always among them."""
 
-# What passes is more often lucky than unlucky on its sample: it must pass with this much of the target to spare.
+# A method that passes is more often lucky than unlucky on its sample: it must meet this share of the target.
 MARGIN = 0.9
 _NUM_ROWS = 256
 _HIGHEST_ORDER = 2
@@ -45,7 +45,7 @@ class _Sample(NamedTuple):
     value: Tensor  # (B, H, L, Dv)
     rows: Tensor  # (n,)
     exact: Tensor  # (B, H, n, Dv), float64
-    known: Tensor  # the tokens that a map is fitted on, none where it learns from each call
+    known: Tensor  # the tokens that a map is fitted to, none where it takes its statistics from each call
     scale: float
     is_causal: bool
 
@@ -55,7 +55,7 @@ class _Sample(NamedTuple):
         return len(self.known) > 0
 
     def answer(self, method: Method, feature_map: FeatureMap, heads: Sequence[int]) -> Tensor:
-        """What a method gives on the sampled rows of some heads, (B, heads, n, Dv)."""
+        """A method's output on the sampled rows of some heads, (B, heads, n, Dv)."""
         q, k, v = (x[:, list(heads)] for x in (self.query, self.key, self.value))
         return method.attend(feature_map, q, k, v, is_causal=self.is_causal)[:, :, self.rows]
 
@@ -94,10 +94,10 @@ def plan(
     Ŷ is the method's output on the whole calibration sample, Y exact attention on the rows I alone, in float64. Maps
     take their centres as they will in use: bidirectionally from the call itself; causally from the first half of each
     sample, the rows I being drawn from the second half; with `fixed_maps` from every second token, the rows I being
-    drawn from the others. So no measured query was known to a map that is fitted beforehand. The room of 0.9 answers
-    for the choice: the cheapest that passes is more often lucky than unlucky on its sample.
+    drawn from the others. So no map that is fitted beforehand was fitted to a measured query. The factor 0.9 allows for
+    selection: the cheapest method that passes is more often lucky than unlucky on its sample.
 
-    Beside it stands the error as the expansion's next order foretells it, without exact attention.
+    Each head's plan also holds the error as the expansion's next order estimates it, without exact attention.
 
     Cost: O(n·L·(D + Dv)) per head for the exact rows, and one linear attention per candidate over the heads that no
     cheaper one serves: linear in L.
@@ -127,8 +127,6 @@ def plan(
         >>> made = plan(q, torch.randn(1, 1, 512, 4), torch.randn(1, 1, 512, 4), target_error=0.1)
         >>> made.heads[0].method, made.heads[0].expected_error < 1e-4  # every query is its own centre
         ('Expansion(num_centres=1)', True)
-
-    Source: none, a search.
     """
     _check(query, key, value, target_error, max_features)
     dims = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}

@@ -27,8 +27,6 @@ def describe(feature_map: FeatureMap) -> dict[str, Any]:
     Options that the map holds as tensors (its seed, means, centres, landmarks, moments) are left out, fitted or not:
     they are in `state_dict`, with the draws and the learned weights.
 
-    Cost: none worth naming.
-
     Args:
         feature_map: one of the library's own maps, fitted, redrawn or trained as it may be.
 
@@ -84,8 +82,6 @@ def rebuild(record: Any) -> FeatureMap:
     Example:
         >>> rebuild({"name": "Taylor", "options": {"head_dim": 4, "order": 1, "scale": 0.5}})
         Taylor(head_dim=4, order=1, scale=0.5)
-
-    Source: none, a format.
     """
     if not isinstance(record, dict) or set(record) != {"name", "options"} or not isinstance(record["options"], dict):
         raise ValueError(f"a feature map's record has a name and options, got {record!r}")
@@ -107,8 +103,6 @@ def rebuild(record: Any) -> FeatureMap:
 def check_size(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a map that would hold more than 2**27 numbers, before it is built: a file may say anything.
 
-    Cost: none worth naming.
-
     Args:
         name: of the map.
         options: of its constructor, head_dim among them; what is no number is for the constructor to check.
@@ -120,8 +114,6 @@ def check_size(name: str, options: Mapping[str, Any]) -> None:
         >>> check_size("FavorPlus", {"head_dim": 64, "num_features": 10**9})
         Traceback (most recent call last):
         ValueError: FavorPlus would hold more than 134217728 numbers with head_dim 64 and num_features 1000000000
-
-    Source: none.
     """
     counts = {name: value for name, value in options.items() if type(value) is int and name != "seed"}
     if max(counts.values(), default=0) > _MOST_NUMBERS or _log_size(name, counts) > math.log(_MOST_NUMBERS):

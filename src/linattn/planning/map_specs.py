@@ -105,8 +105,6 @@ def parse_map(text: str) -> MapSpec:
 
     Names may be written in any case. Nothing is evaluated.
 
-    Cost: linear in the text.
-
     Args:
         text: such as "favorplus" or "Centred(Balanced(Hyperbolic(lengths='fixed')))".
 

@@ -10,28 +10,16 @@ from torch import Tensor
 
 
 def relative_error(approximation: Tensor, exact: Tensor) -> Tensor:
-    """Relative Frobenius error of each head's output.
+    """Relative Frobenius error of each head's output: (B, H, L, Dv) twice -> (H,) float64.
 
-    ‖Ŷ − Y‖_F / ‖Y‖_F, over batch, tokens and channels.
+        ‖Ŷ − Y‖_F / ‖Y‖_F, over batch, tokens and channels; inf for a head whose Ŷ is not finite everywhere
 
-    Cost: O(B H L Dv) time and memory.
-
-    Args:
-        approximation: (B, H, L, Dv), any floating dtype.
-        exact: (B, H, L, Dv).
-
-    Returns:
-        (H,) float64; inf for a head whose approximation is not finite everywhere.
-
-    Raises:
-        ValueError: if the shapes differ, or a head's exact output is zero everywhere.
+    Raises ValueError if the shapes differ, or a head's exact output is zero everywhere.
 
     Example:
         >>> exact = torch.tensor([[[[3.0, 4.0]]]])
         >>> relative_error(torch.tensor([[[[3.0, 3.0]]]]), exact).tolist()
         [0.2]
-
-    Source: the definition.
     """
     if approximation.shape != exact.shape:
         raise ValueError(f"shapes differ: {tuple(approximation.shape)} against {tuple(exact.shape)}; give equal shapes")
@@ -43,75 +31,53 @@ def relative_error(approximation: Tensor, exact: Tensor) -> Tensor:
     return torch.where(approximation.isfinite().all(dim=-1).all(dim=-1).all(dim=0), error, torch.inf)
 
 
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of the angle between vectors of the last dimension, in float64; without an epsilon."""
+    a, b = a.double(), b.double()
+    sizes: Tensor = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
+    return (a * b).sum(-1) / sizes
+
+
 def uniform_average(
     value: Tensor, *, num_heads: int, num_queries: int, key_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """What attention degenerates to: the plain mean of the values a query may see.
+    """The mean of the values that a query may attend to: (B, Hkv, Lk, Dv) -> (B, H, Lq, Dv) in the dtype of `value`.
 
-    out_i = Σ_{j visible to i} v_j / #{j visible to i}; causal queries see a running mean, bottom-right aligned.
+        out_i = Σ_{j visible to i} v_j / #{j visible to i};   0 where a query may attend to no key
 
-    Cost: O(B H L Dv) time and memory.
-
-    Args:
-        value: (B, Hkv, Lk, Dv).
-        num_heads: H, a multiple of Hkv.
-        num_queries: Lq.
-        key_mask: (B, Lk) bool, True = attend, or None.
-        is_causal: whether query i sees only keys j ≤ i + Lk − Lq.
-
-    Returns:
-        (B, H, Lq, Dv) in the dtype of `value`; 0 where a query sees no key.
-
-    Raises:
-        ValueError: if `num_heads` is not a multiple of Hkv, or causal queries outnumber the keys.
+    Causal queries are aligned bottom-right: query i may attend to the keys j ≤ i + Lk − Lq. Raises ValueError if
+    `num_heads` is not a multiple of Hkv, or causal queries outnumber the keys.
 
     Example:
         >>> v = torch.tensor([[[[2.0], [4.0], [9.0]]]])
         >>> uniform_average(v, num_heads=1, num_queries=3, is_causal=True).flatten().tolist()
         [2.0, 3.0, 5.0]
-
-    Source: the definition.
     """
     num_keys = value.shape[2]
     if num_heads % value.shape[1]:
         raise ValueError(f"{num_heads} query heads are no multiple of {value.shape[1]} key/value heads")
     if is_causal and num_queries > num_keys:
         raise ValueError(f"{num_queries} causal queries over {num_keys} keys: give at least as many keys as queries")
-    seen = torch.ones(value.shape[0], 1, num_keys, 1, dtype=torch.float64, device=value.device)
+    count = torch.ones(value.shape[0], 1, num_keys, 1, dtype=torch.float64, device=value.device)
     values = value.double()
     if key_mask is not None:
         visible = key_mask[:, None, :, None]
-        seen, values = seen * visible, torch.where(visible, values, 0.0)
+        count, values = count * visible, torch.where(visible, values, 0.0)
     if is_causal:
-        total, count = (x.cumsum(2)[:, :, num_keys - num_queries :] for x in (values, seen))
+        total, count = (x.cumsum(2)[:, :, num_keys - num_queries :] for x in (values, count))
     else:
-        total, count = values.sum(2, keepdim=True), seen.sum(2, keepdim=True)
+        total, count = values.sum(2, keepdim=True), count.sum(2, keepdim=True)
     mean = torch.where(count > 0, total / count.clamp(min=1.0), 0.0).to(value.dtype)
     heads = mean.repeat_interleave(num_heads // value.shape[1], dim=1)
     return heads.expand(-1, -1, num_queries, -1)
 
 
 def visible_keys(query_index: Tensor, *, num_queries: int, num_keys: int, is_causal: bool) -> Tensor:
-    """Which keys each chosen query may attend to.
-
-    Causal: j ≤ i + Lk − Lq, bottom-right aligned; otherwise every key.
-
-    Cost: O(n Lk) time and memory.
-
-    Args:
-        query_index: (n,) integers in [0, Lq).
-        num_queries: Lq.
-        num_keys: Lk.
-        is_causal: whether later keys are hidden.
-
-    Returns:
-        (n, Lk) bool.
+    """Which keys each of n chosen queries may attend to, (n, Lk) bool: all, or causally those j ≤ i + Lk − Lq.
 
     Example:
         >>> visible_keys(torch.tensor([0, 1]), num_queries=2, num_keys=3, is_causal=True).int().tolist()
         [[1, 1, 0], [1, 1, 1]]
-
-    Source: the definition.
     """
     keys = torch.arange(num_keys, device=query_index.device)
     last = query_index + (num_keys - num_queries if is_causal else num_keys)
@@ -119,20 +85,15 @@ def visible_keys(query_index: Tensor, *, num_queries: int, num_keys: int, is_cau
 
 
 def softmax_log_rows(query: Tensor, key: Tensor, visible: Tensor, *, scale: float) -> Tensor:
-    """Logarithms of the exact attention weights of chosen queries.
+    """Logarithms of the exact attention weights of chosen queries, (B, H, n, Lk) float64, −inf where not visible.
 
-    ln p_ij = scale · q_i·k_j − ln Σ_j' exp(scale · q_i·k_j').
-
-    Cost: O(B H n Lk (D + 1)) time and memory.
+        ln p_ij = scale · q_i·k_j − ln Σ_j' exp(scale · q_i·k_j')
 
     Args:
         query: (B, H, n, D), the chosen queries.
         key: (B, Hkv, Lk, D).
         visible: (n, Lk) bool, at least one True per row.
         scale: factor of q·k.
-
-    Returns:
-        (B, H, n, Lk) float64, −inf where not visible.
 
     Example:
         >>> zero = torch.zeros(1, 1, 2, 4)
@@ -147,24 +108,15 @@ def softmax_log_rows(query: Tensor, key: Tensor, visible: Tensor, *, scale: floa
 
 
 def total_variation(log_exact: Tensor, weights: Tensor) -> Tensor:
-    """Total variation between exact and approximate attention rows.
+    """Total variation between exact rows, given as logarithms (B, H, n, Lk), and rows that sum to 1: (H,) float64.
 
-    ½ Σ_j |p_ij − a_ij|, mean over batch and chosen queries; in [0, 1] for nonnegative weights, unbounded for others.
+        ½ Σ_j |p_ij − a_ij|, mean over batch and chosen queries; in [0, 1] for nonnegative weights, unbounded for others
 
-    Cost: O(B H n Lk) time and memory.
-
-    Args:
-        log_exact: (B, H, n, Lk), logarithms of the exact weights.
-        weights: (B, H, n, Lk) or broadcastable, rows that sum to 1.
-
-    Returns:
-        (H,) float64; inf for a head whose weights are not finite.
+    A head whose weights are not finite has inf; `weights` may be broadcast.
 
     Example:
         >>> round(total_variation(torch.tensor([[[[0.75, 0.25]]]]).log(), torch.tensor([0.5, 0.5])).item(), 6)
         0.25
-
-    Source: the definition.
     """
     distance = (log_exact.double().exp() - weights.double()).abs().sum(-1) / 2
     mean = distance.mean(dim=(0, 2))
@@ -172,18 +124,11 @@ def total_variation(log_exact: Tensor, weights: Tensor) -> Tensor:
 
 
 def kl_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of approximate attention rows from the exact ones.
+    """Kullback-Leibler divergence of approximate attention rows from the exact ones, as `total_variation`'s, in nats.
 
-    KL(p‖a) = Σ_j p_ij (ln p_ij − ln a_ij) in nats, mean over batch and chosen queries.
+        KL(p‖a) = Σ_j p_ij (ln p_ij − ln a_ij), mean over batch and chosen queries
 
-    Cost: O(B H n Lk) time and memory.
-
-    Args:
-        log_exact: (B, H, n, Lk), logarithms of the exact weights.
-        weights: (B, H, n, Lk) or broadcastable, rows that sum to 1.
-
-    Returns:
-        (H,) float64; nan for a head where a weight is not positive though the exact one is, since no divergence exists.
+    A head where a weight is not positive though the exact one is has nan: no divergence exists.
 
     Example:
         >>> exact = torch.tensor([[[[0.5, 0.5]]]]).log()
@@ -191,8 +136,6 @@ def kl_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
         0.1438
         >>> kl_divergence(exact, torch.tensor([1.25, -0.25])).tolist()
         [nan]
-
-    Source: the definition.
     """
     log_exact, weights = log_exact.double(), weights.double().expand(log_exact.shape)
     exact = log_exact.exp()

@@ -5,6 +5,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,15 @@ from torch import Tensor
 
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
-from linattn.planning import _plan_files
 from linattn.planning.methods import Method, fit, parse_method
+from linattn.records.fields import Reading, to_json
+from linattn.records.json_files import read_record, write_json
 
 EXACT = "exact"
+
+_KIND, _VERSION = "linattn plan", 1
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+_REMEDY = "make the plan again, with `linattn audit --target` or linattn.plan"
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class HeadPlan:
     Attributes:
         method: its written form, or "exact" for softmax attention.
         expected_error: relative error of the head's output on the calibration sample; 0 for "exact".
-        next_order_error: the same as the expansion's next order foretells it, |this − next| / |next|, which needs no
+        next_order_error: the same, estimated by the expansion's next order as |this − next| / |next|, which needs no
             exact attention; None for "exact", for order 2 and for other maps.
         uniform_error: relative error of averaging the values, on the same sample.
         state_numbers: numbers kept for the head.
@@ -96,8 +102,6 @@ class Plan:
             >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
             >>> Plan((exact,), 4, 1, 0.5, False, 2).attend(zero, zero, v).flatten().tolist()
             [2.0, 2.0]
-
-        Source: `linattn.linear_attention`, `linattn.softmax_attention`.
         """
 
         def answer(label: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -136,8 +140,6 @@ class Plan:
             >>> plan = Plan(heads, 1, 1, 1.0, False, 1)
             >>> plan.distribute(x, x, x, lambda label, q, k, v: -v if label == "exact" else v).flatten().tolist()
             [-1.0, 2.0]
-
-        Source: none.
         """
         self._check(query, key, value)
         shared = query.shape[1] // key.shape[1]
@@ -151,8 +153,6 @@ class Plan:
     def build(self) -> dict[str, tuple[Method, FeatureMap]]:
         """Every method but the exact one with a new map, which has its fitted tensors where the plan holds them.
 
-        Cost: the maps' constructors.
-
         Returns:
             By written form, in the order of `groups`. Random maps are drawn from seed 0, as they were planned.
 
@@ -162,8 +162,6 @@ class Plan:
         Example:
             >>> list(Plan((HeadPlan("Taylor", 0.0, None, 0.5, 10, 20),), 4, 1, 0.5, False, 2).build())
             ['Taylor']
-
-        Source: none.
         """
         found = {}
         for label in self.groups:
@@ -255,8 +253,6 @@ class Plan:
 def write_plans(path: str | os.PathLike[str], plans: Sequence[Plan]) -> None:
     """Write the plans of a model's layers as one JSON file, under a temporary name until it is whole.
 
-    Cost: linear in the fitted tensors, which are kept to the last bit.
-
     Args:
         path: the file, conventionally plan.json; replaced in one step.
         plans: one per layer, in order.
@@ -270,16 +266,13 @@ def write_plans(path: str | os.PathLike[str], plans: Sequence[Plan]) -> None:
         >>> write_plans(path, [Plan((HeadPlan("exact", 0.0, None, 0.5, 10, 20),), 4, 1, 0.5, False, 2)])
         >>> read_plans(path)[0].heads[0].method
         'exact'
-
-    Source: none, a format.
     """
-    _plan_files.write(Path(path), plans)
+    layers = [plan_record(plan) for plan in plans]
+    write_json(Path(path), {"kind": _KIND, "version": _VERSION, "layers": layers})
 
 
 def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
     """Read what `write_plans` wrote.
-
-    Cost: linear in the file.
 
     Args:
         path: the file.
@@ -293,35 +286,53 @@ def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
 
     Example:
         See `write_plans`.
-
-    Source: none, a format.
     """
-    plans = []
-    for number, layer in enumerate(_plan_files.read(Path(path), Plan, HeadPlan)):
-        found = _plan_of(layer)
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no plan {path}; make one with `linattn audit --target` or linattn.plan")
+    layers = read_record(path, _KIND, _VERSION, _REMEDY).get("layers")
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(f"{path} holds no layers; {_REMEDY}")
+    plans = [plan_from_record(layer, f"{path}, layer {number}", _REMEDY) for number, layer in enumerate(layers)]
+    for number, plan in enumerate(plans):
         try:
-            for method, feature_map in found._methods.values():
-                _check_fitted(method, feature_map, found)
+            for method, feature_map in plan._methods.values():
+                _check_fitted(method, feature_map, plan)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}, layer {number}: {error}; make the plan again") from error
-        plans.append(found)
     return plans
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """The plan as plain JSON values, for a file of another format; see `write_plans`."""
-    record: dict[str, Any] = _plan_files.plain(plan)
+    """The plan as plain JSON values, its tensors to the last bit, for a file of another format."""
+    record: dict[str, Any] = to_json(plan, default=_tensor_record)
     return record
 
 
 def plan_from_record(record: Any, place: str, remedy: str) -> Plan:
     """The plan of which `plan_record` made these values, its fields checked; `place` and `remedy` are for errors."""
-    return _plan_of(_plan_files.fields_of(record, Plan, HeadPlan, place, remedy))
+    plan = Reading(place, remedy, readers={Tensor: _tensor}).record(Plan, record)
+    if not plan.heads:
+        raise ValueError(f"{place}: heads must be a list of at least one head; {remedy}")
+    return plan
 
 
-def _plan_of(layer: Mapping[str, Any]) -> Plan:
-    """The plan of checked fields."""
-    return Plan(**{**layer, "heads": tuple(HeadPlan(**head) for head in layer["heads"])})
+def _tensor_record(value: Tensor) -> dict[str, Any]:
+    """A tensor as JSON has it."""
+    held = value.detach().cpu().contiguous()
+    raw = bytes(held.flatten().view(torch.uint8).tolist())
+    name = str(held.dtype).removeprefix("torch.")
+    return {"dtype": name, "shape": list(held.shape), "base64": base64.b64encode(raw).decode("ascii")}
+
+
+def _tensor(value: Any) -> Tensor:
+    """The tensor that `_tensor_record` wrote."""
+    try:
+        dtype, raw = _DTYPES[value["dtype"]], bytearray(base64.b64decode(value["base64"], validate=True))
+        flat = torch.frombuffer(raw, dtype=dtype).clone() if raw else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"is no tensor ({error})") from None
 
 
 def _check_fitted(method: Method, feature_map: FeatureMap, plan: Plan) -> None:

@@ -142,7 +142,8 @@ def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: i
     batch, _, length, _ = key.shape
     if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
         raise ValueError(f"positions must be ({length},) or ({batch}, {length}), got {tuple(positions.shape)}")
-    return positions.to(key.device, torch.float64).reshape(-1, 1, length)
+    rows = positions if positions.ndim == 2 else positions.unsqueeze(0)
+    return rows.to(key.device, torch.float64).unsqueeze(1)
 
 
 def check_below(at: Tensor, max_length: int, name: str) -> None:

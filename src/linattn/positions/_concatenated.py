@@ -48,5 +48,5 @@ class ConcatenatedCodes(Position):
         Returns:
             (Lq, Lk), float64.
         """
-        sums = self.code(query_positions.double()).unsqueeze(1) + self.code(key_positions.double())
-        return feature_map.scale * sums.double().square().sum(-1)
+        at_query, at_key = (self.code(at.double()).double() for at in (query_positions, key_positions))
+        return feature_map.scale * (at_query.unsqueeze(1) + at_key).square().sum(-1)

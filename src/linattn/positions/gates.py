@@ -78,7 +78,7 @@ def gate_bias(gates: Gates, *, key_mask: Tensor | None = None) -> GateBias:
         key_mask: (B, L) bool, True = attend: masked tokens have log f = 0 and log i = 0, whatever they hold.
 
     Raises:
-        TypeError: gates are not floating tensors.
+        TypeError: gates are not floating tensors, or the mask is not a bool one.
         ValueError: gates are not (B or 1, Hkv, L), differ in shape, or do not fit the mask.
 
     Example:
@@ -114,8 +114,8 @@ def gated_attention_with_state(
 
     Cost as `linear_attention_with_state`. Where log f sums to more than 2¹⁰ the call is cut into spans, each with its
     own reference, so that digits do not depend on how much was forgotten before; a compiled or vmapped call cannot look
-    at the gates and is one span, exact while they sum to a few thousand. With f = 1 it is the plain op: to the bit,
-    or to rounding beside a window.
+    at the gates and is one span, exact while they sum to a few thousand. With f = 1 it is the plain op, to the bit, and
+    to rounding beside a window.
 
     Args:
         query: (B, H, L, D): as many queries as keys.
@@ -153,6 +153,8 @@ def gated_attention_with_state(
             f"gates are those of the keys, and queries stand beside them, got {query.shape[2]} queries, {length} keys "
             f"and {log_forget.shape[2]} gates; give the same tokens to all three"
         )
+    if log_forget.shape[0] not in (1, key.shape[0]):
+        raise ValueError(f"gates are those of the keys, got a batch of {log_forget.shape[0]} for one of {key.shape[0]}")
     if log_forget.shape[1] != key.shape[1]:
         raise ValueError(f"gates are one for each key/value head, got {log_forget.shape[1]} for {key.shape[1]} heads")
     outs = []
@@ -214,6 +216,8 @@ def _checked(gates: Gates, key_mask: Tensor | None) -> Gates:
                 f"{name} must be (B or 1, Hkv, L), the same for both gates, got {tuple(x.shape)} beside log_forget of "
                 f"{tuple(gates.log_forget.shape)}"
             )
+    if key_mask is not None and key_mask.dtype != torch.bool:
+        raise TypeError(f"key_mask must be a bool tensor, True = attend, got {key_mask.dtype}")
     if key_mask is not None and (
         key_mask.shape[-1] != gates.log_forget.shape[-1] or gates.log_forget.shape[0] not in (1, key_mask.shape[0])
     ):

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_key_mask, check_map, check_tensors, in_one_dtype
+from linattn.attention._check import check_map, checked
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.softmax import inert
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -55,7 +55,7 @@ def relative_bias_attention(
         bias: b, (1, Hkv or H, n), finite, differentiable: with `is_causal` (·, M), of distances 0 … M - 1; else
             (·, 2·M - 1), of distances i - j from 1 - M to M - 1; M ≥ Lk. A constant added to it changes nothing.
         key_mask: (B, Lk) bool, True = attend. Distances count attended tokens alone, so that padding, inside too, moves
-            no token.
+            no token; a query at a masked one stands where the last attended one does.
         is_causal: query i sees keys j ≤ i + Lk - Lq.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head. A bias of each query head costs
             its own inverse transforms.
@@ -79,11 +79,11 @@ def relative_bias_attention(
     Source: Luo et al. 2021 (arXiv 2106.12566), section 3.2.
     """
     check_map(feature_map)
-    query, key, value = in_one_dtype(query, key, value)
-    check_tensors(query, key, value, feature_map, enable_gqa=enable_gqa)
-    check_key_mask(key_mask, key)
+    query, key, value, _ = checked((query, key, value), feature_map, key_mask, None, enable_gqa=enable_gqa)
     _check_call(query, key, feature_map)
     table = _checked_bias(bias, query, key, is_causal=is_causal)
+    if not key.shape[2]:
+        return value.new_zeros(*query.shape[:3], value.shape[3])
     bound = bind(feature_map, query, key, key_mask, is_causal=is_causal)
     with outside_autocast(query.device):
         tokens = _on_a_grid(query, key, value, key_mask, is_causal=is_causal)
@@ -148,11 +148,7 @@ def _checked_bias(bias: Tensor, query: Tensor, key: Tensor, *, is_causal: bool) 
     needed = length if is_causal else 2 * length - 1
     wanted = "distances 0 to M - 1" if is_causal else "distances 1 - M to M - 1, 2M - 1 of them"
     if bias.ndim != 2 or bias.shape[0] not in (1, kv_heads, heads) or not (is_causal or bias.shape[1] % 2):
-        raise ValueError(
-            f"bias must be (1, {kv_heads} or {heads} heads, {wanted}), got {tuple(bias.shape)}"
-            if bias.ndim != 2
-            else f"bias must be (heads, {wanted}) with 1, {kv_heads} or {heads} heads, got {tuple(bias.shape)}"
-        )
+        raise ValueError(f"bias must be (heads, {wanted}) with 1, {kv_heads} or {heads} heads, got {tuple(bias.shape)}")
     if bias.shape[1] < needed:
         raise ValueError(
             f"{length} tokens need biases for {needed} distances, got {bias.shape[1]}; train a longer table, or repeat "

@@ -24,8 +24,6 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
     Written beside its place under a temporary name, another one for every call, then renamed, which replaces an earlier
     file in one step.
 
-    Cost: that of writing.
-
     Args:
         path: the file's name; its folder is made if it is missing.
 
@@ -66,8 +64,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     Filled beside its place under a temporary name, another one for every call, then renamed in one step.
 
-    Cost: that of writing.
-
     Args:
         folder: the name, of nothing yet or of an empty folder; its parent is made if it is missing.
 
@@ -101,10 +97,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             yield temporary
             for path in temporary.rglob("*"):
                 if path.is_file():
-                    _reach_the_disk(path)
+                    _sync(path)
             temporary.rename(folder)
     except BaseException:
-        # Whatever cannot be removed is not to hide the error.
+        # A file that cannot be removed must not hide the error.
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -112,8 +108,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
     """Where the disk is full, let the error say what was not written: the system's own names no file.
-
-    Cost: none.
 
     Args:
         path: what is being written, by the name that its reader knows.
@@ -157,7 +151,7 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name[:_MOST_CHARACTERS]}.{uuid4().hex}.part")
 
 
-def _reach_the_disk(path: Path) -> None:
-    """Wait until a file's bytes are where a loss of power leaves them."""
+def _sync(path: Path) -> None:
+    """Flush a file's bytes to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -31,8 +31,8 @@ class InUseError(OSError):
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder for as long as the block lasts; no other process, and no other thread, can hold it meanwhile.
 
-    The lock is the operating system's and ends with its process, killed or not: what a kill leaves of it is in nobody's
-    way. A thread that holds a folder may hold it again. A folder in which nothing is left at the end is removed.
+    The lock is the operating system's and ends with its process, killed or not: what a kill leaves of it blocks
+    nobody. A thread that holds a folder may hold it again. A folder in which nothing is left at the end is removed.
 
     Cost: opening a file.
 
@@ -83,7 +83,7 @@ def _acquire(folder: Path) -> BinaryIO:
         try:
             file = path.open("ab")
         except FileNotFoundError:
-            # Whoever held it has just ended, and removed the folder.
+            # The process that held it has just ended, and removed the folder.
             continue
         try:
             _lock(file)

@@ -10,7 +10,7 @@ import torch
 
 from linattn.feature_maps import features
 from linattn.hf import capture, load
-from linattn.lab.audit.measurements import Measurements
+from linattn.lab.audit.grid import AuditGrid
 from linattn.lab.audit.measuring import Audit
 from linattn.lab.audit.records import HeadRow, ModelRow, RankRow
 from linattn.lab.audit.text import Text
@@ -29,7 +29,7 @@ LABELS = (
     "Centred(Balanced(Nystrom(num_features=8)))",
     "Expansion(num_centres=4)",
 )
-WANTED = Measurements(tuple(map(parse_method, LABELS)), features=(8, 16), draws=2, seed=1)
+WANTED = AuditGrid(tuple(map(parse_method, LABELS)), features=(8, 16), draws=2, seed=1)
 OWN_WIDTH = {"Centred(Taylor(order=1))": 9, "Expansion(num_centres=4)": 36}
 DRAWN_ONCE = ("EluPlusOne", "Centred(Taylor(order=1))", "Expansion(num_centres=4)")
 
@@ -170,7 +170,7 @@ def test_the_same_seed_gives_the_same_audit(audited, folder, prose):
 
 
 def test_a_model_that_breaks_down_is_recorded_and_not_fatal(folder, prose, monkeypatch):
-    wanted = Measurements((parse_method("Centred(Taylor(order=1))"),))
+    wanted = AuditGrid((parse_method("Centred(Taylor(order=1))"),))
     audit = Audit(load(folder("bert")), Text("words", prose), wanted, num_tokens=48)
     monkeypatch.setattr(
         "linattn.planning.methods.linear_attention", lambda q, k, v, feature_map, **_: torch.full_like(q, math.inf)
@@ -189,7 +189,7 @@ def test_refusals(folder, prose):
     loaded = load(folder("bert"))
     with pytest.raises(ValueError, match="gives 2 tokens; an audit needs at least 8"):
         Audit(loaded, Text("words", "w1 w2"), WANTED)
-    odd = Measurements((parse_method("Hyperbolic"),), features=(7,))
+    odd = AuditGrid((parse_method("Hyperbolic"),), features=(7,))
     with pytest.raises(ValueError, match="multiple of 2"):
         Audit(loaded, Text("words", prose), odd, num_tokens=48)
     with pytest.raises(ValueError, match="600 tokens were asked for"):

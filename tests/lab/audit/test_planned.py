@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from linattn import softmax_attention
 from linattn.hf import capture, load
 from linattn.lab.audit.planned import Planner, second_half
-from linattn.lab.audit.records import ModelRow, PlanRow, read_records
+from linattn.lab.audit.records import AUDIT, ModelRow, PlanRow
 from linattn.lab.audit.text import Text
 from linattn.lab.commands.app import app
 from linattn.lab.report import Report, summarise_audit, write_page
@@ -44,7 +44,7 @@ def test_a_planned_audit(run, folder, prose, tmp_path, family, monkeypatch):
     assert result.exit_code == 0, result.output
     out = tmp_path / "out"
     assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "plan.json"]
-    header, rows = read_records(out / "audit.jsonl")
+    header, rows = AUDIT.read(out / "audit.jsonl")
     assert (header.target, header.calibration) == (0.6, f"second half of {tmp_path / 'text.txt'}")
     heads = [row for row in rows if isinstance(row, PlanRow)]
     assert [(row.layer, row.head) for row in heads] == [(layer, head) for layer in range(2) for head in range(4)]
@@ -74,7 +74,7 @@ def test_the_plan_goes_where_it_is_told(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert len(read_plans(tmp_path / "kept.json")) == 2
     assert not (tmp_path / "out" / "plan.json").exists()
-    assert read_records(tmp_path / "out" / "audit.jsonl")[0].calibration == str(other)
+    assert AUDIT.read(tmp_path / "out" / "audit.jsonl")[0].calibration == str(other)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_plans_are_gone_on_from(run, tmp_path, monkeypatch):
     """A plan that was made and measured is not made again; that of another audit is kept aside."""
     out = tmp_path / "out"
     assert run("--target", "0.6").exit_code == 0
-    whole, plans = read_records(out / "audit.jsonl")[1], (out / "plan.json").read_bytes()
+    whole, plans = AUDIT.read(out / "audit.jsonl")[1], (out / "plan.json").read_bytes()
     (out / "audit.jsonl").unlink()
     (out / "plan.json").unlink()
     made = []
@@ -127,7 +127,7 @@ def test_plans_are_gone_on_from(run, tmp_path, monkeypatch):
     assert "planned" in Page((out / "index.html").read_text(encoding="utf-8")).text
     assert run("--target", "0.6").exit_code == 0
     assert len(made) == 3
-    assert set(read_records(out / "audit.jsonl")[1]) == set(whole)
+    assert set(AUDIT.read(out / "audit.jsonl")[1]) == set(whole)
     assert (out / "plan.json").read_bytes() == plans
     assert run("--target", "0.6").exit_code == 0
     assert len(made) == 3

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.audit.records import Header, HeadRow, ModelRow, RankRow, read_records, write_records
+from linattn.lab.audit.records import AUDIT, Header, HeadRow, ModelRow, RankRow
 from linattn.lab.audit.text import read_text
 from linattn.records.atomic import atomic_file
 
@@ -21,21 +21,21 @@ def test_round_trip(tmp_path):
     path = tmp_path / "new" / "audit.jsonl"
     rows = [MODEL, HEAD, replace(HEAD, error=math.inf, total_variation=0.1 + 0.2), replace(HEAD, kl=1e-300)]
     rows.append(RankRow(0, 0, 4, 12, 0.5))
-    write_records(path, HEADER, rows)
-    assert read_records(path) == (HEADER, rows)
+    AUDIT.write(path, HEADER, rows)
+    assert AUDIT.read(path) == (HEADER, rows)
     assert [name.name for name in path.parent.iterdir()] == ["audit.jsonl"]
 
 
 def test_nan_and_infinity_are_plain_json(tmp_path):
     path = tmp_path / "audit.jsonl"
-    write_records(path, HEADER, [replace(MODEL, embedding_cosine=math.nan), replace(HEAD, error=math.inf)])
+    AUDIT.write(path, HEADER, [replace(MODEL, embedding_cosine=math.nan), replace(HEAD, error=math.inf)])
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["header", "model", "head"]
-    _, (model, head) = read_records(path)
+    _, (model, head) = AUDIT.read(path)
     assert math.isnan(model.embedding_cosine)
     assert head.error == math.inf
 
@@ -48,12 +48,12 @@ def test_an_early_end_leaves_what_was_there(tmp_path, ending):
 
     path = tmp_path / "audit.jsonl"
     with pytest.raises(ending):
-        write_records(path, HEADER, rows())
+        AUDIT.write(path, HEADER, rows())
     assert not list(tmp_path.iterdir())
-    write_records(path, HEADER, [MODEL])
+    AUDIT.write(path, HEADER, [MODEL])
     before = path.read_bytes()
     with pytest.raises(ending):
-        write_records(path, HEADER, rows())
+        AUDIT.write(path, HEADER, rows())
     assert [name.name for name in tmp_path.iterdir()] == ["audit.jsonl"]
     assert path.read_bytes() == before
 
@@ -79,15 +79,15 @@ def test_files_that_are_no_audit(tmp_path, lines, words):
     path = tmp_path / "audit.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match=words):
-        read_records(path)
+        AUDIT.read(path)
 
 
 def test_a_second_header(tmp_path):
     path = tmp_path / "audit.jsonl"
-    write_records(path, HEADER, [])
+    AUDIT.write(path, HEADER, [])
     path.write_text(path.read_text() * 2)
     with pytest.raises(ValueError, match="must be the header"):
-        read_records(path)
+        AUDIT.read(path)
 
 
 def test_built_in_text_is_long_prose():

@@ -39,6 +39,51 @@ def test_version_and_help_import_no_heavy_package(words):
     assert not set(HEAVY) & set(done.stderr.split())
 
 
+HF, TRAINING = {"transformers", "linattn.hf"}, {"accelerate", "tensorboard", "linattn.convert"}
+PAGE = {"plotly", "jinja2", "linattn.lab.report"}
+BENCH = "bench --lengths 16 --features 8 --heads 1 --head-dim 4 --repeats 1 --no-memory --out"
+
+
+@pytest.mark.parametrize(
+    ("words", "needed", "unneeded"),
+    [
+        (BENCH, PAGE, HF | TRAINING),
+        ("bench --help", PAGE, HF | TRAINING),
+        ("reproduce --list", PAGE, HF | TRAINING),
+        # transformers itself imports accelerate where it is installed, and jinja2.
+        ("audit --help", PAGE | HF, TRAINING - {"accelerate"}),
+        ("convert --help", HF | {"accelerate", "linattn.convert.card"}, PAGE - {"jinja2"}),
+    ],
+)
+def test_a_subcommand_imports_what_it_needs_and_no_more(tmp_path, words, needed, unneeded):
+    command = [sys.executable, "-c", IMPORTED, *words.split(), *([tmp_path] if words == BENCH else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **WIDE})
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert needed <= loaded
+    assert not unneeded & loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "words"),
+    [
+        (
+            "convert",
+            "accelerate",
+            "linattn convert: linattn.convert trains transformers models, and accelerate is missing",
+        ),
+        ("audit", "transformers", "linattn audit: linattn.hf reads transformers models, and transformers is missing"),
+        ("bench", "plotly", "linattn: the command needs plotly, not installed here: pip install 'linattn[lab]'"),
+        ("bench", "accelerate", ""),
+    ],
+)
+def test_a_package_that_is_missing_is_named_by_the_subcommands_that_need_it(name, missing, words):
+    script = f"import sys; sys.modules[{missing!r}] = None; from linattn.cli import main; main()"
+    command = [sys.executable, "-c", script, name, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **WIDE})
+    assert (done.returncode, "Traceback" in done.stderr) == (1 if words else 0, False)
+    assert done.stderr.startswith(words)
+
+
 def test_a_module_that_is_run():
     done = subprocess.run([sys.executable, "-m", "linattn", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"linattn {linattn.__version__}\n"

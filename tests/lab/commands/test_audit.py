@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from linattn import cli
 from linattn.hf import load
 from linattn.lab.audit.measuring import Audit
-from linattn.lab.audit.records import HeadRow, read_records
+from linattn.lab.audit.records import AUDIT, HeadRow
 from linattn.lab.audit.truth import LayerTruth
 from linattn.lab.commands.app import app
 from linattn.lab.report import summarise_audit
@@ -71,7 +71,7 @@ def test_audit(run, tmp_path, family):
     result = run(*words, family=family)
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["audit.jsonl", "index.html"]
-    header, rows = read_records(tmp_path / "out" / "audit.jsonl")
+    header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
     assert (header.features, header.draws, header.seed, header.num_tokens) == ([8, 16], 2, 3, 32)
     assert header.maps == ["FavorPlus", "Centred(Taylor(order=1))"]
     heads = 2 * 4
@@ -123,7 +123,7 @@ def ends(monkeypatch):
 
 def figures(path):
     """The rows of an audit's file, of which none may be there twice."""
-    rows = read_records(path)[1]
+    rows = AUDIT.read(path)[1]
     assert len(set(rows)) == len(rows)
     return rows
 
@@ -201,7 +201,7 @@ def test_another_audit_is_kept_aside_and_gone_on_from(run, tmp_path, ends):
     said = result.output.replace("\n", "")
     assert f"What was measured before is now in {file.with_name('audit.1.jsonl')}. It is of another model" in said
     assert file.with_name("audit.1.jsonl").read_bytes() == before
-    assert read_records(file)[0].maps == ["FavorPlus"]
+    assert AUDIT.read(file)[0].maps == ["FavorPlus"]
     ends(0)
     run("--map", "Relu")
     assert file.read_bytes() == before
@@ -233,13 +233,13 @@ def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder,
     result = run()
     assert result.exit_code == 0, result.output
     assert f"Left out: Expansion(num_centres=64): {reason}. --map measures it all the same." in result.output
-    header, rows = read_records(tmp_path / "out" / "audit.jsonl")
+    header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
     assert (header.maps, header.left_out) == (["Relu"], {"Expansion(num_centres=64)": reason})
     assert {row.map for row in rows if isinstance(row, HeadRow)} == {"Relu"}
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert f"Expansion(num_centres=64). {reason}." in page.text
     assert "Left out" not in run("--map", "Expansion(num_centres=1)", "--map", "Taylor").output
-    assert read_records(tmp_path / "out" / "audit.jsonl")[0].left_out == {}
+    assert AUDIT.read(tmp_path / "out" / "audit.jsonl")[0].left_out == {}
 
 
 def test_an_interrupt_that_was_swallowed(run, tmp_path, monkeypatch):
@@ -266,7 +266,7 @@ def test_an_interrupt_while_the_page_is_written(run, tmp_path, monkeypatch):
     monkeypatch.setattr("linattn.lab.commands.audit.write_report", interrupted)
     assert run("--map", "Relu").exit_code == 130
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["audit.jsonl"]
-    read_records(tmp_path / "out" / "audit.jsonl")
+    AUDIT.read(tmp_path / "out" / "audit.jsonl")
 
 
 def test_a_real_interrupt(folder, prose, tmp_path):
@@ -300,9 +300,7 @@ def test_a_real_interrupt(folder, prose, tmp_path):
 
 def test_missing_extras_are_named(monkeypatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("typer", "plotly") else object())
-    with pytest.raises(
-        SystemExit, match=r"needs typer, plotly, not installed here: pip install 'linattn\[convert,lab\]'"
-    ):
+    with pytest.raises(SystemExit, match=r"needs typer, plotly, not installed here: pip install 'linattn\[lab\]'"):
         cli.main()
 
 

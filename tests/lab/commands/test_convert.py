@@ -26,7 +26,7 @@ from linattn.convert.running import run as run_model
 from linattn.convert.samples import from_texts
 from linattn.convert.stages import agreement, measure
 from linattn.hf import from_pretrained
-from linattn.hf.kernel_attention import KernelAttention
+from linattn.hf.layer_attention import LayerAttention
 from linattn.lab.commands.app import app
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
@@ -169,7 +169,7 @@ def test_maps_alone(run, folder, tmp_path):
     assert [training["name"] for training in report["trainings"]] == ["transfer"]
     plain, trained = AutoModel.from_pretrained(folder("bert")), from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(weight, trained[name]) for name, weight in plain.state_dict().items())
-    kernels = [part for part in from_pretrained(tmp_path / "out").modules() if isinstance(part, KernelAttention)]
+    kernels = [part for part in from_pretrained(tmp_path / "out").modules() if isinstance(part, LayerAttention)]
     assert [kernel.feature_map.num_features for kernel in kernels] == [4, 4]
 
 
@@ -252,7 +252,7 @@ def test_a_sentence_encoder_loads_as_one(text, tmp_path):
     result = CliRunner(env=WIDE).invoke(app, ["convert", "all-MiniLM-L6-v2", str(out), *more])
     assert result.exit_code == 0, result.output
     loaded = SentenceTransformer(str(out), trust_remote_code=True, device="cpu", local_files_only=True)
-    assert sum(isinstance(part, KernelAttention) for part in loaded.modules()) == 6
+    assert sum(isinstance(part, LayerAttention) for part in loaded.modules()) == 6
     sentences = ["Linear time.", "A kernel that factors is a small state."]
     found = loaded.encode(sentences, convert_to_tensor=True)
     inputs = AutoTokenizer.from_pretrained(out)(sentences, padding=True, return_tensors="pt")

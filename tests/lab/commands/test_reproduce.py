@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from linattn.lab.commands import reproduce as reproduce_command
 from linattn.lab.commands.app import app
 from linattn.lab.experiments import EXPERIMENTS, reproduction
-from linattn.lab.experiments.experiment import Row
+from linattn.lab.experiments.experiment import FigureRow
 from linattn.lab.experiments.records import CLAIMS, Decision
 from pages import Page
 from trials import Trial
@@ -47,7 +47,7 @@ def kept(tmp_path):
 
     def read():
         header, records = CLAIMS.read(tmp_path / "out" / "claims.jsonl")
-        keys = Counter((one.claim, one.series, one.x) if isinstance(one, Row) else one.claim for one in records)
+        keys = Counter((one.claim, one.series, one.x) if isinstance(one, FigureRow) else one.claim for one in records)
         assert set(keys.values()) <= {1}
         return header, records
 

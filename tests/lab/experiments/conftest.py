@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from linattn.lab.experiments import EXPERIMENTS
-from linattn.lab.experiments.experiment import Row
+from linattn.lab.experiments.experiment import FigureRow
 
 
 @cache
@@ -19,7 +19,9 @@ def _quick(name):
     for measurement in experiment.rows(experiment.QUICK):
         figure = measurement.take()
         found.append(
-            Row(name, measurement.series, measurement.x, figure.value, figure.standard_error, figure.expected, 0.0)
+            FigureRow(
+                name, measurement.series, measurement.x, figure.value, figure.standard_error, figure.expected, 0.0
+            )
         )
     return tuple(found)
 

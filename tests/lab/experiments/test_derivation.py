@@ -8,7 +8,7 @@ from linattn.lab.experiments.derivation.a_draw_is_typical import BELOW, MEDIAN
 from linattn.lab.experiments.derivation.constant_time_lookup import NUMBERS, OPERATIONS
 from linattn.lab.experiments.derivation.linear_time import LINEAR
 from linattn.lab.experiments.derivation.query_costs_r import QUERY
-from linattn.lab.experiments.experiment import EXACT, Row
+from linattn.lab.experiments.experiment import EXACT, FigureRow
 from linattn.lab.experiments.judging import STANDARD_ERRORS, value_at
 
 # Experiment, its verdict, the verdict of doctored rows, how each value is doctored.
@@ -46,5 +46,7 @@ def test_lognormal_tails_put_the_median_far_below_the_mean(taken) -> None:
 )
 def test_powers_of_time_decide(decided, linear, exact, status) -> None:
     powers = ((LINEAR, linear), (EXACT, exact))
-    rows = [Row("linear-time", name, n, n**power, None, None, 0.0) for name, power in powers for n in (64, 128, 256)]
+    rows = [
+        FigureRow("linear-time", name, n, n**power, None, None, 0.0) for name, power in powers for n in (64, 128, 256)
+    ]
     assert decided("linear-time", rows) == status

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from linattn.lab.experiments import EXPERIMENTS, ROOMS
-from linattn.lab.experiments.experiment import Row
+from linattn.lab.experiments.experiment import FigureRow
 from linattn.lab.experiments.judging import decide, deviation, slope
 
 LEAST_CLAIMS, MOST_QUICK_SECONDS, MOST_FULL_SECONDS = 25, 180, 2700
@@ -55,7 +55,7 @@ def test_a_verdict_is_one_of_three():
 
 def test_slopes_and_deviations():
     def row(x, value, error=None, expected=None):
-        return Row("", "", x, value, error, expected, 0.0)
+        return FigureRow("", "", x, value, error, expected, 0.0)
 
     steepness, error = slope([row(1, 5.0, 0.5), row(2, 20.0, 2.0), row(4, 80.0, 8.0)])
     assert steepness == pytest.approx(2.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.experiments.experiment import EXACT, UNIFORM, Row
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, FigureRow
 from linattn.lab.experiments.performer import (
     figure_3_time,
     figure_4_beats_averaging,
@@ -122,7 +122,7 @@ def _hand_made(linear, quadratic):
     """Rows of figure 3 that grow with these exponents, at three lengths; exact attention as the Transformer."""
     exponents = {EXACT: quadratic, TRANSFORMER: quadratic, PERFORMER: linear, CAUSAL: linear, OPTIMUM: 1.0}
     return [
-        Row("figure-3", series(name, passes), length, 1e-6 * length**exponent, None, None, 0.0)
+        FigureRow("figure-3", series(name, passes), length, 1e-6 * length**exponent, None, None, 0.0)
         for name, exponent in exponents.items()
         for passes in PASSES
         for length in (1024, 2048, 4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from linattn.lab.experiments import reproduction
-from linattn.lab.experiments.experiment import UNIFORM, Row
+from linattn.lab.experiments.experiment import UNIFORM, FigureRow
 from linattn.lab.experiments.records import Decision
 from linattn.lab.experiments.reproduction import Reproduction
 from trials import Trial
@@ -22,7 +22,7 @@ def trials(monkeypatch):
 def keys(records):
     """Figures by claim, series and abscissa, verdicts by claim and status."""
     return [
-        (record.claim, record.series, record.x) if isinstance(record, Row) else (record.claim, record.status)
+        (record.claim, record.series, record.x) if isinstance(record, FigureRow) else (record.claim, record.status)
         for record in records
     ]
 
@@ -55,11 +55,11 @@ def test_nothing_is_taken_twice(trials, cut):
         trial.taken.clear()
     run = Reproduction([], "quick")
     kept = whole[:cut]
-    assert sum(run.missing(kept).values()) == 8 - sum(isinstance(record, Row) for record in kept)
+    assert sum(run.missing(kept).values()) == 8 - sum(isinstance(record, FigureRow) for record in kept)
     new = list(run.records(kept))
     assert keys([*kept, *new]) == keys(whole)
     assert len(trials["first"].taken) + len(trials["second"].taken) == sum(
-        isinstance(record, Row) and record.series == "area" for record in whole[cut:]
+        isinstance(record, FigureRow) and record.series == "area" for record in whole[cut:]
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.audit.records import Header, HeadRow, ModelRow, RankRow, write_records
+from linattn.lab.audit.records import AUDIT, Header, HeadRow, ModelRow, RankRow
 from linattn.lab.report import Report, advise, overview, summarise_audit, write_page
 from linattn.lab.report.audit.frontier import family, least
 from linattn.lab.report.audit.tables import end_to_end, heads
@@ -86,7 +86,7 @@ def summary(tmp_path):
         RankRow(0, 0, 1, 5, 0.5),
     ]
     path = tmp_path / "audit.jsonl"
-    write_records(path, HEADER, rows)
+    AUDIT.write(path, HEADER, rows)
     return summarise_audit(path)
 
 
@@ -241,7 +241,7 @@ def test_a_file_with_rows_missing(tmp_path):
         [*BASELINES, *rows_of("FavorPlus", 8, [0.7], [0.5])][:-1],
         [*rows_of("FavorPlus", 8, [0.7], [0.5])],
     ):
-        write_records(path, HEADER, rows)
+        AUDIT.write(path, HEADER, rows)
         with pytest.raises(ValueError, match="is no whole audit"):
             summarise_audit(path)
 

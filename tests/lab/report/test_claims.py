@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from linattn.lab.experiments import reproduction
-from linattn.lab.experiments.experiment import EXACT, UNIFORM, Row
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, FigureRow
 from linattn.lab.experiments.records import CLAIMS
 from linattn.lab.experiments.reproduction import Reproduction
 from linattn.lab.report import Report, summarise_claims, verdict_table, write_page, write_report
@@ -70,8 +70,8 @@ def test_a_chart_of_cases_and_of_what_is_not_finite(summary):
     claim = summary.claims[0]
     decision = replace(claim.decision, names=["small & <wide>", "large"], log_x=False, log_y=True)
     rows = (
-        Row("first", "a<b", 0, float("inf"), None, None, 0.0),
-        Row("first", "a<b", 1, 2.0, None, None, 0.0),
+        FigureRow("first", "a<b", 0, float("inf"), None, None, 0.0),
+        FigureRow("first", "a<b", 1, 2.0, None, None, 0.0),
     )
     chart = claim_chart(replace(claim, decision=decision, rows=rows))
     (trace,) = chart.data

@@ -10,9 +10,9 @@ import shutil
 import pytest
 
 from linattn.hf import load
-from linattn.lab.audit.measurements import Measurements
+from linattn.lab.audit.grid import AuditGrid
 from linattn.lab.audit.measuring import Audit
-from linattn.lab.audit.records import AUDIT, write_records
+from linattn.lab.audit.records import AUDIT
 from linattn.lab.audit.text import Text
 from linattn.lab.bench.measuring import Bench
 from linattn.lab.bench.records import BENCH
@@ -40,9 +40,9 @@ OTHERS = (None, True, "text", "", "nan", "inf", -1, 0, 1e308, -1e308, 1e-308, 10
 def whole(folder, prose, tmp_path_factory):
     """A folder with a small audit, claims and benchmark, all measured here."""
     made = tmp_path_factory.mktemp("report")
-    wanted = Measurements(tuple(map(parse_method, ("FavorPlus", "Expansion(num_centres=2)"))), (8, 16), draws=2)
+    wanted = AuditGrid(tuple(map(parse_method, ("FavorPlus", "Expansion(num_centres=2)"))), (8, 16), draws=2)
     audit = Audit(load(str(folder("bert"))), Text("words", prose), wanted, num_tokens=16)
-    write_records(made / "audit.jsonl", audit.header, audit.rows())
+    AUDIT.write(made / "audit.jsonl", audit.header, audit.rows())
     bench = Bench(Settings(lengths=(8, 16, 32), heads=1, head_dim=4, repeats=2, memory=False, backward=True))
     BENCH.write(made / "bench.jsonl", bench.header, bench.rows([], lambda words: None))
     with pytest.MonkeyPatch.context() as patch:

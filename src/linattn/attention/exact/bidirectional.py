@@ -34,7 +34,7 @@ def attend(call: Call, backend: Backend, exact: Exact, nothing: Sums) -> Partial
         every = rest = every.scatter(-1, chosen, -torch.inf)
     if window is None:
         return combine(*parts, map_part.all_keys(query, key, value, rest, nothing))
-    parts.append(near(query, Tokens(key, value, every), window, map_part.scale, is_causal=False).partial)
+    parts.append(near(query, Tokens(key, value, every), window, map_part.scale, is_causal=False)[0])
     parts.append(map_part.earlier_blocks(query, key, value, rest, nothing, window))
     parts.append(map_part.later_blocks(query, key, value, rest, nothing, window))
     return combine(*parts)

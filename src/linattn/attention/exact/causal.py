@@ -9,8 +9,6 @@ queries alone decide, and the same ones however the stream is cut.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -25,16 +23,8 @@ from linattn.attention.softmax import inert
 from linattn.attention.sums import Sums
 
 
-class Stream(NamedTuple):
-    """What causal attention with exact keys returns."""
-
-    partial: Partial  # (B, H, G, Lq, ·)
-    sums: Sums
-    exact: ExactKeys
-
-
-def attend(call: Call, backend: Backend, before: Sums, exact: ExactKeys) -> Stream:
-    """Rows of the queries, Lq ≤ Lk, the last tokens', and the state after the keys."""
+def attend(call: Call, backend: Backend, before: Sums, exact: ExactKeys) -> tuple[Partial, Sums, ExactKeys]:
+    """Rows (B, H, G, Lq, ·) of the last tokens, Lq ≤ Lk, and the sums and the exact keys after all."""
     bound, query, key, value, bias, _ = call
     map_part, rule = MapPart(bound, backend), exact.rule
     window, scale, recent = rule.window or 0, map_part.scale, exact.recent
@@ -46,10 +36,10 @@ def attend(call: Call, backend: Backend, before: Sums, exact: ExactKeys) -> Stre
     first = length - query.shape[3]
     # Rows of tokens whose queries are not asked for are filled in and dropped.
     rows = torch.nn.functional.pad(query, (0, 0, first, 0)) if first else query
-    local = near(rows, tokens, window, scale, is_causal=True, first=first if rule.num_heavy else None)
-    mass = local.mass + torch.nn.functional.pad(exact.recent_mass, (0, length - recent.key.shape[2]))
+    local, mass = near(rows, tokens, window, scale, is_causal=True, first=first if rule.num_heavy else None)
+    mass = mass + torch.nn.functional.pad(exact.recent_mass, (0, length - recent.key.shape[2]))
     leaving = max(-(-length // window) - 2, 0) * window
-    parts, left = [_rows(local.partial, first)], tokens.cut(0, leaving)
+    parts, left = [_rows(local, first)], tokens.cut(0, leaving)
     heavy, score = exact.heavy, exact.heavy_score
     if rule.num_heavy:
         chosen, pool = schedule(rule, _score(rule, mass, left), score), heavy.then(tokens)
@@ -61,7 +51,7 @@ def attend(call: Call, backend: Backend, before: Sums, exact: ExactKeys) -> Stre
     distant, after = _map_rows(map_part, rows, left, first, before, window, is_plain=is_plain)
     # Copies: views would keep all keys of the call in memory.
     key, value, given, mass = (x.clone() for x in (*tokens.cut(leaving, length), mass[..., leaving:]))
-    return Stream(combine(*parts, distant), after, ExactKeys(heavy, score, Tokens(key, value, given), mass, rule))
+    return combine(*parts, distant), after, ExactKeys(heavy, score, Tokens(key, value, given), mass, rule)
 
 
 def _rows(partial: Partial, first: int) -> Partial:

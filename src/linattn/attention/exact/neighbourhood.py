@@ -17,25 +17,13 @@ from linattn.attention.softmax import softmax_weights
 _CHUNK = 2**22
 
 
-class Near(NamedTuple):
-    """What `near` returns.
-
-    Attributes:
-        partial: (B, H, G, L, ·) over the keys of the neighbourhood.
-        mass: how much the live queries attend to each key among those of their neighbourhood, (B, H, L); 0 unless asked
-            for.
-    """
-
-    partial: Partial
-    mass: Tensor
-
-
 def near(
     query: Tensor, tokens: Tokens, window: int, scale: float, *, is_causal: bool, first: int | None = None
-) -> Near:
-    """Softmax of rows (B, H, G, L, D) over their block of tokens and both neighbours; causal: itself and before.
+) -> tuple[Partial, Tensor]:
+    """Softmax of rows (B, H, G, L, D) over their block of tokens and both neighbours, causally up to themselves.
 
-    O(L·w·(D + Dv)) time. With `first`, the queries from it on carry mass.
+    Also the mass (B, H, L) that queries from `first` on give each key of their neighbourhood, 0 without `first`. Time
+    O(L·w·(D + Dv)).
     """
     batch, heads, groups, length, _ = query.shape
     per_block = batch * heads * groups * window * window * (2 if is_causal else 3)
@@ -54,7 +42,7 @@ def near(
             chunk.add_columns(mass, columns.sum((3, 4)))
         parts.append(part)
     assert mass is not None  # one chunk at least
-    return Near(joined(parts), mass[..., window : window + length])
+    return joined(parts), mass[..., window : window + length]
 
 
 class _Chunk(NamedTuple):

@@ -18,12 +18,12 @@ _PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)", re.IGNORECASE)
 
 
 class ExactCost(NamedTuple):
-    """What an exact part adds to a call: the keys a stream keeps, those a query sees, and work for the map's part."""
+    """What an exact part adds to a call."""
 
-    kept: int
-    seen: int
-    map_folds: int
-    column_masses: bool
+    kept: int  # keys in a stream's state
+    seen: int  # keys of a query
+    map_folds: int  # how often the map's part is taken
+    column_masses: bool  # whether the keys' masses are estimated
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Exact:
         super().__init_subclass__()
         if cls.word == Exact.word:
             raise TypeError(f"{cls.__name__} needs a word of its own for its written form, got {cls.word!r}")
-        _enter(cls)
+        RULES[cls.word] = cls
+        torch.serialization.add_safe_globals([cls])
 
     def __post_init__(self) -> None:
         """Refuse sizes that mean nothing."""
@@ -145,16 +146,8 @@ class Exact:
 
 
 # By the word of the written form; subclasses enter themselves.
-RULES: dict[str, type[Exact]] = {}
-
-
-def _enter(rule: type[Exact]) -> None:
-    """List a rule, and let torch.load build it under weights_only: it is two numbers."""
-    RULES[rule.word] = rule
-    torch.serialization.add_safe_globals([rule])
-
-
-_enter(Exact)
+RULES: dict[str, type[Exact]] = {Exact.word: Exact}
+torch.serialization.add_safe_globals([Exact])
 
 
 def parse_exact(text: str) -> Exact:
@@ -168,7 +161,7 @@ def parse_exact(text: str) -> Exact:
         found = _PART.fullmatch(part.strip())
         name = "" if found is None else found[1].lower()
         if found is None or name not in ("window", *RULES):
-            words = " or ".join(f"{word} {letter}" for word, letter in (("window", "W"), *((w, "G") for w in RULES)))
+            words = " or ".join(("window W", *(f"{word} G" for word in RULES)))
             raise ValueError(
                 f"{part.strip()!r} is no exact part; write {words} after the map, as in "
                 "Expansion + window 16 + heavy 32"

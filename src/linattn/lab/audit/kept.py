@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from linattn.lab.audit.records import HeadRow, ModelRow, RankRow, Row
+from linattn.lab.audit.records import AuditRow, HeadRow, ModelRow, RankRow
 
 # What rows were measured together: their kind, and what they are of.
 Group = tuple[str, str, int | None, int, int]
@@ -18,12 +18,10 @@ class Kept:
         rows: those of all that was measured to its end, in order.
     """
 
-    rows: list[Row]
+    rows: list[AuditRow]
 
-    def __init__(self, rows: Sequence[Row], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[AuditRow], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
         """Leave out what an early end has cut short.
-
-        Cost: linear in the rows.
 
         Args:
             rows: as they were in the file.
@@ -35,8 +33,6 @@ class Kept:
             >>> one = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 100, 50)
             >>> Kept([one], heads=[2], ranks=[]).rows  # the second head is missing
             []
-
-        Source: none, counts.
         """
         found = Counter(map(_group, rows))
         wanted = {"head": heads, "plan": heads, "rank": [len(ranks) * number for number in heads]}
@@ -64,7 +60,7 @@ class Kept:
         return ("plan", "", None, 0, layer) in self._whole
 
 
-def _group(row: Row) -> Group:
+def _group(row: AuditRow) -> Group:
     """What a row was measured with."""
     if isinstance(row, HeadRow):
         return ("head", row.map, row.features, row.draw, row.layer)

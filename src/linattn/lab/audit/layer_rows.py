@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
-from linattn.lab.audit.measurements import Configuration
+from linattn.lab.audit.grid import Configuration
 from linattn.lab.audit.records import HeadRow, RankRow
-from linattn.lab.audit.truth import LayerTruth, Measurement
+from linattn.lab.audit.truth import HeadErrors, LayerTruth
 from linattn.planning.costs import flops_per_token, state_numbers
 
 RANKS = tuple(2**power for power in range(9))
 
 
 def head_rows(
-    configuration: Configuration, layer: int, feature_map: FeatureMap, truth: LayerTruth, measured: Measurement
+    configuration: Configuration, layer: int, feature_map: FeatureMap, truth: LayerTruth, measured: HeadErrors
 ) -> Iterator[HeadRow]:
     """One row per head of a layer."""
     seed = configuration.first_seed + layer if configuration.method.map.is_random else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil
 
-from linattn.lab.audit.measurements import Measurements
+from linattn.lab.audit.grid import AuditGrid
 from linattn.planning.costs import exact_state_numbers, state_numbers
 from linattn.planning.methods import Method
 
@@ -16,15 +16,11 @@ from linattn.planning.methods import Method
 _LENGTH = 8192
 
 
-def unpayable(
-    measurements: Measurements, widths: Iterable[tuple[int, int]], *, scale: float, num_tokens: int
-) -> dict[str, str]:
+def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: float, num_tokens: int) -> dict[str, str]:
     """Methods that keep more numbers than exact attention does, at 8,192 tokens and at the text's own length.
 
-    Cost: the maps' constructors.
-
     Args:
-        measurements: the methods and widths.
+        grid: the methods and widths.
         widths: (D, Dv) of the model's layers.
         scale: factor of q·k in the exponent.
         num_tokens: L.
@@ -34,16 +30,14 @@ def unpayable(
 
     Example:
         >>> from linattn.planning.methods import parse_method
-        >>> wanted = Measurements((parse_method("Taylor(order=1)"), parse_method("Taylor(order=2)")))
+        >>> wanted = AuditGrid((parse_method("Taylor(order=1)"), parse_method("Taylor(order=2)")))
         >>> list(unpayable(wanted, [(256, 256)], scale=1.0, num_tokens=512))
         ['Taylor(order=2)']
-
-    Source: none, counts.
     """
     length, found = max(num_tokens, _LENGTH), {}
-    for method in measurements.methods:
+    for method in grid.methods:
         for head_dim, value_dim in sorted(set(widths)):
-            kept = _least_state(measurements, method, head_dim, value_dim, scale)
+            kept = _least_state(grid, method, head_dim, value_dim, scale)
             if kept > exact_state_numbers(length, head_dim=head_dim, value_dim=value_dim):
                 found[method.label] = (
                     f"on heads {head_dim} wide its state has {kept:,} numbers, as many as the keys and values of "
@@ -52,8 +46,8 @@ def unpayable(
     return found
 
 
-def _least_state(measurements: Measurements, method: Method, head_dim: int, value_dim: int, scale: float) -> int:
+def _least_state(grid: AuditGrid, method: Method, head_dim: int, value_dim: int, scale: float) -> int:
     """Numbers the method keeps per head at the narrowest width measured."""
-    width = min(measurements.features) if method.map.takes_features else None
+    width = min(grid.features) if method.map.takes_features else None
     feature_map = method.build(head_dim, num_features=width, scale=scale, seed=0)
     return state_numbers(method, feature_map, value_dim=value_dim)

@@ -16,21 +16,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept
+from linattn.lab.audit.grid import AuditGrid, Configuration
 from linattn.lab.audit.kept import Kept
 from linattn.lab.audit.layer_rows import head_rows, rank_rows, ranks
 from linattn.lab.audit.leaving_out import unpayable
-from linattn.lab.audit.measurements import Configuration, Measurements
 from linattn.lab.audit.planned import Planner
-from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, Header, ModelRow, PlanRow, Row
+from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, AuditRow, Header, ModelRow, PlanRow
 from linattn.lab.audit.text import Text
 from linattn.lab.audit.truth import LayerTruth
 from linattn.lab.audit.work import Work
 from linattn.lab.circumstances import versions
 from linattn.lab.pace import Silent, Watch
-from linattn.planning.measures import uniform_average
+from linattn.planning.measures import cosine
 from linattn.planning.methods import Method, fit
 
 _NUM_ROWS = 128
@@ -44,17 +43,17 @@ class Audit:
 
     Attributes:
         header: the circumstances, complete before anything is measured.
-        measurements: what `rows` will measure.
+        grid: what `rows` will measure.
     """
 
     header: Header
-    measurements: Measurements
+    grid: AuditGrid
 
     def __init__(
         self,
         loaded: LoadedModel,
         text: Text,
-        measurements: Measurements,
+        grid: AuditGrid,
         *,
         num_tokens: int = 512,
         planned: Planner | None = None,
@@ -69,7 +68,7 @@ class Audit:
         Args:
             loaded: model and tokenizer.
             text: the text; a shorter one than asked for is used whole, and the header says how many tokens it gave.
-            measurements: what to measure; every map is built once here, so that a bad option fails at once.
+            grid: what to measure; every map is built once here, so that a bad option fails at once.
             num_tokens: tokens to read, special tokens included.
             planned: makes plans on another text, to be measured on this one; None for none.
             leave_out: whether methods whose state cannot pay on this model's heads are left out; the header says why.
@@ -88,9 +87,9 @@ class Audit:
         self._output, calls = self._record()
         first = length // 2 if calls[0].is_causal else 0
         shapes = [(call.query.shape[-1], call.value.shape[-1]) for call in calls]
-        left_out = unpayable(measurements, shapes, scale=calls[0].scale, num_tokens=length) if leave_out else {}
-        methods = tuple(method for method in measurements.methods if method.label not in left_out)
-        self.measurements = replace(measurements, methods=methods)
+        left_out = unpayable(grid, shapes, scale=calls[0].scale, num_tokens=length) if leave_out else {}
+        methods = tuple(method for method in grid.methods if method.label not in left_out)
+        self.grid = replace(grid, methods=methods)
         self._samples = self._built(calls[0])
         self._layers = []
         for number, call in enumerate(calls):
@@ -111,29 +110,22 @@ class Audit:
             first_measured=first,
             num_rows=len(self._layers[0].query_index),
             maps=[method.label for method in methods],
-            features=list(measurements.features),
-            draws=measurements.draws,
-            seed=measurements.seed,
+            features=list(grid.features),
+            draws=grid.draws,
+            seed=grid.seed,
             target=None if planned is None else planned.target,
             calibration=None if planned is None else planned.source,
             left_out=left_out,
         )
 
-    def kept(self, rows: Sequence[Row]) -> Kept:
+    def kept(self, rows: Sequence[AuditRow]) -> Kept:
         """What of an earlier run's rows need not be measured again.
-
-        Cost: linear in the rows.
 
         Args:
             rows: written under the same header.
 
         Returns:
             Those of all that was measured to its end.
-
-        Example:
-            See `tests/lab/audit/test_resuming.py`.
-
-        Source: none.
         """
         heads = [layer.call.query.shape[1] for layer in self._layers]
         return Kept(rows, heads=heads, ranks=ranks(self._layers[0]))
@@ -141,23 +133,16 @@ class Audit:
     def work(self, kept: Kept) -> tuple[float, float]:
         """All work, and what of it an earlier run has done, in operations, roughly.
 
-        Cost: none worth naming.
-
         Args:
             kept: what need not be measured again.
 
         Returns:
             Both.
-
-        Example:
-            See `tests/lab/audit/test_resuming.py`.
-
-        Source: `linattn.lab.audit.work`.
         """
         parts = list(self._parts(kept))
         return sum(work for work, _ in parts), sum(work for work, done in parts if done)
 
-    def rows(self, kept: Kept | None = None, watch: Watch = _SILENT) -> Iterator[Row]:
+    def rows(self, kept: Kept | None = None, watch: Watch = _SILENT) -> Iterator[AuditRow]:
         """Measure: the baselines and the ranks first, then for every configuration its heads and the whole model.
 
         Ranks are left out of texts with more than 1024 measured tokens, whose decompositions would take the most time.
@@ -171,21 +156,16 @@ class Audit:
 
         Returns:
             An iterator that measures as it goes; a configuration's `ModelRow` is its last row. A plan's rows end it.
-
-        Example:
-            See `tests/lab/audit/test_measuring.py`.
-
-        Source: none, an order.
         """
         kept = self.kept([]) if kept is None else kept
         watch.begin("Exact attention and averaging the values")
-        for label, answer in ((EXACT, _exact), (UNIFORM, _uniform)):
+        for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
             if not kept.has_model(label, None, 0):
                 yield self._end_to_end(label, None, 0, answer)
                 watch.advance(self._work.baseline)
         if self._are_ranked:
             yield from self._measure_ranks(kept, watch)
-        for configuration in self.measurements.configurations():
+        for configuration in self.grid.configurations():
             if not kept.has_model(
                 configuration.method.label, self._sample(configuration).num_features, configuration.draw
             ):
@@ -198,7 +178,7 @@ class Audit:
         """Whether the text is short enough for its attention matrices to be decomposed."""
         return self.header.num_tokens - self.header.first_measured <= _MOST_RANKED
 
-    def _measure_ranks(self, kept: Kept, watch: Watch) -> Iterator[Row]:
+    def _measure_ranks(self, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
         """The limits of every rank, layer by layer."""
         watch.begin("The limit of every rank")
         for number, layer in enumerate(self._layers):
@@ -207,7 +187,7 @@ class Audit:
                 yield from rank_rows(number, layer)
                 watch.advance(self._work.ranks)
 
-    def _measure(self, configuration: Configuration, kept: Kept, watch: Watch) -> Iterator[Row]:
+    def _measure(self, configuration: Configuration, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
         """One method at one width with one draw: each layer's heads, then the whole model."""
         label, draw = configuration.method.label, configuration.draw
         words = _words(configuration, self._sample(configuration), self.header.draws)
@@ -225,7 +205,7 @@ class Audit:
         yield self._end_to_end(label, maps[0].num_features, draw, _linear(configuration.method, maps))
         watch.advance(self._work.model(configuration.method, maps[0]))
 
-    def _measure_plans(self, planner: Planner, kept: Kept, watch: Watch) -> Iterator[Row]:
+    def _measure_plans(self, planner: Planner, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
         """One row per head, then the whole model."""
         watch.begin(f"A method for each head, for an error of {planner.target}")
         for number, layer in enumerate(self._layers):
@@ -258,7 +238,7 @@ class Audit:
         yield from ((work.baseline, kept.has_model(label, None, 0)) for label in (EXACT, UNIFORM))
         if self._are_ranked:
             yield from ((work.ranks, kept.has_ranks(layer)) for layer in layers)
-        for one in self.measurements.configurations():
+        for one in self.grid.configurations():
             label, sample = one.method.label, self._sample(one)
             whole = kept.has_model(label, sample.num_features, one.draw)
             for layer in layers:
@@ -270,16 +250,16 @@ class Audit:
             yield work.baseline, kept.has_model(PLANNED, None, 0)
 
     def _built(self, call: AttentionCall) -> dict[tuple[str, int | None], FeatureMap]:
-        """A map of each method and width, of which sizes are told; a bad option fails here."""
+        """A map of each method and width, for its sizes; a bad option fails here."""
         head_dim, scale = call.query.shape[-1], call.scale
         return {
             (one.method.label, one.num_features): one.build(head_dim, scale=scale, layer=0)
-            for one in self.measurements.configurations()
+            for one in self.grid.configurations()
             if one.draw == 0
         }
 
     def _sample(self, configuration: Configuration) -> FeatureMap:
-        """The map of which a configuration's sizes are told."""
+        """The map that tells a configuration's sizes."""
         return self._samples[configuration.method.label, configuration.num_features]
 
     @property
@@ -322,33 +302,14 @@ class Audit:
             output: Tensor = self._model(**self._inputs)[0]
         first = self.header.first_measured
         ours, exact = output[0, first:].double(), self._output[0, first:].double()
-        embedding = _cosine(ours.mean(0), exact.mean(0))
-        return ModelRow(label, features, draw, float(embedding), float(_cosine(ours, exact).mean()))
+        embedding = cosine(ours.mean(0), exact.mean(0))
+        return ModelRow(label, features, draw, float(embedding), float(cosine(ours, exact).mean()))
 
 
 def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
-    """A configuration, for those who wait."""
+    """A configuration in words, for the progress shown."""
     words = f"{configuration.method.label}, {sample.num_features:,} features"
     return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.map.is_random else words
-
-
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of the angle between vectors of the last dimension; no epsilon."""
-    sizes: Tensor = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
-    return (a * b).sum(-1) / sizes
-
-
-def _exact(call: AttentionCall) -> Tensor:
-    """Softmax attention itself."""
-    return softmax_attention(
-        call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, enable_gqa=True
-    )
-
-
-def _uniform(call: AttentionCall) -> Tensor:
-    """The plain mean of the visible values."""
-    _, num_heads, num_queries, _ = call.query.shape
-    return uniform_average(call.value, num_heads=num_heads, num_queries=num_queries, is_causal=call.is_causal)
 
 
 def _linear(method: Method, maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:

@@ -42,7 +42,7 @@ def pair_moments(
         key: (B, Hkv, L, D), as many tokens as queries.
         scale: factor of q·k in the exponent; must be positive.
         first_query: queries before this one are left out.
-        is_causal: whether query i sees only keys j ≤ i.
+        is_causal: whether query i attends only to keys j ≤ i.
 
     Returns:
         `PairMoments`, one value per query head.
@@ -101,8 +101,6 @@ def logit_std(log_exact: Tensor, visible: Tensor) -> Tensor:
         >>> rows = torch.tensor([[[[1.0, 3.0, -torch.inf]]]])
         >>> logit_std(rows, torch.tensor([[True, True, False]])).tolist()
         [1.0]
-
-    Source: the definition.
     """
     count = visible.sum(-1, keepdim=True)
     logits = torch.where(visible, log_exact.double(), 0.0)

@@ -18,8 +18,6 @@ from linattn.planning import Plan, plan, read_plans
 def second_half(loaded: LoadedModel, text: Text, num_tokens: int) -> Text:
     """The half of a text that an audit of its beginning never reads.
 
-    Cost: linear in the text.
-
     Args:
         loaded: model and tokenizer.
         text: the text whose first tokens are measured.
@@ -30,11 +28,6 @@ def second_half(loaded: LoadedModel, text: Text, num_tokens: int) -> Text:
 
     Raises:
         ValueError: if the measured tokens reach into it.
-
-    Example:
-        See `linattn.lab.commands.audit`.
-
-    Source: none.
     """
     middle = len(text.content) // 2
     measured, first = (
@@ -49,7 +42,7 @@ def second_half(loaded: LoadedModel, text: Text, num_tokens: int) -> Text:
 
 
 class Planner:
-    """A plan for every layer of a model, made one after the other on the attention it pays to a text.
+    """A plan for every layer of a model, made one after the other on its attention to a text.
 
     Attributes:
         target: the error each head is to meet.
@@ -63,8 +56,6 @@ class Planner:
 
     def __init__(self, loaded: LoadedModel, text: Text, *, target_error: float, num_tokens: int) -> None:
         """Check what is asked for; nothing is planned yet.
-
-        Cost: linear in the text.
 
         Args:
             loaded: model and tokenizer.
@@ -99,11 +90,6 @@ class Planner:
 
         Raises:
             ValueError: as `linattn.plan`.
-
-        Example:
-            See `tests/lab/audit/test_planned.py`.
-
-        Source: none.
         """
         if not self._calls and layer >= len(self.plans):
             self._calls = capture(self._model, self._inputs).calls
@@ -124,16 +110,9 @@ class Planner:
     def go_on_from(self, file: Path, rows: Iterable[PlanRow]) -> None:
         """Take over the plans that an earlier run of the same audit has made and measured.
 
-        Cost: that of reading.
-
         Args:
             file: written by `linattn.write_plans`; one that is not there, or is damaged, is passed over.
             rows: the earlier run's; plans of a file that chose otherwise are another audit's.
-
-        Example:
-            See `tests/lab/commands/test_audit.py`.
-
-        Source: none.
         """
         measured: dict[int, list[tuple[str, float]]] = {}
         for row in rows:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from linattn.lab.jsonl import Form
+from linattn.records.jsonl import Form
 
 EXACT = "exact"
 UNIFORM = "uniform"
@@ -79,10 +77,10 @@ class HeadRow:
         uniform_total_variation: the same for uniform rows.
         kl: mean KL divergence (nats) of the approximate rows from the exact ones; null where a weight is not positive.
         uniform_kl: the same for uniform rows.
-        query_norm: mean |x|, x = √scale · q, as the innermost map sees it (centred, balanced).
+        query_norm: mean |x|, x = √scale · q, as it enters the innermost map (centred, balanced).
         key_norm: mean |y|, y = √scale · k.
         sum_square: mean |x + y|².
-        logit_std: standard deviation of the logits over the keys a query sees.
+        logit_std: standard deviation of the logits over the keys a query may attend to.
         predicted_ratio: error / uniform_error as the norms predict it; null where no closed form is known.
         state_numbers: numbers the method keeps per head, see `linattn.planning.costs`.
         flops_per_token: its operations per head and token.
@@ -174,55 +172,7 @@ class PlanRow:
     flops_per_token: int
 
 
-Row = HeadRow | ModelRow | RankRow | PlanRow
+AuditRow = HeadRow | ModelRow | RankRow | PlanRow
 
-_KINDS: dict[str, type[Row]] = {"head": HeadRow, "model": ModelRow, "rank": RankRow, "plan": PlanRow}
-AUDIT: Form[Header, Row] = Form("an audit", Header, _KINDS)
-
-
-def write_records(path: Path, header: Header, rows: Iterable[Row]) -> None:
-    """Write an audit, row by row as it is measured, under a temporary name until it is whole.
-
-    Cost: linear in the rows; memory for one.
-
-    Args:
-        path: the file, conventionally audit.jsonl.
-        header: the first row.
-        rows: consumed one by one; an exception from it, an interrupt included, leaves no file.
-
-    Raises:
-        OSError: if the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, [], [64], 1, 0)
-        >>> write_records(path, header, [ModelRow("exact", None, 0, 1.0, 1.0)])
-        >>> read_records(path)[1]
-        [ModelRow(map='exact', features=None, draw=0, embedding_cosine=1.0, token_cosine=1.0)]
-
-    Source: the JSON Lines format.
-    """
-    AUDIT.write(path, header, rows)
-
-
-def read_records(path: Path) -> tuple[Header, list[Row]]:
-    """Read what `write_records` wrote.
-
-    Cost: linear in the file, all of it in memory.
-
-    Args:
-        path: a file written by `write_records`.
-
-    Returns:
-        The header and the rows, in order.
-
-    Raises:
-        ValueError: if a line is not such a row, or the first line alone is not the header.
-
-    Example:
-        See `write_records`.
-
-    Source: the JSON Lines format.
-    """
-    return AUDIT.read(path)
+_KINDS: dict[str, type[AuditRow]] = {"head": HeadRow, "model": ModelRow, "rank": RankRow, "plan": PlanRow}
+AUDIT: Form[Header, AuditRow] = Form("an audit", Header, _KINDS)

@@ -34,8 +34,6 @@ class Text:
 def read_text(file: str | os.PathLike[str] | None = None) -> Text:
     """A text file, or the English prose that comes with Python: the language reference as pydoc's topics hold it.
 
-    Cost: linear in the text; the built-in one has about 450,000 characters.
-
     Args:
         file: a file in UTF-8, or None for the built-in text.
 
@@ -49,8 +47,6 @@ def read_text(file: str | os.PathLike[str] | None = None) -> Text:
     Example:
         >>> read_text().content.split()[:4]
         ['Objects,', 'values', 'and', 'types']
-
-    Source: Python's language reference.
     """
     if file is None:
         return Text("pydoc topics", _prose())

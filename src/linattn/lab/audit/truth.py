@@ -48,7 +48,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Measurement:
+class HeadErrors:
     """One method on one layer; every field (H,) float64, as the fields of `linattn.lab.audit.records.HeadRow`."""
 
     error: Tensor
@@ -105,7 +105,7 @@ class LayerTruth:
         """The tokens a map may learn from: the whole text, or, if causal, what precedes the measured queries."""
         return slice(0, self.first if self.call.is_causal else None)
 
-    def measure(self, method: Method, feature_map: FeatureMap) -> Measurement:
+    def measure(self, method: Method, feature_map: FeatureMap) -> HeadErrors:
         """Every measure of one method on this layer.
 
         Cost: one linear attention, O(H L R (D + Dv)), and n rows of the implied matrix, O(H (L + n) R D + H n L R);
@@ -116,7 +116,7 @@ class LayerTruth:
             feature_map: a map for this head width and scale, fitted if it needs to be.
 
         Returns:
-            A `Measurement`.
+            A `HeadErrors`.
 
         Example:
             >>> from linattn.feature_maps import Taylor
@@ -126,8 +126,6 @@ class LayerTruth:
             >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
             >>> truth.measure(parse_method("Taylor"), Taylor(4, order=1)).error.tolist()  # every logit is 0
             [0.0]
-
-        Source: the functions in `linattn.planning.measures`.
         """
         call = self.call
         out = method.attend(feature_map, call.query, call.key, call.value, is_causal=call.is_causal)
@@ -135,7 +133,7 @@ class LayerTruth:
         log_exact = self._log_exact()
         query, key = _as_seen(feature_map, call.query, call.key)
         moments = pair_moments(query, key, scale=call.scale, first_query=self.first, is_causal=call.is_causal)
-        return Measurement(
+        return HeadErrors(
             error=self.error(out),
             total_variation=measures.total_variation(log_exact, weights),
             kl=measures.kl_divergence(log_exact, weights),
@@ -194,7 +192,7 @@ class LayerTruth:
         query, key = call.query.double(), call.key.double()
         if method.exact is None:
             return attention_rows(query, key, feature_map, self.query_index, is_causal=call.is_causal, enable_gqa=True)
-        # Row i of the matrix is what query i makes of one-hot values.
+        # Row i of the matrix is query i's output for one-hot values.
         columns = torch.eye(length, dtype=torch.float64, device=key.device).split(_COLUMNS, dim=1)
         parts = [
             method.attend(feature_map, query, key, part.expand(*key.shape[:2], -1, -1), is_causal=call.is_causal)
@@ -220,7 +218,7 @@ class LayerTruth:
 
 
 def _as_seen(feature_map: FeatureMap, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys as the innermost map sees them: moved by every wrapper in turn."""
+    """Queries and keys as they enter the innermost map: moved by every wrapper in turn."""
     # The queries of a group share their key head's statistics.
     grouped = query.double().reshape(key.shape[0], key.shape[1], -1, key.shape[3])
     seen_key = key.double()

@@ -60,8 +60,6 @@ def draw_inputs(settings: Settings, length: int) -> Inputs:
     Example:
         >>> draw_inputs(Settings(heads=2, head_dim=4), 3).tokens[0].shape
         torch.Size([1, 2, 3, 4])
-
-    Source: none, a choice.
     """
     # Not the map's own seed, whose first draw is its projection.
     generator = torch.Generator().manual_seed(settings.seed + 1)
@@ -94,8 +92,6 @@ def fitted_map(settings: Settings, inputs: Inputs) -> FeatureMap:
         >>> settings = Settings(map="Centred(Taylor(order=1))", heads=2, head_dim=4)
         >>> fitted_map(settings, draw_inputs(settings, 8)).key_mean.shape
         torch.Size([2, 1, 4])
-
-    Source: `linattn.lab.audit.truth.fit`.
     """
     feature_map = settings.build_map()
     fit(feature_map, inputs.tokens[0], inputs.tokens[1])
@@ -121,8 +117,6 @@ def linear_run(settings: Settings, inputs: Inputs, feature_map: FeatureMap, *, r
         >>> inputs = draw_inputs(settings, 8)
         >>> len(linear_run(settings, inputs, fitted_map(settings, inputs))())
         4
-
-    Source: none, a call.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -151,8 +145,6 @@ def exact_run(settings: Settings, inputs: Inputs, feature_map: FeatureMap) -> Ru
         >>> inputs = draw_inputs(settings, 8)
         >>> exact_run(settings, inputs, settings.build_map())()[0].shape
         torch.Size([1, 1, 8, 4])
-
-    Source: none, a call.
     """
     scale = feature_map.scale if feature_map.softmax_kernel else None
 

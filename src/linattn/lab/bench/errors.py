@@ -48,8 +48,6 @@ def verify(settings: Settings, inputs: Inputs, feature_map: FeatureMap) -> Error
         >>> inputs = draw_inputs(settings, 8)
         >>> verify(settings, inputs, fitted_map(settings, inputs)).error < 1e-4
         True
-
-    Source: `linattn.planning.measures`.
     """
     few = inputs.first(NUM_VERIFIED)
     in_double = few.double()

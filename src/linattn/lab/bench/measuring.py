@@ -33,8 +33,6 @@ class Bench:
     def __init__(self, settings: Settings, *, exact_limit: float = _EXACT_LIMIT) -> None:
         """Build the map once, so that a bad option fails before the work begins.
 
-        Cost: the map's constructor.
-
         Args:
             settings: what to measure.
             exact_limit: exact attention is left out from the length on where one call would take more seconds.
@@ -73,8 +71,6 @@ class Bench:
     def operations(self, length: int) -> float:
         """Floating-point operations of one call of each contender, for an estimate of the time left.
 
-        Cost: the map's constructor.
-
         Args:
             length: L.
 
@@ -85,8 +81,6 @@ class Bench:
             >>> bench = Bench(Settings(map="FavorPlus", features=8, heads=1, head_dim=4, memory=False))
             >>> bench.operations(10)  # 10 tokens: 4·8·4 + 4·8·5, and 2·10·8
             4480.0
-
-        Source: `linattn.planning.costs`.
         """
         settings, head_dim = self._settings, self._settings.head_dim
         method = parse_method(settings.spec.label)
@@ -114,8 +108,6 @@ class Bench:
             >>> bench = Bench(Settings(lengths=(8, 16), heads=1, head_dim=4, memory=False))
             >>> [row.length for row in bench.rows([], lambda words: None)]
             [8, 16]
-
-        Source: none, an order.
         """
         before = list(kept)
         done = {row.length for row in before}

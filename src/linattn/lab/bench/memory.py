@@ -35,8 +35,6 @@ _WARM_UP_TOKENS = 512
 def can_measure(settings: Settings) -> bool:
     """Whether memory is wanted, and this system tells.
 
-    Cost: none.
-
     Args:
         settings: the device, and whether memory is wanted.
 
@@ -55,8 +53,6 @@ def can_measure(settings: Settings) -> bool:
 def how_measured(settings: Settings) -> str:
     """What the memory figures mean, or why there are none, for a benchmark's header.
 
-    Cost: none.
-
     Args:
         settings: the device, and whether memory is wanted.
 
@@ -66,8 +62,6 @@ def how_measured(settings: Settings) -> str:
     Example:
         >>> how_measured(Settings(memory=False))
         'not measured, as asked for'
-
-    Source: none, words.
     """
     if not can_measure(settings):
         return "not measured on this system" if settings.memory else "not measured, as asked for"
@@ -84,8 +78,6 @@ def extra_peak(run: Callable[[], object], device: str = "cpu") -> int:
 
     On the CPU right only in a process under `CHILD_SETTINGS`: `measure` makes one.
 
-    Cost: that of the call.
-
     Args:
         run: the call; its result is kept until the peak is read.
         device: "cpu" or "cuda".
@@ -95,9 +87,6 @@ def extra_peak(run: Callable[[], object], device: str = "cpu") -> int:
 
     Raises:
         OSError: on the CPU of a system other than Linux.
-
-    Example:
-        See `tests/lab/bench/test_memory.py`.
 
     Source: proc(5), clear_refs.
     """
@@ -136,11 +125,6 @@ def measure(settings: Settings, length: int, contender: str) -> int:
 
     Raises:
         RuntimeError: if the process fails.
-
-    Example:
-        See `tests/lab/bench/test_memory.py`.
-
-    Source: none, a process.
     """
     if settings.device == "cuda":
         return _measure_here(settings, length, contender)

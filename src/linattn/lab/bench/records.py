@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.lab.jsonl import Form
+from linattn.records.jsonl import Form
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,6 @@ BENCH: Form[BenchHeader, LengthRow] = Form("a benchmark", BenchHeader, {"length"
 def partial_path(path: Path) -> Path:
     """Where the rows of an unfinished benchmark wait: beside its file.
 
-    Cost: none.
-
     Args:
         path: the file of the whole benchmark.
 
@@ -107,7 +105,5 @@ def partial_path(path: Path) -> Path:
     Example:
         >>> partial_path(Path("report/bench.jsonl")).name
         'bench.partial.jsonl'
-
-    Source: none, a name.
     """
     return path.with_suffix(f".partial{path.suffix}")

@@ -92,8 +92,6 @@ class Settings:
     def build_map(self) -> FeatureMap:
         """The map, not yet fitted, on its device.
 
-        Cost: the map's constructor.
-
         Returns:
             A feature map at the softmax temperature D**-0.5, unless its written form says otherwise.
 
@@ -104,8 +102,6 @@ class Settings:
         Example:
             >>> Settings(map="Taylor(order=1)", head_dim=4).build_map().num_features
             5
-
-        Source: `linattn.planning.map_specs`.
         """
         width = (_FEATURES if self.features is None else self.features) if self.spec.takes_features else None
         feature_map = self.spec.build(self.head_dim, num_features=width, scale=self.head_dim**-0.5, seed=self.seed)
@@ -115,8 +111,6 @@ class Settings:
         """The largest relative error at which a result counts as correct.
 
         1e-4 for what happens in float32, plus eps / 2 where the result is rounded to a dtype of 16 bits.
-
-        Cost: none.
 
         Args:
             feature_map: the map measured.
@@ -128,8 +122,6 @@ class Settings:
             >>> settings = Settings(dtype="bfloat16")
             >>> settings.error_bound(settings.build_map()) == 1e-4 + 2**-8
             True
-
-        Source: the definition of rounding to nearest.
         """
         if not feature_map.nonnegative:
             return None

@@ -10,7 +10,7 @@ from linattn.lab.asides import asides, set_aside
 from linattn.lab.audit.kept import Kept
 from linattn.lab.audit.measuring import Audit
 from linattn.lab.audit.planned import Planner
-from linattn.lab.audit.records import AUDIT, PlanRow, Row
+from linattn.lab.audit.records import AUDIT, AuditRow, PlanRow
 from linattn.lab.commands.stages import Stages
 from linattn.lab.pace import Pace
 from linattn.planning import write_plans
@@ -58,7 +58,7 @@ def measure(
 
 def _rows(
     measured: Audit, kept: Kept, planner: Planner | None, files: Files, watch: Stages, pressed: list[int]
-) -> Iterator[Row]:
+) -> Iterator[AuditRow]:
     """The audit's rows, passed on; a plan's file grows with them."""
     written = 0 if planner is None else len(planner.plans)
     for row in measured.rows(kept, watch):
@@ -70,7 +70,7 @@ def _rows(
         yield row
 
 
-def _earlier(measured: Audit, file: Path, watch: Stages) -> list[Row]:
+def _earlier(measured: Audit, file: Path, watch: Stages) -> list[AuditRow]:
     """Rows of the same audit, from its file or from one that was kept aside."""
     for path in (file, *asides(file)):
         found = AUDIT.unfinished(path)

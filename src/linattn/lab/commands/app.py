@@ -5,6 +5,7 @@ Help and version come at once: torch alone is imported by then, since `import li
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -33,8 +34,12 @@ class _Lazy(TyperGroup):
         """One subcommand."""
         if cmd_name not in COMMANDS:
             return None
+        try:
+            module = import_module(f"linattn.lab.commands.{cmd_name}")
+        except ImportError as error:
+            sys.exit(f"linattn {cmd_name}: {error}")
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name)(getattr(import_module(f"linattn.lab.commands.{cmd_name}"), cmd_name))
+        single.command(cmd_name)(getattr(module, cmd_name))
         return typer.main.get_command(single)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linattn.hf import LoadedModel, load
-from linattn.lab.audit.measurements import Measurements, default_methods
+from linattn.lab.audit.grid import AuditGrid, default_methods
 from linattn.lab.audit.measuring import Audit
 from linattn.lab.audit.planned import Planner, second_half
 from linattn.lab.audit.records import AUDIT, Header
@@ -71,7 +71,7 @@ def audit(
         if target is None and (plan_out or calibration):
             raise ValueError("--plan-out and --calibration belong to a plan; give --target too, as in --target 0.1")
         methods = tuple(parse_method(name) for name in maps) if maps else default_methods()
-        wanted = Measurements(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
+        wanted = AuditGrid(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
         with stages(console) as watch:
             watch.begin(f"Loading {model or 'the packaged encoder'}")
             loaded, content = load(model), read_text(text)

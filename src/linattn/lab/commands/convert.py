@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
+from linattn.convert.card import kept_in_words, layer_table, method_in_words, method_table, model_card, stage_table
 from linattn.hf import LoadedModel, is_sentence_transformer, load, save_pretrained
 from linattn.lab.audit.text import read_text
 from linattn.lab.commands.terminal import ending, interrupts, print_table, share_bar
-from linattn.lab.report import kept_in_words, layer_table, method_in_words, method_table, model_card, stage_table
 from linattn.records.atomic import full_disk_names
+from linattn.records.fields import to_json
+from linattn.records.json_files import write_json
 from linattn.records.locks import LOCK, InUseError, locked
 
-# Without a terminal the time left is told from this share of a training on, and then once in every such part of it.
+# Without a terminal the time left is printed from this share of a training on, then once in every such part of it.
 _FIRST_SHARE, _PARTS = 0.01, 4
 
 
@@ -153,7 +153,7 @@ def _told(console: Console) -> Iterator[Callable[[str, float, float], None]]:
     with interrupts() as pressed:
 
         def notify(name: str, share: float, loss: float) -> None:
-            """Tell, and obey."""
+            """Print, and raise an interrupt that was noted."""
             tell(name, share, loss)
             if pressed:
                 raise KeyboardInterrupt
@@ -171,8 +171,7 @@ def _write(loaded: LoadedModel, conversion: Conversion, work: Path, out: Path) -
         sentence_transformers.save_pretrained(sentence_transformers.with_model(loaded.source, loaded.model), draft)
     else:
         save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
-    report = json.dumps(_plain(asdict(conversion)), indent=1, allow_nan=False)
-    (draft / "conversion.json").write_text(report, encoding="utf-8")
+    write_json(draft / "conversion.json", to_json(conversion, finite=False))
     (draft / "README.md").write_text(model_card(conversion, loaded.name), encoding="utf-8")
     if (work / "logs").is_dir():
         shutil.copytree(work / "logs", draft / "logs")
@@ -184,15 +183,6 @@ def _write(loaded: LoadedModel, conversion: Conversion, work: Path, out: Path) -
             shutil.rmtree(path)
         elif path.name != LOCK:
             path.unlink()
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinities and no nan: the error of a broken layer is the text "inf"."""
-    if isinstance(value, dict):
-        return {name: _plain(held) for name, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(held) for held in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print(console: Console, conversion: Conversion) -> None:

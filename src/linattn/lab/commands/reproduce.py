@@ -14,11 +14,12 @@ from linattn.lab.asides import set_aside
 from linattn.lab.commands.stages import stages
 from linattn.lab.commands.terminal import ending, interrupts, print_words
 from linattn.lab.experiments import EXPERIMENTS
-from linattn.lab.experiments.experiment import Row
+from linattn.lab.experiments.experiment import FigureRow
 from linattn.lab.experiments.records import CLAIMS, Record
 from linattn.lab.experiments.reproduction import Reproduction
 from linattn.lab.pace import Pace
-from linattn.lab.report import Table, summarise_claims, verdict_table, write_report
+from linattn.lab.report import summarise_claims, verdict_table, write_report
+from linattn.records.tables import Table
 
 
 def reproduce(
@@ -74,7 +75,7 @@ def _kept(file: Path, run: Reproduction, again: bool, console: Console) -> list[
         aside = set_aside(file)
         why = "" if same else " It was measured at another setting, by another version or on another machine."
         console.print(f"What was measured before is now in {escape(str(aside))}.{why}", highlight=False)
-    figures = sum(isinstance(record, Row) and record.claim in run.names for record in kept)
+    figures = sum(isinstance(record, FigureRow) and record.claim in run.names for record in kept)
     if figures:
         console.print(f"{figures:,} figures were measured before and are kept.", highlight=False)
     return kept
@@ -97,7 +98,7 @@ def _shown(run: Reproduction, kept: list[Record], console: Console) -> Iterator[
         watch.pace = Pace(sum(work.values()), seconds_per_unit=1.0)
         for record in run.records(kept, lambda name: watch.begin(f"Measuring {name}")):
             yield record
-            if isinstance(record, Row):
+            if isinstance(record, FigureRow):
                 watch.advance(work[record.claim] / missing[record.claim])
                 watch.pass_by(f"Measuring {record.claim}")
             if pressed:

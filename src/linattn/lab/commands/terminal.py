@@ -20,15 +20,13 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
-from linattn.lab.report import Table
+from linattn.records.tables import Table
 
 _FAILED, _INTERRUPTED = 1, 130
 
 
 def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
     """Whole numbers separated by commas, in ascending order.
-
-    Cost: none.
 
     Args:
         text: what was written.
@@ -44,8 +42,6 @@ def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
     Example:
         >>> whole_numbers("256,64", "--features", "64,256")
         (64, 256)
-
-    Source: none.
     """
     try:
         return tuple(sorted(int(part) for part in text.split(",")))
@@ -57,11 +53,9 @@ def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
 def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
     """Turn an interrupt or an error inside the block into a message and an exit code: 130 or 1.
 
-    Cost: none.
-
     Args:
         command: the subcommand's name, for the message.
-        console: where an interrupt is told of; errors go to the standard error.
+        console: where an interrupt is reported; errors go to the standard error.
         what_is_left: says after an interrupt which files there are.
 
     Returns:
@@ -69,11 +63,6 @@ def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> I
 
     Raises:
         typer.Exit: after an interrupt or an error.
-
-    Example:
-        See `linattn.lab.commands.audit`.
-
-    Source: none.
     """
     try:
         yield

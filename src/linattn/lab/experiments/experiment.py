@@ -63,7 +63,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """One figure taken, as the file keeps it.
 
     Attributes:
@@ -117,5 +117,5 @@ class Experiment(Protocol):
     def rows(self, config: Any) -> Iterator[Measurement]:
         """What is to be measured; taking nothing yet."""
 
-    def verdict(self, rows: Sequence[Row]) -> Verdict:
+    def verdict(self, rows: Sequence[FigureRow]) -> Verdict:
         """What the figures say: a function of the rows alone."""

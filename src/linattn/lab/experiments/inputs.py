@@ -53,7 +53,7 @@ def mean_square(difference: Tensor) -> float:
     return difference.double().square().mean().item()
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
+def overall_relative_error(found: Tensor, exact: Tensor) -> float:
     """|found - exact| / |exact| in the Frobenius norm; `found` may be broadcast."""
     return math.sqrt(mean_square(found - exact) / mean_square(exact))
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from linattn.lab.experiments.experiment import Row, Status, Verdict
+from linattn.lab.experiments.experiment import FigureRow, Status, Verdict
 
 STANDARD_ERRORS = 4.0
 """How many standard errors decide: one true figure in 16,000 lies outside."""
 
 
-def in_series(rows: Iterable[Row], series: str) -> list[Row]:
+def in_series(rows: Iterable[FigureRow], series: str) -> list[FigureRow]:
     """The rows of one curve in the order of their abscissae."""
     return sorted((row for row in rows if row.series == series), key=lambda row: row.x)
 
 
-def value_at(rows: Iterable[Row], series: str, x: float) -> Row:
+def value_at(rows: Iterable[FigureRow], series: str, x: float) -> FigureRow:
     """The row of one curve at one abscissa."""
     return next(row for row in rows if row.series == series and row.x == x)
 
@@ -29,7 +29,7 @@ def decide(*, holds: bool, fails: bool, figure: str, tolerance: str) -> Verdict:
     return Verdict(status, figure, tolerance)
 
 
-def deviation(row: Row) -> float:
+def deviation(row: FigureRow) -> float:
     """|value - expected| in standard errors; where nothing was sampled, in units of float64 rounding of the larger."""
     if row.expected is None:
         raise ValueError(f"{row.claim}: {row.series} at {row.x} has nothing to be compared with")
@@ -37,12 +37,12 @@ def deviation(row: Row) -> float:
     return abs(row.value - row.expected) / unit
 
 
-def farthest(rows: Sequence[Row]) -> Row:
+def farthest(rows: Sequence[FigureRow]) -> FigureRow:
     """The row whose value lies most standard errors from what is expected of it."""
     return max(rows, key=deviation)
 
 
-def slope(rows: Sequence[Row]) -> tuple[float, float]:
+def slope(rows: Sequence[FigureRow]) -> tuple[float, float]:
     """Slope of log value against log x by least squares, and its standard error from those of the values.
 
     The standard error is 0 where no value was sampled.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from linattn.lab.experiments.experiment import Row, Status
-from linattn.lab.jsonl import Form
+from linattn.lab.experiments.experiment import FigureRow, Status
+from linattn.records.jsonl import Form
 
 Setting = Literal["quick", "full"]
 
@@ -63,7 +63,7 @@ class Decision:
     seconds: float
 
 
-Record = Row | Decision
+Record = FigureRow | Decision
 
-_KINDS: dict[str, type[Record]] = {"figure": Row, "verdict": Decision}
+_KINDS: dict[str, type[Record]] = {"figure": FigureRow, "verdict": Decision}
 CLAIMS: Form[ClaimsHeader, Record] = Form("a run of linattn reproduce", ClaimsHeader, _KINDS)

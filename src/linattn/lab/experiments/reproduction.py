@@ -12,7 +12,7 @@ import torch
 
 from linattn.lab.circumstances import processor, versions
 from linattn.lab.experiments import EXPERIMENTS
-from linattn.lab.experiments.experiment import Experiment, Measurement, Row
+from linattn.lab.experiments.experiment import Experiment, FigureRow, Measurement
 from linattn.lab.experiments.records import ClaimsHeader, Decision, Record, Setting
 
 
@@ -76,15 +76,13 @@ class Reproduction:
 
     def missing(self, kept: Sequence[Record]) -> dict[str, int]:
         """How many figures are still to be taken, by experiment."""
-        taken = {(row.claim, row.series, row.x) for row in kept if isinstance(row, Row)}
+        taken = {(row.claim, row.series, row.x) for row in kept if isinstance(row, FigureRow)}
         return {
             name: sum((name, one.series, one.x) not in taken for one in self._measurements(name)) for name in self.names
         }
 
     def records(self, kept: Sequence[Record], announce: Callable[[str], None] = _silent) -> Iterator[Record]:
         """Figures that are missing, as they are taken, and after the last of a claim its verdict.
-
-        Cost: that of the experiments.
 
         Args:
             kept: what earlier runs of the same circumstances have taken; nothing of it is taken again.
@@ -97,16 +95,14 @@ class Reproduction:
             >>> *figures, decision = Reproduction(["constant-time-lookup"], "quick").records([])
             >>> decision.status
             'holds'
-
-        Source: none, an order.
         """
         decided = {record.claim for record in kept if isinstance(record, Decision)}
         for name in self.names:
             if name not in decided:
                 announce(name)
-                yield from self._claim(name, [row for row in kept if isinstance(row, Row) and row.claim == name])
+                yield from self._claim(name, [row for row in kept if isinstance(row, FigureRow) and row.claim == name])
 
-    def _claim(self, name: str, kept: list[Row]) -> Iterator[Record]:
+    def _claim(self, name: str, kept: list[FigureRow]) -> Iterator[Record]:
         """One claim's missing figures and its verdict."""
         experiment = EXPERIMENTS[name]
         taken = {(row.series, row.x) for row in kept}
@@ -131,17 +127,17 @@ class Reproduction:
         return experiment.QUICK if self.setting == "quick" else experiment.FULL
 
 
-def _take(name: str, measurement: Measurement) -> Row:
+def _take(name: str, measurement: Measurement) -> FigureRow:
     """One figure with the time it took."""
     start = time.perf_counter()
     figure = measurement.take()
     seconds = time.perf_counter() - start
-    return Row(
+    return FigureRow(
         name, measurement.series, measurement.x, figure.value, figure.standard_error, figure.expected, round(seconds, 4)
     )
 
 
-def _decide(name: str, experiment: Experiment, rows: Sequence[Row]) -> Decision:
+def _decide(name: str, experiment: Experiment, rows: Sequence[FigureRow]) -> Decision:
     """The verdict with what a report needs of the claim."""
     verdict, axes = experiment.verdict(rows), experiment.AXES
     return Decision(

@@ -1,7 +1,6 @@
 """The report: it reads the files of audit, reproduce and bench and nothing else, and measures nothing."""
 
 from linattn.lab.report._text import Point as Point
-from linattn.lab.report._text import Table as Table
 from linattn.lab.report.audit.advice import Advice as Advice
 from linattn.lab.report.audit.advice import advise as advise
 from linattn.lab.report.audit.summary import AuditSummary as AuditSummary
@@ -15,12 +14,6 @@ from linattn.lab.report.claims.summary import SOURCES as SOURCES
 from linattn.lab.report.claims.summary import ClaimsSummary as ClaimsSummary
 from linattn.lab.report.claims.summary import summarise_claims as summarise_claims
 from linattn.lab.report.claims.summary import verdict_table as verdict_table
-from linattn.lab.report.conversion import kept_in_words as kept_in_words
-from linattn.lab.report.conversion import layer_table as layer_table
-from linattn.lab.report.conversion import method_in_words as method_in_words
-from linattn.lab.report.conversion import method_table as method_table
-from linattn.lab.report.conversion import model_card as model_card
-from linattn.lab.report.conversion import stage_table as stage_table
 from linattn.lab.report.page import Report as Report
 from linattn.lab.report.page import write_page as write_page
 from linattn.lab.report.page import write_report as write_report

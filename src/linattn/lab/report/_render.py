@@ -17,8 +17,6 @@ from linattn.records.atomic import atomic_file
 def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], values: Mapping[str, object]) -> None:
     """Fill a template and write it, scripts and styles inside; the page forbids itself every network access.
 
-    Cost: about 5 MB, nearly all of it plotly's script.
-
     Args:
         path: the file; replaced in one step.
         template: a file of templates/.
@@ -27,11 +25,6 @@ def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], valu
 
     Raises:
         OSError: if the file cannot be written.
-
-    Example:
-        See `linattn.lab.report.page`.
-
-    Source: none, a layout.
     """
     drawn = {name: json.loads(figure.to_json()) for name, figure in figures.items()}
     page = _environment().get_template(template).render({**values, "figures": drawn, "plotly": get_plotlyjs()})

@@ -1,24 +1,9 @@
-"""Tables, remarks and numbers as text."""
+"""Remarks and numbers as text."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of texts.
-
-    Attributes:
-        columns: headings; the first column is left-aligned, the others are numbers.
-        rows: one text per column.
-        baselines: how many of the first rows are baselines, set apart from the others.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    baselines: int = 0
 
 
 @dataclass(frozen=True)

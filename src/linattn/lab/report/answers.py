@@ -17,8 +17,6 @@ def answers(
 ) -> tuple[Point, Point, Point, Point]:
     """Does it work, how wrong is it, what should I use, how fast is it.
 
-    Cost: linear in what was measured.
-
     Args:
         audit: of a model; None if there is none.
         claims: of the texts; None if there are none.
@@ -30,8 +28,6 @@ def answers(
     Example:
         >>> answers(None, None, None)[3].text
         'Not measured here: linattn bench.'
-
-    Source: none.
     """
     return (
         Point("Does it work?", _works(audit, claims)),
@@ -42,7 +38,7 @@ def answers(
 
 
 def _works(audit: AuditSummary | None, claims: ClaimsSummary | None) -> str:
-    """What the textbook's map and the best one make of a whole model, and how the claims fare."""
+    """How wrong a whole model is with the textbook's map and with the best one, and how many claims hold."""
     parts = []
     best = None if audit is None else best_line(audit.lines)
     if audit is not None and best is not None:

@@ -56,8 +56,6 @@ class Section:
 def write_report(folder: Path) -> Path:
     """Write index.html from audit.jsonl, claims.jsonl and bench.jsonl of a folder, those of them that are there.
 
-    Cost: about 5 MB, nearly all of it plotly's script.
-
     Args:
         folder: of the files. One that is damaged or of another version is named on the page, the others are shown.
 
@@ -66,11 +64,6 @@ def write_report(folder: Path) -> Path:
 
     Raises:
         OSError: if the page cannot be written.
-
-    Example:
-        See `tests/lab/report/test_claims.py`.
-
-    Source: none, a layout.
     """
     unread: list[Point] = []
     audit = _read(folder / "audit.jsonl", summarise_audit, _draw_audit, unread)
@@ -90,19 +83,12 @@ def write_report(folder: Path) -> Path:
 def write_page(report: Report, path: Path) -> None:
     """Write a report as one file, scripts and styles inside it; the page forbids itself every network access.
 
-    Cost: about 5 MB, nearly all of it plotly's script.
-
     Args:
         report: what there is to show.
         path: the file; replaced in one step.
 
     Raises:
         OSError: if the file cannot be written.
-
-    Example:
-        See `tests/lab/report/test_claims.py`.
-
-    Source: none, a layout.
     """
     sections = []
     if report.claims is not None:

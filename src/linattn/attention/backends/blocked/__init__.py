@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Call, Rows
-from linattn.attention.backends.blocked import fold, stepping
+from linattn.attention.backends.blocked import stepping
+from linattn.attention.backends.blocked.fold import Task, is_followed, run
+from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
 from linattn.attention.bound_map import BoundMap, outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 
@@ -44,14 +46,12 @@ class Blocked:
             before = self.absorb(bound, key[:, :, :extra], value[:, :, :extra], first, before)
             key, value, bias = key[:, :, extra:], value[:, :, extra:], None if bias is None else bias[..., extra:]
         is_step = key.shape[2] == 1 and extra >= 0 and not (span or bound.is_grouped)
-        if is_step and _is_bare(bound, bias, query, key, value, *before):
+        if is_step and _is_bare(bound, query, key, value, *before, bias):
             with outside_autocast(query.device):
-                out, den, reference, *sums = stepping.forward(bound.feature_map, bias, query, key, value, *before)
-            return Rows(out, den, reference), Sums(*sums)
+                return stepping.forward(bound.feature_map, Causal(query, key, value, *before, bias))
         early, late = query[..., : max(-extra, 0), :], query[..., max(-extra, 0) :, :]
-        task = fold.Task("grouped_causal" if bound.is_grouped else "causal", span)
-        found = _run(task, bound, bias, late, key, value, *before)
-        rows, after = Rows(*found[:3]), Sums(*found[3:6])
+        found: CausalOutputs = run(Task("causal", span), bound, Causal(late, key, value, *before, bias))
+        rows, after = Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
         if extra < 0:
             first_rows = self.read(bound, early, before)
             rows = Rows(*(torch.cat(pair, 3) for pair in zip(first_rows, rows, strict=True)))
@@ -59,11 +59,13 @@ class Blocked:
 
     def absorb(self, bound: BoundMap, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums) -> Sums:
         """One pass over the keys."""
-        return Sums(*_run(fold.Task("absorb"), bound, bias, key, value, *before))
+        after: Sums = run(Task("absorb"), bound, Absorb(key, value, *before, bias))
+        return after
 
     def read(self, bound: BoundMap, query: Tensor, sums: Sums) -> Rows:
         """One pass over the queries."""
-        return Rows(*_run(fold.Task("grouped_read" if bound.is_grouped else "read"), bound, None, query, *sums))
+        rows: Rows = run(Task("read"), bound, Read(query, *sums))
+        return rows
 
     def column_mass(self, bound: BoundMap, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
         """Two passes: the queries' features over their denominators are summed, then read by each key."""
@@ -73,21 +75,10 @@ class Blocked:
             kept = accumulation_dtype(key.dtype)
             before = no_sums(bound.feature_map, key.shape[0], key.shape[1], 0, kept, key.device)
             after = self.absorb(bound, key, key[..., :0], bias, before)
-            (mass,) = _run(fold.Task("mass"), bound, bias, query, key, *after)
+            mass: Tensor = run(Task("mass"), bound, Causal(query, key, key[..., :0], *after, bias)).mass
         return mass
 
 
-def _run(task: fold.Task, bound: BoundMap, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Run one fold, as an opaque operator while a compiler traces."""
-    if not torch.compiler.is_compiling():
-        return fold.run(task, bound, bias, *inputs)
-    # Imported here: torch's marks for its compiler import the compiler.
-    from linattn.attention.backends.blocked import opaque
-
-    return opaque.run(task, bound, bias, *inputs)
-
-
-def _is_bare(bound: BoundMap, bias: Tensor | None, *tensors: Tensor) -> bool:
+def _is_bare(bound: BoundMap, *tensors: Tensor | None) -> bool:
     """True if autograd, compile and functorch are inactive, and the map uses its own tensors."""
-    followed = tensors if bias is None else (*tensors, bias)
-    return not bound.tensors and not torch.compiler.is_compiling() and not fold.is_followed(*followed)
+    return not bound.tensors and not torch.compiler.is_compiling() and not is_followed(*tensors)

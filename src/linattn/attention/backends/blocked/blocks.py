@@ -1,9 +1,8 @@
-"""How a fold is cut and kept: block sizes, buffers, and the running state; letters as in blocked/__init__.py."""
+"""How a fold is cut and kept: blocks of tokens, buffers, and the running sums; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,14 +22,10 @@ def exponential_(x: Tensor) -> Tensor:
 
 
 class Running:
-    """The state while a fold runs, heads flattened: S (B·H, R, Dv), z (B·H, R), m (B, H, M); what it began with stays.
-
-    Attributes:
-        before: S, z and m as given.
-    """
+    """The sums while a fold runs, heads flattened: S (B·H, R, Dv), z (B·H, R), m (B, H, M); those given stay."""
 
     def __init__(self, before: Sums) -> None:
-        self.before = before
+        self._before = before
         self.S, self.z, self.m = before.S.flatten(0, 1), before.z.flatten(0, 1), before.m
         self._owned = False
 
@@ -45,16 +40,17 @@ class Running:
         self.m = c
 
     def fold_in(self, phi_k: Tensor, value: Tensor) -> None:
-        """S <- S + φ(k)ᵀv and z <- z + Σ φ(k); heads flattened, relative to the exponent."""
-        self.S.baddbmm_(phi_k.mT, value)
+        """S <- S + φ(k)ᵀv and z <- z + Σ φ(k) of a block (B, H, n, ·), relative to the exponent."""
+        phi_k = phi_k.flatten(0, 1)
+        self.S.baddbmm_(phi_k.mT, value.flatten(0, 1))
         self.z.add_(phi_k.sum(-2))
 
     def views(self) -> Sums:
-        """The state now, as it lies."""
-        return Sums(self.S.view(self.before.S.shape), self.z.view(self.before.z.shape), self.m)
+        """The sums now, as views."""
+        return Sums(self.S.view(self._before.S.shape), self.z.view(self._before.z.shape), self.m)
 
     def sums(self) -> Sums:
-        """The state now, in memory of its own."""
+        """The sums now, in memory of their own."""
         S, z, m = self.views()
         return Sums(S, z, m) if self._owned else Sums(S.clone(), z.clone(), m.clone())
 
@@ -70,10 +66,17 @@ def block_size(rows: int, num_features: int, device: torch.device, *, is_causal:
     return -(-size // span) * span if span else size
 
 
-def blocks(length: int, size: int) -> Iterator[tuple[int, int]]:
-    """The bounds of consecutive blocks of `size` tokens; the last may be shorter."""
-    for start in range(0, length, size):
-        yield start, min(start + size, length)
+def num_blocks(x: Tensor, num_features: int, *, is_causal: bool = False, span: int = 0) -> int:
+    """How many blocks the tokens of x (…, L, D) are cut into."""
+    size = block_size(x.shape[:-2].numel(), num_features, x.device, is_causal=is_causal, span=span)
+    return -(-x.shape[-2] // size)
+
+
+def blocks(x: Tensor, num_features: int, *, is_causal: bool = False, span: int = 0) -> list[slice]:
+    """Consecutive blocks of the tokens of x (…, L, D); the last may be shorter."""
+    length = x.shape[-2]
+    size = block_size(x.shape[:-2].numel(), num_features, x.device, is_causal=is_causal, span=span)
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def is_masked(bias: Tensor) -> Tensor:
@@ -81,20 +84,19 @@ def is_masked(bias: Tensor) -> Tensor:
     return bias == -torch.inf
 
 
-def columns(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """The biases (B, H or 1, L) of a block's keys."""
-    return None if bias is None else bias[..., start:stop]
+def causal_mask(length: int, span: int, device: torch.device) -> Tensor:
+    """(n, n): which of a block's keys a row sees: up to its own, or those of earlier spans of so many tokens."""
+    if not span:
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    number = torch.arange(length, device=device) // span
+    return number.unsqueeze(-1) > number
 
 
 class Workspace:
-    """Buffers that the blocks of one fold write over again: fresh memory costs more than arithmetic.
-
-    Args:
-        like: a tensor in the accumulation dtype, on the fold's device.
-    """
+    """Buffers that the blocks of one fold write over again: fresh memory costs more than arithmetic."""
 
     def __init__(self, like: Tensor) -> None:
-        self._like = like
+        self._like = like  # in the accumulation dtype, on the fold's device
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, *shape: int) -> Tensor:

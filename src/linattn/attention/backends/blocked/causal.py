@@ -1,8 +1,8 @@
-"""The causal fold: each block reads the state before it and its own past, then is folded in.
+"""The causal fold: each block reads the sums before it and its own past, then is folded in.
 
-Within a block every row shares the reference c, the running maximum after the block. A much larger later key would
-underflow earlier rows, so heads whose maximum jumps within a block take the sums of jumps.py there. Letters as in
-blocked/__init__.py.
+Plain maps share one reference c among a block's rows, the running maximum after the block. A much larger later key
+would underflow earlier rows, so heads whose maximum jumps within a block take the sums of jumps.py there. Grouped maps
+have rows of their own (grouped_causal.py). Letters as in blocked/__init__.py.
 """
 
 from __future__ import annotations
@@ -10,23 +10,84 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import Running, Workspace, block_size, blocks, columns, is_masked
-from linattn.attention.backends.blocked.features import Keys, key_block, query_block, query_features
+from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks, causal_mask, is_masked, num_blocks
+from linattn.attention.backends.blocked.features import (
+    KeyBlocks,
+    Keys,
+    by_kind,
+    query_block,
+    query_features,
+    query_rows,
+)
+from linattn.attention.backends.blocked.grouped_causal import GroupedRows
 from linattn.attention.backends.blocked.jumps import split, split_rows
-from linattn.attention.backends.blocked.reading import store_rows, times_z
+from linattn.attention.backends.blocked.reading import empty_rows, store_rows, times_z
+from linattn.attention.backends.blocked.records import Causal, CausalOutputs, sums_of
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap
 
 # A denominator may shrink to exp(-60): far above float32's smallest normal number, exp(-87).
 _MAX_JUMP = 60.0
 
-# The state is kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
+# The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
 SEGMENT = 16
 
 
-def num_checkpoints(length: int, size: int) -> int:
-    """How many states are kept: those before every segment but the first, whose state was given."""
-    return max(length - 1, 0) // (size * SEGMENT)
+def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:
+    """Rows; with `span`, of the keys of earlier spans of so many tokens only."""
+    fold = by_kind(feature_map, JointRows, GroupedRows)(feature_map, inputs, span)
+    state, rows, kept = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S), empty_checkpoints(inputs, span)
+    for index, block in enumerate(causal_blocks(inputs, span)):
+        if index and index % SEGMENT == 0:
+            for target, now in zip(kept, state.views(), strict=True):
+                target[:, index // SEGMENT - 1] = now
+        store_rows(rows, block, *fold.advance(block, state))
+    return CausalOutputs(*rows, *state.sums(), *kept)
+
+
+def causal_blocks(inputs: Causal, span: int) -> list[slice]:
+    """The blocks of the forward and the backward pass."""
+    return blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
+
+
+def empty_checkpoints(inputs: Causal, span: int) -> Sums:
+    """Memory for the sums before every segment but the first, which are given: (B, K, H, …)."""
+    num_kept = max(num_blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span) - 1, 0) // SEGMENT
+    return Sums(*(x.new_empty(x.shape[0], num_kept, *x.shape[1:]) for x in sums_of(inputs)))
+
+
+class JointRows:
+    """A block's rows for plain maps, all relative to one exponent."""
+
+    def __init__(self, feature_map: FeatureMap, inputs: Causal, span: int) -> None:
+        self._map, self._query, self._span, self._space = feature_map, inputs.query, span, Workspace(inputs.S)
+        self._keys = KeyBlocks(feature_map, inputs, self._space)
+
+    def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor]:
+        """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n); the block is folded in."""
+        space, span, groups, exponential = self._space, self._span, self._query.shape[2], self._map.exponential
+        keys, values, apart = self._keys.features(block), self._keys.values(block), None
+        t = query_block(self._map, query_rows(self._query, block, space), space)
+        c = keys.peak(state.m)
+        safe = safe_heads(keys, self._keys.bias(block), state.m, c, span)
+        # First, since rescaling and the features write over the sums, queries and keys that the split rows need.
+        if safe is not None:
+            cut = split(t, keys, values, groups, span, exponential)
+            apart = split_rows(cut, values.shape[2], state.views())
+        state.rescale(c)
+        phi_q, reference = query_features(t, c, exponential, over=True)
+        phi_k = keys.turned_relative_to(c)
+        # (φ(q)φ(k)ᵀ)v + φ(q)S: the block's own past first, n × n weights; then what came before it.
+        flat_q = phi_q.flatten(0, 1)
+        weights = hide_later_(space.product("weights", flat_q, phi_k.flatten(0, 1).mT), groups, span)
+        num = space.product("num", weights, values.flatten(0, 1)).baddbmm_(flat_q, state.S)
+        den = weights.sum(-1, keepdim=True).add_(times_z(flat_q, state.z))
+        state.fold_in(phi_k, values)
+        if safe is None or apart is None:
+            return num, den, reference
+        keep = safe.flatten()[:, None, None]
+        num, den = (torch.where(keep, x, y.flatten(0, 1)) for x, y in zip((num, den), apart[:2], strict=True))
+        return num, den, torch.where(safe[..., None], reference, apart[2])
 
 
 def safe_heads(keys: Keys, bias: Tensor | None, m: Tensor, c: Tensor, span: int) -> Tensor | None:
@@ -50,14 +111,6 @@ def safe_heads(keys: Keys, bias: Tensor | None, m: Tensor, c: Tensor, span: int)
     return None if bool(safe.all()) else safe
 
 
-def causal_mask(length: int, span: int, device: torch.device) -> Tensor:
-    """(n, n): which of a block's keys a row sees: up to its own, or those of earlier spans of so many tokens."""
-    if not span:
-        return torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    number = torch.arange(length, device=device) // span
-    return number.unsqueeze(-1) > number
-
-
 def hide_later_(scores: Tensor, groups: int, span: int) -> Tensor:
     """Scores (B·H, G·n, n) with those of unseen keys set to 0, in place."""
     rows = scores.unflatten(1, (groups, -1))
@@ -66,51 +119,3 @@ def hide_later_(scores: Tensor, groups: int, span: int) -> Tensor:
     else:
         rows.tril_()
     return scores
-
-
-def forward(
-    feature_map: FeatureMap,
-    bias: Tensor | None,  # (B, H or 1, L)
-    query: Tensor,  # (B, H, G, L, D)
-    key: Tensor,  # (B, H, L, D)
-    value: Tensor,  # (B, H, L, Dv)
-    *before: Tensor,  # S (B, H, R, Dv), z (B, H, R), m (B, H, M)
-    span: int = 0,
-) -> tuple[Tensor, ...]:
-    """Output, denominator, its exponent; S, z, m after the last token; S, z, m before segments, (B, K, H, …)."""
-    state, exponential = Running(Sums(*before)), feature_map.exponential
-    batch, heads, groups, length, _ = query.shape
-    out = query.new_empty(batch, heads, groups, length, value.shape[-1])
-    den = before[0].new_empty(batch, heads, groups, length)
-    reference, space = torch.empty_like(den), Workspace(den)
-    size = block_size(batch * heads * groups, feature_map.num_features, query.device, is_causal=True, span=span)
-    checkpoints = [x.new_empty(batch, num_checkpoints(length, size), *x.shape[1:]) for x in before]
-    for index, (start, stop) in enumerate(blocks(length, size)):
-        if index and index % SEGMENT == 0:
-            for kept, now in zip(checkpoints, state.views(), strict=True):
-                kept[:, index // SEGMENT - 1] = now
-        part = columns(bias, start, stop)
-        k = space.rows("k", key[:, :, start:stop], part)
-        keys = key_block(feature_map, k, part, space.buffer("keys", *k.shape[:-1], feature_map.num_features))
-        x = space.rows("q", query[..., start:stop, :]).flatten(2, 3)
-        t, c = query_block(feature_map, x, space), keys.peak(state.m)
-        safe = safe_heads(keys, part, state.m, c, span)
-        if safe is not None:
-            cut = split(t, keys, space.rows("v", value[:, :, start:stop], part), groups, span, exponential)
-            num_apart, total_apart, ref_apart = split_rows(cut, stop - start, state.views())
-        state.rescale(c)
-        phi_q, ref = query_features(t, c, exponential, over=True)
-        phi_q, phi_k = phi_q.flatten(0, 1), keys.turned_relative_to(c).flatten(0, 1)
-        v = space.rows("v", value[:, :, start:stop], part).flatten(0, 1)
-        weights = hide_later_(space.product("weights", phi_q, phi_k.mT), groups, span)
-        num = space.product("num", weights, v).baddbmm_(phi_q, state.S)
-        total = weights.sum(-1, keepdim=True).add_(times_z(phi_q, state.z))
-        if safe is not None:
-            keep = safe.flatten()[:, None, None]
-            num = torch.where(keep, num, num_apart.flatten(0, 1))
-            total = torch.where(keep, total, total_apart.flatten(0, 1))
-            ref = torch.where(safe[..., None], ref, ref_apart)
-        store_rows(out[..., start:stop, :], den[..., start:stop], num, total)
-        reference[..., start:stop] = ref.unflatten(2, (groups, stop - start))
-        state.fold_in(phi_k, v)
-    return out, den, reference, *state.sums(), *checkpoints

@@ -1,223 +1,157 @@
 """The causal fold pulled back: block by block from the last to the first, features recomputed, no state unwound.
 
-The forward pass kept the state before every segment of blocks; a segment's own states, and its keys' features, are
+The forward pass kept the sums before every segment of blocks; a segment's own sums, and its keys' features, are
 computed once more when the sweep reaches it, so that memory does not grow with its number. Letters as in
 blocked/__init__.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.absorption import store_masked
-from linattn.attention.backends.blocked.blocks import Running, Workspace, block_size, blocks, columns
-from linattn.attention.backends.blocked.causal import SEGMENT, hide_later_, safe_heads
+from linattn.attention.backends.blocked.blocks import Running, Workspace
+from linattn.attention.backends.blocked.causal import SEGMENT, causal_blocks, hide_later_, safe_heads
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
-    Gradients,
+    KeyBlocks,
     Keys,
     MapGradients,
-    key_block,
+    by_kind,
     normalised_query_features,
     query_block,
     query_gradient,
+    query_rows,
+    store_masked,
 )
+from linattn.attention.backends.blocked.grouped_causal import BlockGradients, BlockState, GroupedGradients
 from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
-from linattn.attention.backends.blocked.reading import divide, live_reference, row_gradients, times_z
+from linattn.attention.backends.blocked.reading import SavedRows, saved_rows, times_z
+from linattn.attention.backends.blocked.records import (
+    Causal,
+    CausalOutputs,
+    Gradients,
+    KeyGradients,
+    Saved,
+    sums_of,
+)
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
 
 
-class Saved(NamedTuple):
-    """What the forward pass was given."""
-
-    bias: Tensor | None
-    query: Tensor  # (B, H, G, L, D)
-    key: Tensor
-    value: Tensor
-    S: Tensor
-    z: Tensor
-    m: Tensor
-
-
-class BlockState(NamedTuple):
-    """A block as the recomputation of its segment left it."""
-
-    before: Sums
-    c: Tensor  # the exponent after it, (B, H, M)
-    keys: Keys  # an exponential map's are turned relative to c
-    phi_k: Tensor  # (B, H, n, R), relative to c
-    safe: Tensor | None
-    start: int
-    stop: int
+def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
+    """Gradients of (query, key, value, S, z)."""
+    inputs: Causal = saved.inputs
+    outputs: CausalOutputs = saved.outputs
+    fold = by_kind(feature_map, JointGradients, GroupedGradients)(feature_map, saved, span)
+    query, key, value = (x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value))
+    S, z = (x.clone(memory_format=torch.contiguous_format) for x in (saved.grads.S, saved.grads.z))
+    cut = causal_blocks(inputs, span)
+    for index in reversed(range(-(-len(cut) // SEGMENT))):
+        before = outputs.kept(index) if index else sums_of(inputs)
+        for visit in reversed(_segment_states(fold, cut[index * SEGMENT : (index + 1) * SEGMENT], before)):
+            block, found = visit.block, fold.pull(visit, S, z)
+            target = query[..., block, :]
+            target.copy_(found.query.view(target.shape))
+            store_masked(key[:, :, block], found.key, fold.keys.bias(block))
+            store_masked(value[:, :, block], found.value, fold.keys.bias(block))
+            S, z = found.S, found.z
+    return Gradients((query, key, value, S, z), fold.of_bias.total, fold.back.totals)
 
 
-class Rows(NamedTuple):
-    """A block's queries: what the map says of them, and the gradients of their row sums."""
-
-    t: Tensor  # (B, H, G·n, R)
-    out: Tensor | None  # (B, H, G·n, Dv), None where only a rounded one was kept
-    den: Tensor  # (B, H, G·n)
-    reference: Tensor  # (B, H, G·n)
-    grad_out: Tensor  # (B, H, G·n, Dv)
-    grad_den: Tensor  # (B, H, G·n)
-
-    def gradients(self, sums: Callable[[], tuple[Tensor, Tensor]], space: Workspace) -> tuple[Tensor, Tensor]:
-        """The gradients (B, H, G·n, Dv) and (B, H, G·n, 1) of num and den, which `sums` recomputes where needed."""
-        out = divide(*sums()) if self.out is None else self.out
-        return row_gradients(self.grad_out, self.grad_den, out.view(self.grad_out.shape), self.den, space)
+def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice], before: Sums) -> list[BlockState]:
+    """The blocks of a segment, each with the sums before it."""
+    found, state = [], Running(before)
+    for slot, block in enumerate(segment):
+        entry = Sums(*(fold.space.buffer(f"{slot} {i}", *x.shape).copy_(x) for i, x in enumerate(state.views())))
+        x, v = fold.keys.tokens(block, f"{slot} "), fold.keys.values(block)
+        keys = fold.keys.features(block, x, f"{slot} " if fold.keeps_features else "")
+        c = keys.peak(entry.m)
+        safe = fold.safe_heads(keys, block, entry.m, c)
+        phi_k = keys.turned_relative_to(c)
+        found.append(BlockState(block, entry, c, x, keys, phi_k, safe))
+        if slot + 1 < len(segment):
+            state.rescale(c)
+            state.fold_in(phi_k, v)
+    return found
 
 
 class Pulled(NamedTuple):
-    """Gradients of a block's query and key outputs, of its values and of the state before it."""
+    """Gradients of what the map returned for a block's queries and keys, of its values and of the sums before it."""
 
     t: Tensor
-    keys: tuple[Tensor, ...]
+    keys: KeyGradients
     value: Tensor  # (B, H, n, Dv)
     S: Tensor
     z: Tensor
 
+    def where(self, safe: Tensor, apart: Pulled) -> Pulled:
+        """These in heads (B, H) that are safe, the others elsewhere."""
 
-def backward(
-    feature_map: FeatureMap,
-    tensors: Sequence[Tensor],
-    bias: Tensor | None,
-    grads: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    *,
-    bias_grad: bool,
-    span: int = 0,
-) -> Gradients:
-    """Gradients of (query, key, value, S, z)."""
-    sweep = Sweep(feature_map, Saved(bias, *inputs), outputs, grads, span)
-    saved, back, space = sweep.saved, MapGradients(feature_map, tensors), sweep.space
-    of_bias = BiasGradient(bias, wanted=bias_grad)
-    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in inputs[:3])
-    batch, heads, groups, length, _ = saved.query.shape
-    size = block_size(batch * heads * groups, feature_map.num_features, saved.key.device, is_causal=True, span=span)
-    bounds = list(blocks(length, size))
-    segments = [bounds[index : index + SEGMENT] for index in range(0, len(bounds), SEGMENT)]
-    for index in reversed(range(len(segments))):
-        for visit in reversed(sweep.visits(index, segments[index])):
-            start, stop = visit.start, visit.stop
-            part, (x_k, v) = columns(bias, start, stop), sweep.key_rows(start, stop)
-            x_q = space.rows("q", saved.query[..., start:stop, :]).flatten(2, 3)
-            pulled = sweep.pull(visit, sweep.rows(x_q, start, stop), v)
-            grad_x = back.query(x_q, pulled.t)
-            grad_query[..., start:stop, :] = grad_x.unflatten(2, (groups, stop - start))
-            of_bias.store(start, stop, pulled.keys)
-            store_masked(grad_key[:, :, start:stop], back.key(x_k, pulled.keys), part)
-            store_masked(grad_value[:, :, start:stop], pulled.value, part)
-    of_inputs = [grad_query, grad_key, grad_value, sweep.grad_S, sweep.grad_z]
-    return Gradients(of_inputs, of_bias.total, back.totals)
+        def choose(x: Tensor, y: Tensor) -> Tensor:
+            return torch.where(safe[..., None, None] if x.ndim == 4 else safe[..., None], x, y)
+
+        keys = self.keys.join(apart.keys, choose)
+        value, S, z = choose(self.value, apart.value), choose(self.S, apart.S), choose(self.z, apart.z)
+        return Pulled(choose(self.t, apart.t), keys, value, S, z)
 
 
-class Sweep:
-    """The backward sweep: the gradients of the state, and what every block needs.
+class JointGradients:
+    """The gradients of blocks whose rows share one exponent."""
 
-    Attributes:
-        grad_S: the gradient of the state after the block that comes next, (B, H, R, Dv).
-        grad_z: (B, H, R).
-    """
+    keeps_features = True
 
-    def __init__(
-        self, feature_map: FeatureMap, saved: Saved, outputs: Sequence[Tensor], grads: Sequence[Tensor], span: int
-    ) -> None:
-        self.saved, self.space = saved, Workspace(saved.S)
-        self.grad_S, self.grad_z = (x.clone(memory_format=torch.contiguous_format) for x in grads[3:5])
-        self._map, self._outputs, self._grads, self._span = feature_map, outputs, grads, span
-        self._checkpoints = outputs[6:]
+    def __init__(self, feature_map: FeatureMap, saved: Saved, span: int) -> None:
+        inputs: Causal = saved.inputs
+        self.space, self.back = Workspace(inputs.S), MapGradients(feature_map, saved.tensors)
+        self.keys = KeyBlocks(feature_map, inputs, self.space)
+        self.of_bias = BiasGradient(inputs.bias, wanted=saved.bias_grad)
+        self._map, self._saved, self._span, self._groups = feature_map, saved, span, inputs.query.shape[2]
 
-    def key_rows(self, start: int, stop: int, slot: str = "") -> tuple[Tensor, Tensor]:
-        """A block's keys and values; a block of the segment keeps its keys, which may be its features, in a slot."""
-        x, v = (y[:, :, start:stop] for y in (self.saved.key, self.saved.value))
-        part = columns(self.saved.bias, start, stop)
-        return self.space.rows(f"{slot} k", x, part), self.space.rows("v", v, part)
+    def safe_heads(self, keys: Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
+        """As in the forward pass."""
+        return safe_heads(keys, self.keys.bias(block), m, c, self._span)
 
-    def rows(self, x_q: Tensor, start: int, stop: int) -> Rows:
-        """A block's rows."""
-        out, grad_out = (
-            self.space.rows(name, y[:, :, :, start:stop]).flatten(2, 3)
-            for name, y in (("out", self._outputs[0]), ("grad_out", self._grads[0]))
-        )
-        den, reference, grad_den = (y[:, :, :, start:stop].flatten(2, 3) for y in (*self._outputs[1:3], self._grads[1]))
-        # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
-        kept = out if self._outputs[0].dtype == den.dtype else None
-        t = query_block(self._map, x_q, self.space)
-        return Rows(t, kept, den, live_reference(den, reference), grad_out, grad_den)
-
-    def visits(self, index: int, segment: list[tuple[int, int]]) -> list[BlockState]:
-        """The blocks of a segment, each with the state before it."""
-        before = self.saved[4:] if index == 0 else [x[:, index - 1] for x in self._checkpoints]
-        found, state = [], Running(Sums(*before))
-        for slot, (start, stop) in enumerate(segment):
-            entry = Sums(*(self._kept(f"{slot} {i}", x) for i, x in enumerate(state.views())))
-            part, (x, v) = columns(self.saved.bias, start, stop), self.key_rows(start, stop, str(slot))
-            buffer = self.space.buffer(f"{slot} keys", *x.shape[:-1], self._map.num_features)
-            keys = key_block(self._map, x, part, buffer)
-            c = keys.peak(entry.m)
-            safe = safe_heads(keys, part, entry.m, c, self._span)
-            phi_k = keys.turned_relative_to(c)
-            found.append(BlockState(entry, c, keys, phi_k, safe, start, stop))
-            if slot + 1 < len(segment):
-                state.rescale(c)
-                state.fold_in(phi_k.flatten(0, 1), v.flatten(0, 1))
-        return found
-
-    def _kept(self, name: str, x: Tensor) -> Tensor:
-        """A copy in a buffer."""
-        return self.space.buffer(name, *x.shape).copy_(x)
-
-    def pull(self, visit: BlockState, rows: Rows, value: Tensor) -> Pulled:
-        """The gradients of one block, from those of its row sums and of the state after it, which moves before it."""
+    def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor) -> BlockGradients:
+        """Gradients of a block, from those of the sums after it, which may be written over."""
+        x_q, value = query_rows(self._saved.inputs.query, visit.block, self.space), self.keys.values(visit.block)
+        rows = saved_rows(self._saved, visit.block, query_block(self._map, x_q, self.space), self.space)
         if visit.safe is None:
-            pulled = self._pull_joint(visit, rows, value)
+            found = self._pull_joint(visit, rows, value, grad_S, grad_z)
         else:
-            apart, where = self._pull_split(visit, rows, value), visit.safe[..., None, None]
-            joint = self._pull_joint(visit, rows, value)
-            pulled = Pulled(
-                torch.where(where, joint.t, apart.t),
-                tuple(
-                    torch.where(where if x.ndim == 4 else where.squeeze(-1), x, y)
-                    for x, y in zip(joint.keys, apart.keys, strict=True)
-                ),
-                torch.where(where, joint.value, apart.value),
-                torch.where(where, joint.S, apart.S),
-                torch.where(where.squeeze(-1), joint.z, apart.z),
-            )
-        self.grad_S, self.grad_z = pulled.S, pulled.z
-        return pulled
+            # The split goes first, and the joint part gets copies, since that writes over t, grad S and grad z.
+            apart = self._pull_split(visit, rows, value, grad_S, grad_z)
+            found = self._pull_joint(visit, rows, value, grad_S.clone(), grad_z.clone()).where(visit.safe, apart)
+        query = self.back.query(x_q, found.t)
+        self.of_bias.store(visit.block, found.keys.log)
+        return BlockGradients(query, self.back.key(visit.x, found.keys), found.value, found.S, found.z)
 
-    def _pull_joint(self, visit: BlockState, rows: Rows, value: Tensor) -> Pulled:
-        """A safe block reads the state and its own keys relative to the same exponent."""
-        c, space, exponential = visit.c, self.space, self._map.exponential
-        groups = self.saved.query.shape[2]
+    def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
+        """A safe block reads the sums and its own keys relative to the same exponent."""
+        c, space, exponential, groups = visit.c, self.space, self._map.exponential, self._groups
         decay = (visit.before.m - c).exp_()
         S = torch.mul(visit.before.S, decay.unsqueeze(-1), out=space.buffer("S", *visit.before.S.shape)).flatten(0, 1)
-        z, grad_S, grad_z = (visit.before.z * decay).flatten(0, 1), self.grad_S, self.grad_z
+        z = (visit.before.z * decay).flatten(0, 1)
         shaped_q = normalised_query_features(rows.t, c, rows.reference, exponential, over=visit.safe is None)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
         weights = hide_later_(space.product("weights", phi_q, phi_k.mT), groups, self._span)
         grad_num, grad_den = rows.gradients(
             lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z)), space
         )
-        grad_num, grad_den = grad_num.flatten(0, 1), grad_den.flatten(0, 1)
+        # Of scores φ(q)φ(k)ᵀ: [grad num, grad den] [v, 1]ᵀ where a row sees the key, (B·H, G·n, n).
         grad_scores = hide_later_(space.product("grad_scores", grad_num, v.mT).add_(grad_den), groups, self._span)
+        # Rows read [S, z] and the block's own keys.
         grad_phi_q = space.product("grad_q", grad_num, S.mT).addcmul_(grad_den, z.unsqueeze(-2))
         grad_phi_q.baddbmm_(grad_scores, phi_k)
+        # Keys are read by the sums after the block, whose gradient is given, and by its own rows.
         flat_grad_S = grad_S.flatten(0, 1)
         grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
         grad_phi_k.baddbmm_(grad_scores.mT, phi_q)
         grad_v = space.product("grad_v", phi_k, flat_grad_S).baddbmm_(weights.mT, grad_num)
-        # In the sweep's own memory, except where heads differ and both results are needed.
-        if visit.safe is not None:
-            grad_S, grad_z = grad_S.clone(), grad_z.clone()
-        grad_S.flatten(0, 1).baddbmm_(phi_q.mT, grad_num)
+        # Last, since the products above need the gradient of the sums after the block.
+        flat_grad_S.baddbmm_(phi_q.mT, grad_num)
         grad_z.add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
         return Pulled(
             query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),
@@ -227,25 +161,26 @@ class Sweep:
             grad_z.mul_(decay),
         )
 
-    def _pull_split(self, visit: BlockState, rows: Rows, value: Tensor) -> Pulled:
-        """A block whose maximum jumps: the state at its own exponent, and the block's own past cut into rectangles."""
-        (S, z, m), c, length = visit.before, visit.c, visit.stop - visit.start
-        exponential, groups = self._map.exponential, self.saved.query.shape[2]
+    def _pull_split(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
+        """A block whose maximum jumps: the sums at their own exponent, and its own past cut into rectangles."""
+        (S, z, m), c, exponential = visit.before, visit.c, self._map.exponential
         phi_q = normalised_query_features(rows.t, m, rows.reference, exponential)
         # The segment's pass wrote the features over the exponents, which are wanted here.
-        x, part = self.key_rows(visit.start, visit.stop)[0], columns(self.saved.bias, visit.start, visit.stop)
-        keys = key_block(self._map, x, part, x.new_empty(visit.phi_k.shape))
-        cut = split(rows.t, keys, value, groups, self._span, exponential)
-        grad_num, grad_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2], self.space)
+        keys = self.keys.features(visit.block, visit.x, "split ")
+        cut = split(rows.t, keys, value, self._groups, self._span, exponential)
+        length = value.shape[2]
+        flat_num, flat_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2], self.space)
+        grad_num, grad_den = (x.view(*value.shape[:2], *x.shape[1:]) for x in (flat_num, flat_den))
         inner = split_gradients(cut, length, grad_num, grad_den, rows.reference)
         grad_phi_q = grad_num @ S.mT + grad_den * z.unsqueeze(-2)
         grad_t = query_gradient(grad_phi_q, phi_q, m, rows.reference, exponential)
-        grad_phi_k = value @ self.grad_S.mT + self.grad_z.unsqueeze(-2)
+        grad_phi_k = value @ grad_S.mT + grad_z.unsqueeze(-2)
         decay = (m - c).exp_()
+        of_state = keys.gradients(c, visit.phi_k, grad_phi_k)
         return Pulled(
-            grad_t + inner[0],
-            tuple(a + b for a, b in zip(keys.gradients(c, visit.phi_k, grad_phi_k), inner[1], strict=True)),
-            visit.phi_k @ self.grad_S + inner[2],
-            self.grad_S * decay.unsqueeze(-1) + phi_q.mT @ grad_num,
-            self.grad_z * decay + (phi_q * grad_den).sum(-2),
+            grad_t + inner.t,
+            of_state.join(inner.keys, torch.add),
+            visit.phi_k @ grad_S + inner.value,
+            grad_S * decay.unsqueeze(-1) + phi_q.mT @ grad_num,
+            grad_z * decay + (phi_q * grad_den).sum(-2),
         )

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Workspace, exponential_, is_masked
+from linattn.attention.backends.blocked.records import Absorb, Causal, KeyGradients
 from linattn.attention.sums import accumulation_dtype, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-
-
-class Gradients(NamedTuple):
-    """What a fold's backward pass returns.
-
-    Attributes:
-        inputs: of its inputs but m, in order.
-        bias: of the keys' biases, None where none is wanted.
-        tensors: of the map's followed tensors, in at least float32.
-    """
-
-    inputs: list[Tensor]
-    bias: Tensor | None
-    tensors: list[Tensor]
 
 
 class Keys(NamedTuple):
@@ -63,40 +50,67 @@ class Keys(NamedTuple):
             return self.relative_to(c)
         return exponential_(self.log.sub_(c.unsqueeze(-2)))
 
-    def gradients(self, c: Tensor, phi_k: Tensor, grad_phi: Tensor) -> tuple[Tensor, ...]:
-        """From the gradient of φ(k)·exp(-c) to those of the map's outputs (weights last); c cancels, a constant.
-
-        An exponential map's gradient is written over `grad_phi`.
-        """
+    def gradients(self, c: Tensor, phi_k: Tensor, grad_phi: Tensor) -> KeyGradients:
+        """From the gradient of φ(k)·exp(-c), which may be written over, to the map's; c is a constant."""
         if self.linear is None:
-            return (grad_phi.mul_(phi_k),)
+            return KeyGradients(grad_phi.mul_(phi_k))
         if self.log is None:
-            return (grad_phi if bool((c == 0).all()) else grad_phi * exponential_(-c).unsqueeze(-2),)
+            return KeyGradients(grad_phi if bool((c == 0).all()) else grad_phi * exponential_(-c).unsqueeze(-2))
         if self.product is not None:
             groups, weight = grad_phi.unflatten(-1, (c.shape[-1], -1)), (self.log - c.unsqueeze(-2)).exp_()
             of_linear = (weight.unsqueeze(-2) @ groups).squeeze(-2)
-            return of_linear, (groups * phi_k.unflatten(-1, groups.shape[-2:])).sum(-1)
-        return grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1)
+            return KeyGradients(of_linear, (groups * phi_k.unflatten(-1, groups.shape[-2:])).sum(-1))
+        return KeyGradients(grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1))
 
 
-def key_block(feature_map: FeatureMap, x: Tensor, bias: Tensor | None, out: Tensor) -> Keys:
-    """The features of keys x (B, H, n, D), written into `out` (B, H, n, R), times exp(bias), (B, H or 1, n)."""
-    rise = None if bias is None else bias.unsqueeze(-1)
-    if isinstance(feature_map, GroupedFeatureMap):
-        log = feature_map.key_log_weight(x)
-        return Keys(log if rise is None else log + rise, feature_map.key(x), out)
-    features = feature_map.write_key(x, out)
-    if feature_map.exponential:
-        return Keys(features if rise is None else features.add_(rise), None)
-    weight = feature_map.key_log_weight(x)
-    if weight is None:
-        return Keys(rise, features)
-    log = weight.unsqueeze(-1)
-    return Keys(log if rise is None else log + rise, features)
+def by_kind(feature_map: FeatureMap, plain: Any, grouped: Any) -> Any:
+    """The strategy of a fold for this kind of map."""
+    return grouped if isinstance(feature_map, GroupedFeatureMap) else plain
+
+
+class KeyBlocks:
+    """A fold's keys, values and biases, block by block in the accumulation dtype; masked keys and values are 0."""
+
+    def __init__(self, feature_map: FeatureMap, inputs: Absorb | Causal, space: Workspace) -> None:
+        self._map, self._inputs, self._space = feature_map, inputs, space
+
+    def bias(self, block: slice) -> Tensor | None:
+        """(B, H or 1, n)."""
+        return None if self._inputs.bias is None else self._inputs.bias[..., block]
+
+    def tokens(self, block: slice, slot: str = "") -> Tensor:
+        """The keys (B, H, n, D); a slot is a buffer of their own."""
+        return self._space.rows(f"{slot}k", self._inputs.key[:, :, block], self.bias(block))
+
+    def values(self, block: slice) -> Tensor:
+        """(B, H, n, Dv)."""
+        return self._space.rows("v", self._inputs.value[:, :, block], self.bias(block))
+
+    def features(self, block: slice, x: Tensor | None = None, slot: str = "") -> Keys:
+        """Their features times exp(bias); x are the keys, where they are loaded."""
+        x, bias = self.tokens(block) if x is None else x, self.bias(block)
+        out = self._space.buffer(f"{slot}keys", *x.shape[:-1], self._map.num_features)
+        rise = None if bias is None else bias.unsqueeze(-1)
+        if isinstance(self._map, GroupedFeatureMap):
+            log = self._map.key_log_weight(x)
+            return Keys(log if rise is None else log + rise, self._map.key(x), out)
+        features = self._map.write_key(x, out)
+        if self._map.exponential:
+            return Keys(features if rise is None else features.add_(rise), None)
+        weight = self._map.key_log_weight(x)
+        if weight is None:
+            return Keys(rise, features)
+        log = weight.unsqueeze(-1)
+        return Keys(log if rise is None else log + rise, features)
+
+
+def query_rows(query: Tensor, block: slice, space: Workspace) -> Tensor:
+    """A block (B, H, G·n, D) of queries (B, H, G, L, D) in the accumulation dtype."""
+    return space.rows("q", query[..., block, :]).flatten(2, 3)
 
 
 def query_block(feature_map: FeatureMap, x: Tensor, space: Workspace) -> Tensor:
-    """What the map says of queries x (B, H, n, D), to be written over."""
+    """What the map returns for queries x (B, H, n, D), to be written over."""
     return feature_map.write_query(x, space.buffer("queries", *x.shape[:-1], feature_map.num_features))
 
 
@@ -127,36 +141,34 @@ def query_gradient(grad_phi: Tensor, phi_q: Tensor, c: Tensor, reference: Tensor
 
 
 class BiasGradient:
-    """The gradient of the keys' biases (B, H or 1, L), block by block; nothing where none is wanted.
-
-    Attributes:
-        total: as far as the blocks have come, or None.
-    """
+    """The gradient `total` of the keys' biases (B, H or 1, L), block by block; None where none is wanted."""
 
     def __init__(self, bias: Tensor | None, *, wanted: bool) -> None:
         self.total = torch.zeros_like(bias) if wanted and bias is not None else None
         self._bias = bias
 
-    def store(self, start: int, stop: int, grads: Sequence[Tensor]) -> None:
-        """Those of a block's keys, from the gradients of the map's outputs, of which the last is the exponents'."""
+    def store(self, block: slice, of_log: Tensor) -> None:
+        """That of a block, from the gradient of its keys' exponents (B, H, n) or (B, H, n, M)."""
         if self.total is None or self._bias is None:
             return
-        of_log = grads[-1].sum(-1) if grads[-1].ndim > self.total.ndim else grads[-1]
+        if of_log.ndim > self.total.ndim:
+            of_log = of_log.sum(-1)
         if self.total.shape[1] == 1:
             of_log = of_log.sum(1, keepdim=True)
-        target = self.total[..., start:stop]
-        target.copy_(of_log.masked_fill(is_masked(self._bias[..., start:stop]), 0))
+        self.total[..., block] = of_log.masked_fill(is_masked(self._bias[..., block]), 0)
+
+
+def store_masked(target: Tensor, grad: Tensor, bias: Tensor | None) -> None:
+    """Write a block of gradients; masked keys get exactly 0."""
+    target.copy_(grad if bias is None else grad.masked_fill(is_masked(bias).unsqueeze(-1), 0))
 
 
 class MapGradients:
-    """From gradients of what a map said of a block to those of the block and of the map's own followed tensors.
-
-    Attributes:
-        totals: the sums of the own tensors' gradients, in at least float32.
-    """
+    """From gradients of a map's outputs to those of its inputs, and `totals` of those of its followed tensors."""
 
     def __init__(self, feature_map: FeatureMap, tensors: Sequence[Tensor]) -> None:
         self._map, self._tensors = feature_map, tensors
+        # Summed over blocks in at least float32.
         self.totals = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in tensors]
 
     def query(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -165,11 +177,11 @@ class MapGradients:
             return self._map.query_vjp(x, grad)
         return self._followed(x, (grad,), key=False)
 
-    def key(self, x: Tensor, grads: Sequence[Tensor]) -> Tensor:
-        """The gradient of keys x (B, H, n, D), from those of their features and, where there are any, weights."""
-        if not self._tensors and len(grads) == 1:
-            return self._map.key_vjp(x, grads[0])
-        return self._followed(x, grads, key=True)
+    def key(self, x: Tensor, grads: KeyGradients) -> Tensor:
+        """The gradient of keys x (B, H, n, D)."""
+        if not self._tensors and grads.weight is None:
+            return self._map.key_vjp(x, grads.features)
+        return self._followed(x, [grad for grad in grads if grad is not None], key=True)
 
     def _followed(self, x: Tensor, grads: Sequence[Tensor], *, key: bool) -> Tensor:
         """By autograd, with a graph of the block's own."""
@@ -178,10 +190,14 @@ class MapGradients:
             outputs = [self._map.key(leaf) if key else self._map.query(leaf)]
             weight = self._map.key_log_weight(leaf) if key and not self._map.exponential else None
             outputs += [] if weight is None else [weight]
-        found = pulled(outputs, (leaf, *self._tensors), grads[: len(outputs)])
-        for total, grad in zip(self.totals, found[1:], strict=True):
+        return self.pull(outputs, (leaf,), grads[: len(outputs)])[0]
+
+    def pull(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The leaves' gradients by autograd; those of the map's tensors are added to the totals."""
+        found = pulled(outputs, (*leaves, *self._tensors), grads)
+        for total, grad in zip(self.totals, found[len(leaves) :], strict=True):
             total += grad
-        return found[0]
+        return found[: len(leaves)]
 
 
 def pulled(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:

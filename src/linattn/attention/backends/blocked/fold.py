@@ -15,27 +15,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked import (
-    absorption,
-    causal,
-    causal_backward,
-    grouped_causal,
-    grouped_reading,
-    mass,
-    reading,
+from linattn.attention.backends.backend import Rows
+from linattn.attention.backends.blocked import absorption, causal, causal_backward, reading
+from linattn.attention.backends.blocked.records import (
+    Absorb,
+    Causal,
+    CausalOutputs,
+    Gradients,
+    MassOutputs,
+    Read,
+    Saved,
 )
-from linattn.attention.backends.blocked.features import Gradients
 from linattn.attention.bound_map import BoundMap
-from linattn.feature_maps import FeatureMap
+from linattn.attention.sums import Sums
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+
+
+class Fold(NamedTuple):
+    """forward(map, inputs) -> outputs; backward(map, saved) -> gradients; records of tensors in and out."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Gradients] | None  # None where all outputs are constants
+    inputs: Any
+    outputs: Any
+
+    def constants(self, feature_map: FeatureMap, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs without a gradient; a plain map's exponents of rows are maxima, a grouped one's are not."""
+        followed = {"out", "den", "S", "z"} | ({"reference"} if isinstance(feature_map, GroupedFeatureMap) else set())
+        return [x for name, x in zip(self.outputs._fields, outputs, strict=True) if name not in followed]
+
+
+FOLDS = {
+    "absorb": Fold(absorption.forward, absorption.backward, Absorb, Sums),
+    "read": Fold(reading.forward, reading.backward, Read, Rows),
+    "causal": Fold(causal.forward, causal_backward.backward, Causal, CausalOutputs),
+    "mass": Fold(reading.mass, None, Causal, MassOutputs),
+}
 
 
 class Task(NamedTuple):
-    """Which fold to run and how.
-
-    Attributes:
-        name: a key of FOLDS.
-        span: 0, or how many tokens make a span: rows of causal folds then see the keys of earlier spans only.
-    """
+    """Which fold to run and how: rows of causal folds with a span see the keys of earlier spans of so many tokens."""
 
     name: str
     span: int = 0
@@ -51,108 +70,92 @@ class Task(NamedTuple):
         return {"span": self.span} if self.span else {}
 
 
-class Fold(NamedTuple):
-    """forward(map, bias, *inputs) -> outputs; backward(map, tensors, bias, grads, inputs, outputs, bias_grad=…).
+def run(task: Task, bound: BoundMap, inputs: Any) -> Any:
+    """Run a fold, differentiating its inputs, the biases among them and the map's bound tensors."""
+    if torch.compiler.is_compiling():
+        # Imported here: torch's marks for its compiler import the compiler.
+        from linattn.attention.backends.blocked import opaque
 
-    The last input is the running maximum m, a constant; so are the outputs named here. `tensors` are those of the map
-    that gradients follow. A fold without a backward function has constant outputs only.
-    """
-
-    forward: Callable[..., tuple[Tensor, ...]]
-    backward: Callable[..., Gradients] | None
-    num_inputs: int
-    num_outputs: int
-    constants: tuple[int, ...]
-    takes_bias: bool = True
-
-
-FOLDS = {
-    "absorb": Fold(absorption.forward, absorption.backward, 5, 3, (2,)),
-    "read": Fold(reading.forward, reading.backward, 4, 3, (2,), takes_bias=False),
-    "causal": Fold(causal.forward, causal_backward.backward, 6, 9, (2, 5, 6, 7, 8)),
-    "mass": Fold(mass.forward, None, 5, 1, (0,)),
-    "grouped_read": Fold(grouped_reading.forward, grouped_reading.backward, 4, 3, (), takes_bias=False),
-    "grouped_causal": Fold(grouped_causal.forward, grouped_causal.backward, 6, 9, (5, 6, 7, 8)),
-}
-
-
-def run(task: Task, bound: BoundMap, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Run a fold on keys with these biases, differentiating the inputs, the biases and the map's bound tensors."""
+        return task.fold.outputs(*opaque.run(task, bound, inputs))
     names, tensors = tuple(bound.tensors), tuple(bound.tensors.values())
-    if not is_followed(*inputs, *tensors, *(() if bias is None else (bias,))):
-        return forward(task, bound, bias, inputs)
-    found: tuple[Tensor, ...] = _Forward.apply(task, bound.feature_map, names, bias, *inputs, *tensors)
-    return found
+    if not is_followed(*inputs, *tensors):
+        return forward(task, bound, inputs)
+    return task.fold.outputs(*_Forward.apply(task, bound.feature_map, names, *inputs, *tensors))
 
 
-def is_followed(*tensors: Tensor) -> bool:
+def is_followed(*tensors: Tensor | None) -> bool:
     """Whether autograd, dual numbers or torch.func follow this call; torch has no public name for the last two."""
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     dual = torch.autograd.forward_ad._current_level >= 0
     return recorded or dual or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def forward(task: Task, bound: BoundMap, bias: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def forward(task: Task, bound: BoundMap, inputs: Any) -> Any:
     """The fold's outputs, no gradient recorded."""
-    run_forward = partial(task.fold.forward, **task.options)
-    outputs: tuple[Tensor, ...] = bound.run(run_forward, inputs[0].device, bias, *inputs)
-    return outputs
+    return bound.run(partial(task.fold.forward, **task.options), inputs.S.device, inputs)
 
 
-def backward(
-    task: Task, bound: BoundMap, bias: Tensor | None, rest: Sequence[Tensor], *, bias_grad: bool
-) -> tuple[Tensor, ...]:
-    """Gradients of the inputs but m, of the bias if asked for, and of the map's tensors.
+def backward(task: Task, bound: BoundMap, saved: Sequence[Any], *, bias_grad: bool) -> tuple[Tensor, ...]:
+    """Gradients of the inputs but m, of the biases if asked for, and of the map's tensors.
 
-    `rest` is (*grads, *inputs, *outputs).
+    `saved` is (*gradients of the outputs, *inputs, *outputs); the biases, last of the inputs, may be missing.
     """
     fold = task.fold
     assert fold.backward is not None, f"{task.name} has no differentiable output"
-    num_grads, num_given = fold.num_outputs, fold.num_outputs + fold.num_inputs
-    grads, inputs, outputs = rest[:num_grads], rest[num_grads:num_given], rest[num_given:]
+    count = len(fold.outputs._fields)
+    grads, inputs, outputs = saved[:count], saved[count:-count], saved[-count:]
     leaves = BoundMap(bound.feature_map, {name: x.detach().requires_grad_() for name, x in bound.tensors.items()})
     tensors = tuple(leaves.tensors.values())
-    pull_back = partial(fold.backward, bias_grad=bias_grad, **task.options)
-    found: Gradients = leaves.run(pull_back, inputs[0].device, tensors, bias, grads, inputs, outputs)
+    record = Saved(fold.inputs(*inputs), fold.outputs(*outputs), fold.outputs(*grads), tensors, bias_grad)
+    found: Gradients = leaves.run(partial(fold.backward, **task.options), inputs[0].device, record)
     of_bias = () if found.bias is None else (found.bias,)
     return *found.inputs, *of_bias, *(x.to(y.dtype) for x, y in zip(found.tensors, tensors, strict=True))
 
 
+def by_argument(fold: Fold, found: Sequence[Tensor], *, bias_grad: bool) -> tuple[list[Tensor | None], list[Tensor]]:
+    """What `backward` returns as gradients of all inputs, None for constants, and of the map's tensors."""
+    rest = list(found)
+    of_inputs = [rest.pop(0) if name not in ("m", "bias") else None for name in fold.inputs._fields]
+    if bias_grad:
+        of_inputs[-1] = rest.pop(0)
+    return of_inputs, rest
+
+
 class _Forward(torch.autograd.Function):
-    """(task, map, names of the bound tensors, bias, *inputs, *bound tensors) -> outputs."""
+    """(task, map, names of the bound tensors, *inputs, *bound tensors) -> outputs."""
 
     @staticmethod
-    def forward(task: Task, feature_map: FeatureMap, names: tuple[str, ...], bias: Any, *rest: Any) -> Any:
+    def forward(task: Task, feature_map: FeatureMap, names: tuple[str, ...], *rest: Any) -> Any:
         """Run the fold."""
-        count = task.fold.num_inputs
+        count = len(task.fold.inputs._fields)
         bound = BoundMap(feature_map, dict(zip(names, rest[count:], strict=True)))
-        return forward(task, bound, bias, rest[:count])
+        return tuple(forward(task, bound, task.fold.inputs(*rest[:count])))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep inputs and outputs."""
-        ctx.task, ctx.feature_map, ctx.names, bias, *rest = inputs
+        ctx.task, ctx.feature_map, ctx.names, *rest = inputs
         # Autograd itself notices a change of the followed tensors, which are saved.
         ctx.fingerprint = ctx.feature_map.fingerprint(ctx.names)
-        fold = ctx.task.fold
-        ctx.mark_non_differentiable(*(output[i] for i in fold.constants))
-        ctx.save_for_backward(bias, *rest[: fold.num_inputs], *output, *rest[fold.num_inputs :])
+        fold, count = ctx.task.fold, len(ctx.task.fold.inputs._fields)
+        ctx.mark_non_differentiable(*fold.constants(ctx.feature_map, output))
+        ctx.save_for_backward(*rest[:count], *output, *rest[count:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Gradients in the order of the arguments."""
-        bias, *saved = ctx.saved_tensors
+        saved, fold = ctx.saved_tensors, ctx.task.fold
         now = ctx.feature_map.fingerprint(ctx.names)
         if now != ctx.fingerprint:
             raise RuntimeError(
                 f"the feature map was {ctx.fingerprint} in the forward pass and is {now} now: features are recomputed "
                 "for gradients; redraw or fit after backward(), not before"
             )
-        count = ctx.task.fold.num_inputs - 1
-        bias_grad = ctx.task.fold.takes_bias and bias is not None and ctx.needs_input_grad[3]
-        found = list(_Backward.apply(ctx.task, ctx.feature_map, ctx.names, bias_grad, bias, *grads, *saved))
-        of_bias = found.pop(count) if bias_grad else None
-        return None, None, None, of_bias, *found[:count], None, *found[count:]
+        # Three arguments stand before the inputs, of which the biases are the last.
+        bias_grad = "bias" in fold.inputs._fields and ctx.needs_input_grad[2 + len(fold.inputs._fields)]
+        found = _Backward.apply(ctx.task, ctx.feature_map, ctx.names, bias_grad, *grads, *saved)
+        of_inputs, of_tensors = by_argument(fold, found, bias_grad=bias_grad)
+        return None, None, None, *of_inputs, *of_tensors
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -161,16 +164,14 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """(task, map, names, bias_grad, bias, *grads, *inputs, *outputs, *bound tensors) -> gradients, constants."""
+    """(task, map, names, bias_grad, *grads, *inputs, *outputs, *bound tensors) -> gradients, constants."""
 
     @staticmethod
-    def forward(
-        task: Task, feature_map: FeatureMap, names: tuple[str, ...], bias_grad: bool, bias: Any, *rest: Any
-    ) -> Any:
+    def forward(task: Task, feature_map: FeatureMap, names: tuple[str, ...], bias_grad: bool, *rest: Any) -> Any:
         """Pull the fold back."""
         count = len(rest) - len(names)
         bound = BoundMap(feature_map, dict(zip(names, rest[count:], strict=True)))
-        return backward(task, bound, bias, rest[:count], bias_grad=bias_grad)
+        return backward(task, bound, rest[:count], bias_grad=bias_grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

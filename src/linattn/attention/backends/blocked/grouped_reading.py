@@ -6,14 +6,16 @@ N = G·L queries of each of B·H rows, C groups, F = R/C features of a group, T 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.features import Gradients, pulled
-from linattn.attention.sums import accumulation_dtype
+from linattn.attention.backends.backend import Rows
+from linattn.attention.backends.blocked.features import pulled
+from linattn.attention.backends.blocked.records import Gradients, Read, Saved, sums_of
+from linattn.attention.sums import Sums, accumulation_dtype
 from linattn.feature_maps import GroupedFeatureMap
 
 # Numbers of a chunk's widest tensor, the tiles' sums or the queries' features.
@@ -22,19 +24,12 @@ _SMALLEST, _LARGEST = 8, 128
 
 
 class Tiles(NamedTuple):
-    """Tiles of queries of one group.
+    """Tiles of queries of one group."""
 
-    Attributes:
-        query: (t, T), which of the B·H·N queries; a tile's free places repeat one of its own.
-        group: (t,), which of the B·H·C groups.
-        free: (t, T) bool, places that only repeat.
-        spare: B·H·N.
-    """
-
-    query: Tensor
-    group: Tensor
-    free: Tensor
-    spare: int
+    query: Tensor  # (t, T), which of the B·H·N queries; a tile's free places repeat one of its own
+    group: Tensor  # (t,), which of the B·H·C groups
+    free: Tensor  # (t, T) bool, places that only repeat
+    spare: int  # B·H·N
 
     def chunks(self, widest: int) -> Iterator[Tiles]:
         """Consecutive tiles, so many that a tensor of `widest` numbers per tile stays small."""
@@ -74,33 +69,35 @@ def tiles(group: Tensor, num_groups: int) -> Tiles:
     return Tiles(order[torch.minimum(place, last)], which, place > last, len(order))
 
 
-def read_tiles(
-    feature_map: GroupedFeatureMap, x: Tensor, place: Tensor, S: Tensor, z: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Num (t, T, Dv), den and own exponents (t, T) of queries (t, T, D); place (t, 1, W) and state per tile."""
-    phi_q, log_weight = feature_map.local_query(x, place, z)
-    den = feature_map.normalizer(phi_q, z)
-    return torch.bmm(phi_q, S), den, log_weight
-
-
 class Flat(NamedTuple):
-    """The groups of all heads in one row: places (B·H·C, 1, W), S (B·H·C, F, Dv), z (B·H·C, 1, F), m (B·H·C,)."""
+    """The sums and the map's places, the groups of all heads in one row."""
 
-    places: Tensor
-    S: Tensor
-    z: Tensor
-    m: Tensor
+    places: Tensor  # (B·H·C, 1, W)
+    S: Tensor  # (B·H·C, F, Dv)
+    z: Tensor  # (B·H·C, 1, F)
+    m: Tensor  # (B·H·C,)
+
+    def of(self, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Places, S and z of these groups (t,)."""
+        return self.places.index_select(0, group), self.S.index_select(0, group), self.z.index_select(0, group)
 
 
-def flat_groups(feature_map: GroupedFeatureMap, S: Tensor, z: Tensor, m: Tensor) -> Flat:
-    """The state and the map's places, group by group."""
-    num_local, places = feature_map.num_local, feature_map.places().to(S.dtype).expand(*m.shape, -1)
+def flat_groups(feature_map: GroupedFeatureMap, sums: Sums) -> Flat:
+    """Sums and places, group by group."""
+    S, z, m = sums
+    count, num_local = m.numel(), feature_map.num_local
     return Flat(
-        places.reshape(m.numel(), 1, places.shape[-1]),
-        S.reshape(m.numel(), num_local, S.shape[-1]),
-        z.reshape(m.numel(), 1, num_local),
+        flat_places(feature_map, m),
+        S.reshape(count, num_local, S.shape[-1]),
+        z.reshape(count, 1, num_local),
         m.flatten(),
     )
+
+
+def flat_places(feature_map: GroupedFeatureMap, m: Tensor) -> Tensor:
+    """The map's places for every group of m (B, H, C): (B·H·C, 1, W)."""
+    places = feature_map.places().to(m.dtype).expand(*m.shape, -1)
+    return places.reshape(m.numel(), 1, places.shape[-1])
 
 
 def groups_of(feature_map: GroupedFeatureMap, query: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,82 +107,88 @@ def groups_of(feature_map: GroupedFeatureMap, query: Tensor, dtype: torch.dtype)
     return torch.cat(pieces, -1) if pieces else query.new_zeros(query.shape[:-1], dtype=torch.int64)
 
 
-def spare_row(x: Tensor) -> Tensor:
-    """Memory for rows like x's (..., W), flattened, and one more at the end."""
-    return x.new_empty(x.shape[:-1].numel() + 1, x.shape[-1])
+class TileReader:
+    """Tiles of queries that read one group each; results have a spare row, which the tiles' free places write to."""
 
+    def __init__(self, feature_map: GroupedFeatureMap, inputs: Read) -> None:
+        self.feature_map, self.inputs = feature_map, inputs
+        rows = inputs.query.flatten(2, 3)
+        self.cut = tiles(groups_of(feature_map, rows, inputs.S.dtype), feature_map.num_groups)
+        self.rows, self.flat = rows.reshape(-1, rows.shape[-1]), flat_groups(feature_map, sums_of(inputs))
 
-def forward(
-    feature_map: GroupedFeatureMap,
-    _bias: None,
-    query: Tensor,  # (B, H, G, L, D)
-    S: Tensor,  # (B, H, R, Dv)
-    z: Tensor,  # (B, H, R)
-    m: Tensor,  # (B, H, C)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output (B, H, G, L, Dv) in the query's dtype, the denominator and its exponent (B, H, G, L)."""
-    shape, rows = query.shape[:4], query.flatten(2, 3)
-    count = shape.numel()
-    cut, flat = tiles(groups_of(feature_map, rows, S.dtype), feature_map.num_groups), flat_groups(feature_map, S, z, m)
-    rows = rows.reshape(-1, rows.shape[-1])
-    out, sums = query.new_empty(count + 1, S.shape[-1]), S.new_empty(count + 1, 2)
-    for part in cut.chunks(flat.S.shape[1:].numel() + part_width(cut, feature_map)):
-        x = part.pick(rows).to(S.dtype)
-        num, den, own = read_tiles(feature_map, x, *(y.index_select(0, part.group) for y in flat[:3]))
+    def parts(self) -> Iterator[Tiles]:
+        """Chunks whose features and sums are small."""
+        num_local = self.feature_map.num_local
+        return self.cut.chunks(num_local * self.flat.S.shape[-1] + self.cut.query.shape[-1] * num_local)
+
+    def empty_rows(self) -> Rows:
+        """Memory for the rows, flattened."""
+        S, count = self.flat.S, len(self.rows) + 1
+        return Rows(self.rows.new_empty(count, S.shape[-1]), S.new_empty(count), S.new_empty(count))
+
+    def read(self, part: Tiles, rows: Rows) -> None:
+        """Write a chunk's rows."""
+        num, den, log_weight = self._sums(self._queries(part), *self.flat.of(part.group))
         num.div_(den.masked_fill(den == 0, torch.inf).unsqueeze(-1))
-        target = part.target
-        out.index_copy_(0, target, num.flatten(0, 1).to(out.dtype))
-        own = own + flat.m[part.group].unsqueeze(-1)
-        sums.index_copy_(0, target, torch.stack((den.flatten(), own.flatten()), -1))
-    # Copies even where there is one row or none: a compiled operator may not return two views of one memory.
-    den, reference = (x.clone(memory_format=torch.contiguous_format).view(shape) for x in sums[:count].unbind(-1))
-    return out[:count].view(*shape, S.shape[-1]), den, reference
+        reference = log_weight + self.flat.m[part.group].unsqueeze(-1)
+        for target, found in zip(rows, (num.to(rows.out.dtype), den, reference), strict=True):
+            target.index_copy_(0, part.target, found.flatten(0, 1))
+
+    def finished(self, rows: Rows) -> Rows:
+        """The rows without the spare one, (B, H, G, L, …)."""
+        shape = self.inputs.query.shape[:-1]
+        return Rows(*(x[:-1].view(*shape, *x.shape[1:]) for x in rows))
+
+    def add_normalised(self, part: Tiles, total: Tensor) -> None:
+        """Add Σ_i φ(q_i) / φ(q_i)ᵀz to the total (B, H, R), each query's in its own group."""
+        places, _, z = self.flat.of(part.group)
+        phi_q, _ = self.feature_map.local_query(self._queries(part), places, z)
+        den = self.feature_map.normalizer(phi_q, z)
+        den = den.masked_fill((den == 0) | part.free, torch.inf)
+        total.view(-1, z.shape[-1]).index_add_(0, part.group, (phi_q / den.unsqueeze(-1)).sum(1))
+
+    def _queries(self, part: Tiles) -> Tensor:
+        """(t, T, D), in the accumulation dtype."""
+        return part.pick(self.rows).to(self.flat.S.dtype)
+
+    def _sums(self, x: Tensor, place: Tensor, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Num (t, T, Dv), den and the features' exponents (t, T) of queries, given places and sums per tile."""
+        phi_q, log_weight = self.feature_map.local_query(x, place, z)
+        den = self.feature_map.normalizer(phi_q, z)
+        return torch.bmm(phi_q, S), den, log_weight
 
 
-def part_width(cut: Tiles, feature_map: GroupedFeatureMap) -> int:
-    """Numbers of a tile's features."""
-    return cut.query.shape[-1] * feature_map.num_local
+class TileGradients(TileReader):
+    """The gradients of what tiles read, chunk by chunk by autograd."""
 
+    def __init__(self, feature_map: GroupedFeatureMap, saved: Saved) -> None:
+        super().__init__(feature_map, saved.inputs)
+        self._tensors, self._flat_grads = saved.tensors, Rows(*(x.flatten(0, 3) for x in saved.grads))
+        self._query = self.rows.new_empty(len(self.rows) + 1, self.rows.shape[-1])
+        self._grads = [torch.zeros_like(x) for x in (self.flat.places, self.flat.S, self.flat.z)]
 
-def backward(
-    feature_map: GroupedFeatureMap,
-    tensors: Sequence[Tensor],
-    _bias: None,
-    grads: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    *,
-    bias_grad: bool,
-) -> Gradients:
-    """Gradients of (query, S, z), chunk by chunk by autograd."""
-    query, S, z, m = inputs
-    rows = query.flatten(2, 3)
-    cut = tiles(groups_of(feature_map, rows, S.dtype), feature_map.num_groups)
-    rows = rows.reshape(-1, rows.shape[-1])
-    with torch.enable_grad():
-        flat = flat_groups(feature_map, S.detach(), z.detach(), m)
-    grad_rows, grad_S, grad_z = spare_row(query), torch.zeros_like(flat.S), torch.zeros_like(flat.z)
-    grad_places = torch.zeros_like(flat.places)
-    given = [grads[0].flatten(0, 3), grads[1].flatten(), grads[2].flatten()]
-    for part in cut.chunks(flat.S.shape[1:].numel() + part_width(cut, feature_map)):
-        leaves = [part.pick(rows).to(S.dtype), *(y.index_select(0, part.group).detach() for y in flat[:3])]
+    def pull(self, part: Tiles) -> None:
+        """Store the gradients of a chunk's queries, add those of places and sums."""
+        leaves = [x.detach().requires_grad_() for x in (self._queries(part), *self.flat.of(part.group))]
         with torch.enable_grad():
-            leaves = [leaf.requires_grad_() for leaf in leaves]
-            num, den, own = read_tiles(feature_map, *leaves)
+            num, den, log_weight = self._sums(*leaves)
             out = num / den.masked_fill(den == 0, torch.inf).unsqueeze(-1)
-        wanted = [x[part.query].to(S.dtype) for x in given]
-        wanted[0] = wanted[0].masked_fill(part.free.unsqueeze(-1), 0)
-        wanted[1:] = [x.masked_fill(part.free, 0) for x in wanted[1:]]
-        found = pulled((out, den, own), leaves, wanted)
-        grad_rows.index_copy_(0, part.target, found[0].flatten(0, 1).to(grad_rows.dtype))
-        for total, grad in zip((grad_places, grad_S, grad_z), found[1:], strict=True):
+        grad_out, *grads = (x[part.query].to(den.dtype) for x in self._flat_grads)
+        # Free places repeat a query: only its own place passes a gradient on.
+        wanted = [grad_out.masked_fill(part.free.unsqueeze(-1), 0), *(x.masked_fill(part.free, 0) for x in grads)]
+        grad_query, *found = pulled((out, den, log_weight), leaves, wanted)
+        self._query.index_copy_(0, part.target, grad_query.flatten(0, 1).to(self._query.dtype))
+        for total, grad in zip(self._grads, found, strict=True):
             total.index_add_(0, part.group, grad)
-    totals = pulled_places(flat.places, grad_places, tensors)
-    return Gradients([grad_rows[:-1].view(query.shape), grad_S.view(S.shape), grad_z.view(z.shape)], None, totals)
 
-
-def pulled_places(places: Tensor, grad: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """From the places' gradient to those of the map's tensors, in at least float32."""
-    if not tensors:
-        return []
-    return [x.to(accumulation_dtype(x.dtype)) for x in pulled([places], tensors, [grad])]
+    def gradients(self) -> Gradients:
+        """After the last chunk."""
+        query, S, z, m = self.inputs
+        grad_places, grad_S, grad_z = self._grads
+        totals = []
+        if self._tensors:
+            with torch.enable_grad():
+                places = flat_places(self.feature_map, m)
+            found = pulled([places], self._tensors, [grad_places])
+            totals = [x.to(accumulation_dtype(x.dtype)) for x in found]
+        return Gradients((self._query[:-1].view(query.shape), grad_S.view(S.shape), grad_z.view(z.shape)), None, totals)

@@ -13,7 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.features import Keys, normalised_query_features, query_features, query_gradient
+from linattn.attention.backends.blocked.features import (
+    Keys,
+    normalised_query_features,
+    query_features,
+    query_gradient,
+)
+from linattn.attention.backends.blocked.records import KeyGradients
 from linattn.attention.sums import Sums
 
 
@@ -113,10 +119,16 @@ def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor,
     return rows[..., :-1], rows[..., -1:], reference
 
 
-def split_gradients(
-    block: Split, length: int, grad_num: Tensor, grad_den: Tensor, reference: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """Gradients of t (B, H, G·n, R), of the key outputs and of the values, through the block's own past alone."""
+class SplitGradients(NamedTuple):
+    """Gradients through a block's own past alone."""
+
+    t: Tensor  # (B, H, G·n, R)
+    keys: KeyGradients
+    value: Tensor  # (B, H, n, Dv)
+
+
+def split_gradients(block: Split, length: int, grad_num: Tensor, grad_den: Tensor, reference: Tensor) -> SplitGradients:
+    """From the gradients (B, H, G·n, Dv) and (…, 1) of num and den."""
     groups = block.t.shape[2]
     grad_rows = _padded(torch.cat((grad_num, grad_den), -1).unflatten(2, (groups, -1)), 3)
     # Padded rows read nothing: an infinite reference makes their features 0.
@@ -134,11 +146,11 @@ def split_gradients(
         level.rows(grad_t).add_(_as_rows(grad_phi_q, groups))
         found = keys.gradients(c, phi_k, grad_scores.mT @ phi_q)
         if grad_linear is None:
-            level.keys(grad_log).add_(found[0])
+            level.keys(grad_log).add_(found.log)
         else:
-            level.keys(grad_linear).add_(found[0])
-            level.keys(grad_log).add_(found[1].unsqueeze(-1))
+            level.keys(grad_linear).add_(found.features)
+            level.keys(grad_log).add_(found.log.unsqueeze(-1))
         level.keys(grad_extended).add_((phi_q @ phi_k.mT).mT @ rows)
     log = grad_log[:, :, :length]
-    outputs = (log,) if grad_linear is None else (grad_linear[:, :, :length], log.squeeze(-1))
-    return grad_t[:, :, :, :length].flatten(2, 3), outputs, grad_extended[:, :, :length, :-1]
+    of_keys = KeyGradients(log) if grad_linear is None else KeyGradients(grad_linear[:, :, :length], log.squeeze(-1))
+    return SplitGradients(grad_t[:, :, :, :length].flatten(2, 3), of_keys, grad_extended[:, :, :length, :-1])

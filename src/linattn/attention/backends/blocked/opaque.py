@@ -12,101 +12,81 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked import fold
-from linattn.attention.backends.blocked.blocks import block_size
-from linattn.attention.backends.blocked.causal import num_checkpoints
+from linattn.attention.backends.blocked.causal import empty_checkpoints
+from linattn.attention.backends.blocked.reading import empty_rows
 from linattn.attention.bound_map import BoundMap
 from linattn.feature_maps._base import live_map
 
 
 @torch.library.custom_op("linattn::fold", mutates_args=())
-def _fold(
-    name: str, span: int, handle: int, names: str, bias: Tensor | None, inputs: list[Tensor], tensors: list[Tensor]
-) -> list[Tensor]:
-    """Run the fold."""
-    return list(fold.forward(fold.Task(name, span), _bound(handle, names, tensors), bias, inputs))
+def _fold(name: str, span: int, handle: int, names: str, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Run the fold; biases, last of the inputs, may be missing."""
+    task = fold.Task(name, span)
+    return list(fold.forward(task, _bound(handle, names, tensors), task.fold.inputs(*inputs)))
 
 
 @_fold.register_fake
-def _(
-    name: str, span: int, handle: int, names: str, bias: Tensor | None, inputs: list[Tensor], tensors: list[Tensor]
-) -> list[Tensor]:
+def _(name: str, span: int, handle: int, names: str, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """The outputs' shapes."""
-    *_, S, z, m = inputs
-    state = [x.new_empty(x.shape) for x in (S, z, m)]
+    given = fold.FOLDS[name].inputs(*inputs)
+    state = [x.new_empty(x.shape) for x in (given.S, given.z, given.m)]
     if name == "mass":
-        return [z.new_empty(inputs[1].shape[:3])]
+        return [given.z.new_empty(given.key.shape[:3])]
     if name == "absorb":
         return state
-    query = inputs[0]
-    rows = [query.new_empty(*query.shape[:-1], S.shape[-1])]
-    rows += [S.new_empty(query.shape[:-1]) for _ in range(2)]
-    if name.endswith("read"):
-        return rows
-    size = block_size(query.shape[:3].numel(), S.shape[2], query.device, is_causal=True, span=span)
-    num_kept = num_checkpoints(query.shape[3], size)
-    return [*rows, *state, *(x.new_empty(x.shape[0], num_kept, *x.shape[1:]) for x in (S, z, m))]
+    rows = list(empty_rows(given.query, given.S))
+    return rows if name == "read" else [*rows, *state, *empty_checkpoints(given, span)]
 
 
 # Not a custom_op: the fold pulls the map back with autograd, which a custom_op switches off around its body.
 torch.library.define(
     "linattn::fold_backward",
-    "(str name, int span, int handle, str names, bool bias_grad, Tensor? bias, Tensor[] rest, Tensor[] tensors)"
-    " -> Tensor[]",
+    "(str name, int span, int handle, str names, bool bias_grad, Tensor[] saved, Tensor[] tensors) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 @torch.library.impl("linattn::fold_backward", "default")
 def _fold_backward(
-    name: str,
-    span: int,
-    handle: int,
-    names: str,
-    bias_grad: bool,
-    bias: Tensor | None,
-    rest: list[Tensor],
-    tensors: list[Tensor],
+    name: str, span: int, handle: int, names: str, bias_grad: bool, saved: list[Tensor], tensors: list[Tensor]
 ) -> list[Tensor]:
-    """Pull the fold back; `rest` is (*grads, *inputs, *outputs)."""
-    return list(fold.backward(fold.Task(name, span), _bound(handle, names, tensors), bias, rest, bias_grad=bias_grad))
+    """Pull the fold back; `saved` is (*grads, *inputs, *outputs)."""
+    return list(fold.backward(fold.Task(name, span), _bound(handle, names, tensors), saved, bias_grad=bias_grad))
 
 
 @torch.library.register_fake("linattn::fold_backward")
 def _(
-    name: str,
-    span: int,
-    handle: int,
-    names: str,
-    bias_grad: bool,
-    bias: Tensor | None,
-    rest: list[Tensor],
-    tensors: list[Tensor],
+    name: str, span: int, handle: int, names: str, bias_grad: bool, saved: list[Tensor], tensors: list[Tensor]
 ) -> list[Tensor]:
     """The gradients' shapes."""
-    count = fold.FOLDS[name].num_outputs
-    inputs = rest[count : count + fold.FOLDS[name].num_inputs - 1]
-    found = [*inputs, *([bias] if bias is not None and bias_grad else []), *tensors]
+    count = len(fold.FOLDS[name].outputs._fields)
+    given = fold.FOLDS[name].inputs(*saved[count:-count])
+    inputs = [x for field, x in given._asdict().items() if field not in ("m", "bias")]
+    found = [*inputs, *([given.bias] if bias_grad else []), *tensors]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in found]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     """Keep inputs and outputs."""
-    name, span, handle, names, bias, given, tensors = inputs
-    ctx.arguments, ctx.count, ctx.num_bound = (name, span, handle, names), len(given), len(tensors)
-    ctx.bias_grad = bias is not None and bias.requires_grad and fold.FOLDS[name].takes_bias
-    ctx.save_for_backward(bias, *given, *output, *tensors)
-    ctx.mark_non_differentiable(*(output[i] for i in fold.FOLDS[name].constants))
+    *arguments, given, tensors = inputs
+    name, _, handle, _ = ctx.arguments = tuple(arguments)
+    task_fold = fold.FOLDS[name]
+    bias = task_fold.inputs(*given)._asdict().get("bias")
+    ctx.bias_grad = bias is not None and bias.requires_grad
+    ctx.counts = len(given), len(given) + len(output)
+    ctx.save_for_backward(*given, *output, *tensors)
+    ctx.mark_non_differentiable(*task_fold.constants(live_map(handle), output))
 
 
 def _pull(ctx: Any, grads: list[Tensor]) -> Any:
     """Gradients in the order of the arguments."""
-    bias, *saved = ctx.saved_tensors
-    rest, tensors = saved[: len(saved) - ctx.num_bound], saved[len(saved) - ctx.num_bound :]
-    outputs, count = rest[ctx.count :], ctx.count - 1
+    num_given, num_rest = ctx.counts
+    saved, tensors = list(ctx.saved_tensors[:num_rest]), list(ctx.saved_tensors[num_rest:])
+    outputs = saved[num_given:]
     dense = [torch.zeros_like(y) if g is None else g.contiguous() for g, y in zip(grads, outputs, strict=True)]
-    found = torch.ops.linattn.fold_backward(*ctx.arguments, ctx.bias_grad, bias, [*dense, *rest], tensors)
-    of_bias = found.pop(count) if ctx.bias_grad else None
-    return None, None, None, None, of_bias, [*found[:count], None], found[count:]
+    found = torch.ops.linattn.fold_backward(*ctx.arguments, ctx.bias_grad, [*dense, *saved], tensors)
+    of_inputs, of_tensors = fold.by_argument(fold.FOLDS[ctx.arguments[0]], found, bias_grad=ctx.bias_grad)
+    return None, None, None, None, of_inputs[:num_given], of_tensors
 
 
 _fold.register_autograd(_pull, setup_context=_setup)
@@ -123,17 +103,14 @@ def _inside_a_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def run(task: fold.Task, bound: BoundMap, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """`fold.run` inside a compiled graph.
-
-    Raises:
-        NotImplementedError: a torch.func transform inside the compiled function; a custom operator would get it
-            silently wrong (jvp: zero).
-    """
+def run(task: fold.Task, bound: BoundMap, inputs: Any) -> list[Tensor]:
+    """The fold's outputs inside a compiled graph; raises in a torch.func transform, which would be silently wrong."""
     if _inside_a_transform():
         raise NotImplementedError(
             "torch.func transforms (grad, vmap, jvp) inside torch.compile are not supported by backend='blocked'; "
             "apply the transform outside the compiled function, or use backend='reference'"
         )
     names, tensors = ",".join(bound.tensors), list(bound.tensors.values())
-    return tuple(_fold(*task, bound.feature_map.handle, names, bias, list(inputs), tensors))
+    given = [x for x in inputs if x is not None]
+    found: list[Tensor] = _fold(*task, bound.feature_map.handle, names, given, tensors)
+    return found

@@ -9,21 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked.blocks import exponential_, is_masked
+from linattn.attention.backends.blocked.records import Causal
+from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
 
 
-def forward(
-    feature_map: FeatureMap,
-    bias: Tensor | None,  # (B, H or 1, 1)
-    query: Tensor,  # (B, H, G, 1, D)
-    key: Tensor,  # (B, H, 1, D)
-    value: Tensor,  # (B, H, 1, Dv)
-    S: Tensor,  # (B, H, R, Dv)
-    z: Tensor,  # (B, H, R)
-    m: Tensor,  # (B, H, M)
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, denominator, its exponent, and S, z, m after the token."""
+def forward(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
+    """The row of one token, and the sums after it."""
+    query, key, value, S, z, m, bias = inputs
     q, k, v = query.squeeze(3).to(S.dtype), key.to(S.dtype), value.to(S.dtype)
     if bias is not None:
         k, v = (x.masked_fill(is_masked(bias).unsqueeze(-1), 0) for x in (k, v))
@@ -50,7 +45,7 @@ def forward(
     # An exponential map gives every key weight: only a masked one can leave a row without any.
     sees_key = feature_map.exponential and bias is None
     out = num.div_(den if sees_key else den.masked_fill(den == 0, torch.inf))
-    return out.unsqueeze(3).to(query.dtype), den, reference, S, z, c
+    return Rows(out.unsqueeze(3).to(query.dtype), den, reference), Sums(S, z, c)
 
 
 def _both(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,15 @@ import torch
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import Centred, FavorPlus
 from linattn.lab.audit.moments import pair_moments
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
-from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_and_error, relative_error, seed
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import (
+    Tokens,
+    gaussian_tokens,
+    generator,
+    mean_and_error,
+    overall_relative_error,
+    seed,
+)
 from linattn.lab.experiments.judging import decide, in_series
 
 CLAIM = "Softmax attention does not change when all keys move by c, and c = -(q̄ + k̄) lowers mean |x + y|²."
@@ -52,7 +59,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, sigma, partial(_figure, config, series, sigma))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The output stays within rounding, and the squares fall by |x̄ + ȳ|²."""
     before, after, change, plain, centred, uniform = (
         in_series(rows, series) for series in (_BEFORE, _AFTER, _CHANGE, _PLAIN, _CENTRED, UNIFORM)
@@ -96,10 +103,10 @@ def _measured(config: Config, sigma: float, draw: int) -> dict[str, float]:
         _BEFORE: before,
         _AFTER: after,
         "expected": before - favor.scale * move.square().sum().item(),
-        _CHANGE: relative_error(softmax_attention(tokens.query, tokens.key - move, tokens.value), exact),
-        _PLAIN: relative_error(linear_attention(*tokens, favor), exact),
-        _CENTRED: relative_error(linear_attention(*tokens, Centred(favor)), exact),
-        UNIFORM: relative_error(tokens.value.mean(-2, keepdim=True), exact),
+        _CHANGE: overall_relative_error(softmax_attention(tokens.query, tokens.key - move, tokens.value), exact),
+        _PLAIN: overall_relative_error(linear_attention(*tokens, favor), exact),
+        _CENTRED: overall_relative_error(linear_attention(*tokens, Centred(favor)), exact),
+        UNIFORM: overall_relative_error(tokens.value.mean(-2, keepdim=True), exact),
     }
 
 

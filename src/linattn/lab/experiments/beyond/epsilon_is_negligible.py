@@ -18,8 +18,8 @@ import torch
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.beyond._max_normalised import max_normalised_attention, max_normalised_keys
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
-from linattn.lab.experiments.inputs import gaussian_tokens, mean_and_error, relative_error, seed
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import gaussian_tokens, mean_and_error, overall_relative_error, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
 CLAIM = "The epsilon added to stabilised features only prevents a division by zero: it is negligible."
@@ -58,7 +58,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, epsilon, partial(_figure, config, series, epsilon))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Negligible at both values in use, 1e-6 and 1e-4."""
     small, large = in_series(rows, _MOVED)[-2:]
     margins = [STANDARD_ERRORS * (row.standard_error or 0) for row in (small, large)]
@@ -91,8 +91,8 @@ def _measured(config: Config, epsilon: float, draw: int) -> dict[str, float]:
     below = max_normalised_keys(favor, tokens.key) < epsilon
     return {
         _BELOW: torch.mean(below, dtype=torch.float64).item(),
-        _MOVED: relative_error(moved, linear_attention(*tokens, favor)),
-        _TO_UNIFORM: relative_error(moved, uniform.expand_as(moved)),
-        _ERROR: relative_error(moved, exact),
-        UNIFORM: relative_error(uniform, exact),
+        _MOVED: overall_relative_error(moved, linear_attention(*tokens, favor)),
+        _TO_UNIFORM: overall_relative_error(moved, uniform.expand_as(moved)),
+        _ERROR: overall_relative_error(moved, exact),
+        UNIFORM: overall_relative_error(uniform, exact),
     }

@@ -25,7 +25,7 @@ from torch import Tensor
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus
 from linattn.lab.audit.moments import pair_moments, predicted_ratio
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, generator, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide
 
@@ -65,7 +65,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(f"D = {head_dim}, r = {width}", sigma, partial(_ratio, config, sigma, head_dim, width))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Every figure whose prediction is below 3 within a factor of two of it, or one that is not."""
     judged = [row for row in rows if row.expected is not None and row.expected < _BELOW]
     within = [row for row in judged if all(edge < 0 for edge in _outside(row, STANDARD_ERRORS))]
@@ -83,12 +83,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _off(row: Row) -> float:
+def _off(row: FigureRow) -> float:
     """Measured over predicted."""
     return row.value / (row.expected or 1.0)
 
 
-def _outside(row: Row, standard_errors: float) -> tuple[float, float]:
+def _outside(row: FigureRow, standard_errors: float) -> tuple[float, float]:
     """How far the figure, widened by so many standard errors, lies outside the factor above and below."""
     margin, expected = standard_errors * (row.standard_error or 0), row.expected or 1.0
     return row.value + margin - _FACTOR * expected, expected / _FACTOR - (row.value - margin)

@@ -17,7 +17,7 @@ from torch import Tensor
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.beyond._max_normalised import causal_max_normalised_attention
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn.lab.experiments.judging import decide, in_series, value_at
 
@@ -56,7 +56,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, factor, partial(_change, config, series, factor))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Causal outputs do not change with the future, but for rounding."""
     leak, clean, running = (value_at(rows, series, _FACTOR) for series in (_WITH, _WITHOUT, _RUNNING))
     # Outputs are means of normal values: of order 1, largest about 4; weights are sums of R products.

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus, Oprf
 from linattn.lab.audit.moments import pair_moments
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, mean_square, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
@@ -60,7 +60,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(_variance_of(kind, width), sigma, partial(_variance, config, kind, width, sigma))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Wherever OPRF's variance is the lower one, so is its error."""
     scores = []
     for width in _WIDTHS:

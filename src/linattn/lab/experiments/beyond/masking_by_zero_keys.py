@@ -15,8 +15,8 @@ import torch
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
-from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, mean_and_error, relative_error, seed
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, mean_and_error, overall_relative_error, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
 CLAIM = "Setting a key to zero masks it."
@@ -53,7 +53,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, padding, partial(_difference, config, series, padding))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """A masked key changes nothing but rounding."""
     keys, both, mask = (in_series(rows, series) for series in (_KEYS, _BOTH, _MASK))
     rounding = 2.0**-52 * FULL.num_tokens * FULL.num_features
@@ -89,4 +89,4 @@ def _differences(config: Config, padding: int, draw: int) -> dict[str, float]:
         _MASK: linear_attention(real.query, tokens.key, tokens.value, favor, key_mask=seen.unsqueeze(0)),
     }
     exact = linear_attention(*real, favor)
-    return {series: relative_error(out, exact) for series, out in ways.items()}
+    return {series: overall_relative_error(out, exact) for series, out in ways.items()}

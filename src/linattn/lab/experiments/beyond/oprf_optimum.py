@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus, Oprf, features
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import mean_and_error, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 
@@ -65,7 +65,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_SAMPLED, s, partial(_sampled, config, s))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The closed form is where a scan has its minimum, and what samples show."""
     optimum, sampled = in_series(rows, _OPTIMUM), farthest(in_series(rows, _SAMPLED))
     missed = max(abs(row.value - (row.expected or 0.0)) for row in optimum)

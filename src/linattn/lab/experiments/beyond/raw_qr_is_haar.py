@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import generator, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series
 
@@ -69,7 +69,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, x, partial(_mean, config, series, head_dim))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Uniform directions leave the kernel unbiased in every direction."""
     raw, signed = in_series(rows, _RAW), in_series(rows, _SIGNED)
     worst = deviation(farthest(raw))

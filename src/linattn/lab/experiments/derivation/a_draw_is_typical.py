@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from linattn.lab.experiments.draws import kernel_ratios
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import pair_at_angle
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
@@ -54,7 +54,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(BELOW, square, partial(_below, config, square))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The median farthest from the truth: within a factor of two, or not."""
     worst = max(in_series(rows, MEDIAN), key=lambda row: abs(math.log(row.value)))
     below = value_at(rows, BELOW, worst.x).value
@@ -69,7 +69,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _margin(row: Row) -> float:
+def _margin(row: FigureRow) -> float:
     """How far the true value may lie from the measured one."""
     return STANDARD_ERRORS * (row.standard_error or 0.0)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from linattn.attention import State, softmax_partial
 from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.counting import operations
-from linattn.lab.experiments.experiment import EXACT, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens
 from linattn.lab.experiments.judging import decide, in_series
 
@@ -50,7 +50,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(f"{OPERATIONS}, {EXACT}", count, partial(_exact_operations, config, count))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Counts after the fewest and after the most tokens."""
     numbers, reads = in_series(rows, NUMBERS), in_series(rows, OPERATIONS)
     constant = all(len({row.value for row in counts}) == 1 for counts in (numbers, reads))

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import generator
 from linattn.lab.experiments.judging import decide
 
@@ -49,7 +49,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(f"d = {dimension}", count, partial(_error, config, dimension, count))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The error with the most nodes is that of rounding, or it is not."""
     most = max(row.x for row in rows)
     worst = max(row.value for row in rows if row.x == most)

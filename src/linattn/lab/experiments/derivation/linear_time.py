@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import EXACT, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn.lab.experiments.judging import decide, in_series, slope, value_at
 from linattn.lab.timing import seconds, spread
@@ -74,7 +74,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(EXACT, count, partial(_exact, config, count))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Slopes in log-log of the longest lengths."""
     linear, exact = in_series(rows, LINEAR), in_series(rows, EXACT)
     (low, _), (high, _) = slope(linear[-_LONGEST:]), slope(exact[-_LONGEST:])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, slope
 
@@ -53,7 +53,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(_spread_of(sigma), width, partial(_spread, config, sigma, width))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The slopes in log-log at the smallest scale of the inputs: -1 for the bias, -1/2 for the spread."""
     bias, bias_error = slope(in_series(rows, _bias_of(QUICK.sigmas[0])))
     spread, spread_error = slope(in_series(rows, _spread_of(QUICK.sigmas[0])))

@@ -15,7 +15,7 @@ import torch
 from linattn.attention import State
 from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.counting import operations
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import decide, in_series, slope
 
 CLAIM = "Each new query needs O(r) time for its attention output."
@@ -49,7 +49,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(DENOMINATOR, width, partial(_denominator, config))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Slope of the operations over the width."""
     counts = in_series(rows, QUERY)
     found, _ = slope(counts)

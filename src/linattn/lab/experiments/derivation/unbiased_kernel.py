@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from linattn.lab.experiments.draws import Draw, kernel_ratios
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import pair_at_angle
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
 
@@ -56,7 +56,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(f"{draw}, r = {width}", angle, partial(_mean, config, draw, width, angle))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The mean farthest from 1, in its standard errors."""
     worst = farthest(rows)
     return decide(

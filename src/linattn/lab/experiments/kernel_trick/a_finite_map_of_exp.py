@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import generator
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
@@ -48,7 +48,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(_curve(dimension), count, partial(_rank, config, dimension, count))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether twice the points still have a larger rank, in the most dimensions."""
     *_, half, full = in_series(rows, _curve(QUICK.dimensions[-1]))
     low = in_series(rows, _curve(QUICK.dimensions[0]))[-1]

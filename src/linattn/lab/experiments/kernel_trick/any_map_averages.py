@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus, FeatureMap, Identity, Trigonometric, features
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
@@ -52,7 +52,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(POSITIVE, width, partial(_share, config, POSITIVE, width, 1))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Any share of negative denominators, beyond its sampling error, refutes "any map"."""
     worst = max(rows, key=lambda row: row.value - STANDARD_ERRORS * (row.standard_error or 0.0))
     margin = STANDARD_ERRORS * (worst.standard_error or 0.0)

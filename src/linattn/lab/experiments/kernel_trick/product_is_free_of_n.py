@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from linattn.lab.experiments.counting import operations
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens
 from linattn.lab.experiments.judging import decide, in_series, slope
 
@@ -46,7 +46,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(NUMBERS, count, partial(_numbers, config, count))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Slope of the operations over the length."""
     counts, sizes = in_series(rows, OPERATIONS), in_series(rows, NUMBERS)
     found, _ = slope(counts)

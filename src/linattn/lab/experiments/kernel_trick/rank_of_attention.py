@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from linattn.lab.experiments.experiment import EXACT, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import decide
 from linattn.lab.experiments.kernel_trick._ranks import (
     ATTENTION,
@@ -35,7 +35,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(EXACT, width, partial(_of_softmax, config))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """No rank above d_φ, or one."""
     ranks = [row for row in rows if row.series != EXACT]
     worst = max(ranks, key=lambda row: (row.value - row.x, row.x))

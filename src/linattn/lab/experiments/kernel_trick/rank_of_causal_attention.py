@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import decide
 from linattn.lab.experiments.kernel_trick._ranks import (
     ATTENTION,
@@ -35,7 +35,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(ATTENTION, width, partial(_of_attention, config, width))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """No rank above d_φ, or one."""
     worst = max(rows, key=lambda row: row.value / row.x)
     return decide(

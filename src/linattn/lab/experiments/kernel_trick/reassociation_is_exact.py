@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens
 from linattn.lab.experiments.judging import decide
 
@@ -41,7 +41,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(DIFFERENCE, count, partial(_difference, config, count))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Every difference is rounding, or one is not."""
     worst = max(rows, key=lambda row: row.value / _rounding(row.x))
     return decide(

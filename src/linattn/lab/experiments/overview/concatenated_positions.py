@@ -2,7 +2,7 @@
 
 An elementwise map's features of [x; p] are those of x beside those of p, so its kernel is φ(q)·φ(k) + φ(p_i)·φ(p_j):
 the same amount for a pair of positions whatever stands there. The softmax kernel of [q; p_i] and [k; p_j] is
-exp(q·k/√D)·exp(p_i·p_j/√D): positions multiply what content gives.
+exp(q·k/√D)·exp(p_i·p_j/√D): positions multiply what content gives. The codes are `linattn.positions.LearnedCodes`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, FavorPlus, FeatureMap
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import generator
 from linattn.lab.experiments.judging import decide, in_series
+from linattn.positions import LearnedCodes
 
 CLAIM = "Positions are integrated into linear attention by extending the kernel's argument: φ([x_i; p_i])."
 SOURCE = 'overview, section "Integrating position encodings"'
@@ -56,7 +57,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_MULTIPLIED, x, partial(_interaction, config, x, logarithm=True))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The three elementwise maps let positions act on content, or add a term of their own."""
     added, multiplied = in_series(rows, _ADDED), in_series(rows, _MULTIPLIED)
     elementwise, softmax = added[:_SOFTMAX], added[_SOFTMAX]
@@ -88,8 +89,11 @@ def _kernels(config: Config, x: int) -> Tensor:
     shape = (2, config.num_contents, 1, config.head_dim)
     query, key = torch.randn(shape, generator=source, dtype=torch.float64)
     position = torch.randn(config.num_positions, config.head_dim, generator=source, dtype=torch.float64)
-    placed = (torch.cat(torch.broadcast_tensors(content, position), -1) for content in (query, key))
-    return _map(x, 2 * config.head_dim).kernel(*placed)
+    codes = LearnedCodes(config.head_dim, config.head_dim, max_length=config.num_positions)
+    codes.codes = nn.Parameter(position, requires_grad=False)
+    at, everywhere = torch.arange(config.num_positions), (1, config.num_contents, config.num_positions, -1)
+    placed = codes(query.unsqueeze(0).expand(everywhere), key.unsqueeze(0).expand(everywhere), at)
+    return codes.bind(_map(x, 2 * config.head_dim)).kernel(*(x.squeeze(0) for x in placed))
 
 
 def _map(x: int, width: int) -> FeatureMap:

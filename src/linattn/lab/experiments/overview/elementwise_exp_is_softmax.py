@@ -17,8 +17,8 @@ from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import Exponential
-from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, Measurement, Row, Verdict
-from linattn.lab.experiments.inputs import gaussian_tokens, mean_and_error, relative_error
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import gaussian_tokens, mean_and_error, overall_relative_error
 from linattn.lab.experiments.judging import decide, value_at
 from linattn.lab.experiments.overview._weights import divergence, kernel_log_weights, softmax_log_weights
 
@@ -59,7 +59,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(series, _DIVERGENCE, partial(_sampled, config, series, _DIVERGENCE))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Equivalence is equality: all three comparisons within rounding, or refuted by any."""
     weight, error, kl = (value_at(rows, _MAP, x) for x in (_WEIGHT, _ERROR, _DIVERGENCE))
     exact, uniform = value_at(rows, EXACT, _WEIGHT), value_at(rows, UNIFORM, _DIVERGENCE)
@@ -103,4 +103,4 @@ def _both(config: Config, series: str, draw: int) -> tuple[float, float]:
         kernel = Exponential(config.head_dim)
         out = linear_attention(*tokens, kernel)
         found = kernel_log_weights(kernel, tokens.query, tokens.key)
-    return relative_error(out, exact), divergence(log_weights, found)
+    return overall_relative_error(out, exact), divergence(log_weights, found)

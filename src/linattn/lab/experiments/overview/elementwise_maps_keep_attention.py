@@ -15,8 +15,8 @@ import torch
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, FeatureMap
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
-from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_and_error, relative_error
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_and_error, overall_relative_error
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, value_at
 
 CLAIM = "Linear attention reduces the complexity to O(N) while keeping the core properties of the attention mechanism."
@@ -57,7 +57,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, x, partial(_error, config, series, x))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Every map on every kind of tokens loses less than half of what averaging loses, or some does not."""
     ratios = {(series, x): _over_averaging(rows, series, x) for series in _MAPS for x in range(len(AXES.names))}
     lost = [key for key, (ratio, error) in ratios.items() if ratio - STANDARD_ERRORS * error > _KEPT]
@@ -74,7 +74,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _over_averaging(rows: Sequence[Row], series: str, x: int) -> tuple[float, float]:
+def _over_averaging(rows: Sequence[FigureRow], series: str, x: int) -> tuple[float, float]:
     """A map's error over averaging's, and a bound of its standard error: those of both add at most."""
     found, uniform = value_at(rows, series, x), value_at(rows, UNIFORM, x)
     ratio = found.value / uniform.value
@@ -96,7 +96,7 @@ def _errors(config: Config, x: int, draw: int) -> dict[str, float]:
     maps: tuple[FeatureMap, ...] = (Exponential(dim), ElementwisePolynomial(dim, degree=2), EluPlusOne(dim))
     outputs = {name: linear_attention(*tokens, phi) for name, phi in zip(_MAPS, maps, strict=True)}
     return {
-        name: relative_error(out, exact)
+        name: overall_relative_error(out, exact)
         for name, out in (outputs | {UNIFORM: tokens.value.mean(-2, keepdim=True)}).items()
     }
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from linattn.feature_maps import ElementwisePolynomial
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens
 from linattn.lab.experiments.judging import decide, in_series
 from linattn.lab.experiments.overview._weights import divergence, kernel_log_weights, softmax_log_weights
@@ -56,7 +56,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(_degree(degree), scale, partial(_ratio, config, degree, scale))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Below the largest small scale, the ratio is 1 up to the next term; it ends at 1."""
     small = [(row, degree) for degree in _DEGREES for row in in_series(rows, _degree(degree)) if row.x <= _SMALL]
     worst, of_degree = max(small, key=lambda pair: abs(pair[0].value - 1) / _next_term(pair[1], pair[0].x))

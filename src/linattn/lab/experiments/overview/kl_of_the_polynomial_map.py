@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import ElementwisePolynomial
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens
 from linattn.lab.experiments.judging import decide, in_series
 from linattn.lab.experiments.overview._weights import divergence, kernel_log_weights, softmax_log_weights
@@ -59,7 +59,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_DOUBLED, scale, partial(_doubled, config, scale))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """A proportionality: every ratio as claimed, or one that is not."""
     wrong = [series for series in _PARTS if any(_off(row) > _BAND for row in in_series(rows, series))]
     degree, doubled = in_series(rows, _DEGREE), in_series(rows, _DOUBLED)
@@ -76,7 +76,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _off(row: Row) -> float:
+def _off(row: FigureRow) -> float:
     """How far a ratio is from the one claimed, relative to that or to 1."""
     if row.expected is None:
         raise ValueError(f"{row.series} claims nothing")

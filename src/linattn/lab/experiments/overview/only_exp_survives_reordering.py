@@ -13,8 +13,8 @@ from functools import partial
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, FeatureMap, Relu
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
-from linattn.lab.experiments.inputs import gaussian_tokens, relative_error
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import gaussian_tokens, overall_relative_error
 from linattn.lab.experiments.judging import decide, in_series
 
 CLAIM = (
@@ -56,7 +56,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(UNIFORM, x, partial(_uniform, config))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Both directions: the exponential is softmax attention, and the others change with the order."""
     order, softmax = in_series(rows, _REORDERED), in_series(rows, _SOFTMAX)
     # A weighted mean of values cancels by √L at most on average; each of its L weights sums d products.
@@ -85,16 +85,16 @@ def _reordered(config: Config, x: int) -> Figure:
     """φ(Q)(φ(K)ᵀV) from (φ(Q)φ(K)ᵀ)V, each divided by its own row sums."""
     tokens = gaussian_tokens(config.num_tokens, config.head_dim, 1.0, "reordering", config.seed)
     linear, quadratic = (linear_attention(*tokens, _map(config, x), backend=b) for b in ("blocked", "reference"))
-    return Figure(relative_error(linear, quadratic))
+    return Figure(overall_relative_error(linear, quadratic))
 
 
 def _from_softmax(config: Config, x: int) -> Figure:
     """The map's output from softmax attention's."""
     tokens = gaussian_tokens(config.num_tokens, config.head_dim, 1.0, "reordering", config.seed)
-    return Figure(relative_error(linear_attention(*tokens, _map(config, x)), softmax_attention(*tokens)))
+    return Figure(overall_relative_error(linear_attention(*tokens, _map(config, x)), softmax_attention(*tokens)))
 
 
 def _uniform(config: Config) -> Figure:
     """The mean of all values from softmax attention's output."""
     tokens = gaussian_tokens(config.num_tokens, config.head_dim, 1.0, "reordering", config.seed)
-    return Figure(relative_error(tokens.value.mean(-2, keepdim=True), softmax_attention(*tokens)))
+    return Figure(overall_relative_error(tokens.value.mean(-2, keepdim=True), softmax_attention(*tokens)))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import ElementwisePolynomial, features
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
-from linattn.lab.experiments.inputs import gaussian_tokens, relative_error
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import gaussian_tokens, overall_relative_error
 from linattn.lab.experiments.judging import decide, in_series
 
 CLAIM = "For φ(x) = (x/√d + 1)^k, φ(Q)φ(K)ᵀ = (QKᵀ/d + (Q + K)/√d + 1)^k."
@@ -51,7 +51,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, degree, partial(_difference, config, series, degree))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """An identity: one of the readings within rounding at every degree, or none."""
     claimed, summed, right = (in_series(rows, series) for series in (_CLAIMED, _SUMMED, _RIGHT))
     rounding = 2.0**-52 * 2 * _DEGREES[-1] * (FULL.head_dim + 3)
@@ -79,7 +79,7 @@ def _difference(config: Config, series: str, degree: int) -> Figure:
     else:
         found = (product + sums + config.head_dim).pow(degree)
         found = found * ((found * exact).sum() / found.square().sum())
-    return Figure(relative_error(found, exact), expected=None if series == _RIGHT else 0.0)
+    return Figure(overall_relative_error(found, exact), expected=None if series == _RIGHT else 0.0)
 
 
 def _inner(config: Config, degree: int, query: Tensor, key: Tensor) -> Tensor:

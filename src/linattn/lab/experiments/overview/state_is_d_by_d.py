@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from linattn.attention import State, linear_attention_with_state
 from linattn.feature_maps import EluPlusOne, Exponential, FeatureMap
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens
 from linattn.lab.experiments.judging import decide, in_series
 
@@ -51,7 +51,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_MATRIX, num_tokens, partial(Figure, float(num_tokens**2)))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """S has d² numbers at every length, and what is kept beside it is no matrix."""
     matrices = [row for name in _NAMES for row in in_series(rows, f"S, {name}")]
     beside = [row for part in _PARTS[1:] for name in _NAMES for row in in_series(rows, f"{part}, {name}")]

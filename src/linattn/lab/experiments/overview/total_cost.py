@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from linattn.feature_maps import EluPlusOne, FavorPlus, FeatureMap, features
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens, seed
 from linattn.lab.experiments.judging import decide, in_series, slope
 
@@ -54,7 +54,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(_random(num_tokens), width, partial(_operations, config, num_tokens, favor, 8.0))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The exponent of r in operations / (N·d²): 0 as claimed, 1 as counted."""
     lengths = sorted({row.series for row in rows if not row.series.startswith(_ELEMENTWISE)})
     exponents = [slope(in_series(rows, series))[0] for series in lengths]

@@ -26,7 +26,7 @@ from linattn.feature_maps import (
     Taylor,
     Trigonometric,
 )
-from linattn.lab.experiments.experiment import UNIFORM, Figure, Row
+from linattn.lab.experiments.experiment import UNIFORM, Figure, FigureRow
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_square, seed
 
 NUM_TOKENS = 4096
@@ -84,7 +84,7 @@ def median_at(name: str, sigma: float) -> str:
     return f"{at(name, sigma)}, median"
 
 
-def lead(first: Row, second: Row) -> float:
+def lead(first: FigureRow, second: FigureRow) -> float:
     """By how many standard errors the logarithm of the first value lies below that of the second."""
     noise = math.hypot(*((row.standard_error or 0.0) / row.value for row in (first, second)))
     return math.log(second.value / first.value) / noise

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FeatureMap, RandomFeatureMap
-from linattn.lab.experiments.experiment import Figure, Row
+from linattn.lab.experiments.experiment import Figure, FigureRow
 from linattn.lab.experiments.inputs import generator, seed
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -196,7 +196,7 @@ def over_runs(runs: Sequence[Tensor]) -> Figure:
     return Figure(shares.mean().item(), math.hypot(of_sequences, of_runs))
 
 
-def regained(curve: Sequence[Row], exact: float) -> tuple[float, float]:
+def regained(curve: Sequence[FigureRow], exact: float) -> tuple[float, float]:
     """Share of the drop regained at the end of a curve, and its standard error."""
     drop = exact - curve[0].value
     share = (curve[-1].value - curve[0].value) / drop

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linattn.attention import State, linear_attention, linear_attention_with_state
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens
 from linattn.lab.experiments.judging import decide, in_series
 
@@ -59,7 +59,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_CACHE, length, partial(Figure, 2.0 * length * config.head_dim))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The largest difference against the rounding of a sum, and whether the state grows."""
     differences = [row for pieces in _PIECES for row in in_series(rows, _difference_of(pieces))]
     worst = max(differences, key=lambda row: row.value)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus, features
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, slope
 from linattn.lab.experiments.performer._pairs import mean_figure
@@ -58,7 +58,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(UNIFORM, width, partial(_uniform, config))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The identity to rounding, and the slope of the distance from softmax in log-log."""
     rounding = max(row.value for row in in_series(rows, _IMPLIED))
     curve = in_series(rows, _SOFTMAX)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 from linattn.lab.experiments.performer._pairs import (
     Pair,
@@ -68,7 +68,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(f"{_slice(length)}, sampled", pair.degrees, partial(_sampled, config, pairs, index))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether r grows as 1/(180° - φ)² towards 180°, and the samples lie on the curves."""
     worst = farthest([row for row in rows if row.standard_error])
     growths = [_growth(rows, length) for length in QUICK.lengths]
@@ -99,7 +99,7 @@ def crossing(length: float) -> float:
     return low
 
 
-def _growth(rows: Sequence[Row], length: float) -> float:
+def _growth(rows: Sequence[FigureRow], length: float) -> float:
     """How much r grows between the last two angles."""
     before, after = (value_at(rows, _slice(length), degrees).value for degrees in _NEAR)
     return after / before

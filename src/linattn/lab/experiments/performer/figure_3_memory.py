@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from linattn.lab.experiments.experiment import EXACT, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import decide, in_series, slope
 from linattn.lab.experiments.performer._figure_3 import (
     CAUSAL,
@@ -51,7 +51,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(series(name, passes), length, partial(_memory, config, (name, length, passes)))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Slopes at the greatest lengths: FAVOR+ on the side of 1, the Transformer on that of 2."""
     steepest = max(_slope(rows, name, passes) for name in (PERFORMER, CAUSAL) for passes in PASSES)
     flattest = min(_slope(rows, TRANSFORMER, passes) for passes in PASSES)
@@ -67,7 +67,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _slope(rows: Sequence[Row], name: str, passes: str) -> float:
+def _slope(rows: Sequence[FigureRow], name: str, passes: str) -> float:
     """Of a curve, over its last doubling."""
     return slope(in_series(rows, series(name, passes))[-_DECIDING:])[0]
 

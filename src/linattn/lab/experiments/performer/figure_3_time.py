@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from linattn.lab.experiments.experiment import EXACT, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import decide, in_series, slope
 from linattn.lab.experiments.performer._figure_3 import (
     CAUSAL,
@@ -59,7 +59,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(series(name, passes), length, partial(_time, config, name, length, passes))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Slopes at the greatest lengths: FAVOR+ on the side of 1, the Transformer on that of 2."""
     steepest = max(_slope(rows, name, passes) for name in (PERFORMER, CAUSAL) for passes in PASSES)
     flattest = min(_slope(rows, TRANSFORMER, passes) for passes in PASSES)
@@ -74,12 +74,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _slope(rows: Sequence[Row], name: str, passes: str) -> float:
+def _slope(rows: Sequence[FigureRow], name: str, passes: str) -> float:
     """Of a curve, over its greatest lengths."""
     return slope(in_series(rows, series(name, passes))[-_DECIDING:])[0]
 
 
-def _break_even(rows: Sequence[Row]) -> str:
+def _break_even(rows: Sequence[FigureRow]) -> str:
     """From which length FAVOR+ is the faster forward, by straight lines between logarithms."""
     exact, favor = (in_series(rows, series(name, PASSES[0])) for name in (EXACT, PERFORMER))
     leads = [(row.x, math.log(row.value / other.value)) for row, other in zip(exact, favor, strict=False)]
@@ -90,7 +90,7 @@ def _break_even(rows: Sequence[Row]) -> str:
     return f"it is {'faster' if leads[0][1] > 0 else 'slower'} at every length measured"
 
 
-def _floor(rows: Sequence[Row]) -> str:
+def _floor(rows: Sequence[FigureRow]) -> str:
     """How far from the floor FAVOR+ is."""
     favor, optimum = (in_series(rows, series(name, PASSES[0]))[-1] for name in (PERFORMER, OPTIMUM))
     return f"returning the values would take {optimum.value / favor.value:.1%} of FAVOR+'s time"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import UNIFORM, Axes, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._figure_4 import (
     FIXED,
@@ -59,7 +59,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_JUDGED, sigma, partial(median_error, *setting))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The median error of FAVOR+ against averaging, at every scale."""
     cells = list(zip(in_series(rows, _JUDGED), in_series(rows, UNIFORM), strict=True))
     leads = [lead(*cell) for cell in cells]

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import torch
 
 from linattn.feature_maps import FavorPlus, RandomFeatureMap, Trigonometric
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._figure_4 import (
     HEAD_DIM,
@@ -64,7 +64,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(at(family, sigma), width, partial(_gain, config, family, width, sigma))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """At small scale both gains must show, and nowhere may orthogonal rows be worse."""
     small = [row for family in _NAMES for row in in_series(rows, at(family, _SMALL))]
     least = min(small, key=_clearly_above_one)
@@ -84,12 +84,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _clearly_above_one(row: Row) -> float:
+def _clearly_above_one(row: FigureRow) -> float:
     """By how many standard errors the logarithm of a gain exceeds 0."""
     return math.log(row.value) * row.value / (row.standard_error or math.inf)
 
 
-def _short_of(row: Row) -> float:
+def _short_of(row: FigureRow) -> float:
     """By how many standard errors the logarithm of a gain falls short of half of what it should be."""
     return (math.log(row.expected or 1.0) / 2 - math.log(row.value)) * row.value / (row.standard_error or math.inf)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import UNIFORM, Axes, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._figure_4 import (
     POSITIVE,
@@ -58,7 +58,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(median_at(name, sigma), width, partial(median_error, *setting))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Medians of both maps, drawn orthogonally: at every scale and width the positive one must be the lower."""
     cells = [
         (sigma, *pair)
@@ -77,6 +77,6 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _words(sigma: float, positive: Row, trigonometric: Row) -> str:
+def _words(sigma: float, positive: FigureRow, trigonometric: FigureRow) -> str:
     """Both medians of a cell."""
     return f"with σ = {sigma} and r = {positive.x:.0f} {positive.value:.2g} against {trigonometric.value:.2g}"

@@ -22,7 +22,7 @@ from torch.nn.functional import gelu, layer_norm
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus, FeatureMap, Hyperbolic, Taylor
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import generator, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, slope, value_at
 
@@ -79,7 +79,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(_series(name, scale), depth, partial(_error, config, name, scale, depth))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The exponent of growth with depth of FAVOR+ at both widths and scales."""
     slopes = [slope(in_series(rows, _series(name, scale))) for name in _JUDGED for scale in _SCALES]
     least, most = min(slopes), max(slopes)

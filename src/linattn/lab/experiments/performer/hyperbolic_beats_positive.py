@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 from linattn.lab.experiments.performer._pairs import Pair, Projection, closed_error, estimates, variance_ratio
 
@@ -50,7 +50,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_SAMPLED, square, partial(_sampled, config, index))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether the ratio is below 1 everywhere, and the samples agree with the closed form."""
     closed, sampled = in_series(rows, _CLOSED), in_series(rows, _SAMPLED)
     worst = farthest(sampled)
@@ -65,7 +65,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _is_above_one(sampled: Sequence[Row]) -> bool:
+def _is_above_one(sampled: Sequence[FigureRow]) -> bool:
     """Whether a sampled ratio refutes the claim."""
     return any(row.value - STANDARD_ERRORS * (row.standard_error or 0) > 1 for row in sampled)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
 from linattn.lab.experiments.performer._pairs import Draw, Pair, Projection, estimates, mean_figure
 
@@ -52,7 +52,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(f"{name}, {draw}", degrees, partial(_mean, config, name, draw, index))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The mean that lies farthest from exp(x·y)."""
     worst = farthest(rows)
     coarsest = max(STANDARD_ERRORS * (row.standard_error or 0) / row.value for row in rows)

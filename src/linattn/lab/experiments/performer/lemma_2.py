@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
 from linattn.lab.experiments.performer._pairs import (
     ESTIMATORS,
@@ -59,7 +59,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(f"{name}, |x| = |y| = {length}", pair.degrees, take)
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The variance that lies farthest from its formula."""
     worst = farthest(rows)
     coarsest = max(STANDARD_ERRORS * (row.standard_error or 0) / row.value for row in rows)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 from linattn.lab.experiments.performer._pairs import (
     ESTIMATORS,
@@ -64,7 +64,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(f"{name}, {_SAMPLED}", square, partial(_sampled, config, name, index))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """What orthogonal rows save of positive features at the scale of standard normal tokens, against one of m."""
     positive = in_series(rows, "positive")
     others = [max(value_at(rows, name, row.x).value for name in ESTIMATORS if name != "positive") for row in positive]

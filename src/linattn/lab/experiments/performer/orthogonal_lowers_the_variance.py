@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 from linattn.lab.experiments.performer._pairs import (
     Draw,
@@ -73,7 +73,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_BLOCKS_IID, degrees, partial(_closed, config, several, "iid", pair))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether exact ≤ bound ≤ independent at all angles, and whether samples agree with the exact value."""
     bounds = in_series(rows, _BOUND)
     exact = [value_at(rows, _ORTHOGONAL, bound.x).value for bound in bounds]
@@ -97,7 +97,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _standard_errors_above(row: Row, bound: float) -> float:
+def _standard_errors_above(row: FigureRow, bound: float) -> float:
     """By how many of its standard errors a sampled value exceeds a bound; negative below it."""
     return (row.value - bound) / (row.standard_error or 1)
 

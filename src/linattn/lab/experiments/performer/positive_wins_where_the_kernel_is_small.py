@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import decide, in_series
 from linattn.lab.experiments.performer._pairs import Pair, Projection, closed_error, paper_error
 
@@ -54,7 +54,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(_at(name, degrees), length, partial(_error, config, name, pair))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether the errors go where the claim says while the kernel falls, at every angle."""
     refuted, borne_out = [], []
     for degrees in QUICK.degrees:

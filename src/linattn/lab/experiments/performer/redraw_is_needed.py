@@ -16,7 +16,7 @@ import torch
 
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._recall import (
@@ -64,7 +64,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(f"{series}{suffix}", width, partial(_accuracy, config, series, suffix, width))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The difference of the means at every width, each tested with the draw its tuning ended with."""
     pairs = list(zip(in_series(rows, _KEPT), in_series(rows, _REDRAWN), strict=True))
     leads = [(redrawn.value - kept.value) / _noise(kept, redrawn) for kept, redrawn in pairs]
@@ -82,7 +82,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def _noise(kept: Row, redrawn: Row) -> float:
+def _noise(kept: FigureRow, redrawn: FigureRow) -> float:
     """Standard error of a difference; runs that all end alike still have that of a single answer."""
     return max(math.hypot(kept.standard_error or 0.0, redrawn.standard_error or 0.0), 1e-4)
 

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._recall import (
     Recall,
@@ -62,7 +62,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, step, partial(_accuracy, config, series, step))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Which part of the drop is regained at every width."""
     exact = in_series(rows, EXACT)[0].value
     curves = [in_series(rows, series) for series in sorted({row.series for row in rows}) if series.startswith(_FAVOR)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import pair_at_angle
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series
 from linattn.lab.experiments.performer._pairs import Pair, Projection, estimates, mean_figure
@@ -62,7 +62,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(_SAMPLED, dim, partial(_sampled, config, dim))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Where the bound tends to 1, whether the ratio does."""
     bounds, long, short = (in_series(rows, series) for series in (_BOUND, _LONG, _SHORT))
     worst = farthest([row for row in rows if row.standard_error])

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 from linattn.lab.experiments.performer._pairs import Draw, Pair, Projection, estimates
 
@@ -65,7 +65,7 @@ def rows(config: Config) -> Iterator[Measurement]:
                 yield Measurement(_tail(draw, lengths), threshold, partial(_probability, config, own, threshold))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether bounds are valid and orthogonal ones below the others, and the probabilities of large deviations too."""
     gaps = [
         (one.x, _gap(one, other))
@@ -104,7 +104,7 @@ def _tail(draw: str, lengths: str) -> str:
     return f"{draw}, {'Gaussian lengths' if lengths == 'chi' else 'lengths √d'}"
 
 
-def _gap(orthogonal: Row, independent: Row) -> float:
+def _gap(orthogonal: FigureRow, independent: FigureRow) -> float:
     """By how many standard errors independent rows are the more likely to exceed a threshold."""
     error = math.hypot(orthogonal.standard_error or 0, independent.standard_error or 0)
     return (independent.value - orthogonal.value) / error

@@ -16,7 +16,7 @@ from functools import partial
 from torch.nn.functional import normalize
 
 from linattn.feature_maps import Trigonometric, features
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, value_at
 from linattn.lab.experiments.performer._pairs import Pair, Projection, closed_error, mean_figure
@@ -60,7 +60,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(f"largest entry error, lengths {length}", dim, partial(_measured, config, length, dim))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """How the need grows over d log d, and whether d log d projections do."""
     low, high = (float(pick(QUICK.head_dims)) for pick in (min, max))
     growth = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus, FeatureMap, Trigonometric, features
-from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._recall import (
     Network,
@@ -76,7 +76,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(f"{_NEGATIVE}{width}", step, partial(_negative, config, width, step))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Which part of the way to exact attention tuning covers, at the width where the sines do best."""
     exact = in_series(rows, EXACT)[0].value
     widths = sorted(int(name.removeprefix(_SINES)) for name in {row.series for row in rows} if name.startswith(_SINES))

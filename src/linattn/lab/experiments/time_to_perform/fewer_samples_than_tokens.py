@@ -22,7 +22,7 @@ from torch import Tensor
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus
-from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, mean_square, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
@@ -56,7 +56,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(UNIFORM, sigma, partial(_uniform, config, sigma))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """As many samples as can pay, on tokens with N(0, 1) entries: do they do better than averaging the values?"""
     most, sigma = _curve(QUICK.num_features[-1]), QUICK.sigmas[-1]
     found, averaged = value_at(rows, most, sigma), value_at(rows, UNIFORM, sigma)

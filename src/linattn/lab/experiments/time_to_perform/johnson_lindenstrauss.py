@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.draws import kernel_ratios
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import generator, pair_at_angle
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
@@ -56,7 +56,7 @@ def rows(config: Config) -> Iterator[Measurement]:
         yield Measurement(FURTHER, square, partial(_formula, config, square))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether the kernel's error is that of lengths, everywhere."""
     lengths, kernels = in_series(rows, LENGTHS), in_series(rows, KERNEL)
     distances = [

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import gaussian_tokens
 from linattn.lab.experiments.judging import decide, in_series
 
@@ -47,7 +47,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, count, partial(_row_sums, config, series, count))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The printed sum's farthest row sums, beside those of the right one."""
     worst, mended, right = (
         max(in_series(rows, series), key=lambda row: row.value) for series in (PRINTED, MENDED, RIGHT)

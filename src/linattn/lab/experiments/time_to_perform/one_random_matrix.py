@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus, features
-from linattn.lab.experiments.experiment import Axes, Figure, Measurement, Row, Verdict
+from linattn.lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
@@ -55,7 +55,7 @@ def rows(config: Config) -> Iterator[Measurement]:
             yield Measurement(series, count, partial(_error, config, series, count))
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """With the most draws: one φ stays above the floor of symmetric matrices, two matrices fall below it."""
     floor = max(row.value for row in rows if row.series == FLOOR)
     one = min((in_series(rows, series)[-1] for series in (QUERIES, KEYS)), key=lambda row: row.value)

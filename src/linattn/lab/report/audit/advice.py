@@ -39,8 +39,6 @@ def advise(summary: AuditSummary) -> Advice:
     Best means the least relative output error, mean over heads and draws. A map's errors count against it by their
     spread over draws: it is better than averaging only if mean plus spread is below averaging's error.
 
-    Cost: linear in the heads.
-
     Args:
         summary: of an audit.
 
@@ -50,17 +48,15 @@ def advise(summary: AuditSummary) -> Advice:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from linattn.lab.audit.records import Header, HeadRow, ModelRow, write_records
+        >>> from linattn.lab.audit.records import AUDIT, HeadRow, Header, ModelRow
         >>> from linattn.lab.report import summarise_audit
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
         >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
         >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
-        >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
+        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> advise(summarise_audit(path)).budgets[0].text.split(",")[0]
         'Take Relu (2 features): relative output error 0.20'
-
-    Source: none, comparisons.
     """
     budgets = [(width, width * (summary.header.value_dim + 2)) for width in sorted(summary.header.features)]
     doubts = (_random_features(summary), _bad_heads(summary))

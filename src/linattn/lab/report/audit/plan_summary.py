@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from linattn.lab.audit.records import ModelRow, PlanRow
-from linattn.lab.report._text import Table, number
+from linattn.lab.report._text import number
 from linattn.planning.plans import EXACT
+from linattn.records.tables import Table
 
 # A head keeps its target if its error on another text is within this of it, and its expectation if within a factor.
 TOLERANCE, FACTOR = 1.5, 2.0
@@ -50,8 +51,6 @@ class PlanSummary:
     def words(self) -> str:
         """The plan in a few sentences.
 
-        Cost: none.
-
         Returns:
             The text.
 
@@ -60,8 +59,6 @@ class PlanSummary:
             >>> model = ModelRow("planned", None, 0, 0.99, 0.98)
             >>> PlanSummary(0.1, "a text", (row,), model, 200).words().split(" with ")[0]
             'Of 1 heads, 0 stay exact and 1 are approximated,'
-
-        Source: none, comparisons.
         """
         heads, ours = self.heads, self.approximate
         flops = sum(row.flops_per_token for row in heads) / len(heads)

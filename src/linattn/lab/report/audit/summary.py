@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.lab.audit.measurements import Measurements
+from linattn.lab.audit.grid import AuditGrid
 from linattn.lab.audit.records import (
     AUDIT,
     EXACT,
     PLANNED,
     UNIFORM,
+    AuditRow,
     Header,
     HeadRow,
     ModelRow,
     PlanRow,
     RankRow,
-    Row,
 )
 from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.planning.costs import exact_flops_per_token
@@ -31,7 +31,7 @@ SMALL_GAIN = 0.05
 
 
 @dataclass(frozen=True)
-class Figure:
+class MeanAndSpread:
     """A mean and its spread over draws.
 
     Attributes:
@@ -69,15 +69,15 @@ class Line:
     state_numbers: int
     flops_per_token: int
     draws: int
-    error: Figure
+    error: MeanAndSpread
     median_error: float
     uniform_error: float
     better_heads: float
-    total_variation: Figure
+    total_variation: MeanAndSpread
     kl: float | None
     predicted_ratio: float | None
-    embedding_cosine: Figure
-    token_cosine: Figure
+    embedding_cosine: MeanAndSpread
+    token_cosine: MeanAndSpread
 
     @property
     def ratio(self) -> float:
@@ -161,8 +161,6 @@ class AuditSummary:
 def summarise_audit(path: Path) -> AuditSummary:
     """Read an audit's file and sum it up.
 
-    Cost: linear in the file.
-
     Args:
         path: audit.jsonl, finished or not; a last line that was cut off is left out.
 
@@ -174,16 +172,14 @@ def summarise_audit(path: Path) -> AuditSummary:
 
     Example:
         >>> import tempfile
-        >>> from linattn.lab.audit.records import write_records
+        >>> from linattn.lab.audit.records import AUDIT
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
         >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
         >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
-        >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
+        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> summarise_audit(path).lines[0].ratio
         0.25
-
-    Source: none, means and standard deviations.
     """
     header, rows = AUDIT.so_far(path)
     measured = {(row.map, row.features, row.draw) for row in rows if isinstance(row, ModelRow)}
@@ -237,7 +233,7 @@ def _unfinished(
     """Methods that the header announces and that are not measured at all widths with all draws."""
     found = Counter(label for (label, _), rows in models.items() for _ in rows)
     methods = tuple(map(parse_method, header.maps))
-    wanted = Measurements(methods, tuple(header.features), header.draws, max(header.seed, 0)).configurations()
+    wanted = AuditGrid(methods, tuple(header.features), header.draws, max(header.seed, 0)).configurations()
     counts = Counter(configuration.method.label for configuration in wanted)
     missing = [label for label, count in counts.items() if found[label] < count]
     return (*missing, *([PLANNED] if header.target is not None and not planned else []))
@@ -259,15 +255,15 @@ def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow
         state_numbers=heads[0].state_numbers,
         flops_per_token=heads[0].flops_per_token,
         draws=len(draws),
-        error=_figure(over_heads(lambda row: row.error)),
+        error=_mean_and_spread(over_heads(lambda row: row.error)),
         median_error=_mean(statistics.median(row.error for row in rows) for rows in draws.values()),
         uniform_error=_mean(row.uniform_error for row in heads),
         better_heads=_mean(over_heads(lambda row: float(row.error < row.uniform_error))),
-        total_variation=_figure(over_heads(lambda row: row.total_variation)),
+        total_variation=_mean_and_spread(over_heads(lambda row: row.total_variation)),
         kl=_mean_existing(row.kl for row in heads),
         predicted_ratio=_median_existing(row.predicted_ratio for row in heads),
-        embedding_cosine=_figure([row.embedding_cosine for row in models]),
-        token_cosine=_figure([row.token_cosine for row in models]),
+        embedding_cosine=_mean_and_spread([row.embedding_cosine for row in models]),
+        token_cosine=_mean_and_spread([row.token_cosine for row in models]),
     )
 
 
@@ -288,7 +284,7 @@ def _uniform(row: ModelRow, heads: list[HeadRow]) -> Baseline:
     )
 
 
-def _limits(rows: Iterable[Row]) -> tuple[Limit, ...]:
+def _limits(rows: Iterable[AuditRow]) -> tuple[Limit, ...]:
     """Mean errors by rank."""
     found: dict[int, list[RankRow]] = {}
     for row in rows:
@@ -299,7 +295,7 @@ def _limits(rows: Iterable[Row]) -> tuple[Limit, ...]:
     )
 
 
-def _planned(header: Header, rows: Iterable[Row], models: list[ModelRow]) -> PlanSummary | None:
+def _planned(header: Header, rows: Iterable[AuditRow], models: list[ModelRow]) -> PlanSummary | None:
     """The plan that was measured, if there was one."""
     if header.target is None or header.calibration is None or not models:
         return None
@@ -332,12 +328,12 @@ def _mean(values: Iterable[float]) -> float:
     return sum(collected) / len(collected)
 
 
-def _figure(values: list[float]) -> Figure:
+def _mean_and_spread(values: list[float]) -> MeanAndSpread:
     """Mean and standard deviation over draws."""
     mean = _mean(values)
     if len(values) < 2 or not math.isfinite(mean):
-        return Figure(mean)
-    return Figure(mean, statistics.stdev(values))
+        return MeanAndSpread(mean)
+    return MeanAndSpread(mean, statistics.stdev(values))
 
 
 def _mean_existing(values: Iterable[float | None]) -> float | None:

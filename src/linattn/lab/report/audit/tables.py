@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from linattn.lab.report._text import Table, number
-from linattn.lab.report.audit.summary import AuditSummary, Figure
+from linattn.lab.report._text import number
+from linattn.lab.report.audit.summary import AuditSummary, MeanAndSpread
+from linattn.records.tables import Table
 
 _BASELINES = ("exact", "uniform averaging")
 
 
 def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
     """One row per method and width, baselines first: the heads' errors beside the whole model's cosine.
-
-    Cost: none.
 
     Args:
         summary: of an audit.
@@ -23,17 +22,15 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from linattn.lab.audit.records import Header, HeadRow, ModelRow, write_records
+        >>> from linattn.lab.audit.records import AUDIT, HeadRow, Header, ModelRow
         >>> from linattn.lab.report import summarise_audit
         >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
         >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
         >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
-        >>> write_records(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
+        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> overview(summarise_audit(path)).rows[2]
         ('Relu', '2', '6', '0.20', '0.25', '100%', '0.10', '0.900')
-
-    Source: none, a layout.
     """
     uniform = summary.baselines[1]
     show = with_spread if spreads else _mean_alone
@@ -132,13 +129,13 @@ def heads(summary: AuditSummary) -> Table:
     )
 
 
-def with_spread(figure: Figure, digits: int = 2) -> str:
+def with_spread(figure: MeanAndSpread, digits: int = 2) -> str:
     """Mean ± standard deviation over draws, where there were several."""
     mean = number(figure.mean, digits)
     return mean if figure.spread is None else f"{mean} ± {number(figure.spread, digits)}"
 
 
-def _mean_alone(figure: Figure, digits: int = 2) -> str:
+def _mean_alone(figure: MeanAndSpread, digits: int = 2) -> str:
     """The mean without its spread."""
     return number(figure.mean, digits)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import linear_regression
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
-from linattn.lab.report._text import Point, Table, number
+from linattn.lab.report._text import Point, number
 from linattn.lab.timing import spread
+from linattn.records.tables import Table
 
 _MISSING = "—"
 
@@ -54,8 +55,6 @@ class BenchSummary:
 def summarise_bench(path: Path) -> BenchSummary:
     """Read a benchmark's file and sum it up.
 
-    Cost: linear in the file.
-
     Args:
         path: bench.jsonl.
 
@@ -64,11 +63,6 @@ def summarise_bench(path: Path) -> BenchSummary:
 
     Raises:
         ValueError: if the file is no whole benchmark.
-
-    Example:
-        See `tests/lab/report/test_bench.py`.
-
-    Source: none.
     """
     header, rows = BENCH.read(path)
     if [row.length for row in rows] != header.lengths or rows[0].exact_seconds is None:
@@ -90,8 +84,6 @@ def find_crossover(points: Sequence[tuple[int, float, float]]) -> Crossover:
     """From which length on the first contender is faster than the second, at every later point.
 
     Between the last point at which it is not and the next, log(first / second) is taken as linear in log L.
-
-    Cost: linear in the points.
 
     Args:
         points: (L, seconds of the first, seconds of the second), by ascending L; at least one.
@@ -118,8 +110,6 @@ def find_crossover(points: Sequence[tuple[int, float, float]]) -> Crossover:
 def slope(points: Sequence[tuple[int, float]]) -> float | None:
     """The power of L as which seconds grow: slope of the least-squares line through logarithms.
 
-    Cost: linear in the points.
-
     Args:
         points: (L, seconds).
 
@@ -140,18 +130,11 @@ def slope(points: Sequence[tuple[int, float]]) -> float | None:
 def conclude(summary: BenchSummary) -> tuple[Point, ...]:
     """Put a benchmark into words.
 
-    Cost: linear in the rows.
-
     Args:
         summary: of a benchmark.
 
     Returns:
         Remarks: the crossover, growth, what was left out, correctness, and how wrong the approximation is.
-
-    Example:
-        See `tests/lab/report/test_bench.py`.
-
-    Source: none, comparisons.
     """
     points = [Point("Crossover", _crossover_words(summary.crossover))]
     if summary.linear_slope is not None:
@@ -173,19 +156,12 @@ def conclude(summary: BenchSummary) -> tuple[Point, ...]:
 def length_table(summary: BenchSummary, *, spreads: bool = True) -> Table:
     """One row per length: time, memory and error of linear attention beside its baselines.
 
-    Cost: linear in the rows.
-
     Args:
         summary: of a benchmark.
         spreads: whether times carry their minimum and maximum.
 
     Returns:
         A `Table`.
-
-    Example:
-        See `tests/lab/report/test_bench.py`.
-
-    Source: none, a layout.
     """
     columns = (
         "length",

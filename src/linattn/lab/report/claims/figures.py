@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from linattn.lab.experiments.experiment import EXACT, UNIFORM, Row
+from linattn.lab.experiments.experiment import EXACT, UNIFORM, FigureRow
 from linattn.lab.experiments.records import Decision
 from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS, tick_texts
 from linattn.lab.report.claims.summary import Claim
@@ -27,7 +27,7 @@ def claim_chart(claim: Claim) -> go.Figure:
     """All figures of a claim: one curve per series, what is expected dashed in its colour, baselines in grey."""
     decision = claim.decision
     figure = go.Figure()
-    curves: dict[str, list[Row]] = {}
+    curves: dict[str, list[FigureRow]] = {}
     for row in claim.rows:
         curves.setdefault(row.series, []).append(row)
     place = 0
@@ -46,13 +46,13 @@ def claim_chart(claim: Claim) -> go.Figure:
 
 
 def alternative(claim: Claim) -> str:
-    """The chart in a sentence, for those who do not see it."""
+    """The chart in a sentence: its text alternative."""
     decision = claim.decision
     curves = list(dict.fromkeys(row.series for row in claim.rows))
     return f"Chart of {decision.y} against {decision.x}: {', '.join(curves)}. {decision.figure}"
 
 
-def _measured(name: str, rows: Sequence[Row], decision: Decision, colour: str, symbol: str) -> go.Scatter:
+def _measured(name: str, rows: Sequence[FigureRow], decision: Decision, colour: str, symbol: str) -> go.Scatter:
     """One series with bars of two standard errors."""
     bars = [_BAR * row.standard_error if row.standard_error else None for row in rows]
     return go.Scatter(
@@ -68,7 +68,7 @@ def _measured(name: str, rows: Sequence[Row], decision: Decision, colour: str, s
     )
 
 
-def _expected(name: str, rows: Sequence[Row], decision: Decision, colour: str) -> go.Scatter:
+def _expected(name: str, rows: Sequence[FigureRow], decision: Decision, colour: str) -> go.Scatter:
     """What theory, or the claim, says of a series."""
     known = [row for row in rows if row.expected is not None]
     lone = decision.names or len(known) == 1
@@ -85,7 +85,7 @@ def _expected(name: str, rows: Sequence[Row], decision: Decision, colour: str) -
     )
 
 
-def _baseline(name: str, rows: Sequence[Row], decision: Decision) -> go.Scatter:
+def _baseline(name: str, rows: Sequence[FigureRow], decision: Decision) -> go.Scatter:
     """Exact attention, or averaging the values."""
     return go.Scatter(
         name=name,
@@ -138,7 +138,7 @@ def _abscissae(claim: Claim) -> dict[str, Any]:
     return {}
 
 
-def _where(row: Row, decision: Decision) -> str:
+def _where(row: FigureRow, decision: Decision) -> str:
     """An abscissa in words."""
     if decision.names and 0 <= row.x < len(decision.names):
         return _escaped(decision.names[int(row.x)])

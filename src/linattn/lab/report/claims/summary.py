@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.lab.experiments.experiment import Row, Status
+from linattn.lab.experiments.experiment import FigureRow, Status
 from linattn.lab.experiments.records import CLAIMS, ClaimsHeader, Decision
-from linattn.lab.report._text import Table
+from linattn.records.tables import Table
 
 SOURCES = (
     "Sources: “derivation” is “From Softmax to Performer Linear Attention”, in English and Chinese; “time to perform” "
@@ -29,7 +29,7 @@ class Claim:
     """
 
     decision: Decision
-    rows: tuple[Row, ...]
+    rows: tuple[FigureRow, ...]
     command: str
 
     @property
@@ -65,8 +65,6 @@ class ClaimsSummary:
 def summarise_claims(path: Path) -> ClaimsSummary:
     """Read what `linattn reproduce` has written so far.
 
-    Cost: linear in the file.
-
     Args:
         path: claims.jsonl; a last line that was cut off is left out.
 
@@ -75,11 +73,6 @@ def summarise_claims(path: Path) -> ClaimsSummary:
 
     Raises:
         ValueError: if the file is none of `linattn reproduce`, or a line of it is damaged.
-
-    Example:
-        See `tests/lab/report/test_claims.py`.
-
-    Source: none.
     """
     try:
         header, records = CLAIMS.so_far(path)
@@ -89,9 +82,9 @@ def summarise_claims(path: Path) -> ClaimsSummary:
     if unknown:
         raise ValueError(f"{path} has rows of claims that its header lacks, {unknown[0]!r}; measure again")
     decisions = {record.claim: record for record in records if isinstance(record, Decision)}
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[FigureRow]] = {}
     for record in records:
-        if isinstance(record, Row):
+        if isinstance(record, FigureRow):
             rows.setdefault(record.claim, []).append(record)
     option = " --full" if header.setting == "full" else ""
     claims = tuple(

@@ -1,0 +1,125 @@
+"""A conversion in words: tables of its stages and of its layers, for a terminal or a model card."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from linattn.convert.course import Conversion
+from linattn.convert.stages import Stage
+from linattn.planning.plans import EXACT
+from linattn.records.tables import Table
+
+_WORDS = {
+    "uniform": "uniform averaging",
+    "unconverted": "the map as drawn",
+    "calibrated": "calibrated",
+    "converted": "distilled",
+}
+_WORK = {"calibrated": "calibrating", "converted": "distilling"}
+# Heading and exact value of each figure of an `Agreement`; the last two exist of some models alone.
+_MEASURES = {
+    "embedding_cosine": ("embedding cosine", 1.0),
+    "token_cosine": ("token cosine", 1.0),
+    "rank_correlation": ("rank correlation", 1.0),
+    "divergence": ("prediction KL", 0.0),
+}
+# Of figures; of two that agree to the fewer, the more.
+_FEWER, _MORE = 4, 8
+
+
+def stage_table(conversion: Conversion) -> Table:
+    """The whole model at every stage, below both baselines."""
+    stages = conversion.stages
+    measured = {
+        name: words
+        for name, words in _MEASURES.items()
+        if any(getattr(stage.agreement, name) is not None for stage in stages)
+    }
+    rows = [("exact attention", *(_number(exact) for _, exact in measured.values()))]
+    rows += [(_WORDS[stage.name], *(_number(getattr(stage.agreement, name)) for name in measured)) for stage in stages]
+    return Table(("stage", *(words for words, _ in measured.values())), tuple(rows), baselines=2)
+
+
+def layer_table(conversion: Conversion) -> Table:
+    """The relative error of each layer's attention by stage, beside averaging's; the worst head at the stage kept."""
+    stages = [stage for stage in conversion.stages if stage.layers]
+    columns = ("layer", "uniform averaging", *(_WORDS[stage.name] for stage in stages), "worst head")
+    rows = [_layer_row(stages, conversion.result, number) for number in range(len(stages[-1].layers))]
+    return Table(columns, tuple(rows))
+
+
+def kept_in_words(conversion: Conversion) -> str:
+    """Which stage's weights the model has, and why where it is not the last: a sentence without its full stop."""
+    result = conversion.result
+    later = conversion.stages[conversion.stages.index(result) + 1 :]
+    if not later:
+        return f"Kept: {_WORDS[result.name]}"
+    kept, others = _figure(result), [_figure(stage) for stage in later]
+    digits = _MORE if any(f"{other:.{_FEWER}f}" == f"{kept:.{_FEWER}f}" for other in others) else _FEWER
+    measure = "embedding cosine" if result.agreement.divergence is None else "prediction KL"
+    work = " and ".join(_WORK[stage.name] for stage in later)
+    effect = "no better" if any(other == kept for other in others) else "worse"
+    figures = " and ".join(f"{other:.{digits}f}" for other in others)
+    return f"Kept: {_WORDS[result.name]}, since {work} made it {effect}: {measure} {figures} against {kept:.{digits}f}"
+
+
+def method_table(conversion: Conversion) -> Table:
+    """How many heads have which method, exact attention first, then the most frequent; empty where all share one."""
+    counts = Counter(method for layer in conversion.heads for method in layer)
+    rows = sorted(counts.items(), key=lambda row: (row[0] != EXACT, -row[1], row[0]))
+    return Table(("method", "heads"), tuple((method, str(count)) for method, count in rows))
+
+
+def model_card(conversion: Conversion, name: str) -> str:
+    """The model card of a converted model, as Markdown; `name` is that of the model it was made from."""
+    steps = ", ".join(
+        f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
+    )
+    kept = [f"* {layer.module_name}: {layer.reason}" for layer in conversion.linearization.kept]
+    layers = conversion.linearization
+    parts = [
+        f"# {name} with linear attention",
+        f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by {method_in_words(conversion)}. "
+        f"Training: {steps or 'none'}. Load it with `linattn.hf.from_pretrained`; transformers' own classes would load "
+        "these weights under softmax, for which they were not trained.",
+        f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
+        "nothing was fitted to or trained on, against the original model:",
+        stage_table(conversion).markdown(),
+        f"{kept_in_words(conversion)}.",
+        "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
+        layer_table(conversion).markdown(),
+    ]
+    if conversion.heads:
+        parts += ["The methods of the heads (exact is softmax attention):", method_table(conversion).markdown()]
+    if kept:
+        parts += ["Layers that keep softmax:", "\n".join(kept)]
+    return "\n\n".join(parts) + "\n"
+
+
+def method_in_words(conversion: Conversion) -> str:
+    """What the converted layers attend by, as Markdown within a sentence: one method, or how many heads stay exact."""
+    if not conversion.heads:
+        return f"`{conversion.method}`"
+    methods = [method for layer in conversion.heads for method in layer]
+    return (
+        f"a method for each head, {conversion.method}: {methods.count(EXACT)} of {len(methods)} heads stay exact, "
+        "which is quadratic"
+    )
+
+
+def _layer_row(stages: list[Stage], result: Stage, number: int) -> tuple[str, ...]:
+    """One layer."""
+    kept = result.layers[number]
+    errors = (_number(stage.layers[number].error) for stage in stages)
+    return kept.layer, _number(kept.uniform_error), *errors, _number(kept.worst)
+
+
+def _figure(stage: Stage) -> float:
+    """What stages are compared by, as it is shown."""
+    found = stage.agreement
+    return found.embedding_cosine if found.divergence is None else found.divergence
+
+
+def _number(value: float | None) -> str:
+    """A figure; nothing where there is none."""
+    return "" if value is None else f"{value:.4f}"

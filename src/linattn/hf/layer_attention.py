@@ -1,0 +1,299 @@
+"""What takes the place of one layer's softmax: a method for all heads, or one for each group of them.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from linattn.attention import Exact, State, linear_attention, linear_attention_with_state, softmax_attention
+from linattn.feature_maps import FeatureMap
+from linattn.planning import Plan
+
+ATTRIBUTE = "linear_attention"
+"""Name of a `LayerAttention` in its attention module."""
+
+ALL_HEADS = "all heads"
+"""The one group of a layer without a plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptKeys:
+    """Every key and value so far of heads that attend by softmax; immutable.
+
+    Attributes:
+        key: (B, H, L, D).
+        value: (B, H, L, Dv).
+        key_mask: (B, L) bool, True = attend; None for all.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+
+    def extended(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> KeptKeys:
+        """These and later ones."""
+        mask = None
+        if self.key_mask is not None or key_mask is not None:
+            mask = torch.cat((_whole(self.key_mask, self.key), _whole(key_mask, key)), 1)
+        return KeptKeys(torch.cat((self.key, key), 2), torch.cat((self.value, value), 2), mask)
+
+    def select(self, indices: Tensor) -> KeptKeys:
+        """The given rows of the batch, in that order."""
+        mask = None if self.key_mask is None else self.key_mask[indices]
+        return KeptKeys(self.key[indices], self.value[indices], mask)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState:
+    """What a layer keeps of the tokens so far; immutable.
+
+    Attributes:
+        parts: of each group of `LayerAttention.groups`, by its name: a `State`, or `KeptKeys` for softmax.
+    """
+
+    parts: dict[str, State | KeptKeys]
+
+    def select(self, indices: Tensor) -> LayerState:
+        """The given rows of the batch, in that order."""
+        return LayerState({name: part.select(indices) for name, part in self.parts.items()})
+
+    @property
+    def sample(self) -> Tensor:
+        """One of its tensors, (B, …)."""
+        part = next(iter(self.parts.values()))
+        return part.S if isinstance(part, State) else part.key
+
+
+class LayerAttended(NamedTuple):
+    """What `LayerAttention.advance` returns: the output, (B, H, L, Dv), and the state after the last key."""
+
+    out: Tensor
+    state: LayerState
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """A map and an exact part, for the heads of one group.
+
+    Attributes:
+        map_name: name of the map within its `LayerAttention`, and of its tensors in the `state_dict`.
+        exact: the keys attended to exactly; None where the map takes all.
+    """
+
+    map_name: str
+    exact: Exact | None
+
+
+class LayerAttention(nn.Module):
+    """What `linearize_` puts into an attention module, as its `linear_attention`.
+
+        out_i = Σ_j φ(√c·q_i)·φ(√c·k_j) v_j / Σ_j φ(√c·q_i)·φ(√c·k_j),   c the temperature the model asks for
+
+    for all heads alike, or, by a plan, φ being the map of the plan's method for the head; softmax for "exact" heads.
+
+    A map's own scale s is fixed when it is built, the model's c comes with the call: queries enter as (c/s)·q, so that
+    s·(c/s)·q·k = c·q·k. Where the two agree, nothing is multiplied. Models that scale their queries themselves and then
+    ask for c = 1 (ESM, Whisper) thereby get them back as they were, and queries and keys of like size have the smallest
+    variance. A map without a scale is taken to stand at D**-0.5.
+
+    A method for all heads has a state per key/value head. Heads of a plan are computed by groups of one method; there
+    every query head takes its key head's keys for itself, since heads of one key head may differ in method.
+
+    Cost: that of `linattn.linear_attention`; by a plan, the sum of the heads' `flops_per_token`, times L, exact heads
+    being quadratic in L.
+
+    Attributes:
+        module_name: qualified name of the attention module in the model.
+        groups: by written form of the plan's methods, or for `ALL_HEADS`, a `HeadGroup`; None for softmax.
+        plan: without its fitted tensors, which are in the maps; None for one method for all heads.
+        feature_map: the map of all heads; only without a plan.
+        maps: one per method of the plan that is not "exact", in the order of `plan.groups`; only with a plan. Those of
+            a plan with fitted tensors never learn from a call.
+
+    Args:
+        method: the map of all heads, for the head width of the module, or a plan, as `linattn.plan` makes it.
+        module_name: qualified name of the attention module in the model.
+        exact: keys attended to exactly beside a map of all heads; a plan's methods have their own.
+
+    Raises:
+        ValueError: if a method of the plan cannot be read or built.
+
+    Example:
+        >>> from linattn.feature_maps import Taylor
+        >>> attention = LayerAttention(Taylor(1, order=1, scale=0.5), "layer.0")
+        >>> q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1), torch.eye(2).view(1, 1, 2, 2)
+        >>> attention(q, k, v, scale=1.0)[0, 0, 0].tolist()  # weights 1 + 1·0 and 1 + 1·1, over their sum
+        [0.3333333432674408, 0.6666666865348816]
+        >>> from linattn.planning import HeadPlan
+        >>> heads = tuple(HeadPlan(name, 0.0, None, 0.5, 10, 20) for name in ("exact", "Taylor(order=1)"))
+        >>> attention = LayerAttention(Plan(heads, 1, 2, 1.0, False, 2), "layer.0")
+        >>> out = attention(q.expand(1, 2, 1, 1), k, v, scale=1.0)[0, :, 0]
+        >>> [[round(weight, 4) for weight in head] for head in out.tolist()]  # 1 : e, and 1 + 0 : 1 + 1
+        [[0.2689, 0.7311], [0.3333, 0.6667]]
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equation 4.
+    """
+
+    feature_map: FeatureMap
+    maps: nn.ModuleList
+
+    def __init__(self, method: FeatureMap | Plan, module_name: str, *, exact: Exact | None = None) -> None:
+        super().__init__()
+        self.module_name = module_name
+        self.plan: Plan | None = None
+        self.groups: dict[str, HeadGroup | None] = {ALL_HEADS: HeadGroup("feature_map", exact)}
+        if not isinstance(method, Plan):
+            self.feature_map = method
+            return
+        built = method.build()
+        self.plan = replace(method, fitted={})
+        # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
+        self.maps = nn.ModuleList(feature_map for _, feature_map in built.values()).requires_grad_(True)
+        self.groups = dict.fromkeys(method.groups)
+        for number, (label, (made, _)) in enumerate(built.items()):
+            self.groups[label] = HeadGroup(f"maps.{number}", made.exact)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Attention over these keys, at the temperature `scale`.
+
+        Args:
+            query: (B, H, Lq, D).
+            key: (B, Hkv, Lk, D), H a multiple of Hkv.
+            value: (B, Hkv, Lk, Dv).
+            scale: c, the factor of q·k.
+            key_mask: (B, Lk) bool, True = attend, or None.
+            is_causal: True to hide later keys, the last query being level with the last key.
+
+        Returns:
+            (B, H, Lq, Dv).
+
+        Raises:
+            ValueError: if the tensors have another number of heads or another width than the plan.
+        """
+
+        def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """The heads of one group."""
+            group = self.groups[name]
+            if group is None:
+                return softmax_attention(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale)
+            feature_map = self._map(group)
+            return linear_attention(
+                rescale_query(feature_map, q, scale),
+                k,
+                v,
+                feature_map,
+                key_mask=key_mask,
+                is_causal=is_causal,
+                enable_gqa=True,
+                exact=group.exact,
+            )
+
+        return self._distribute(query, key, value, attend)
+
+    def advance(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: LayerState | None,
+        *,
+        scale: float,
+        key_mask: Tensor | None = None,
+    ) -> LayerAttended:
+        """Causal attention over the state's keys and these, and the state after them.
+
+        Args:
+            query, key, value, scale, key_mask: as in `forward`, one query per new key.
+            state: of the tokens before; None for none.
+
+        Returns:
+            The output (B, H, L, Dv) and the new state: constant in the number of tokens but for heads with softmax, of
+            which it keeps the keys and values.
+        """
+        parts: dict[str, Any] = {}
+
+        def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """The heads of one group, from their part of the state."""
+            group, part = self.groups[name], None if state is None else state.parts[name]
+            if group is None:
+                assert part is None or isinstance(part, KeptKeys)
+                kept = KeptKeys(k, v, key_mask) if part is None else part.extended(k, v, key_mask)
+                parts[name] = kept
+                return softmax_attention(q, kept.key, kept.value, key_mask=kept.key_mask, is_causal=True, scale=scale)
+            assert part is None or isinstance(part, State)
+            feature_map = self._map(group)
+            out, parts[name] = linear_attention_with_state(
+                rescale_query(feature_map, q, scale),
+                k,
+                v,
+                feature_map,
+                part,
+                key_mask=key_mask,
+                enable_gqa=True,
+                exact=group.exact,
+            )
+            return out
+
+        out = self._distribute(query, key, value, attend)
+        return LayerAttended(out, LayerState(parts))
+
+    @property
+    def summary(self) -> str:
+        """The map, or how many heads have which method."""
+        return " ".join(repr(self.feature_map).split()) if self.plan is None else self.plan.summary
+
+    def extra_repr(self) -> str:
+        """A plan's methods; a map of all heads is shown as a part."""
+        return "" if self.plan is None else self.plan.summary
+
+    def _distribute(
+        self, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[str, Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """The outputs of all groups; tensors of a single one are passed on as they are."""
+        if self.plan is None:
+            return attend(ALL_HEADS, query, key, value)
+        return self.plan.distribute(query, key, value, attend)
+
+    def _map(self, group: HeadGroup) -> FeatureMap:
+        """The map of a group."""
+        feature_map: FeatureMap = attrgetter(group.map_name)(self)
+        return feature_map
+
+
+def attention_of(module: nn.Module) -> LayerAttention | None:
+    """What `linearize_` put into a module, if anything."""
+    attention = getattr(module, ATTRIBUTE, None)
+    return attention if isinstance(attention, LayerAttention) else None
+
+
+def rescale_query(feature_map: FeatureMap, query: Tensor, scale: float) -> Tensor:
+    """Queries (B, H, L, D) for which the map's own scale, D**-0.5 where it has none, is the model's: q·c/s."""
+    own: float = getattr(feature_map, "scale", query.shape[-1] ** -0.5)
+    return query if own == scale else query * (scale / own)
+
+
+def _whole(key_mask: Tensor | None, key: Tensor) -> Tensor:
+    """The mask, (B, L), also where all keys are to be attended to."""
+    return key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+
+
+for _kind in (KeptKeys, LayerState):
+    pytree.register_dataclass(_kind, serialized_type_name=f"linattn.{_kind.__name__}")

@@ -1,0 +1,92 @@
+"""JSON files: written whole, read with errors that name the file and say what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from linattn.records.atomic import atomic_file
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write plain values, as `to_json` gives them, as a file that is whole or absent.
+
+    Args:
+        path: the file; replaced in one step.
+        values: what JSON has.
+
+    Raises:
+        ValueError: if a number is not finite.
+        OSError: if the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.json"
+        >>> write_json(path, {"eggs": 3})
+        >>> read_json(path, "cake", "bake it again")
+        {'eggs': 3}
+    """
+    with atomic_file(path) as file:
+        json.dump(values, file, allow_nan=False, indent=1)
+
+
+def read_json(path: Path, kind: str, remedy: str) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        path: the file, which exists.
+        kind: what it should be, in words; errors call the file so.
+        remedy: what to do about another file, the end of every error.
+
+    Returns:
+        The values as `json` gives them.
+
+    Raises:
+        ValueError: if the file is no JSON, is nested beyond what Python reads, or holds an integer of too many digits.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.json"
+        >>> _ = path.write_text("[" * 99999)
+        >>> read_json(path, "cake", "bake it again")
+        Traceback (most recent call last):
+        ValueError: ...a.json is not a cake: it is nested too deeply; bake it again
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is not a {kind}: it is nested too deeply; {remedy}") from None
+    # Wrong syntax, wrong bytes, and integers of more digits than Python reads.
+    except ValueError as error:
+        raise ValueError(f"{path} is not a {kind}: it is no JSON ({error}); {remedy}") from None
+
+
+def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, Any]:
+    """A JSON file that holds one record of a kind and a version.
+
+    Args:
+        path: the file, which exists.
+        kind: what its "kind" must be, in words; errors call the file so.
+        version: what its "version" must be.
+        remedy: what to do about another file, the end of every error.
+
+    Returns:
+        The record, without "kind" and "version".
+
+    Raises:
+        ValueError: if the file is no JSON, or of another kind or version.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.json"
+        >>> write_json(path, {"kind": "cake", "version": 2, "eggs": 3})
+        >>> read_record(path, "cake", 2, "bake it again")
+        {'eggs': 3}
+    """
+    found = read_json(path, kind, remedy)
+    if not isinstance(found, dict) or found.get("kind") != kind:
+        raise ValueError(f'{path} is not a {kind}: it wants "kind": "{kind}"; {remedy}')
+    if found.get("version") != version:
+        raise ValueError(f"{path} is a {kind} of version {found.get('version')!r}, this reads {version}; {remedy}")
+    return {name: value for name, value in found.items() if name not in ("kind", "version")}

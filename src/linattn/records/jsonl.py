@@ -1,0 +1,187 @@
+"""Files of JSON lines: one header row, then one row per measurement, each a dataclass under the name of its kind.
+
+Numbers JSON does not have are written as the texts "inf", "-inf" and "nan"; what does not exist is null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from linattn.records.atomic import atomic_file
+from linattn.records.fields import Reading, to_json
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+H = TypeVar("H", bound="DataclassInstance")
+R = TypeVar("R", bound="DataclassInstance")
+
+_REMEDY = "move the file away and measure again"
+
+
+@dataclass(frozen=True)
+class Form(Generic[H, R]):
+    """What one sort of file holds, and its reader and writer.
+
+    Attributes:
+        subject: what the file is, with its article, for messages.
+        header: the dataclass of the first line.
+        rows: the dataclasses of the other lines by the names of their kinds.
+    """
+
+    subject: str
+    header: type[H]
+    rows: Mapping[str, type[R]]
+
+    def write(self, path: Path, header: H, rows: Iterable[R]) -> None:
+        """Write a file, row by row as it is measured, under a temporary name until it is whole.
+
+        Args:
+            path: the file.
+            header: the first row.
+            rows: consumed one by one; an exception from it, an interrupt included, leaves no file.
+
+        Raises:
+            OSError: if the file cannot be written.
+
+        Example:
+            See `extend`.
+        """
+        with atomic_file(path) as file:
+            file.writelines(self._line(record) for record in chain([header], rows))
+
+    def read(self, path: Path) -> tuple[H, list[R]]:
+        """Read what `write` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The header and the rows, in order.
+
+        Raises:
+            ValueError: if a line is not such a row, or the first line alone is not the header.
+
+        Example:
+            See `extend`.
+        """
+        return self._records(_lines(path.read_bytes(), path), path)
+
+    def so_far(self, path: Path) -> tuple[H, list[R]]:
+        """Read what `extend` has written until now.
+
+        Args:
+            path: the file, finished or not.
+
+        Returns:
+            The header and the whole rows, in order; a last line that was cut off is left out.
+
+        Raises:
+            ValueError: as `read`, for any line but the last.
+
+        Example:
+            See `extend`.
+        """
+        content = path.read_bytes()
+        return self._records(_lines(content[: content.rfind(b"\n") + 1], path), path)
+
+    def unfinished(self, path: Path) -> tuple[H, list[R]] | None:
+        """What an early end has left of a file written by `extend`.
+
+        Args:
+            path: the unfinished file.
+
+        Returns:
+            As `so_far`; None where there is no such file, or none that can be read.
+
+        Example:
+            See `extend`.
+        """
+        if not path.is_file():
+            return None
+        try:
+            return self.so_far(path)
+        except ValueError:
+            return None
+
+    def extend(self, path: Path, header: H, kept: list[R], rows: Iterable[R]) -> None:
+        """Write rows that survive an early end: each is in the file before the next is measured.
+
+        Args:
+            path: the unfinished file; what it held is replaced by `header` and `kept`.
+            header: the first row.
+            kept: rows measured before, as `unfinished` gives them.
+            rows: consumed one by one; an exception from it leaves the rows before it in the file.
+
+        Raises:
+            OSError: if the file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> from dataclasses import make_dataclass
+            >>> oven, cake = make_dataclass("Oven", [("heat", int)]), make_dataclass("Cake", [("eggs", float)])
+            >>> baked = Form("a day's baking", oven, {"cake": cake})
+            >>> path = Path(tempfile.mkdtemp()) / "baked.jsonl"
+            >>> baked.extend(path, oven(200), [], [cake(3.0), cake(float("inf"))])
+            >>> baked.unfinished(path)[1]
+            [Cake(eggs=3.0), Cake(eggs=inf)]
+        """
+        self.write(path, header, kept)
+        # Line by line, so that an end by force takes no measured row with it.
+        with path.open("a", encoding="utf-8", buffering=1) as file:
+            for row in rows:
+                file.write(self._line(row))
+
+    def _records(self, lines: Iterable[str], path: Path) -> tuple[H, list[R]]:
+        """Header and rows, each line checked."""
+        records = [self._record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+        header = next((record for record in records[:1] if isinstance(record, self.header)), None)
+        rows = [cast(R, record) for record in records[1:] if not isinstance(record, self.header)]
+        if header is None or len(rows) != len(records) - 1:
+            raise ValueError(
+                f"{path} is not {self.subject}: its first line, and no other, must be the header; measure again"
+            )
+        return header, rows
+
+    def _record(self, line: str, place: str) -> H | R:
+        """One line, read and checked against the fields of its kind."""
+        kinds = dict(self._kinds())
+        values = _parsed(line, place)
+        name = values.pop("kind", None) if isinstance(values, dict) else None
+        kind = kinds.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise ValueError(f"{place} is no row of {self.subject}; its kind must be one of {', '.join(kinds)}")
+        return Reading(place, _REMEDY, finite=False).record(kind, values)
+
+    def _line(self, record: DataclassInstance) -> str:
+        """One record as a line."""
+        kind = next(name for name, kind in self._kinds() if type(record) is kind)
+        values = {"kind": kind, **to_json(record, finite=False)}
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def _kinds(self) -> Iterator[tuple[str, type[H] | type[R]]]:
+        """Every kind with its name."""
+        yield "header", self.header
+        yield from self.rows.items()
+
+
+def _lines(content: bytes, path: Path) -> list[str]:
+    """A file's lines, ended by a line feed and by nothing else: texts may hold other characters that break lines."""
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}); move it away and measure again") from None
+    return lines if lines[-1] else lines[:-1]
+
+
+def _parsed(line: str, place: str) -> Any:
+    """What a line of JSON holds."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is damaged ({error}); {_REMEDY}") from None

@@ -1,0 +1,35 @@
+"""Tables of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Attributes:
+        columns: headings; the first column is left-aligned, the others are numbers.
+        rows: one text per column.
+        baselines: how many of the first rows are baselines, set apart from the others.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    baselines: int = 0
+
+    def markdown(self) -> str:
+        """The table as Markdown, the first column to the left and the others to the right.
+
+        Example:
+            >>> print(Table(("a", "b"), (("x", "1"),)).markdown())
+            | a | b |
+            |---|---:|
+            | x | 1 |
+
+        Source: GitHub Flavored Markdown, "Tables".
+        """
+        head = f"| {' | '.join(self.columns)} |"
+        rule = f"|---|{'---:|' * (len(self.columns) - 1)}"
+        return "\n".join([head, rule, *(f"| {' | '.join(row)} |" for row in self.rows)])

@@ -1,0 +1,133 @@
+"""Records as JSON: what is written is read again, and a value of another type is refused by its place and its field."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Literal, NamedTuple
+
+import pytest
+
+from linattn.records.fields import Reading, to_json
+from linattn.records.json_files import read_json, read_record, write_json
+
+
+class Egg(NamedTuple):
+    weight: float
+    colour: Literal["white", "brown"] = "white"
+
+
+@dataclass(frozen=True)
+class Cake:
+    eggs: tuple[Egg, ...]
+    heat: int | None
+    notes: dict[str, list[float]] = field(default_factory=dict)
+    rest: Any = None
+
+
+CAKE = Cake((Egg(50.0), Egg(55.5, "brown")), None, {"a": [1.0, 2.0]}, [1, "b"])
+LOOSE = Reading("a.json:2", "bake it again", finite=False)
+
+
+def record(kind, values, **options):
+    return Reading("a.json:2", "bake it again", **options).record(kind, values)
+
+
+def test_what_is_written_is_read_again():
+    written = json.loads(json.dumps(to_json(CAKE)))
+    assert record(Cake, written) == CAKE
+    assert isinstance(record(Cake, written).eggs[0], Egg)
+    # Fields with a default may be missing, others not.
+    del written["rest"], written["eggs"][0]["colour"]
+    assert record(Cake, written).rest is None
+    del written["heat"]
+    with pytest.raises(ValueError, match=r"a.json:2: got .*, wanted the fields .*'heat'.*; bake it again"):
+        record(Cake, written)
+
+
+def test_numbers_that_json_does_not_have():
+    values = {"weights": [math.inf, -math.inf, math.nan, 1.0]}
+    kind = make_dataclass("Scales", [("weights", list[float])])
+    written = to_json(kind(**values), finite=False)
+    assert written == {"weights": ["inf", "-inf", "nan", 1.0]}
+    found = LOOSE.record(kind, written).weights
+    assert [str(x) for x in found] == ["inf", "-inf", "nan", "1.0"]
+    for number in ("inf", math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"weights\[0\] must be a finite float, got"):
+            record(kind, {"weights": [number]})
+
+
+def test_errors_name_the_way_to_the_field():
+    eggs = [to_json(egg) for egg in CAKE.eggs]
+    for change, words in (
+        ({"eggs": [*eggs, 3]}, r"a.json:2, eggs\[2\]: got int, wanted the fields \['colour', 'weight'\]"),
+        ({"eggs": [{**eggs[0], "colour": "red"}]}, r"eggs\[0\]: colour must be one of 'white', 'brown', got 'red'"),
+        ({"eggs": {}}, "a.json:2: eggs must be a list, got dict; bake it again"),
+        ({"heat": 1.5}, r"heat must be a finite int \| None, got 1.5"),
+        ({"notes": {"a": ["b"]}}, r"notes\['a'\]\[0\] must be a finite float, got 'b'"),
+        ({"more": 1}, "wanted the fields"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            record(Cake, {**to_json(CAKE), **change})
+
+
+def test_types_that_json_does_not_have():
+    kind = make_dataclass("Plate", [("place", complex)])
+
+    def read(value):
+        if value != "i":
+            raise ValueError("is no number of ours")
+        return 1j
+
+    assert to_json(kind(1j), default=lambda value: "i") == {"place": "i"}
+    assert record(kind, {"place": "i"}, readers={complex: read}).place == 1j
+    with pytest.raises(ValueError, match=r"a.json:2: place is no number of ours; bake it again"):
+        record(kind, {"place": "j"}, readers={complex: read})
+
+
+def test_whole_numbers_of_float_fields_are_floats():
+    assert isinstance(record(Egg, {"weight": 3}).weight, float)
+    assert str(LOOSE.record(Egg, {"weight": "nan"}).weight) == "nan"
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (True, int),
+        (1.0, int),
+        (2**63, int),
+        (10**400, float),
+        ("1.5", float),
+        (True, float),
+        (None, float),
+        (1, str),
+        ("\ud800", str),
+        (1, bool),
+        ("maybe", Literal["holds", "fails"]),
+        ([1, "a"], list[int]),
+        ({"a": 1}, dict[str, str]),
+        ({}, list[float] | None),
+    ],
+)
+def test_values_of_another_type_are_refused(value, wanted):
+    with pytest.raises(ValueError, match=r"^a.json:2: .*field.* must be .*, got .*; bake it again$"):
+        LOOSE.record(make_dataclass("Record", [("field", wanted)]), {"field": value})
+
+
+def test_files(tmp_path):
+    path = tmp_path / "new" / "a.json"
+    write_json(path, {"kind": "cake", "version": 2, "eggs": 3})
+    assert read_record(path, "cake", 2, "bake it again") == {"eggs": 3}
+    with pytest.raises(ValueError, match="of version 2, this reads 3; bake it again"):
+        read_record(path, "cake", 3, "bake it again")
+    with pytest.raises(ValueError, match='is not a tart: it wants "kind": "tart"'):
+        read_record(path, "tart", 2, "bake it again")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, [math.nan])
+    assert path.read_bytes() == before
+    for content in (b"{", b"\xff", b"[" * 100_000, b"1" * 10_000):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a.json is not a cake: it is .*; bake it again"):
+            read_json(path, "cake", "bake it again")
