@@ -217,6 +217,22 @@ def test_the_trainer_trains_and_resumes(tmp_path) -> None:
     assert torch.equal(read(text(1, 5)).logits, uncut.eval()(text(1, 5)).logits)
 
 
+def test_a_softmax_twin_gives_its_weights_to_a_linear_model() -> None:
+    """Projections have the same names; with every key exact the logits are the twin's."""
+    twin, made, words = (
+        model(pattern="s", qk_norm="rms"),
+        model(method="FavorPlus + window 8", qk_norm="rms"),
+        text(2, 7),
+    )
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    found = made.load_state_dict(twin.state_dict(), strict=False)
+    assert not found.unexpected_keys
+    assert all(".feature_map." in name for name in found.missing_keys)
+    torch.testing.assert_close(made(words).logits, twin(words).logits, rtol=1e-10, atol=1e-10)
+
+
 def test_other_embeddings_give_the_logits_too() -> None:
     made = model()
     made.resize_token_embeddings(13)
