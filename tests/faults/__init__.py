@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import attention, biases, calls, convert, feature_maps, lab, models, nn, records
+from faults import attention, biases, calls, convert, feature_maps, lab, models, nn, positions, records
 
 FAULTS = (
     *records.FAULTS,
@@ -10,6 +10,7 @@ FAULTS = (
     *attention.FAULTS,
     *biases.FAULTS,
     *calls.FAULTS,
+    *positions.FAULTS,
     *models.FAULTS,
     *nn.FAULTS,
     *convert.FAULTS,

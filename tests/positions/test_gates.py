@@ -11,7 +11,7 @@ from torch import Tensor
 
 import linattn
 from grid import BACKENDS, CAUSAL_MAPS, build, qkv, relative_error, tokens
-from linattn.positions import FixedDecay, ForgetGate, Gate, Gates, gate_bias, gated_attention_with_state
+from linattn.positions import Gates, gate_bias, gated_attention_with_state
 
 LENGTH = 23
 EXACT = (None, linattn.Exact(window=4), linattn.Exact(window=4, num_heavy=3))
@@ -276,16 +276,20 @@ def test_gradients_across_spans() -> None:
 
 
 def test_a_forget_gate_of_0_starts_anew() -> None:
-    q, k, v = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    q, k, v = (x.requires_grad_() for x in qkv(num_queries=LENGTH, num_keys=LENGTH))
     given = gates(2, 2, LENGTH)
-    given.log_forget[..., 11] = -torch.inf
+    starts = (0, 11, 12, 17, LENGTH)
+    given.log_forget[..., starts[:-1]] = -torch.inf
     feature_map = build("FavorPlus")
     whole = gated_attention_with_state(q, k, v, feature_map, given, enable_gqa=True).out
-    for part in (slice(0, 11), slice(11, LENGTH)):
-        alone = gated_attention_with_state(
-            *(x[:, :, part] for x in (q, k, v)), feature_map, cut(given, part.start, part.stop), enable_gqa=True
-        ).out
-        torch.testing.assert_close(whole[:, :, part], alone, rtol=1e-11, atol=1e-11)
+    parts = []
+    for a, b in itertools.pairwise(starts):
+        alone = (x[:, :, a:b] for x in (q, k, v))
+        parts.append(gated_attention_with_state(*alone, feature_map, cut(given, a, b), enable_gqa=True).out)
+    expected = torch.cat(parts, 2)
+    torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-11)
+    found, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (whole, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_the_window_is_the_forgetting_transformers() -> None:
@@ -298,33 +302,6 @@ def test_the_window_is_the_forgetting_transformers() -> None:
     logits += (F.unsqueeze(-1) - F.unsqueeze(-2) + given.log_input.unsqueeze(-2)).repeat_interleave(2, 1)
     logits = torch.where(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), logits, -torch.inf)
     torch.testing.assert_close(found, logits.softmax(-1) @ v.repeat_interleave(2, 1), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("make", [FixedDecay.alibi, FixedDecay.retnet], ids=["alibi", "retnet"])
-def test_fixed_decay_is_the_closed_form(make: Callable[[int], FixedDecay]) -> None:
-    """exp(-λ(i - j)) on every weight, by the papers' slopes and decays."""
-    heads = 4
-    decay = make(heads)
-    distance = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH).double()
-    if make == FixedDecay.alibi:
-        slopes = torch.tensor([2**-2.0, 2**-4.0, 2**-6.0, 2**-8.0], dtype=torch.float64)
-        factor = torch.exp(-slopes[:, None, None] * distance)
-    else:
-        gamma = 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
-        factor = gamma[:, None, None] ** distance
-    q, k, v = qkv(heads=heads, kv_heads=heads, num_queries=LENGTH, num_keys=LENGTH)
-    for name in ("Exponential", "EluPlusOne", "TensorPolynomial"):
-        feature_map = build(name)
-        found = gated_attention_with_state(q, k, v, feature_map, decay(torch.zeros(2, LENGTH, 3))).out
-        phi_q, phi_k = (linattn.feature_maps.features(feature_map, x, s) for x, s in ((q, "query"), (k, "key")))
-        weights = (phi_q @ phi_k.mT * factor).tril()
-        torch.testing.assert_close(found, weights @ v / weights.sum(-1, keepdim=True), rtol=1e-10, atol=1e-10)
-
-
-def test_alibi_of_other_numbers_of_heads() -> None:
-    """As the paper's code has it for 6: the four of 4, then the first and third of 8."""
-    expected = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
-    assert FixedDecay.alibi(6).rates.tolist() == expected
 
 
 def test_the_mlstm_recurrence() -> None:
@@ -346,41 +323,6 @@ def test_the_mlstm_recurrence() -> None:
     scale = torch.exp(state.m[..., :1] - m.unsqueeze(-1))
     torch.testing.assert_close(state.z * scale, n, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(state.S * scale.unsqueeze(-1), C, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", ["none", "exponential", "complement"])
-def test_gates_from_the_input(kind: str) -> None:
-    gate = ForgetGate(6, 2, input_gate=kind, soft_cap=3.0).double()
-    x = tokens(2, LENGTH, 6)
-    fresh = gate(x)
-    assert fresh.log_forget.shape == (2, 2, LENGTH)
-    torch.testing.assert_close(fresh.log_forget, fresh.log_forget[:1, :, :1].expand(2, -1, LENGTH))
-    with torch.no_grad():
-        for index, parameter in enumerate(gate.parameters()):
-            parameter.add_(tokens(*parameter.shape, seed=index))
-    log_forget, log_input = gate(x)
-    a = (x @ gate.forget.weight.mT + gate.forget.bias).mT
-    torch.testing.assert_close(log_forget.exp(), a.sigmoid())
-    if kind == "none":
-        assert log_input is None
-    elif kind == "complement":
-        torch.testing.assert_close(log_input.exp(), 1 - a.sigmoid())
-    else:
-        raw = (x @ gate.input.weight.mT + gate.input.bias).mT
-        torch.testing.assert_close(log_input, 3 * torch.tanh(raw / 3))
-    q, k, v = qkv(num_queries=LENGTH, num_keys=LENGTH)
-    out = gated_attention_with_state(q, k, v, build("FavorPlus"), gate(x), enable_gqa=True).out
-    assert all(bool(g.abs().max() > 0) for g in torch.autograd.grad(out.square().sum(), list(gate.parameters())))
-
-
-def test_gates_are_wide_under_autocast() -> None:
-    """bfloat16 logarithms would lose what they sum to."""
-    gate, x = ForgetGate(6, 2, input_gate="exponential"), tokens(1, 3, 6, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = gate(x)
-    for wide, exact in zip(found, gate(x.float()), strict=True):
-        assert wide.dtype == torch.float32
-        assert torch.equal(wide, exact)
 
 
 def test_a_compiled_call_is_one_span() -> None:
@@ -420,12 +362,6 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"key_mask must be \(B, L\) for gates",
     ),
     "a mask of integers": (lambda: refused(key_mask=torch.ones(2, 5)), TypeError, "key_mask must be a bool tensor"),
-    "no rates": (lambda: FixedDecay([]), ValueError, "rates must be finite numbers"),
-    "a negative rate": (lambda: FixedDecay([-1.0]), ValueError, "rates must be finite numbers >= 0"),
-    "no heads": (lambda: FixedDecay.alibi(0), ValueError, "num_heads must be an integer"),
-    "an unknown input gate": (lambda: ForgetGate(4, 2, input_gate="free"), ValueError, "input_gate must be one of"),
-    "a soft cap of 0": (lambda: ForgetGate(4, 2, soft_cap=0), ValueError, "soft_cap must be a finite number > 0"),
-    "no width": (lambda: ForgetGate(0, 2), ValueError, "embed_dim must be an integer"),
 }
 
 
@@ -434,7 +370,3 @@ def test_refused_with_words(name: str) -> None:
     call, kind, message = REFUSALS[name]
     with pytest.raises(kind, match=message):
         call()
-
-
-def test_a_gate_is_a_gate() -> None:
-    assert all(isinstance(gate, Gate) for gate in (FixedDecay([0.1]), ForgetGate(4, 1)))

@@ -239,7 +239,7 @@ def test_lost_digits_are_refused_and_the_bound_holds() -> None:
 
 
 def test_memory_does_not_grow_with_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest tensor of a forward and backward pass is a chunk's, whatever R."""
+    """The largest tensor of a forward and backward pass is a chunk's, and what backward keeps the same, whatever R."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from linattn.feature_maps import FavorPlus
@@ -257,14 +257,23 @@ def test_memory_does_not_grow_with_the_features(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(_toeplitz, "_CHUNK", 1)
     monkeypatch.setattr(_toeplitz, "_BLOCK", 16)
-    largest = []
+    largest, kept = [], []
     for num_features in (8, 24):
         leaves = [x.requires_grad_() for x in qkv(batch=1, heads=1, kv_heads=1, num_queries=300, num_keys=300)]
+        saved: dict[int, int] = {}
+
+        def pack(x: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
         with Largest() as found:
-            out = relative_bias_attention(*leaves, FavorPlus(8, num_features), biases(1, 300, is_causal=False))
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                out = relative_bias_attention(*leaves, FavorPlus(8, num_features), biases(1, 300, is_causal=False))
             torch.autograd.grad(out.sum(), leaves)
         largest.append(found.numbers)
+        kept.append(sum(saved.values()))
     assert largest[0] == largest[1]
+    assert kept[0] == kept[1]
 
 
 def refused(map_name: str = "FavorPlus", bias: object = None, num_queries: int = 5, **options: object) -> object:

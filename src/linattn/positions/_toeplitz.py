@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     key: Tensor  # (B, H, Lk, D), attended ones first
     value: Tensor  # (B, H, Lk, Dv)
     alive: Tensor | None  # (B, Lk), which of them are attended to; None for all
-    at: Tensor  # (B or 1, Lq), where among the keys a query stands
+    at: Tensor | None  # (B, Lq), where among the keys a query stands; None for the last Lq of them
     sees: Tensor  # (B or 1, 1, Lq or 1), whether it sees any key
 
 
@@ -125,15 +125,16 @@ class Columns:
 
 def convolved(columns: Columns, tokens: Tokens, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
     """Numerators (B, H, G, Lq, Dv), normalisers (B, H, G, Lq), and what rounding may add to them, (B, H, G, Lq)."""
-    value = torch.cat((tokens.value, torch.ones_like(tokens.value[..., :1])), -1)
+    # Tokens last, as transforms want them: (B, H, Dv + 1, Lk).
+    value = torch.cat((tokens.value, torch.ones_like(tokens.value[..., :1])), -1).mT.contiguous()
     rounding = torch.finfo(torch.float64).eps * math.log2(max(kernel.length, 2))
     total, noise = None, tokens.query.new_zeros(tokens.query.shape[:4])
-    for chunk in _chunks(columns.num_features, value, kernel):
+    for chunk in _chunks(columns.num_features, tokens.query, value, kernel):
         part, faint = recomputed(_chunk_sums, columns, tokens.at, value, kernel, chunk)
         total = part if total is None else total + part
         noise += rounding * faint
     assert total is not None
-    return total[..., :-1], total[..., -1], noise
+    return total[..., :-1, :].mT, total[..., -1, :], noise
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -143,29 +144,29 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def _chunk_sums(columns: Columns, at: Tensor, value: Tensor, kernel: Kernel, chunk: slice) -> tuple[Tensor, Tensor]:
-    """The features' part of all sums, (B, H, G, Lq, Dv + 1), and of the bound on their rounding, (B, H, G, Lq)."""
-    length = value.shape[2]
+def _chunk_sums(
+    columns: Columns, at: Tensor | None, value: Tensor, kernel: Kernel, chunk: slice
+) -> tuple[Tensor, Tensor]:
+    """The features' part of all sums, (B, H, G, Dv + 1, Lq), and of the bound on their rounding, (B, H, G, Lq)."""
     phi_k, phi_q = columns.of_keys(chunk), columns.of_queries(chunk)
-    outer = (phi_k.unsqueeze(-1) * value.unsqueeze(-2)).permute(0, 1, 3, 4, 2)  # (B, H, C, Dv + 1, Lk)
+    outer = phi_k.mT.unsqueeze(-2) * value.unsqueeze(2)  # (B, H, C, Dv + 1, Lk)
     waves = torch.fft.rfft(outer, kernel.length).unsqueeze(2) * kernel.spectrum[:, :, None, None]
-    sums = torch.fft.irfft(waves, kernel.length)[..., :length]  # (B, H, Hb, C, Dv + 1, Lk)
-    index = at[:, None, None, None, None].expand(-1, *sums.shape[1:-1], -1)
-    sums = sums[..., at[0]] if at.shape[0] == 1 else sums.gather(-1, index)
-    if sums.shape[2] == 1:
-        part = torch.einsum("bhglc,bhcvl->bhglv", phi_q, sums.squeeze(2))
+    sums = torch.fft.irfft(waves, kernel.length)  # (B, H, Hb, C, Dv + 1, N)
+    if at is None:
+        sums = sums[..., value.shape[-1] - phi_q.shape[3] : value.shape[-1]]
     else:
-        part = torch.einsum("bhglc,bhgcvl->bhglv", phi_q, sums)
+        sums = sums.gather(-1, at[:, None, None, None, None].expand(-1, *sums.shape[1:-1], -1))
+    part = (phi_q.mT.unsqueeze(-2) * sums).sum(3)
     with torch.no_grad():
         norms = phi_k.norm(dim=2)[:, :, None, :, None]  # (B, H, 1, C, 1)
         faint = (phi_q.abs() @ norms).squeeze(-1) * kernel.norm.unsqueeze(-1)
     return part, faint
 
 
-def _chunks(num_features: int, value: Tensor, kernel: Kernel) -> list[slice]:
+def _chunks(num_features: int, query: Tensor, value: Tensor, kernel: Kernel) -> list[slice]:
     """Features in chunks whose transforms hold about as many numbers as they may."""
-    batch, heads, _, width = value.shape
-    size = max(1, _CHUNK // max(1, batch * heads * kernel.spectrum.shape[1] * width * kernel.length))
+    held = query.shape[:3].numel() * value.shape[2] * kernel.length
+    size = max(1, _CHUNK // max(1, held))
     return [slice(start, start + size) for start in range(0, num_features, size)]
 
 

@@ -99,9 +99,8 @@ def _on_a_grid(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | Non
     grouped = query.unflatten(1, (key.shape[1], -1)).double()
     batch, length, num_queries = key.shape[0], key.shape[2], query.shape[2]
     if key_mask is None:
-        at = torch.arange(length - num_queries, length, device=key.device)
         sees = torch.ones(1, 1, 1, dtype=torch.bool, device=key.device)
-        return Tokens(grouped, key.double(), value.double(), None, at.expand(1, -1), sees)
+        return Tokens(grouped, key.double(), value.double(), None, None, sees)
     dead = torch.where(key_mask, 0.0, -torch.inf).unsqueeze(1)
     order = (~key_mask).to(torch.int8).argsort(dim=1, stable=True)[:, None, :, None]
     key, value = (inert(x, dead).gather(2, order.expand(batch, x.shape[1], -1, x.shape[3])) for x in (key, value))

@@ -1,0 +1,181 @@
+"""Faults of position encodings, gates and relative biases."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+ROOM = "positions/"
+ENCODINGS, ROTARY, SPE = (f"tests/positions/test_{name}.py" for name in ("encodings", "rotary", "sine_spe"))
+GATES, RELATIVE = "tests/positions/test_gates.py", "tests/positions/test_relative_bias.py"
+FIXED, FORGET = "tests/positions/test_fixed_decay.py", "tests/positions/test_forget_gate.py"
+
+FAULTS = (
+    Fault(
+        "mirror where positions should rotate",
+        ROOM + "rotary.py",
+        "second * cos + first * sin",
+        "second * cos - first * sin",
+        ROTARY,
+    ),
+    Fault(
+        "take any map for a relative one",
+        ROOM + "rotary.py",
+        "if self.require_relative and not keeps_rotations(feature_map):",
+        "if False:",
+        ENCODINGS,
+    ),
+    Fault(
+        "give the last queries the first positions",
+        ROOM + "_base.py",
+        "at[..., at.shape[-1] - query.shape[2] :]",
+        "at[..., : query.shape[2]]",
+        ENCODINGS,
+    ),
+    Fault(
+        "count padding as positions",
+        ROOM + "_base.py",
+        "first.unsqueeze(1) + seen - key_mask.long()",
+        "first.unsqueeze(1) + torch.ones_like(seen).cumsum(1) - 1",
+        ENCODINGS,
+    ),
+    Fault(
+        "start each call of a stream at position 0",
+        ROOM + "_base.py",
+        "first = torch.as_tensor(start, device=key_mask.device)",
+        "first = torch.as_tensor(0 * start, device=key_mask.device)",
+        ENCODINGS,
+    ),
+    Fault(
+        "take one position more than there are",
+        ROOM + "_base.py",
+        "high >= max_length",
+        "high > max_length",
+        ENCODINGS,
+    ),
+    Fault(
+        "report the distance of codes as their sum",
+        ROOM + "_concatenated.py",
+        "(at_query.unsqueeze(1) + at_key)",
+        "(at_query.unsqueeze(1) - at_key)",
+        ENCODINGS,
+    ),
+    Fault(
+        "weigh by sums of positions instead of differences",
+        ROOM + "cosine_reweighting.py",
+        "torch.stack((angle.cos(), angle.sin()), -1)",
+        "torch.stack((angle.cos(), angle.cos()), -1)",
+        ENCODINGS,
+    ),
+    Fault(
+        "lose the statistics of the call under a reweighting",
+        ROOM + "cosine_reweighting.py",
+        '{f"inner.{name}": tensor for name, tensor in found.items()}',
+        "{}",
+        ENCODINGS,
+    ),
+    Fault(
+        "shift the phase of keys too",
+        ROOM + "sine_spe.py",
+        "angle + phase if with_phase else angle",
+        "angle + phase",
+        SPE,
+    ),
+    Fault(
+        "give query heads the waves of another key head",
+        ROOM + "sine_spe.py",
+        "part.repeat_interleave(groups, 0)",
+        "part.repeat(groups, 1, 1)",
+        SPE,
+    ),
+    Fault(
+        "let a token's own forget gate weigh on it",
+        ROOM + "gates.py",
+        "behind[..., 1:]",
+        "behind[..., :-1]",
+        GATES,
+    ),
+    Fault(
+        "let masked tokens make others fade",
+        ROOM + "gates.py",
+        "x.double() if live is None else torch.where(live, x.double(), 0.0)",
+        "x.double()",
+        GATES,
+    ),
+    Fault(
+        "leave the state before a call undecayed",
+        ROOM + "gates.py",
+        "None if state is None else state.decay(log_decay)",
+        "state",
+        GATES,
+    ),
+    Fault(
+        "sum gates over a whole call",
+        ROOM + "gates.py",
+        "_LONGEST_FALL = 2.0**10",
+        "_LONGEST_FALL = 2.0**60",
+        GATES,
+    ),
+    Fault(
+        "sum logarithms of gates of 0",
+        ROOM + "gates.py",
+        "forget.clamp(min=_LOWEST)",
+        "forget",
+        GATES,
+    ),
+    Fault(
+        "let autocast narrow the gates",
+        ROOM + "forget_gate.py",
+        "    with outside_autocast(x.device):\n",
+        "    if True:\n",
+        FORGET,
+    ),
+    Fault(
+        "take ALiBi's slopes between from the wrong end",
+        ROOM + "fixed_decay.py",
+        "2.0 ** (-4 * h / lower)",
+        "2.0 ** (-8 * h / lower)",
+        FIXED,
+    ),
+    Fault(
+        "turn distances around",
+        ROOM + "_toeplitz.py",
+        "torch.cat((first, gap, last), -1)",
+        "torch.cat((last, gap, first), -1)",
+        RELATIVE,
+    ),
+    Fault(
+        "take the scale of keys for the features",
+        ROOM + "_toeplitz.py",
+        "torch.exp(phi + peak[..., columns] - row_peak)",
+        "torch.exp(phi - row_peak)",
+        RELATIVE,
+    ),
+    Fault(
+        "convolve masked keys",
+        ROOM + "_toeplitz.py",
+        "return found if self._tokens.alive is None else found * self._tokens.alive[:, None, :, None]",
+        "return found",
+        RELATIVE,
+    ),
+    Fault(
+        "measure distances over padding",
+        ROOM + "relative_bias.py",
+        "at = key_mask.cumsum(1)",
+        "at = torch.ones_like(key_mask).cumsum(1)",
+        RELATIVE,
+    ),
+    Fault(
+        "hand out rows that the transforms have rounded away",
+        ROOM + "relative_bias.py",
+        "lost = noise > tolerance * den.detach().abs()",
+        "lost = noise > torch.inf",
+        RELATIVE,
+    ),
+    Fault(
+        "keep every chunk for the backward pass",
+        ROOM + "_toeplitz.py",
+        "if not torch.is_grad_enabled():",
+        "if True:",
+        RELATIVE,
+    ),
+)
