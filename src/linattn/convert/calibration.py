@@ -69,7 +69,7 @@ def fit_maps(
 
 
 def make_plans(
-    layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch], *, target_error: float
+    layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch], *, target_error: float | None
 ) -> list[Plan]:
     """A plan for every layer: methods chosen on the longest texts, maps fitted to all.
 
@@ -79,33 +79,24 @@ def make_plans(
     return [_made([found[layer.module_name] for found in recorded], target_error) for layer in layers]
 
 
-def _made(calls: Sequence[AttentionCall], target_error: float) -> Plan:
+def _made(calls: Sequence[AttentionCall], target_error: float | None) -> Plan:
     """One layer's plan."""
-    first = calls[0]
-    query, key, value = _longest(calls)
-    made = plan(
-        query,
-        key,
-        value,
-        target_error=target_error,
-        is_causal=first.is_causal,
-        scale=first.scale,
-        fixed_maps=True,
-    )
+    causal, scale = calls[0].is_causal, calls[0].scale
+    made = plan(*_longest(calls), target_error=target_error, is_causal=causal, scale=scale, fixed_maps=True)
     queries, keys = ([live_tokens(getattr(call, name), call.key_mask) for call in calls] for name in ("query", "key"))
     return made.fit(torch.cat(queries, 2), torch.cat(keys, 2))
 
 
 def _longest(calls: Sequence[AttentionCall]) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of the longest texts, which are as long as each other: (B, H or Hkv, L, D)."""
-    texts = [text for call in calls for text in _texts(call)]
-    length = max(text[0].shape[2] for text in texts)
-    chosen = [text for text in texts if text[0].shape[2] == length][:_MOST_TEXTS]
+    found = [text for call in calls for text in texts(call)]
+    length = max(text[0].shape[2] for text in found)
+    chosen = [text for text in found if text[0].shape[2] == length][:_MOST_TEXTS]
     query, key, value = (torch.cat(each) for each in zip(*chosen, strict=True))
     return query, key, value
 
 
-def _texts(call: AttentionCall) -> list[tuple[Tensor, Tensor, Tensor]]:
+def texts(call: AttentionCall) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Query, key and value of each row of a batch, without its padding."""
     found = []
     for row in range(len(call.query)):

@@ -92,11 +92,9 @@ class WorkFolder:
     def recall(self, name: str, kind: type[T]) -> T | None:
         """The record of a kind that was remembered under a name; None for nothing."""
         file, remedy = self.path / f"{name}.json", "remove it, and it is measured again"
-        return (
-            Reading(str(file), remedy, finite=False).record(kind, read_json(file, "stage", remedy))
-            if file.is_file()
-            else None
-        )
+        if not file.is_file():
+            return None
+        return Reading(str(file), remedy, finite=False).record(kind, read_json(file, "stage", remedy))
 
     def remember(self, name: str, record: Any) -> None:
         """Keep a record under a name."""

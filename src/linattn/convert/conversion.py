@@ -86,7 +86,7 @@ def convert_(
         modes = [(module, module.training) for module in model.modules()]
         model.train(False)
         teacher = copy.deepcopy(model).requires_grad_(False)
-        course = Course(model, teacher, method, config, samples, folder, notify or _silent)
+        course = Course(model, teacher, method, config, samples, folder, notify or (lambda *_: None))
         try:
             return course.go()
         except BaseException:
@@ -158,7 +158,3 @@ def _identity(model: PreTrainedModel, method: Method | None, config: ConvertConf
         "linattn": linattn.__version__,
         "torch": torch.__version__,
     }
-
-
-def _silent(name: str, share: float, loss: float) -> None:
-    """Notify nobody."""

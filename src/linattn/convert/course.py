@@ -97,7 +97,7 @@ class Course:
     def go(self) -> Conversion:
         """All stages in order."""
         teacher = self._teacher
-        self._exact = [teacher_outputs(teacher, to_device(batch, teacher.device)) for batch in self._samples.held_out]
+        self._exact = [teacher_outputs(teacher, batch) for batch in self._samples.held_out]
         self._layers = choose_layers(self._model, self._config.layers).replaced
         # Checked once, that what is recorded explains the model.
         first = to_device(self._samples.calibration[0], teacher.device)
@@ -149,7 +149,11 @@ class Course:
         """A method for every head, its maps learning from each call and as fitted; none has weights to train."""
         # Kept where there is a folder: a checkpoint's tensors are those of these methods.
         file = None if self._work is None else self._work.path / "plan.json"
-        self._plans = read_plans(file) if file is not None and file.is_file() else self._made_plans()
+        if file is not None and file.is_file():
+            self._plans = read_plans(file)
+        else:
+            samples, target_error = self._samples.calibration, self._config.target_error
+            self._plans = make_plans(self._layers, self._teacher, samples, target_error=target_error)
         drawn = self._plans if is_causal else [replace(made, fitted={}) for made in self._plans]
         linearization = linearize_(self._model, plans=drawn, layers=self._config.layers)
         self._begin()
@@ -160,12 +164,6 @@ class Course:
             named = zip(self._plans, self._layers, strict=True)
             self._put([LayerAttention(made, layer.module_name) for made, layer in named])
         return [], True, linearization
-
-    def _made_plans(self) -> list[Plan]:
-        """A plan for every layer."""
-        target = self._config.target_error
-        assert target is not None
-        return make_plans(self._layers, self._teacher, self._samples.calibration, target_error=target)
 
     def _begin(self) -> None:
         """Take the folder, now that nothing is refused any more, and measure the baseline."""

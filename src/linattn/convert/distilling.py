@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from linattn.convert.losses import distillation
-from linattn.convert.running import Batch, Outputs, run, to_device
+from linattn.convert.running import Batch, Outputs, run
 from linattn.convert.samples import Samples
 from linattn.convert.training import Training
 from linattn.feature_maps import FeatureMap
@@ -30,27 +31,28 @@ def distil(
 
     Source: Jiao et al. 2020 (arXiv 1909.10351).
     """
-    kept: list[Outputs] = []
 
-    def imitate(batch: Batch, exact: Outputs | None = None) -> Tensor:
+    def imitate(batch: Batch, theirs: Outputs) -> Tensor:
         """The loss on a batch."""
-        batch = to_device(batch, next(student.parameters()).device)
-        theirs = exact or teacher_outputs(teacher, batch)
         ours = run(student, batch)
         return distillation(
             ours.states, theirs.states, theirs.live, student_logits=ours.logits, teacher_logits=theirs.logits
         )
 
+    @cache
+    def validation() -> list[tuple[Batch, Outputs]]:
+        """The validation texts with the teacher's outputs on them, which are computed once."""
+        return [(batch, teacher_outputs(teacher, batch)) for batch in samples.validation]
+
     def validate() -> float:
-        """The loss on the validation texts; the teacher's outputs are computed once."""
-        if not kept:
-            kept.extend(
-                teacher_outputs(teacher, to_device(batch, next(teacher.parameters()).device))
-                for batch in samples.validation
-            )
+        """The loss on the validation texts."""
         with torch.no_grad():
-            pairs = zip(samples.validation, kept, strict=True)
-            return sum(float(imitate(batch, exact)) for batch, exact in pairs) / len(kept)
+            return sum(float(imitate(*pair)) for pair in validation()) / len(validation())
+
+    def loss(step: int) -> Tensor:
+        """The loss of a step."""
+        batch = samples.training(step)
+        return imitate(batch, teacher_outputs(teacher, batch))
 
     of_maps = [parameter for feature_map in maps for parameter in feature_map.parameters()]
     known = set(map(id, of_maps))
@@ -60,7 +62,7 @@ def distil(
         name="distillation",
         model=student,
         parameters=[(parameters, rate) for parameters, rate in groups if parameters],
-        loss=lambda step: imitate(samples.training(step)),
+        loss=loss,
         validate=validate,
         seconds=seconds,
     )

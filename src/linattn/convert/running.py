@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
 
 
 def run(model: nn.Module, batch: Batch) -> Outputs:
-    """One forward pass without a cache; tokens that the batch's attention mask leaves out are padding.
+    """One forward pass on the model's device, without a cache; tokens that the attention mask leaves out are padding.
 
     Raises ValueError if the model gives no hidden states of tokens.
 
@@ -47,7 +47,8 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
         >>> len(found.states), tuple(found.last.shape), found.live.tolist()
         (2, (1, 3, 4), [[True, True, True]])
     """
-    # Told to keep no cache where it could: training one would hold every layer's keys for nothing.
+    batch = to_device(batch, next((weight.device for weight in model.parameters()), torch.device("cpu")))
+    # Without this option a decoder would cache every layer's keys, which training does not read.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     found = model(**batch, output_hidden_states=True, return_dict=True, **options)
     states = getattr(found, "hidden_states", None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.convert.losses import token_divergence
-from linattn.convert.running import Batch, Outputs, run, to_device
+from linattn.convert.running import Batch, Outputs, run
 from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
 from linattn.planning.measures import cosine, relative_error
 
@@ -83,14 +83,14 @@ class Stage:
 def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
     """A linearized model on texts, layer by layer and end to end; `exact` are the original model's outputs."""
     with torch.no_grad(), _recorded(model) as found:
-        outputs = [run(model, to_device(batch, model.device)) for batch in batches]
+        outputs = [run(model, batch) for batch in batches]
     return Stage(name, agreement(outputs, exact), tuple(_summary(layer, errors) for layer, errors in found.items()))
 
 
 def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
     """The original model with every attention averaging its values: the baseline of every conversion."""
     with torch.no_grad(), intercept(model, AttentionCall.uniform):
-        outputs = [run(model, to_device(batch, model.device)) for batch in batches]
+        outputs = [run(model, batch) for batch in batches]
     return Stage(BASELINE, agreement(outputs, exact))
 
 
@@ -129,7 +129,7 @@ def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement
     return Agreement(
         embedding_cosine=float(cosine(ours, theirs).mean()),
         token_cosine=float(tokens.mean()),
-        rank_correlation=_rank_correlation(_similarities(ours), _similarities(theirs)) if len(ours) > 2 else None,
+        rank_correlation=_rank_correlation(ours, theirs) if len(ours) > 2 else None,
         divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
     )
 
@@ -183,13 +183,8 @@ def _embeddings(found: Outputs) -> Tensor:
     return torch.where(live, found.states[-1].double(), 0).sum(1) / live.sum(1)
 
 
-def _similarities(embeddings: Tensor) -> Tensor:
-    """Cosines between all pairs of rows."""
-    first, second = torch.triu_indices(len(embeddings), len(embeddings), 1)
-    return cosine(embeddings[first], embeddings[second])
-
-
 def _rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's: the correlation of the ranks; ties, which measured similarities do not have, are not averaged."""
-    ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
+    """Spearman's correlation between the cosines of all pairs of rows of a and those of b; ties are not averaged."""
+    first, second = torch.triu_indices(len(a), len(a), 1)
+    ranks = torch.stack([cosine(x[first], x[second]).argsort().argsort().double() for x in (a, b)])
     return float(torch.corrcoef(ranks)[0, 1])

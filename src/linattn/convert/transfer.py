@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import attention_rows
-from linattn.convert.calibration import record
+from linattn.convert.calibration import record, texts
 from linattn.convert.losses import row_divergence
 from linattn.convert.samples import Samples
 from linattn.convert.training import Training
@@ -66,24 +66,15 @@ def _loss(
     maps: Sequence[FeatureMap], layers: Sequence[LayerReport], calls: dict[str, AttentionCall], step: int
 ) -> Tensor:
     """The sum over layers."""
-    losses = [
-        _layer_loss(feature_map, calls[layer.module_name], step)
-        for feature_map, layer in zip(maps, layers, strict=True)
-    ]
-    return torch.stack(losses).sum()
+    named = zip(maps, layers, strict=True)
+    return torch.stack([_layer_loss(feature_map, calls[layer.module_name], step) for feature_map, layer in named]).sum()
 
 
 def _layer_loss(feature_map: FeatureMap, call: AttentionCall, step: int) -> Tensor:
     """The divergence of evenly spread rows; with padding the mean over texts, each as if it came alone."""
     if call.key_mask is None:
         return _row_loss(feature_map, call, call.query, call.key, step)
-    losses = []
-    for text, live in enumerate(call.key_mask):
-        query, key = call.query[text : text + 1], call.key[text : text + 1, :, live]
-        # Queries over other tokens than the keys' have no mask of their own.
-        query = query[:, :, live] if query.shape[2] == len(live) else query
-        losses.append(_row_loss(feature_map, call, query, key, step))
-    return torch.stack(losses).mean()
+    return torch.stack([_row_loss(feature_map, call, query, key, step) for query, key, _ in texts(call)]).mean()
 
 
 def _row_loss(feature_map: FeatureMap, call: AttentionCall, query: Tensor, key: Tensor, step: int) -> Tensor:

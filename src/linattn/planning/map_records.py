@@ -20,22 +20,13 @@ _OF_MONOMIALS = ("TensorPolynomial", "Taylor", "Expansion")
 
 
 def describe(feature_map: FeatureMap) -> dict[str, Any]:
-    """A map as a name and the options of its constructor, those of an inner map inside.
+    """A map as a record {"name": …, "options": {…}} of plain JSON values, with the record of an inner map among them.
 
         rebuild(describe(m)) with m's state_dict is m: the same `repr`, `fingerprint`, queries and keys, to the bit
 
     Options that the map holds as tensors (its seed, means, centres, landmarks, moments) are left out, fitted or not:
-    they are in `state_dict`, with the draws and the learned weights.
-
-    Args:
-        feature_map: one of the library's own maps, fitted, redrawn or trained as it may be.
-
-    Returns:
-        {"name": …, "options": {…}} of numbers, texts, booleans and such records again; written as JSON and read, it is
-        the same.
-
-    Raises:
-        ValueError: if the map, or one inside it, is of a class that is not the library's own.
+    they are in `state_dict`, with the draws and the learned weights. Raises ValueError if the map, or one inside it, is
+    of a class that is not the library's own.
 
     Example:
         >>> from linattn.feature_maps import Centred, Taylor
@@ -43,8 +34,6 @@ def describe(feature_map: FeatureMap) -> dict[str, Any]:
         {'name': 'Taylor', 'options': {'head_dim': 4, 'order': 1, 'scale': 0.5}}
         >>> describe(Centred(Taylor(4)))["options"]["inner"]["name"]
         'Taylor'
-
-    Source: the signatures of the constructors in `linattn.feature_maps`.
     """
     kind = type(feature_map)
     if _KINDS.get(kind.__name__) is not kind:
@@ -65,19 +54,10 @@ def describe(feature_map: FeatureMap) -> dict[str, Any]:
 
 
 def rebuild(record: Any) -> FeatureMap:
-    """The map that `describe` described, as its constructor leaves it: `load_state_dict` gives it its tensors.
+    """The map of a record of `describe`, as its constructor leaves it: random maps are drawn from seed 0.
 
-    Cost: the map's constructor; O(R D²) for orthogonal draws.
-
-    Args:
-        record: what `describe` gave, read from JSON or not.
-
-    Returns:
-        The map: random ones drawn from seed 0, others not fitted or not trained, learned weights trainable.
-
-    Raises:
-        ValueError: if it is no such record, names no map of the library, asks for sizes beyond any model's, or the
-            constructor refuses its options.
+    `load_state_dict` gives it its tensors. Raises ValueError if it is no such record, names no map of the library, asks
+    for sizes beyond any model's, or the constructor refuses its options.
 
     Example:
         >>> rebuild({"name": "Taylor", "options": {"head_dim": 4, "order": 1, "scale": 0.5}})
@@ -103,12 +83,7 @@ def rebuild(record: Any) -> FeatureMap:
 def check_size(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a map that would hold more than 2**27 numbers, before it is built: a file may say anything.
 
-    Args:
-        name: of the map.
-        options: of its constructor, head_dim among them; what is no number is for the constructor to check.
-
-    Raises:
-        ValueError: if they multiply to more.
+    `options` are those of the constructor, head_dim among them; what is no number is for the constructor to check.
 
     Example:
         >>> check_size("FavorPlus", {"head_dim": 64, "num_features": 10**9})

@@ -1,7 +1,4 @@
-"""Feature maps by their written form: "FavorPlus", "Hyperbolic(lengths='fixed')", "Centred(Taylor(order=2))".
-
-Letters: D head width, R features.
-"""
+"""Feature maps by their written form: "FavorPlus", "Hyperbolic(lengths='fixed')", "Centred(Taylor(order=2))"."""
 
 from __future__ import annotations
 
@@ -56,31 +53,17 @@ class MapSpec:
     def build(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
     ) -> FeatureMap:
-        """The map itself.
+        """The map, not yet fitted; a learned one is untrained and frozen, since it is built to be measured.
 
-        Cost: the map's constructor; O(R D²) for orthogonal draws.
+        `num_features`, `scale`, `seed` and `num_heads` go to maps that take them; a `scale` among the options has
+        precedence. Without `num_heads` all heads share one draw and one set of weights.
 
-        Args:
-            head_dim: D.
-            num_features: R; must be None for a map whose width is fixed.
-            scale: factor of q·k in the exponent; handed to maps that take one, unless the options say otherwise.
-            seed: seed of the draw; handed to random maps.
-            num_heads: Hkv, for a draw or weights of its own in each key/value head; handed to maps that take it. None
-                for one shared by all.
-
-        Returns:
-            A feature map, not yet fitted; a learned one is untrained and frozen, since it is built to be measured.
-
-        Raises:
-            ValueError: if `num_features` is given to a map of fixed width or missing for the others, or the map's own
-                constructor refuses its arguments.
-            TypeError: if the map cannot be wrapped so.
+        Raises ValueError if `num_features` is given to a map of fixed width or missing for another, or the constructor
+        refuses its arguments; TypeError if the map cannot be wrapped so.
 
         Example:
             >>> parse_map("taylor(order=1)").build(4, num_features=None, scale=0.5, seed=0).num_features
             5
-
-        Source: the constructors in `linattn.feature_maps`.
         """
         if self.takes_features != (num_features is not None):
             wanted = "needs a number of features" if self.takes_features else "has a width of its own"
@@ -101,24 +84,14 @@ class MapSpec:
 
 
 def parse_map(text: str) -> MapSpec:
-    """A map's written form, read: a name, a name with literal keyword options, or either inside wrappers.
+    """Read a map's written form: a name, a name with literal keyword options, or either inside wrappers.
 
-    Names may be written in any case. Nothing is evaluated.
-
-    Args:
-        text: such as "favorplus" or "Centred(Balanced(Hyperbolic(lengths='fixed')))".
-
-    Returns:
-        The specification; its `label` is the canonical written form.
-
-    Raises:
-        ValueError: if the text is no such form, the name is unknown, or an option is unknown or set by the audit.
+    Names may be written in any case; options are read as literals and never evaluated. Raises ValueError if the text is
+    no such form, the name is unknown, or an option is unknown or set by the audit.
 
     Example:
         >>> parse_map("centred(hyperbolic(lengths='fixed'))").label
         "Centred(Hyperbolic(lengths='fixed'))"
-
-    Source: Python's expression grammar, read by `ast`.
     """
     try:
         node = ast.parse(text.strip(), mode="eval").body

@@ -1,8 +1,7 @@
 """Methods by their written form: a feature map, and the keys attended to exactly beside it.
 
-"Expansion(num_centres=16) + window 16 + heavy 32" is the expansion, exact on near keys and on the 32 heaviest.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width, R features.
+"Expansion(num_centres=16) + window 16 + heavy 32" attends through the expansion, except to near keys and to the 32
+heaviest, which get their softmax weights.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ _PLUS = re.compile(r"\+(?![^(]*\))")
 
 @dataclass(frozen=True)
 class Method:
-    """A feature map still to be built, and the exact part beside it.
-
-    Attributes:
-        map: the map.
-        exact: the keys attended to exactly; None where the map takes all.
-    """
+    """A feature map still to be built, and the keys attended to exactly; None where the map takes all."""
 
     map: MapSpec
     exact: Exact | None = None
@@ -41,28 +35,13 @@ class Method:
     def build(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
     ) -> FeatureMap:
-        """The map itself; see `MapSpec.build`.
+        """The map, not yet fitted, from `MapSpec.build`.
 
-        Cost: the map's constructor.
-
-        Args:
-            head_dim: D.
-            num_features: R; must be None for a map whose width is fixed.
-            scale: factor of q·k in the exponent.
-            seed: seed of the draw.
-            num_heads: Hkv, for a draw or weights of its own in each key/value head; None for one shared by all.
-
-        Returns:
-            A feature map, not yet fitted.
-
-        Raises:
-            ValueError: as `MapSpec.build`; also if the map's weights cannot share a normaliser with exact attention.
+        Raises ValueError if the map's weights cannot share a normaliser with exact attention, or as `MapSpec.build`.
 
         Example:
             >>> parse_method("Taylor(order=2)").build(4, num_features=None, scale=0.5, seed=0).num_features
             15
-
-        Source: the constructors in `linattn.feature_maps`.
         """
         feature_map = self.map.build(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
         if self.exact is not None and not self.exact.takes(feature_map):
@@ -82,23 +61,9 @@ class Method:
         key_mask: Tensor | None = None,
         is_causal: bool,
     ) -> Tensor:
-        """`linattn.linear_attention` with this method's exact part, grouped queries allowed.
+        """`linattn.linear_attention` with this method's exact part and a map of `build`, fitted if it takes statistics.
 
-        Cost: that of the op.
-
-        Args:
-            feature_map: what `build` gave; fitted, where it needs to be.
-            query: (B, H, L, D).
-            key: (B, Hkv, L, D).
-            value: (B, Hkv, L, Dv).
-            key_mask: (B, L) bool, True = attend, or None.
-            is_causal: whether later keys are hidden.
-
-        Returns:
-            (B, H, L, Dv).
-
-        Raises:
-            TypeError, ValueError: as the op.
+        Keys and values may have fewer heads than queries.
 
         Example:
             >>> import torch
@@ -107,8 +72,6 @@ class Method:
             >>> feature_map = method.build(4, num_features=None, scale=1.0, seed=0)
             >>> method.attend(feature_map, zero, zero, v, is_causal=False).flatten().tolist()
             [2.0, 2.0]
-
-        Source: `linattn.linear_attention`.
         """
         return linear_attention(
             query,
@@ -123,27 +86,14 @@ class Method:
 
 
 def parse_method(text: str) -> Method:
-    """A method's written form, read: a map's, then "+ window W" and "+ heavy G", each at most once.
+    """Read a method's written form: that of a map, then the parts of an exact rule, in any case and order.
 
-    Words may be written in any case. Nothing is evaluated.
-
-    Cost: linear in the text.
-
-    Args:
-        text: such as "favorplus" or "Expansion(num_centres=16, order=2) + window 16 + heavy 32".
-
-    Returns:
-        The method; its `label` is the canonical written form.
-
-    Raises:
-        ValueError: if the map's part is no map (`parse_map` says why), another part is neither a window nor heavy keys,
-            one is written twice, or the window is no power of two.
+    Raises ValueError if the map's part is no map (`parse_map` says why), another part is no window and of no rule, a
+    part is written twice, or the window is no power of two.
 
     Example:
         >>> parse_method("expansion(num_centres=4)+HEAVY 8+window 16").label
         'Expansion(num_centres=4) + window 16 + heavy 8'
-
-    Source: none, a notation.
     """
     written, *parts = _PLUS.split(text, maxsplit=1)
     try:
@@ -154,14 +104,7 @@ def parse_method(text: str) -> Method:
 
 
 def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
-    """Give a map the statistics it needs, where it needs any.
-
-    Cost: O(B H L D), and for maps with centres or landmarks some twenty times their number more.
-
-    Args:
-        feature_map: any map; changed in place where it is a `FittedMap`.
-        query: (B, H, L, D), the queries it may learn from.
-        key: (B, Hkv, L, D).
+    """Fit a map to queries (B, H, L, D) and keys (B, Hkv, L, D), in place, if it takes statistics.
 
     Example:
         >>> import torch
@@ -170,8 +113,6 @@ def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
         >>> fit(centred, torch.zeros(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1))
         >>> centred.key_mean.tolist()
         [[[2.0]]]
-
-    Source: none, a choice by type.
     """
     if isinstance(feature_map, FittedMap):
         feature_map.fit(query, key)

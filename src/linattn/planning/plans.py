@@ -192,8 +192,6 @@ class Plan:
             >>> head, q = HeadPlan("Expansion(num_centres=1)", 0.0, None, 0.5, 10, 20), torch.tensor([[[[1.0], [3.0]]]])
             >>> Plan((head,), 1, 1, 1.0, False, 2).fit(q, q).fitted["Expansion(num_centres=1)"]["centres"].tolist()
             [[2.0]]
-
-        Source: the `fit` of each map.
         """
         self._check(query, key, key[..., :1].expand(*key.shape[:-1], self.value_dim))
         shared, fitted = query.shape[1] // key.shape[1], {}
@@ -296,8 +294,10 @@ def read_plans(path: str | os.PathLike[str]) -> list[Plan]:
     plans = [plan_from_record(layer, f"{path}, layer {number}", _REMEDY) for number, layer in enumerate(layers)]
     for number, plan in enumerate(plans):
         try:
-            for method, feature_map in plan._methods.values():
-                _check_fitted(method, feature_map, plan)
+            for label, (_, feature_map) in plan._methods.items():
+                # A causal map without centres, or with those of other heads, refuses keys.
+                if plan.is_causal:
+                    feature_map.key(torch.zeros(1, len(plan.groups[label]), 1, plan.head_dim))
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}, layer {number}: {error}; make the plan again") from error
     return plans
@@ -333,10 +333,3 @@ def _tensor(value: Any) -> Tensor:
         return flat.reshape(value["shape"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"is no tensor ({error})") from None
-
-
-def _check_fitted(method: Method, feature_map: FeatureMap, plan: Plan) -> None:
-    """Refuse a causal plan without the centres that its maps need, or with those of other heads."""
-    if plan.is_causal:
-        heads = len(plan.groups[method.label])
-        feature_map.key(torch.zeros(1, heads, 1, plan.head_dim))
