@@ -238,6 +238,25 @@ def test_lost_digits_are_refused_and_the_bound_holds() -> None:
     assert kept[0] < 1e-13 < kept[-1]
 
 
+def test_a_compiled_call_marks_lost_rows() -> None:
+    """It cannot raise: rows that would be wrong are NaN, the others as ever."""
+    torch.compiler.reset()
+    feature_map, bias = build("EluPlusOne"), torch.zeros(1, 24, dtype=torch.float64)
+    q, k, v = qkv(batch=1, heads=1, kv_heads=1, num_queries=24, num_keys=24)
+
+    def attend(key: Tensor) -> Tensor:
+        return relative_bias_attention(q, key, v, feature_map, bias, is_causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(k), attend(k), rtol=1e-12, atol=1e-12)
+    later = k.clone()
+    later[:, :, -1] = later[:, :, -1].abs() * 1e16
+    found = compiled(later)
+    assert bool(found[:, :, :-1].isnan().all())
+    expected = dense(q, later, v, feature_map, bias, is_causal=True)
+    torch.testing.assert_close(found[:, :, -1], expected[:, :, -1], rtol=1e-10, atol=1e-10)
+
+
 def test_memory_does_not_grow_with_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor of a forward and backward pass is a chunk's, and what backward keeps the same, whatever R."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -18,7 +18,7 @@ from linattn.attention.bound_map import BoundMap
 from linattn.feature_maps import FeatureMap
 
 # Numbers of a chunk's transforms held at once, and tokens whose features are computed together.
-_CHUNK, _BLOCK = 2**22, 1024
+_CHUNK, _BLOCK = 2**20, 1024
 
 
 class Tokens(NamedTuple):
@@ -149,18 +149,26 @@ def _chunk_sums(
 ) -> tuple[Tensor, Tensor]:
     """The features' part of all sums, (B, H, G, Dv + 1, Lq), and of the bound on their rounding, (B, H, G, Lq)."""
     phi_k, phi_q = columns.of_keys(chunk), columns.of_queries(chunk)
-    outer = phi_k.mT.unsqueeze(-2) * value.unsqueeze(2)  # (B, H, C, Dv + 1, Lk)
-    waves = torch.fft.rfft(outer, kernel.length).unsqueeze(2) * kernel.spectrum[:, :, None, None]
-    sums = torch.fft.irfft(waves, kernel.length)  # (B, H, Hb, C, Dv + 1, N)
-    if at is None:
-        sums = sums[..., value.shape[-1] - phi_q.shape[3] : value.shape[-1]]
-    else:
-        sums = sums.gather(-1, at[:, None, None, None, None].expand(-1, *sums.shape[1:-1], -1))
-    part = (phi_q.mT.unsqueeze(-2) * sums).sum(3)
+    # Few value columns at a time: small tensors stay in the cache, and their memory is used again.
+    width = max(1, _CHUNK // max(1, phi_q.shape[:3].numel() * phi_q.shape[4] * kernel.length))
+    rest = (phi_k.mT.unsqueeze(-2), phi_q.mT.unsqueeze(-2), at, kernel)
+    part = torch.cat([recomputed(_column_sums, piece, *rest) for piece in value.split(width, 2)], 3)
     with torch.no_grad():
         norms = phi_k.norm(dim=2)[:, :, None, :, None]  # (B, H, 1, C, 1)
         faint = (phi_q.abs() @ norms).squeeze(-1) * kernel.norm.unsqueeze(-1)
     return part, faint
+
+
+def _column_sums(value: Tensor, phi_k: Tensor, phi_q: Tensor, at: Tensor | None, kernel: Kernel) -> Tensor:
+    """(B, H, G, V, Lq) of V value columns (B, H, V, Lk) and features (B, H, C, 1, Lk), (B, H, G, C, 1, Lq)."""
+    waves = torch.fft.rfft(phi_k * value.unsqueeze(2), kernel.length).unsqueeze(2) * kernel.spectrum[:, :, None, None]
+    sums = torch.fft.irfft(waves, kernel.length)  # (B, H, Hb, C, V, N)
+    if at is None:
+        sums = sums[..., value.shape[-1] - phi_q.shape[-1] : value.shape[-1]]
+    else:
+        sums = sums.gather(-1, at[:, None, None, None, None].expand(-1, *sums.shape[1:-1], -1))
+    found: Tensor = (phi_q * sums).sum(3)
+    return found
 
 
 def _chunks(num_features: int, query: Tensor, value: Tensor, kernel: Kernel) -> list[slice]:

@@ -44,7 +44,8 @@ def relative_bias_attention(
 
     Features of keys enter relative to the largest of each feature, queries relative to the row's largest. A transform's
     rounding is a part of the largest sum of a feature, not of each row's own: a row whose normaliser is far smaller
-    loses digits. It is bounded for every row; a call with a row that may lose half of its dtype's digits is refused.
+    loses digits. It is bounded for every row; a call with a row that may lose half of its dtype's digits is refused,
+    and a compiled one, which cannot look, has NaN in that row. `torch.func` does not take the chunks' recomputation.
     Causal rows are relative to later keys too, so that those move earlier rows by roundings of that size.
 
     Args:
@@ -88,9 +89,11 @@ def relative_bias_attention(
     with outside_autocast(query.device):
         tokens = _on_a_grid(query, key, value, key_mask, is_causal=is_causal)
         num, den, noise = convolved(Columns(bound, tokens), tokens, Kernel.of(table, key.shape[2], is_causal=is_causal))
-        _check_digits(den, noise, query.dtype)
+        lost = _lost_rows(den, noise, query.dtype)
         dead = (den == 0) | ~tokens.sees.unsqueeze(-2)
         out = torch.where(dead.unsqueeze(-1), 0, num / torch.where(dead, 1, den).unsqueeze(-1))
+        if lost is not None:
+            out = out.masked_fill(lost.unsqueeze(-1), torch.nan)
     return out.flatten(1, 2).to(query.dtype)
 
 
@@ -110,12 +113,14 @@ def _on_a_grid(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | Non
     return Tokens(grouped, key.double(), value.double(), alive, at.clamp(min=0), sees.unsqueeze(1))
 
 
-def _check_digits(den: Tensor, noise: Tensor, dtype: torch.dtype) -> None:
-    """Refuse rows whose normaliser is not far above what the transforms round."""
+def _lost_rows(den: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Refuse rows whose normaliser is not far above what the transforms round; a graph, which cannot, gets them."""
     tolerance = math.sqrt(torch.finfo(dtype).eps)
     lost = noise > tolerance * den.detach().abs()
-    if torch.compiler.is_compiling() or not bool(lost.any()):
-        return
+    if torch.compiler.is_compiling():
+        return lost
+    if not bool(lost.any()):
+        return None
     worst = float((noise / den.detach().abs())[lost].max())
     raise ValueError(
         f"rounding may change {int(lost.sum())} of {lost.numel()} rows by {worst:.1g} of themselves: their normalisers "
