@@ -22,12 +22,12 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def blocks() -> list[str]:
-    """The README's code: how the op is used, what it equals, and a model of transformers."""
+    """The README's code: how the op is used, what it equals, layers and models, and a model of transformers."""
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def test_the_code_runs_and_the_six_lines_equal_the_op() -> None:
-    use, equivalent, _ = blocks()
+    use, equivalent, *_ = blocks()
     names: dict[str, Any] = {}
     exec(use, names)
     names |= {name: names[name][:, :, :200] / 4 for name in "qkv"}
@@ -35,6 +35,15 @@ def test_the_code_runs_and_the_six_lines_equal_the_op() -> None:
     expected = linattn.linear_attention(names["q"], names["k"], names["v"], names["favor"])
     # float32 exponents of a few units, summed over 200 keys.
     torch.testing.assert_close(names["out"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_language_model_streams_generates_and_comes_back(monkeypatch, tmp_path) -> None:
+    _, _, code, _ = blocks()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
+    assert names["logits"].shape == (1, 10, 256)
+    assert isinstance(names["model"], linattn.hf.LinearLMForCausalLM)
 
 
 def test_a_linearized_model_generates_and_comes_back(capsys, monkeypatch, tmp_path) -> None:

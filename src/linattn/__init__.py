@@ -1,6 +1,7 @@
 """Kernel attention in linear time that always says how wrong it is."""
 
 from linattn import feature_maps as feature_maps
+from linattn import nn as nn
 from linattn import positions as positions
 from linattn.attention import Attended as Attended
 from linattn.attention import Exact as Exact

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import attention, biases, calls, convert, feature_maps, lab, models, positions, records
+from faults import attention, biases, calls, convert, feature_maps, lab, models, nn, positions, records
 
 FAULTS = (
     *records.FAULTS,
@@ -12,6 +12,7 @@ FAULTS = (
     *calls.FAULTS,
     *positions.FAULTS,
     *models.FAULTS,
+    *nn.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,
 )

@@ -14,6 +14,8 @@ x = torch.randn(1, 2, 70, 8, requires_grad=True)
 for is_causal in (False, True):
     out = linattn.linear_attention(x, x, x, linattn.feature_maps.FavorPlus(8, 16), is_causal=is_causal)
     out.sum().backward()
+    layer = linattn.nn.LinearAttention(8, 2, linattn.feature_maps.FavorPlus(4, 8), is_causal=is_causal)
+    linattn.nn.Block(layer)(x[0]).sum().backward()
 assert x.grad.isfinite().all()
 assert "linattn.hf" not in sys.modules and "linattn.lab" not in sys.modules
 try:

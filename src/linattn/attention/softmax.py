@@ -55,8 +55,8 @@ def softmax_attention(
     attend = torch.nn.functional.scaled_dot_product_attention
     if bias is None and is_causal and lq == lk:
         return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-    if bias is None and is_causal and 0 < lq < lk:
-        # Imported here: it imports torch's compiler.
+    if bias is None and is_causal and 0 < lq < lk and not torch.compiler.is_compiling():
+        # Imported here: it imports torch's compiler, which does not know it.
         from torch.nn.attention.bias import causal_lower_right
 
         return attend(query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa)

@@ -15,6 +15,9 @@ from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import Capture as Capture
 from linattn.hf.interception import capture as capture
 from linattn.hf.interception import intercept as intercept
+from linattn.hf.language_model import LinearLMForCausalLM as LinearLMForCausalLM
+from linattn.hf.language_model import RedrawCallback as RedrawCallback
+from linattn.hf.language_model_config import LinearLMConfig as LinearLMConfig
 from linattn.hf.layer_attention import HeadGroup as HeadGroup
 from linattn.hf.layer_attention import KeptKeys as KeptKeys
 from linattn.hf.layer_attention import LayerAttended as LayerAttended
@@ -32,3 +35,5 @@ from linattn.hf.saving import from_pretrained as from_pretrained
 from linattn.hf.saving import save_pretrained as save_pretrained
 from linattn.hf.state_cache import StateCache as StateCache
 from linattn.hf.state_cache import StateLayer as StateLayer
+from linattn.hf.stream_cache import StreamCache as StreamCache
+from linattn.hf.stream_cache import StreamLayer as StreamLayer

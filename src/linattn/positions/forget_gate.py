@@ -90,4 +90,6 @@ def _projected(linear: nn.Linear, x: Tensor) -> Tensor:
     """W x + b, (B, L, E) -> (B, Hkv, L), in at least float32."""
     with outside_autocast(x.device):
         x = wide(x)
-        return nn.functional.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype)).mT
+        projected = nn.functional.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
+        # As compiled graphs take it to be: logsigmoid's gradient follows other strides.
+        return projected.mT.contiguous()

@@ -158,7 +158,7 @@ def gated_attention_with_state(
     if log_forget.shape[1] != key.shape[1]:
         raise ValueError(f"gates are one for each key/value head, got {log_forget.shape[1]} for {key.shape[1]} heads")
     outs = []
-    for at in _spans(log_forget):
+    for at in spans(log_forget):
         key_bias, log_decay = _bias(log_forget[..., at], None if log_input is None else log_input[..., at])
         part = linear_attention_with_state(
             query[:, :, at],
@@ -186,7 +186,7 @@ def _bias(log_forget: Tensor, log_input: Tensor | None) -> GateBias:
     return GateBias(bias, behind[..., 0])
 
 
-def _spans(log_forget: Tensor) -> Iterator[slice]:
+def spans(log_forget: Tensor) -> Iterator[slice]:
     """Cuts such that within a span no head's gates, those of its first token apart, sum to more than the limit."""
     length = log_forget.shape[-1]
     if not length or torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(log_forget):

@@ -1,0 +1,222 @@
+"""`LinearLM` as a model of transformers: saved, loaded, trained and generated with as any other.
+
+Letters: B batch, L tokens, E width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    TrainerCallback,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from linattn.hf.language_model_config import LinearLMConfig, blocks_of
+from linattn.hf.stream_cache import StreamCache
+from linattn.nn import LinearLM, RedrawSchedule
+
+
+class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
+    """A `linattn.nn.LinearLM` that transformers saves, loads, trains and generates with.
+
+    Importing `linattn.hf` registers it: `AutoModelForCausalLM.from_pretrained(folder)` finds it. `generate` keeps each
+    block's stream, so that memory is constant where every block is linear; padding on any side changes nothing.
+    Gradient checkpointing recomputes each block.
+
+    Attributes:
+        model: the `LinearLM` itself.
+
+    Args:
+        config: its settings.
+
+    Raises:
+        ValueError: as `LinearLMConfig` and the layers.
+
+    Example:
+        >>> import torch
+        >>> model = LinearLMForCausalLM(LinearLMConfig(num_hidden_layers=2, pattern="ls")).eval()
+        >>> text = torch.tensor([list(b"linear")])
+        >>> model.generate(text, max_new_tokens=4, do_sample=False).shape
+        torch.Size([1, 10])
+
+    Source: transformers' documentation, "Building custom models".
+    """
+
+    config_class = LinearLMConfig
+    config: LinearLMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _is_stateful = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+
+    def __init__(self, config: LinearLMConfig) -> None:
+        super().__init__(config)
+        self.model = LinearLM(config.vocab_size, blocks_of(config))
+        for parameter in self.model.parameters():
+            # Blocks, maps and gates have initial weights of their own, which transformers is not to replace.
+            parameter._is_hf_initialized = True
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: StreamCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the next tokens, and the loss against labels.
+
+        Args:
+            input_ids: (B, L) int64, the next tokens.
+            attention_mask: (B, n), n ≥ L, 1 = attend, of which the last L are these tokens'; None for no padding.
+            past_key_values: the text so far; it goes on with these tokens.
+            labels: (B, L) int64, the tokens themselves, shifted inside; -100 is left out.
+            use_cache: whether to return the text's streams; config.use_cache outside training if None.
+            logits_to_keep: compute logits of so many last tokens alone; 0 for all.
+            num_items_in_batch: what the summed loss is divided by, as Trainer gives it; the mean if None.
+
+        Returns:
+            loss, if labels are given, logits (B, L, V) and past_key_values.
+
+        Raises:
+            TypeError: another kind of cache.
+            ValueError: a mask of single pairs; shapes that do not fit.
+        """
+        key_mask = _key_mask(input_ids, attention_mask)
+        is_cached = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if past_key_values is None and is_cached and labels is None:
+            past_key_values = StreamCache(len(self.model.blocks))
+        if past_key_values is None:
+            x = self.model.vectors(input_ids, key_mask=key_mask)
+        else:
+            _check_cache(past_key_values)
+            x, streams = self.model.vectors_with_state(input_ids, past_key_values.streams, key_mask=key_mask)
+            past_key_values.advance(streams, input_ids.shape[1])
+        logits = self.model.logits(x[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
+            loss = self.loss_function(logits=logits, labels=labels, **sizes)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        """As transformers', but for a folder that does not fit, which is refused instead of warned of.
+
+        Raises:
+            ValueError: weights are missing, or have no place: those of other settings, or statistics that a map was
+                fitted with, which a LinearLM's folder does not bring back.
+        """
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
+        model, found = loaded
+        wrong = sorted(found["missing_keys"] | found["unexpected_keys"])
+        if wrong:
+            raise ValueError(
+                f"the weights do not fit the model that config.json describes, missing there or without a place here: "
+                f"{', '.join(wrong)}; give the config they were saved with"
+            )
+        # Tensors were set one by one: what maps derive from theirs is derived anew.
+        model.load_state_dict(model.state_dict())
+        return loaded if output_loading_info else model
+
+    @classmethod
+    def get_init_context(cls, *args: Any) -> list[Any]:
+        """As transformers', on a real device: what is no tensor of a map or an encoding is made while building."""
+        return [*super().get_init_context(*args), torch.device("cpu")]
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding, which gives the logits too."""
+        return cast(nn.Embedding, self.model.embedding)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Another embedding."""
+        self.model.embedding = cast(nn.Embedding, value)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[Any, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """`generate`'s cache: the one given, or one of streams."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"a LinearLM keeps streams, not keys and values, got cache_implementation="
+                f"{generation_config.cache_implementation!r}; leave it out"
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = StreamCache(len(self.model.blocks))
+
+
+class RedrawCallback(TrainerCallback):
+    """Let transformers' Trainer redraw a model's random maps every so many steps, as `linattn.nn.RedrawSchedule`.
+
+    A run that goes on from a checkpoint has the draws of an uncut one: a draw is a function of the step's number.
+
+    Args:
+        every: how many steps a draw serves, ≥ 1.
+        seed: of the schedule.
+
+    Example:
+        >>> RedrawCallback(every=1000).every
+        1000
+    """
+
+    def __init__(self, *, every: int, seed: int = 0) -> None:
+        self.every, self.seed = every, seed
+        self._schedule: RedrawSchedule | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin, or go on, at the step that training is at."""
+        self._schedule = RedrawSchedule(kwargs["model"], every=self.every, seed=self.seed)
+        self._schedule.load_state_dict({"num_steps": state.global_step, "every": self.every, "seed": self.seed})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One step of the optimiser is done."""
+        assert self._schedule is not None
+        self._schedule.step()
+
+
+def _key_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """The mask of these tokens, (B, L) bool; None for no padding."""
+    if attention_mask is None:
+        return None
+    batch, length = input_ids.shape
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask must be (B, n) with (B, L) = {(batch, length)} and n ≥ L, got "
+            f"{tuple(attention_mask.shape)}; a kernel masks keys, not single pairs"
+        )
+    mask = attention_mask[:, -length:].bool()
+    # Without a mask softmax blocks need no (L, L) one either; a compiled call cannot look.
+    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+def _check_cache(cache: object) -> None:
+    """Refuse what holds no streams."""
+    if not isinstance(cache, StreamCache):
+        raise TypeError(
+            f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; leave it out, and generate "
+            "makes one"
+        )
+
+
+AutoConfig.register(LinearLMConfig.model_type, LinearLMConfig, exist_ok=True)
+AutoModelForCausalLM.register(LinearLMConfig, LinearLMForCausalLM, exist_ok=True)

@@ -1,0 +1,152 @@
+"""The settings of a `LinearLM` as transformers writes them, and the blocks they stand for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from linattn import positions as encodings
+from linattn.nn import Block, LinearAttention, SoftmaxAttention
+from linattn.nn.attention import QkNorm
+from linattn.planning.methods import parse_method
+from linattn.positions import CosineReweighting, FixedDecay, ForgetGate, Gate, Position
+
+_POSITIONS: dict[str, Callable[..., Position]] = {
+    name: getattr(encodings, name)
+    for name in ("Rotary", "SinusoidalCodes", "LearnedCodes", "CosineReweighting", "SineSpe")
+}
+_GATES: dict[str, Callable[..., Gate]] = {
+    "ForgetGate": ForgetGate,
+    "Alibi": lambda _, num_heads: FixedDecay.alibi(num_heads),
+    "RetNet": lambda _, num_heads: FixedDecay.retnet(num_heads),
+    "FixedDecay": lambda _, num_heads, *, rates: FixedDecay(rates),
+}
+
+
+class LinearLMConfig(PreTrainedConfig):
+    """What a `LinearLMForCausalLM` is built from.
+
+    Names are transformers' where it has them; maps, positions and gates are written forms, as in "Taylor(order=2)".
+
+    Args:
+        vocab_size: V; 256 is every byte.
+        hidden_size: E.
+        num_hidden_layers: how many blocks.
+        num_attention_heads: H.
+        num_key_value_heads: Hkv; H if None.
+        head_dim: D; E / H if None.
+        intermediate_size: width inside the MLPs; 8/3·E if None.
+        pattern: one letter for each block, "l" linear and "s" softmax, begun again at its end: "llls" is softmax in
+            every fourth.
+        method: the map of linear blocks, and what is exact beside it: "FavorPlus", "LearnedExponential + window 64".
+        num_features: R, for maps whose number of features is free.
+        positions: "Rotary", or another of `linattn.positions`, with options: "Rotary(base=500000.0)". None for none.
+        gate: "ForgetGate", with options, "Alibi", "RetNet" or "FixedDecay(rates=[…])", in every block. None for none.
+        qk_norm: "rms", "layer" or None.
+        output_gate: as in `linattn.nn.LinearAttention`.
+        dropout: as in `linattn.nn.Block`.
+        seed: of the first block's map; the next has seed + 1, and so on.
+        use_cache: whether a call outside training returns the streams after it.
+
+    Raises:
+        ValueError: the pattern is not of these letters; a written form is none, or its options do not fit.
+
+    Example:
+        >>> config = LinearLMConfig(num_hidden_layers=4, pattern="llls", gate="ForgetGate")
+        >>> [type(block.attention).__name__ for block in blocks_of(config)][2:]
+        ['LinearAttention', 'SoftmaxAttention']
+    """
+
+    model_type = "linattn_lm"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 256
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    pattern: str = "l"
+    method: str = "FavorPlus"
+    num_features: int | None = 64
+    positions: str | None = "Rotary"
+    gate: str | None = None
+    qk_norm: QkNorm | None = None
+    output_gate: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+
+def blocks_of(config: LinearLMConfig) -> list[Block]:
+    """The blocks that a config stands for, freshly drawn."""
+    if not config.pattern or set(config.pattern) - set("ls"):
+        raise ValueError(f'pattern must be letters "l" (linear) and "s" (softmax), got {config.pattern!r}')
+    count = config.num_hidden_layers
+    kinds = (config.pattern * count)[:count]
+    return [
+        Block(_attention(config, kind, place), hidden_dim=config.intermediate_size, dropout=config.dropout)
+        for place, kind in enumerate(kinds)
+    ]
+
+
+def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention | SoftmaxAttention:
+    """The attention of one block."""
+    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    positions = None if config.positions is None else _written(config.positions, _POSITIONS)(head_dim)
+    gate = None if config.gate is None else _written(config.gate, _GATES)(config.hidden_size, num_kv_heads)
+    options: dict[str, Any] = {
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "is_causal": True,
+        "positions": positions,
+        "gate": gate,
+        "qk_norm": config.qk_norm,
+        "output_gate": config.output_gate,
+    }
+    if kind == "s":
+        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, **options)
+    method = parse_method(config.method)
+    widens = positions is not None and not isinstance(positions, CosineReweighting)
+    width = positions.encoded_dim if positions is not None and widens else head_dim
+    num_features = config.num_features if method.map.takes_features else None
+    feature_map = method.build(width, num_features=num_features, scale=head_dim**-0.5, seed=config.seed + place)
+    # Methods are built frozen, to be measured; here a learned map trains with the model.
+    feature_map.requires_grad_(True)
+    return LinearAttention(config.hidden_size, config.num_attention_heads, feature_map, exact=method.exact, **options)
+
+
+def _written(text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """What "Name" or "Name(option=literal)" builds, its options filled in; nothing is evaluated."""
+    forms = f"write one of {', '.join(known)}, with options as in {next(iter(known))}(option=value)"
+    try:
+        node = ast.parse(text, mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        options = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+    except (SyntaxError, ValueError):
+        raise ValueError(f"{text!r} is no written form; {forms}") from None
+    if (
+        call.args
+        or any(one.arg is None for one in call.keywords)
+        or not isinstance(call.func, ast.Name)
+        or call.func.id not in known
+    ):
+        raise ValueError(f"{text!r} is no written form; {forms}")
+    build = known[call.func.id]
+
+    def built(*sizes: int) -> Any:
+        """The thing itself, for a layer's sizes."""
+        try:
+            return build(*sizes, **options)
+        except TypeError as error:
+            raise ValueError(f"{text!r}: {error}; {forms}") from error
+
+    return built

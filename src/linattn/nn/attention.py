@@ -1,0 +1,282 @@
+"""What attention layers share: projections, positions, gates, and the way from tokens to heads and back.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of the layer, D head width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from linattn.attention import State
+from linattn.nn.streams import Attended, KeptTokens, Stream
+from linattn.positions import Gate, Gates, Position, token_positions
+
+QkNorm = Literal["rms", "layer"]
+_NORMS: dict[str, type[nn.RMSNorm | nn.LayerNorm]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that all attention layers take; `LinearAttention` says what they mean."""
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    is_causal: bool
+    positions: Position | None
+    gate: Gate | None
+    qk_norm: QkNorm | None
+    output_gate: bool
+    bias: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class _Made(TypedDict):
+    """Where parameters are made, and of what."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class Heads(NamedTuple):
+    """One call's tokens in heads: query (B, H, Lq, D), key and value (B, Hkv, Lk, D), and what weighs keys."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    gates: Gates | None
+
+
+class Attention(nn.Module, ABC):
+    """Multi-head attention over (B, L, E); the subclass says what attends.
+
+    Abstract. Attributes are the arguments of `LinearAttention` by name, beside the projections `q_proj`, `k_proj`,
+    `v_proj`, `o_proj`, and `g_proj` with an output gate.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, settings: Settings) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if settings.num_kv_heads is None else settings.num_kv_heads
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = _checked_head_dim(embed_dim, num_heads, num_kv_heads, settings.head_dim)
+        self.is_causal, self.qk_norm = settings.is_causal, settings.qk_norm
+        wide, narrow = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        bias, made = settings.bias, _Made(device=settings.device, dtype=settings.dtype)
+        self.q_proj = nn.Linear(embed_dim, wide, bias, **made)
+        self.k_proj = nn.Linear(embed_dim, narrow, bias, **made)
+        self.v_proj = nn.Linear(embed_dim, narrow, bias, **made)
+        self.o_proj = nn.Linear(wide, embed_dim, bias, **made)
+        self.g_proj = nn.Linear(embed_dim, wide, **made) if settings.output_gate else None
+        self.q_norm, self.k_norm = (_norm(settings.qk_norm, self.head_dim, made) for _ in range(2))
+        self.positions, self.gate = _checked_order(settings, self.head_dim, num_kv_heads)
+
+    @property
+    def memory_dim(self) -> int:
+        """The width of the tokens attended to: E, or that of the memory an adopted layer was built for."""
+        return self.k_proj.in_features
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
+        """Attend to the tokens themselves, or to a memory.
+
+        Args:
+            x: (B, L, E).
+            memory: (B, Lk, E), tokens to attend to in the place of x; for layers in which no order matters.
+            key_mask: (B, Lk) bool, True = attend. A masked token takes no position, and contributes nothing to the
+                others, whatever it holds, forward and backward.
+
+        Returns:
+            (B, L, E).
+
+        Raises:
+            TypeError: `key_mask` is not bool.
+            ValueError: shapes do not fit; a memory is given to a layer that is causal, has positions or a gate.
+        """
+        self._check_tokens(x, memory, key_mask)
+        source = _silenced(x if memory is None else memory, key_mask)
+        x = source if memory is None else x
+        heads = self._heads(x, source, key_mask, None)
+        # A gate is a stream's; without a state before, this is one.
+        out = self._attend(heads) if heads.gates is None else self._attend_with_state(heads, None)[0]
+        return self._merged(out, x)
+
+    def forward_with_state(self, x: Tensor, state: Stream | None = None, *, key_mask: Tensor | None = None) -> Attended:
+        """Attend causally to the stream's tokens and these; prefill, chunks and single tokens are the same call.
+
+        Args:
+            x: (B, L, E), the next tokens.
+            state: the stream so far, None for an empty one. It is not changed.
+            key_mask: (B, L) bool, True = attend, of these tokens.
+
+        Returns:
+            Attended(out, state): (B, L, E), and the stream after them.
+
+        Raises:
+            TypeError: `state` is no stream of this kind of layer; `key_mask` is not bool.
+            ValueError: the layer is not causal; shapes do not fit.
+        """
+        if not self.is_causal:
+            raise ValueError(
+                "a stream needs a causal layer, got one with is_causal=False; build it with is_causal=True"
+            )
+        self._check_tokens(x, None, key_mask)
+        kept = None if state is None else self._checked_kept(state)
+        x = _silenced(x, key_mask)
+        out, kept = self._attend_with_state(self._heads(x, x, key_mask, state), kept)
+        return Attended(self._merged(out, x), Stream(kept, _num_tokens(x, key_mask, state)))
+
+    @abstractmethod
+    def _attend(self, heads: Heads) -> Tensor:
+        """Attention of a whole sequence: (B, H, Lq, D)."""
+
+    @abstractmethod
+    def _attend_with_state(self, heads: Heads, kept: Any) -> tuple[Tensor, State | KeptTokens]:
+        """Attention after what was kept, None for nothing: (B, H, L, D), and what is kept now."""
+
+    @abstractmethod
+    def _checked_kept(self, state: Stream) -> State | KeptTokens:
+        """What a stream of this kind of layer kept; refuse others."""
+
+    def _heads(self, x: Tensor, source: Tensor, key_mask: Tensor | None, state: Stream | None) -> Heads:
+        """The call's tokens in heads, at their positions, with their gates."""
+        query = _normed(self.q_norm, self.q_proj(x).unflatten(-1, (self.num_heads, -1))).transpose(1, 2)
+        key = _normed(self.k_norm, self.k_proj(source).unflatten(-1, (self.num_kv_heads, -1))).transpose(1, 2)
+        value = self.v_proj(source).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        if self.positions is not None:
+            query, key = self.positions(query, key, _places(x, key_mask, state))
+        return Heads(query, key, value, key_mask, None if self.gate is None else self.gate(source))
+
+    def _merged(self, out: Tensor, x: Tensor) -> Tensor:
+        """Heads (B, H, L, D) back in tokens (B, L, E)."""
+        merged = out.transpose(1, 2).flatten(-2)
+        if self.g_proj is not None:
+            merged = merged * torch.sigmoid(self.g_proj(x))
+        projected: Tensor = self.o_proj(merged)
+        return projected
+
+    def _check_tokens(self, x: Tensor, memory: Tensor | None, key_mask: Tensor | None) -> None:
+        """Refuse tokens of another shape, and a memory where an order matters."""
+        _check_shape("x", x, self.embed_dim)
+        if memory is None and self.memory_dim != self.embed_dim:
+            raise ValueError(
+                f"this layer attends to a memory of width {self.memory_dim}, its own tokens are {self.embed_dim} wide; "
+                "give memory"
+            )
+        if memory is not None:
+            _check_shape("memory", memory, self.memory_dim)
+            ordered = {"is_causal": self.is_causal, "positions": self.positions, "gate": self.gate}
+            if found := [name for name, value in ordered.items() if value not in (None, False)]:
+                raise ValueError(
+                    f"a memory has no order in common with the tokens that attend to it, got a layer with "
+                    f"{' and '.join(found)}; build a layer without for it"
+                )
+            if memory.shape[0] != x.shape[0]:
+                raise ValueError(
+                    f"x and memory must share the batch size, got {x.shape[0]} and {memory.shape[0]}; expand one"
+                )
+        if key_mask is not None:
+            _check_mask(key_mask, x if memory is None else memory)
+
+    def extra_repr(self) -> str:
+        """The sizes, and what is not seen in the modules."""
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, is_causal={self.is_causal}"
+        )
+
+
+def _norm(name: str | None, head_dim: int, made: _Made) -> nn.RMSNorm | nn.LayerNorm | None:
+    """The norm of queries or keys, by name."""
+    if name is None:
+        return None
+    if name not in _NORMS:
+        raise ValueError(f"qk_norm must be one of {tuple(_NORMS)} or None, got {name!r}")
+    return _NORMS[name](head_dim, **made)
+
+
+def _normed(norm: nn.RMSNorm | nn.LayerNorm | None, x: Tensor) -> Tensor:
+    """The norm in its own precision, which autocast does not see to."""
+    return x if norm is None else norm(x.to(norm.weight.dtype))
+
+
+def _silenced(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Tokens with 0 for masked ones: were they NaN, so would be the projections' gradients."""
+    return x if key_mask is None else torch.where(key_mask.unsqueeze(-1), x, 0)
+
+
+def _places(x: Tensor, key_mask: Tensor | None, state: Stream | None) -> Tensor:
+    """The position of each token in its stream, (B, L) or (L,)."""
+    if key_mask is not None:
+        places, _ = token_positions(key_mask, 0 if state is None else state.num_tokens)
+        return places
+    places = torch.arange(x.shape[1], device=x.device)
+    return places if state is None else state.num_tokens.unsqueeze(1) + places
+
+
+def _num_tokens(x: Tensor, key_mask: Tensor | None, state: Stream | None) -> Tensor:
+    """How many tokens each row has seen after these, (B,)."""
+    if key_mask is None:
+        new = torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
+    else:
+        new = key_mask.sum(1)
+    return new if state is None else state.num_tokens + new
+
+
+def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """The width of a head; sizes that do not fit are refused."""
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, size in (sizes if head_dim is None else {**sizes, "head_dim": head_dim}).items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive integer, got {size!r}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+    if head_dim is None and embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; or give head_dim"
+        )
+    return embed_dim // num_heads if head_dim is None else head_dim
+
+
+def _checked_order(settings: Settings, head_dim: int, num_kv_heads: int) -> tuple[Position | None, Gate | None]:
+    """Positions and gate, on the layer's device; those of another layer are refused."""
+    positions, gate = settings.positions, settings.gate
+    for name, given, kind in (("positions", positions, Position), ("gate", gate, Gate)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"{name} must be a linattn.positions.{kind.__name__} or None, got {type(given).__name__}")
+    if positions is not None and positions.head_dim != head_dim:
+        raise ValueError(
+            f"positions were built for head_dim={positions.head_dim}, the layer has heads of width {head_dim}; build "
+            f"them with head_dim={head_dim}"
+        )
+    if gate is not None and gate.num_heads != num_kv_heads:
+        raise ValueError(
+            f"the gate is one of {gate.num_heads} heads, the layer has {num_kv_heads} key/value heads; build it with "
+            f"num_heads={num_kv_heads}"
+        )
+    if gate is not None and not settings.is_causal:
+        raise ValueError("a gate makes earlier tokens fade, got is_causal=False; build the layer with is_causal=True")
+    if settings.device is not None:
+        positions = None if positions is None else positions.to(settings.device)
+        gate = None if gate is None else gate.to(settings.device)
+    return positions, gate
+
+
+def _check_shape(name: str, x: Tensor, width: int) -> None:
+    """Refuse anything but (B, L, width)."""
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != width:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be (B, L, {width}), the batch first, got {got}")
+
+
+def _check_mask(key_mask: Tensor, source: Tensor) -> None:
+    """Refuse anything but a (B, Lk) bool mask."""
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        got = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
+        raise TypeError(f"key_mask must be a bool tensor, True = attend, got {got}; convert 1/0 masks with mask.bool()")
+    if key_mask.shape != source.shape[:2]:
+        raise ValueError(f"key_mask must be (B, Lk) = {tuple(source.shape[:2])}, got {tuple(key_mask.shape)}")

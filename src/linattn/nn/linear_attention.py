@@ -1,0 +1,198 @@
+"""The layer: projections around `linattn.linear_attention`.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of the layer, D head width, R features.
+"""
+
+from __future__ import annotations
+
+from typing import Self, final
+
+import torch
+from torch import Tensor, nn
+
+from linattn.attention import Exact, State, linear_attention, linear_attention_with_state
+from linattn.attention._check import check_map
+from linattn.feature_maps import FeatureMap
+from linattn.nn._multihead import fill_, multihead_projections
+from linattn.nn.attention import Attention, Heads, QkNorm, Settings
+from linattn.nn.streams import Stream, kind_of
+from linattn.positions import Gate, Position, gated_attention_with_state
+
+
+@final
+class LinearAttention(Attention):
+    """Multi-head attention with the kernel of a feature map, in linear time.
+
+        q, k, v = x W_q, x W_k, x W_v in heads;   out = concat_h(Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j)) W_o
+
+    Time O(L·E·(H + Hkv)·D) for the projections and that of `linattn.linear_attention`; a stream's state has a constant
+    size. The layer takes (B, L, E), the batch first.
+
+    Args:
+        embed_dim: E.
+        num_heads: H.
+        feature_map: the kernel, for the head width D; a part of the layer, trained and moved with it.
+        num_kv_heads: Hkv, groups of H / Hkv consecutive query heads share a key/value head; H if None.
+        head_dim: D; E / H if None.
+        is_causal: whether a token sees itself and earlier ones alone.
+        positions: how positions enter queries and keys, a `linattn.positions.Position` for head_dim=D, such as Rotary;
+            it says which maps it admits, and of which width. None for none.
+        gate: what keys weigh, and how earlier ones fade, a `linattn.positions.Gate` for num_heads=Hkv, such as
+            ForgetGate; for causal layers. None for none.
+        qk_norm: "rms" or "layer", a norm with weights of its own on each head's queries, and one on its keys; None for
+            none.
+        output_gate: multiply what heads attended to by sigmoid(x W_g + b_g).
+        exact: which keys are attended to exactly, beside the map; None for none. The blocks of a window hold masked
+            tokens too: with one, padding changes which keys are near.
+        bias: whether the four projections have biases.
+        device: of the parameters; map, positions and gate are moved there. None for torch's default, and these as they
+            are.
+        dtype: of the parameters, torch's default if None; map, positions and gate keep their own.
+
+    Raises:
+        TypeError: `feature_map` is no FeatureMap, `positions` no Position, `gate` no Gate.
+        ValueError: sizes do not fit each other, the map, the positions or the gate; the positions do not admit the map;
+            a gate in a layer that is not causal; unknown `qk_norm`.
+
+    Example:
+        >>> import torch
+        >>> from linattn.feature_maps import Relu
+        >>> layer = LinearAttention(2, 1, Relu(2, floor=0.0), is_causal=True)
+        >>> for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+        ...     _ = torch.nn.init.eye_(projection.weight)
+        >>> x = torch.tensor([[[1.0, 0.0], [1.0, 1.0]]])
+        >>> layer(x)[0, 1].tolist()  # weights 1 and 2: (1·(1, 0) + 2·(1, 1))/3
+        [1.0, 0.6666666865348816]
+        >>> first = layer.forward_with_state(x[:, :1])
+        >>> layer.forward_with_state(x[:, 1:], first.state).out[0, 0].tolist()
+        [1.0, 0.6666666865348816]
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Vaswani et al. 2017 (arXiv 1706.03762), section
+        3.2.2; Qiu et al. 2025 (arXiv 2505.06708) for the output gate.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        feature_map: FeatureMap,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        is_causal: bool = False,
+        positions: Position | None = None,
+        gate: Gate | None = None,
+        qk_norm: QkNorm | None = None,
+        output_gate: bool = False,
+        exact: Exact | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        settings = Settings(
+            num_kv_heads, head_dim, is_causal, positions, gate, qk_norm, output_gate, bias, device, dtype
+        )
+        super().__init__(embed_dim, num_heads, settings)
+        feature_map = self._bound(feature_map)
+        self.feature_map = feature_map if device is None else feature_map.to(device)
+        if exact is not None:
+            exact.check_call(feature_map, 1, 1, is_causal=is_causal)
+        self.exact = exact
+
+    @classmethod
+    def from_multihead_attention(
+        cls,
+        mha: nn.MultiheadAttention,
+        feature_map: FeatureMap,
+        *,
+        is_causal: bool = False,
+        exact: Exact | None = None,
+        batch_first: bool | None = None,
+    ) -> Self:
+        """A layer with the weights of torch's own, copied: the same projections, the map in the softmax's place.
+
+        Args:
+            mha: with one set of weights for queries, keys and values or with separate ones, with biases or without.
+            feature_map: the kernel, for the width mha.embed_dim / mha.num_heads.
+            is_causal: as in the constructor: torch's layer is told with each call.
+            exact: as in the constructor.
+            batch_first: the layer takes (B, L, E) whatever torch's took. Where that was (L, B, E), say True here, and
+                transpose what you give it.
+
+        Returns:
+            A layer on the weights' device, in their dtype, in the mode mha is in.
+
+        Raises:
+            TypeError: `mha` is no torch.nn.MultiheadAttention.
+            ValueError: `mha` has what the layer cannot represent: keys and values of different widths, a bias key
+                (add_bias_kv), a zero key (add_zero_attn), dropout of weights; it takes (L, B, E) and `batch_first` does
+                not say that the caller knows.
+
+        Example:
+            >>> import torch
+            >>> from linattn.feature_maps import EluPlusOne
+            >>> mha = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+            >>> layer = LinearAttention.from_multihead_attention(mha, EluPlusOne(4))
+            >>> bool((layer.k_proj.weight == mha.in_proj_weight[8:16]).all())
+            True
+        """
+        projections = multihead_projections(mha, batch_first=batch_first)
+        weight = mha.out_proj.weight
+        layer = cls(
+            mha.embed_dim,
+            mha.num_heads,
+            feature_map,
+            is_causal=is_causal,
+            exact=exact,
+            bias=projections.biases is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        fill_((layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj), projections)
+        return layer.train(mha.training)
+
+    def _attend(self, heads: Heads) -> Tensor:
+        """By the op."""
+        return linear_attention(
+            heads.query,
+            heads.key,
+            heads.value,
+            self.feature_map,
+            key_mask=heads.key_mask,
+            is_causal=self.is_causal,
+            enable_gqa=True,
+            exact=self.exact,
+        )
+
+    def _attend_with_state(self, heads: Heads, kept: State | None) -> tuple[Tensor, State]:
+        """By the op with a state, gated or not."""
+        tokens = heads.query, heads.key, heads.value, self.feature_map
+        mask, exact = heads.key_mask, self.exact
+        if heads.gates is None:
+            return linear_attention_with_state(*tokens, kept, key_mask=mask, enable_gqa=True, exact=exact)
+        return gated_attention_with_state(*tokens, heads.gates, kept, key_mask=mask, enable_gqa=True, exact=exact)
+
+    def _checked_kept(self, state: Stream) -> State:
+        """The op's state."""
+        if not isinstance(state, Stream) or not isinstance(state.kept, State):
+            raise TypeError(
+                f"a linear layer goes on from the Stream of a linattn.State, got {kind_of(state)}; give each layer the "
+                "state that it returned"
+            )
+        return state.kept
+
+    def _bound(self, feature_map: FeatureMap) -> FeatureMap:
+        """The map to attend with, under the layer's positions; one for other heads is refused."""
+        check_map(feature_map)
+        if self.positions is None and feature_map.head_dim != self.head_dim:
+            raise ValueError(
+                f"the feature map was built for head_dim={feature_map.head_dim}, the layer has heads of width "
+                f"{self.head_dim}; build the map with head_dim={self.head_dim}"
+            )
+        heads = getattr(feature_map, "num_heads", None)
+        if heads is not None and heads != self.num_kv_heads:
+            raise ValueError(
+                f"the feature map holds parameters for each of {heads} key/value heads, the layer has "
+                f"{self.num_kv_heads}; build the map with num_heads={self.num_kv_heads}, or None to share one set"
+            )
+        return feature_map if self.positions is None else self.positions.bind(feature_map)

@@ -1,0 +1,251 @@
+"""Blocks, and the models that are lists of them.
+
+Letters: B batch, L tokens, E width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
+
+from linattn.nn.attention import Attention
+from linattn.nn.streams import Attended, Stream
+
+
+class GatedMLP(nn.Module):
+    """W_down(silu(x W_gate) * x W_up), token by token: (B, L, E) -> (B, L, E).
+
+    Source: Shazeer 2020 (arXiv 2002.05202), equation 6.
+    """
+
+    def __init__(
+        self, embed_dim: int, hidden_dim: int, *, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token by token."""
+        out: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """A pre-norm layer of a transformer: attention, then an MLP, each added to what it was given.
+
+        x ← x + attention(norm(x));   x ← x + mlp(norm(x))
+
+    Cost: that of the attention, and O(L·E·hidden_dim).
+
+    Args:
+        attention: a `LinearAttention` or a `SoftmaxAttention`; a hybrid is a list of blocks of both kinds.
+        hidden_dim: width inside the MLP; 8/3·E, rounded up to a multiple of 8, if None.
+        dropout: probability with which numbers of what is added are dropped in training.
+
+    Raises:
+        TypeError: `attention` is no such layer.
+
+    Example:
+        >>> import torch
+        >>> from linattn.feature_maps import EluPlusOne
+        >>> from linattn.nn import LinearAttention
+        >>> block = Block(LinearAttention(8, 2, EluPlusOne(4), is_causal=True))
+        >>> block(torch.randn(1, 5, 8)).shape, block.mlp.up_proj.out_features
+        (torch.Size([1, 5, 8]), 24)
+
+    Source: Xiong et al. 2020 (arXiv 2002.04745); Zhang and Sennrich 2019 (arXiv 1910.07467) for the norm.
+    """
+
+    def __init__(self, attention: Attention, *, hidden_dim: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        if not isinstance(attention, Attention):
+            raise TypeError(
+                f"attention must be a LinearAttention or a SoftmaxAttention, got {type(attention).__name__}"
+            )
+        width, weight = attention.embed_dim, attention.q_proj.weight
+        self.attention_norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
+        self.attention = attention
+        self.mlp_norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
+        self.mlp = GatedMLP(width, hidden_dim or 8 * -(-width // 3), device=weight.device, dtype=weight.dtype)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Tokens (B, L, E) -> (B, L, E); `key_mask` (B, L) bool, True = attend."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), key_mask=key_mask))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+    def forward_with_state(self, x: Tensor, state: Stream | None = None, *, key_mask: Tensor | None = None) -> Attended:
+        """The next tokens (B, L, E) of a stream, and the stream after them."""
+        attended, state = self.attention.forward_with_state(self.attention_norm(x), state, key_mask=key_mask)
+        x = x + self.dropout(attended)
+        return Attended(x + self.dropout(self.mlp(self.mlp_norm(x))), state)
+
+
+class Encoder(nn.Module):
+    """Tokens to vectors, each of which has seen all others.
+
+    Cost: that of its blocks; linear in L where they are.
+
+    Args:
+        vocab_size: V.
+        blocks: at least one, of one width, none of them causal.
+
+    Raises:
+        ValueError: no block; blocks of different widths, or causal ones.
+
+    Example:
+        >>> import torch
+        >>> from linattn.feature_maps import EluPlusOne
+        >>> from linattn.nn import LinearAttention
+        >>> encoder = Encoder(10, [Block(LinearAttention(8, 2, EluPlusOne(4))) for _ in range(2)])
+        >>> encoder(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, vocab_size: int, blocks: Iterable[Block]) -> None:
+        super().__init__()
+        self.blocks = _checked(blocks, is_causal=False)
+        self.embedding, self.norm = _ends(vocab_size, self.blocks)
+        initialize_(self)
+
+    def forward(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Numbers of tokens (B, L) -> vectors (B, L, E); `key_mask` (B, L) bool, True = attend."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, key_mask=key_mask)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Predicted(NamedTuple):
+    """What `LinearLM.forward_with_state` returns.
+
+    Attributes:
+        logits: (B, L, V).
+        state: each block's stream after the last token.
+    """
+
+    logits: Tensor
+    state: tuple[Stream, ...]
+
+
+class LinearLM(nn.Module):
+    """A language model: the next token's logits from all tokens before it.
+
+        logits = norm(blocks(embedding(tokens))) · embeddingᵀ
+
+    Where every block is linear, a text of any length is read in constant memory (`forward_with_state`); softmax blocks
+    keep their keys and values.
+
+    Cost: that of its blocks, and O(L·E·V) for the logits.
+
+    Attributes:
+        gradient_checkpointing: recompute each block in the backward pass instead of storing what is inside it; False.
+
+    Args:
+        vocab_size: V.
+        blocks: at least one, of one width, all of them causal.
+
+    Raises:
+        ValueError: no block; blocks of different widths, or some that are not causal.
+
+    Example:
+        >>> import torch
+        >>> from linattn.feature_maps import EluPlusOne
+        >>> from linattn.nn import LinearAttention, SoftmaxAttention
+        >>> linear = [Block(LinearAttention(8, 2, EluPlusOne(4), is_causal=True)) for _ in range(3)]
+        >>> model = LinearLM(256, [*linear, Block(SoftmaxAttention(8, 2, is_causal=True))])
+        >>> text = torch.tensor([list(b"linear")])
+        >>> first = model.forward_with_state(text[:, :4])
+        >>> rest = model.forward_with_state(text[:, 4:], first.state)
+        >>> torch.allclose(rest.logits, model(text)[:, 4:], atol=1e-6)
+        True
+
+    Source: Radford et al. 2019 (GPT-2), section 2.3, for the initial weights; Press and Wolf 2017 (arXiv 1608.05859)
+        for the shared embedding.
+    """
+
+    def __init__(self, vocab_size: int, blocks: Iterable[Block]) -> None:
+        super().__init__()
+        self.blocks = _checked(blocks, is_causal=True)
+        self.embedding, self.norm = _ends(vocab_size, self.blocks)
+        self.gradient_checkpointing = False
+        initialize_(self)
+
+    def forward(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Numbers of tokens (B, L) -> logits (B, L, V); `key_mask` (B, L) bool, True = attend."""
+        return self.logits(self.vectors(tokens, key_mask=key_mask))
+
+    def forward_with_state(
+        self, tokens: Tensor, state: Sequence[Stream] | None = None, *, key_mask: Tensor | None = None
+    ) -> Predicted:
+        """The logits of a text's next tokens (B, L), and each block's stream after them; None begins a text."""
+        x, streams = self.vectors_with_state(tokens, state, key_mask=key_mask)
+        return Predicted(self.logits(x), streams)
+
+    def vectors(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """What the last block gives, (B, L, E): `logits` of some of them costs less than of all."""
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, key_mask=key_mask, use_reentrant=False)
+            else:
+                x = block(x, key_mask=key_mask)
+        return x
+
+    def vectors_with_state(
+        self, tokens: Tensor, state: Sequence[Stream] | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Stream, ...]]:
+        """The same for a text's next tokens, and each block's stream after them."""
+        if state is not None and len(state) != len(self.blocks):
+            raise ValueError(f"state must hold a stream for each of {len(self.blocks)} blocks, got {len(state)}")
+        x, streams = self.embedding(tokens), []
+        for place, block in enumerate(self.blocks):
+            x, after = block.forward_with_state(x, None if state is None else state[place], key_mask=key_mask)
+            streams.append(after)
+        return x, tuple(streams)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What the last block gave, (B, L, E) -> (B, L, V)."""
+        return nn.functional.linear(self.norm(x), self.embedding.weight)
+
+
+@torch.no_grad()
+def initialize_(model: Encoder | LinearLM) -> None:
+    """GPT-2's initial weights: deviation 0.02, less for what is added to its input; maps and gates keep their own."""
+    nn.init.normal_(model.embedding.weight, std=0.02)
+    for block in model.blocks:
+        for name, part in (*block.attention.named_children(), *block.mlp.named_children()):
+            if isinstance(part, nn.Linear):
+                is_added = name in ("o_proj", "down_proj")
+                nn.init.normal_(part.weight, std=0.02 * (2 * len(model.blocks)) ** (-0.5 * is_added))
+                if part.bias is not None:
+                    nn.init.zeros_(part.bias)
+
+
+def _checked(blocks: Iterable[Block], *, is_causal: bool) -> Sequence[Block]:
+    """The blocks of a model; what does not fit is refused."""
+    held = list(blocks)
+    widths = sorted({block.attention.embed_dim for block in held})
+    if len(widths) != 1:
+        raise ValueError(f"blocks must be at least one, and of one width, got {len(held)} of widths {widths}")
+    wrong = [place for place, block in enumerate(held) if block.attention.is_causal != is_causal]
+    if wrong:
+        raise ValueError(f"every block must have is_causal={is_causal}, got others at {wrong}")
+    # A ModuleList is no Sequence in its annotations.
+    return cast("Sequence[Block]", nn.ModuleList(held))
+
+
+def _ends(vocab_size: int, blocks: Sequence[Block]) -> tuple[nn.Embedding, nn.RMSNorm]:
+    """What stands before and after the blocks, made as they are."""
+    width, weight = blocks[0].attention.embed_dim, blocks[0].attention.q_proj.weight
+    embedding = nn.Embedding(vocab_size, width, device=weight.device, dtype=weight.dtype)
+    return embedding, nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)

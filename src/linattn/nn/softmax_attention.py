@@ -1,0 +1,136 @@
+"""The softmax layer of a hybrid: the same interface, torch's scaled_dot_product_attention inside.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, E width of the layer, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from linattn.attention import softmax_attention
+from linattn.nn.attention import Attention, Heads, QkNorm, Settings
+from linattn.nn.streams import KeptTokens, Stream, extended, kind_of
+from linattn.positions import Gate, Gates, Position, gate_bias
+from linattn.positions.gates import spans
+
+
+@final
+class SoftmaxAttention(Attention):
+    """Multi-head softmax attention, for hybrids and as the exact twin of a `LinearAttention`.
+
+        out_i = Σ_j exp(q_i·k_j/√D) v_j / Σ_j exp(q_i·k_j/√D)
+
+    O(L²·D) time per head; what a stream keeps grows by Hkv·2·D numbers per token. Parameters have the names and shapes
+    of `LinearAttention`'s, so that one's weights load into the other.
+
+    Args:
+        embed_dim: E.
+        num_heads: H.
+        num_kv_heads: Hkv, as in `LinearAttention`.
+        head_dim: D; E / H if None.
+        is_causal: whether a token sees itself and earlier ones alone.
+        positions: as in `LinearAttention`, if queries and keys keep their width.
+        gate: as in `LinearAttention`; with a ForgetGate this is the Forgetting Transformer.
+        qk_norm: "rms", "layer" or None.
+        output_gate: multiply what heads attended to by sigmoid(x W_g + b_g).
+        bias: whether the four projections have biases.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: as `LinearAttention`.
+
+    Example:
+        >>> import torch
+        >>> layer = SoftmaxAttention(4, 2, is_causal=True)
+        >>> x = torch.randn(1, 5, 4)
+        >>> first = layer.forward_with_state(x[:, :3])
+        >>> rest = layer.forward_with_state(x[:, 3:], first.state)
+        >>> torch.allclose(torch.cat([first.out, rest.out], 1), layer(x), atol=1e-6)
+        True
+        >>> tuple(rest.state.kept.key.shape)
+        (1, 2, 5, 2)
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2; Lin et al. 2025 (arXiv 2503.02130) for the gate.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        is_causal: bool = False,
+        positions: Position | None = None,
+        gate: Gate | None = None,
+        qk_norm: QkNorm | None = None,
+        output_gate: bool = False,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        settings = Settings(
+            num_kv_heads, head_dim, is_causal, positions, gate, qk_norm, output_gate, bias, device, dtype
+        )
+        super().__init__(embed_dim, num_heads, settings)
+        if positions is not None and positions.encoded_dim != positions.head_dim:
+            raise ValueError(
+                f"{type(positions).__name__} widens queries and keys for a feature map; give a softmax layer positions "
+                "that keep their width, such as Rotary"
+            )
+
+    def _attend(self, heads: Heads) -> Tensor:
+        """By SDPA."""
+        return self._attend_to(heads.query, KeptTokens(heads.key, heads.value, heads.key_mask))
+
+    def _attend_with_state(self, heads: Heads, kept: KeptTokens | None) -> tuple[Tensor, KeptTokens]:
+        """By SDPA over what was kept and the new tokens; under gates in spans, as `gated_attention_with_state`."""
+        if heads.gates is None:
+            kept = extended(kept, KeptTokens(heads.key, heads.value, heads.key_mask))
+            return self._attend_to(heads.query, kept), kept
+        outs = []
+        for at in spans(heads.gates.log_forget):
+            mask = None if heads.key_mask is None else heads.key_mask[:, at]
+            key_bias, log_decay = gate_bias(_cut(heads.gates, at), key_mask=mask)
+            key, value = heads.key[:, :, at], heads.value[:, :, at]
+            new = KeptTokens(key, value, mask, key_bias.expand(key.shape[:3]))
+            kept = extended(None if kept is None else kept.decay(log_decay), new)
+            outs.append(self._attend_to(heads.query[:, :, at], kept))
+        assert kept is not None
+        return torch.cat(outs, 2), kept
+
+    def _attend_to(self, query: Tensor, kept: KeptTokens) -> Tensor:
+        """SDPA of queries, the last ones if they are fewer than the keys."""
+        return softmax_attention(
+            query,
+            kept.key,
+            kept.value,
+            key_mask=kept.key_mask,
+            key_bias=kept.key_bias,
+            # A single query is the last token, which sees all.
+            is_causal=self.is_causal and query.shape[2] > 1,
+            enable_gqa=True,
+        )
+
+    def _checked_kept(self, state: Stream) -> KeptTokens:
+        """The keys and values."""
+        if not isinstance(state, Stream) or not isinstance(state.kept, KeptTokens):
+            raise TypeError(
+                f"a softmax layer goes on from the Stream of KeptTokens, got {kind_of(state)}; give each layer the "
+                "state that it returned"
+            )
+        if (state.kept.key_bias is None) != (self.gate is None):
+            raise ValueError(
+                "a stream belongs to the layer that began it, got one "
+                f"{'with' if self.gate is None else 'without'} a gate's biases on its keys"
+            )
+        return state.kept
+
+
+def _cut(gates: Gates, at: slice) -> Gates:
+    """The gates of some tokens."""
+    return Gates(gates.log_forget[..., at], None if gates.log_input is None else gates.log_input[..., at])

@@ -1,0 +1,106 @@
+"""When maps are drawn anew: every so many steps, alike everywhere, resumable, never in evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layers import linear, tokens
+from linattn.feature_maps import Centred, EluPlusOne, FavorPlus
+from linattn.nn import Block, RedrawSchedule
+from linattn.positions import SineSpe
+
+
+def model(seed: int = 0) -> torch.nn.Sequential:
+    """Two layers with draws of their own, and one without."""
+    torch.manual_seed(seed)
+    wrapped = Centred(FavorPlus(4, 8, seed=1), query_mean=torch.zeros(1, 4), key_mean=torch.zeros(1, 4))
+    return torch.nn.Sequential(linear(FavorPlus(4, 8)), linear(EluPlusOne(4)), linear(wrapped))
+
+
+def draws(of: torch.nn.Module) -> list[torch.Tensor]:
+    """Every W, as it is now."""
+    return [part.projection.clone() for part in of.modules() if isinstance(part, FavorPlus)]
+
+
+def test_maps_are_drawn_every_so_many_steps() -> None:
+    trained, x = model(), tokens(1, 5)
+    schedule, seen = RedrawSchedule(trained, every=3, seed=5), [draws(trained)]
+    before = trained(x)
+    assert [schedule.step() for _ in range(3)] == [False, False, True]
+    assert not torch.equal(trained(x), before)
+    seen.append(draws(trained))
+    for _ in range(3):
+        schedule.step()
+    seen.append(draws(trained))
+    all_draws = [w for one in seen for w in one]
+    assert len({w.sum().item() for w in all_draws}) == len(all_draws) == 6
+    assert {w.dtype for w in all_draws} == {torch.float64}
+
+
+def test_draws_depend_on_the_schedule_alone() -> None:
+    """Not on what else was drawn, the ranks' own seeds included."""
+    one, other = model(0), model(1)
+    for trained in (one, other):
+        schedule = RedrawSchedule(trained, every=2)
+        for _ in range(4):
+            torch.randn(7 if trained is one else 3)
+            schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(draws(one), draws(other), strict=True))
+
+
+@pytest.mark.parametrize("loads_model", [False, True])
+def test_a_resumed_run_has_the_draws_of_an_uncut_one(loads_model: bool) -> None:
+    uncut, cut = model(), model()
+    whole = RedrawSchedule(uncut, every=2, seed=3)
+    first = RedrawSchedule(cut, every=2, seed=3)
+    for _ in range(5):
+        whole.step(), first.step()
+    resumed = model()
+    if loads_model:
+        resumed.load_state_dict(cut.state_dict())
+    second = RedrawSchedule(resumed, every=9)
+    second.load_state_dict(first.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(draws(uncut), draws(resumed), strict=True))
+    assert whole.step() == second.step() is True
+    assert all(torch.equal(a, b) for a, b in zip(draws(uncut), draws(resumed), strict=True))
+
+
+def test_noise_of_an_encoding_is_drawn_too() -> None:
+    layer, x = linear(EluPlusOne(6), positions=SineSpe(4, 6)), tokens(1, 5)
+    before = layer(x)
+    RedrawSchedule(layer, every=1).step()
+    assert not torch.equal(layer(x), before)
+
+
+def test_nothing_is_drawn_in_evaluation() -> None:
+    trained = model().eval()
+    schedule, before = RedrawSchedule(trained, every=1), draws(trained)
+    with pytest.raises(RuntimeError, match=r"call model.train\(\)"):
+        schedule.step()
+    assert schedule.num_steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(draws(trained), before, strict=True))
+
+
+def test_a_compiled_block_takes_the_new_draw() -> None:
+    torch.compiler.reset()
+    block, x = Block(linear(FavorPlus(4, 8))), tokens(1, 5)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    schedule, before = RedrawSchedule(block, every=1), compiled(x)
+    schedule.step()
+    torch.testing.assert_close(compiled(x), block(x), rtol=1e-12, atol=1e-12)
+    assert not torch.equal(block(x), before)
+
+
+def test_wrong_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match="has no map that is drawn"):
+        RedrawSchedule(linear(EluPlusOne(4)), every=1)
+    for every in (0, 1.5, True):
+        with pytest.raises(ValueError, match="every must be an integer of at least 1, got"):
+            RedrawSchedule(model(), every=every)
+    with pytest.raises(ValueError, match="seed must be an integer of at least 0, got -1"):
+        RedrawSchedule(model(), every=1, seed=-1)
+    schedule = RedrawSchedule(model(), every=1)
+    for wrong in ({}, {"num_steps": 1, "every": 0, "seed": 0}, {"num_steps": -1, "every": 1, "seed": 0}):
+        with pytest.raises(ValueError, match="has the integers num_steps, every, seed, got"):
+            schedule.load_state_dict(wrong)

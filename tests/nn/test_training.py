@@ -1,0 +1,129 @@
+"""What training asks of a model: compilation, recomputed activations, autocast, several processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from layers import LAYERS, hybrid, text, tokens
+from linattn.nn import Block
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """Of all parameters, in order."""
+    return list(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_block_compiles_whole(kind: str, is_masked: bool) -> None:
+    torch.compiler.reset()
+    block, x = Block(LAYERS[kind](is_causal=True)), tokens(2, 7)
+    mask = (torch.arange(7) > torch.tensor([[1], [3]])) if is_masked else None
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(x, key_mask=mask), block(x, key_mask=mask)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    weight = tokens(2, 7, seed=1)
+    pairs = zip(gradients(block, (found * weight).sum()), gradients(block, (expected * weight).sum()), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_step_of_a_stream_compiles_whole(kind: str, length: int) -> None:
+    torch.compiler.reset()
+    block, x = Block(LAYERS[kind](is_causal=True)).requires_grad_(False), tokens(2, 4 + length)
+    state = block.forward_with_state(x[:, :4]).state
+    step = torch.compile(block.forward_with_state, fullgraph=True, backend="aot_eager")
+    found, expected = step(x[:, 4:], state), block.forward_with_state(x[:, 4:], state)
+    torch.testing.assert_close(found.out, expected.out, **CLOSE)
+    assert torch.equal(found.state.num_tokens, expected.state.num_tokens)
+
+
+def test_recomputed_activations_change_no_gradient() -> None:
+    model, words = hybrid(), text(2, 9)
+    mask = torch.arange(9) >= torch.tensor([[0], [2]])
+    stored = model(words, key_mask=mask)[mask]
+    model.gradient_checkpointing = True
+    recomputed = model(words, key_mask=mask)[mask]
+    torch.testing.assert_close(recomputed, stored, rtol=0, atol=0)
+    for one, other in zip(gradients(model, stored.sum()), gradients(model, recomputed.sum()), strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def test_checkpointing_a_block_stores_less() -> None:
+    """Counted: tensors saved for the backward pass."""
+    block, x = Block(LAYERS["random"](is_causal=True)), tokens(1, 64).requires_grad_()
+
+    def saved(run) -> int:
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: sizes.append(y.numel()) or y, lambda y: y):
+            run()
+        return sum(sizes)
+
+    assert saved(lambda: checkpoint(block, x, use_reentrant=False)) < saved(lambda: block(x)) / 4
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast_rounds_and_no_more(kind: str) -> None:
+    """bfloat16 keeps 8 bits: outputs and gradients as far from float32's as some roundings take them."""
+    block, x = Block(LAYERS[kind](is_causal=True, dtype=torch.float32)), tokens(2, 16).float()
+    weight = tokens(2, 16, seed=1).float()
+    exact = block(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = block(x)
+    ratio = (cast.float() - exact).norm() / exact.norm()
+    assert 0 < ratio < 16 * 2**-8
+    for one, other in zip(
+        gradients(block, (cast * weight).sum()), gradients(block, (exact * weight).sum()), strict=True
+    ):
+        assert one.isfinite().all()
+        assert (one - other).norm() <= 32 * 2**-8 * other.norm() + 1e-3
+
+
+PROCESS = """
+import sys, torch, torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from layers import hybrid, text
+from linattn.nn import RedrawSchedule
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = hybrid()
+torch.manual_seed(rank)
+parallel, words = torch.nn.parallel.DistributedDataParallel(model), text(4, 9)[2 * rank : 2 * rank + 2]
+schedule = RedrawSchedule(parallel, every=1)
+for _ in range(2):
+    parallel.zero_grad()
+    cross_entropy(parallel(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()).backward()
+    schedule.step()
+torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_have_the_gradients_of_one(tmp_path) -> None:
+    """In float64, between two redraws of the schedule, alike on both."""
+    from linattn.nn import RedrawSchedule
+
+    command = [sys.executable, "-c", PROCESS]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE) for rank in range(2)]
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()
+    torch.manual_seed(0)
+    model, words = hybrid(), text(4, 9)
+    RedrawSchedule(model, every=1).step()
+    cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()).backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for one, parameter in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(one, parameter.grad, rtol=1e-6, atol=1e-12)
