@@ -106,7 +106,7 @@ def _on_a_grid(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | Non
         return Tokens(grouped, key.double(), value.double(), None, None, sees)
     dead = torch.where(key_mask, 0.0, -torch.inf).unsqueeze(1)
     order = (~key_mask).to(torch.int8).argsort(dim=1, stable=True)[:, None, :, None]
-    key, value = (inert(x, dead).gather(2, order.expand(batch, x.shape[1], -1, x.shape[3])) for x in (key, value))
+    key, value = (x.gather(2, order.expand(batch, x.shape[1], -1, x.shape[3])) for x in inert(dead, key, value))
     at = key_mask.cumsum(1)[:, length - num_queries :] - 1
     sees = at >= 0 if is_causal else key_mask.any(1, keepdim=True)
     alive = key_mask.gather(1, order[:, 0, :, 0])
