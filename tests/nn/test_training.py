@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 
@@ -114,11 +116,18 @@ def test_two_processes_have_the_gradients_of_one(tmp_path) -> None:
     """In float64, between two redraws of the schedule, alike on both."""
     from linattn.nn import RedrawSchedule
 
-    command = [sys.executable, "-c", PROCESS]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE) for rank in range(2)]
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()
+    # The processes import this folder's models as pytest does.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with contextlib.ExitStack() as started:
+        ranks = []
+        for rank in range(2):
+            command = [sys.executable, "-c", PROCESS, str(rank), str(tmp_path)]
+            process = started.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, env=environment))
+            # One that has failed leaves the other waiting.
+            started.callback(process.kill)
+            ranks.append(process)
+        errors = [process.communicate(timeout=120)[1].decode() for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
     torch.manual_seed(0)
     model, words = hybrid(), text(4, 9)
     RedrawSchedule(model, every=1).step()

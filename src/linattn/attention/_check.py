@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._swapping import named_tensors
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -129,8 +130,8 @@ def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None
             f"the feature map holds one set of parameters for each of {heads} key/value heads, got {key.shape[1]} "
             f"heads; build it with num_heads={key.shape[1]}, or num_heads=None to share one set"
         )
-    held = next(iter(feature_map.parameters()), next(iter(feature_map.buffers()), None))
-    if held is not None and held.device != query.device:
+    _, held = next(named_tensors(feature_map), (None, query))
+    if held.device != query.device:
         raise ValueError(
             f"the feature map is on {held.device}, the tensors on {query.device}; move it with feature_map.to(…)"
         )

@@ -13,15 +13,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by dotted name, those that `DataParallel` gives its replicas included."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-    if "_is_replica" not in vars(module):
-        return
+    """Parameters and buffers by dotted name, each once, those that `DataParallel` gives its replicas included.
+
+    A decoding step asks twice; torch's own iterators would cost it a tenth of its time.
+    """
+    seen = set()
     for prefix, child in module.named_modules():
         # A replica's parameters are plain tensors with a gradient; torch keeps their names here.
-        for name, tensor in vars(child).get("_former_parameters", {}).items():
-            yield f"{prefix}.{name}" if prefix else name, tensor
+        former = vars(child).get("_former_parameters", {})
+        for name, tensor in (*child._parameters.items(), *child._buffers.items(), *former.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 def with_swapped_tensors(module: M, tensors: Mapping[str, Tensor]) -> M:
