@@ -1,4 +1,4 @@
-"""A maximum over all keys tells the past of the future, through the epsilon.
+"""A maximum over all keys leaks future tokens into earlier rows, through the epsilon.
 
 Dividing all key features by one number cancels between numerator and denominator, whatever it is, so a maximum over all
 keys does no harm by itself. With an epsilon added to what is divided it does: a later key that raises the maximum
