@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,14 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Trainings believe this clock: `now`, in seconds."""
+    found = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: found.now))
+    return found
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

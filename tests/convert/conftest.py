@@ -1,4 +1,4 @@
-"""Tiny models, batches, a tokenizer and texts for conversions, and a clock that the tests move."""
+"""Tiny models, batches, a tokenizer and texts for conversions."""
 
 from __future__ import annotations
 
@@ -79,14 +79,6 @@ def paragraphs() -> list[str]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Trainings believe this clock: `now`, in seconds."""
-    found = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("linattn.convert.training.time", SimpleNamespace(perf_counter=lambda: found.now))
-    return found
-
-
-@pytest.fixture
 def ticking(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock, moved half a second whenever it is looked at."""
 
@@ -94,5 +86,5 @@ def ticking(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNa
         clock.now += 0.5
         return float(clock.now)
 
-    monkeypatch.setattr("linattn.convert.training.time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr("linattn.training.loop.time", SimpleNamespace(perf_counter=perf_counter))
     return clock

@@ -75,7 +75,7 @@ def test_a_conversion_cut_off_in_both_trainings_is_one_that_was_not(
     assert unchanged(parts, state(whole))
     # The same once more finds everything done.
     again = build(family)
-    monkeypatch.setattr("linattn.convert.training._Run._step", None)
+    monkeypatch.setattr("linattn.training.loop._Run._step", None)
     assert convert_(again, batches, config, work=tmp_path / "work") == found
     assert unchanged(again, state(whole))
 

@@ -10,11 +10,11 @@ from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.losses import distillation, row_divergence
 from linattn.convert.running import run
 from linattn.convert.samples import from_batches
-from linattn.convert.training import train
 from linattn.convert.transfer import transfer
 from linattn.hf import linearize_, restore_
 from linattn.planning.measures import softmax_log_rows
 from linattn.planning.methods import parse_method
+from linattn.training.loop import train
 
 # Seconds of the tests' clock, of which a step takes one.
 STEPS = 50

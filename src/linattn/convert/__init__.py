@@ -15,4 +15,4 @@ from linattn.convert.course import Conversion as Conversion
 from linattn.convert.stages import Agreement as Agreement
 from linattn.convert.stages import LayerError as LayerError
 from linattn.convert.stages import Stage as Stage
-from linattn.convert.training import Trained as Trained
+from linattn.training import Trained as Trained

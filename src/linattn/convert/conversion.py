@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import linattn
-from linattn.convert.checkpoints import WorkFolder
 from linattn.convert.config import DEFAULT_MAP, ConvertConfig
 from linattn.convert.course import Conversion, Course, label
 from linattn.convert.running import Batch
@@ -23,6 +22,7 @@ from linattn.hf import is_linearized
 from linattn.planning.methods import Method, parse_method
 from linattn.records.atomic import full_disk_names
 from linattn.records.locks import locked
+from linattn.training import Notify, WorkFolder
 
 
 def convert_(
@@ -31,7 +31,7 @@ def convert_(
     config: ConvertConfig,
     *,
     work: Path | None = None,
-    notify: Callable[[str, float, float], None] | None = None,
+    notify: Notify | None = None,
 ) -> Conversion:
     """Turn a softmax model into a linear one, in place, and repair the damage as far as time allows.
 
@@ -53,7 +53,7 @@ def convert_(
         config: what to do.
         work: a folder for checkpoints and TensorBoard curves, of one conversion at a time. If it holds a conversion
             that was cut off, this one goes on from its last whole checkpoint. None keeps everything in memory.
-        notify: called with the training's name, the share of its time that is spent, and its best validation loss.
+        notify: called after each step with the training's name, the share of its time that is spent, and its progress.
 
     Returns:
         A `Conversion`. Ctrl-C during training ends it early, with the best weights so far in the model.
@@ -82,7 +82,9 @@ def convert_(
     _check(model, config)
     samples = _samples(model, tokenizer_or_batches, config)
     with _alone(work):
-        folder = None if work is None else WorkFolder(work, _identity(model, method, config, samples))
+        folder = (
+            None if work is None else WorkFolder(work, _identity(model, method, config, samples), kind="conversion")
+        )
         modes = [(module, module.training) for module in model.modules()]
         model.train(False)
         teacher = copy.deepcopy(model).requires_grad_(False)

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from linattn.convert.calibration import build_maps, fit_maps, make_plans
-from linattn.convert.checkpoints import WorkFolder
 from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.running import to_device
 from linattn.convert.samples import Samples
 from linattn.convert.stages import BASELINE, Stage, best, measure, measure_uniform
-from linattn.convert.training import Notify, Trained, Training, train
 from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import (
@@ -32,6 +30,7 @@ from linattn.hf.layer_attention import ATTRIBUTE
 from linattn.hf.linearization import choose_layers
 from linattn.planning import Plan, read_plans, write_plans
 from linattn.planning.methods import Method
+from linattn.training import Notify, Trained, Training, WorkFolder, train
 
 # Of the time, when a map learns and the model is distilled afterwards.
 _TRANSFER_SHARE = 1 / 3

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from linattn.convert.losses import distillation
 from linattn.convert.running import Batch, Outputs, run
 from linattn.convert.samples import Samples
-from linattn.convert.training import Training
 from linattn.feature_maps import FeatureMap
+from linattn.training import Seconds, Training
 
 
 def distil(
@@ -64,7 +64,7 @@ def distil(
         parameters=[(parameters, rate) for parameters, rate in groups if parameters],
         loss=loss,
         validate=validate,
-        seconds=seconds,
+        budget=Seconds(seconds),
     )
 
 

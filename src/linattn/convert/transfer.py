@@ -14,11 +14,11 @@ from linattn.attention import attention_rows
 from linattn.convert.calibration import record, texts
 from linattn.convert.losses import row_divergence
 from linattn.convert.samples import Samples
-from linattn.convert.training import Training
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
 from linattn.hf.layer_attention import rescale_query
 from linattn.planning.measures import softmax_log_rows, visible_keys
+from linattn.training import Seconds, Training
 
 # Rows of each text that a step looks at.
 _ROWS = 128
@@ -58,7 +58,7 @@ def transfer(
         parameters=[(parameters, learning_rate)],
         loss=lambda step: _loss(maps, layers, record(teacher, samples.training(step)), step),
         validate=validate,
-        seconds=seconds,
+        budget=Seconds(seconds),
     )
 
 

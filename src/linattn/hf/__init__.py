@@ -37,3 +37,4 @@ from linattn.hf.state_cache import StateCache as StateCache
 from linattn.hf.state_cache import StateLayer as StateLayer
 from linattn.hf.stream_cache import StreamCache as StreamCache
 from linattn.hf.stream_cache import StreamLayer as StreamLayer
+from linattn.hf.streaming import stream_tokens as stream_tokens

@@ -74,7 +74,7 @@ def words(folder, text, tmp_path):
 def run(words, monkeypatch):
     """A function that runs the command, on a clock of which every look takes half a second."""
     clock = count(0.0, 0.5)
-    monkeypatch.setattr("linattn.convert.training.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     return lambda *more, **options: CliRunner(env=WIDE).invoke(app, words(*more, **options))
 
 
@@ -297,7 +297,7 @@ def test_killed_three_times_it_ends_as_if_it_had_not_been(words, tmp_path):
     out.rename(tmp_path / "uncut")
     # In a checkpoint, in a step of the second training, and when the model is already written.
     deaths = [
-        ("linattn.convert.checkpoints", "save_file", "2"),
+        ("linattn.training.checkpoints", "save_file", "2"),
         ("linattn.convert.distilling", "distillation", "20"),
         ("linattn.lab.commands.convert", "model_card", "1"),
     ]
@@ -350,7 +350,7 @@ def test_a_full_disk_at_the_end_names_the_folder_and_loses_no_work(run, tmp_path
     words = f"No space left on device: {tmp_path / 'out'} was not written; free some space, or write elsewhere"
     assert words in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["out.unfinished"]
-    monkeypatch.setattr("linattn.convert.training._Run._step", None)
+    monkeypatch.setattr("linattn.training.loop._Run._step", None)
     assert run("--map", LEARNED, "--minutes", "0.1").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -14,8 +14,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from linattn.lab.commands.app import app
-from linattn.lab.commands.convert import _told
+from linattn.lab.commands.training_progress import training_progress
 from linattn.records.locks import InUseError, locked
+from linattn.training import Progress
 
 # Holds a folder until it is killed.
 HOLDING = """
@@ -81,12 +82,13 @@ def test_the_work_is_held_until_the_model_is_written(run, tmp_path, monkeypatch)
 def told(monkeypatch):
     """What notifies, and the lines that it has printed, by a clock that the test moves."""
     clock, file = SimpleNamespace(now=0.0), StringIO()
-    monkeypatch.setattr("linattn.lab.commands.convert.time", SimpleNamespace(perf_counter=lambda: clock.now))
-    with _told(Console(file=file, width=200)) as notify:
+    monkeypatch.setattr("linattn.lab.commands.training_progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    console = Console(file=file, width=200)
+    with training_progress(console, "Measuring and calibrating", lambda found: f"loss {found.best:.4f}") as notify:
 
-        def at(now, *words):
+        def at(now, name, share, best):
             clock.now = now
-            notify(*words)
+            notify(name, share, Progress(1, now, 9.0, best, best))
             return file.getvalue().splitlines()
 
         yield at

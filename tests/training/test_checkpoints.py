@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from linattn.convert.checkpoints import Progress, WorkFolder
+from linattn.training.checkpoints import Progress, WorkFolder
 
 
 @pytest.fixture
@@ -35,21 +35,21 @@ def state(model, optimizer):
 
 def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, caplog):
     accelerator, model, optimizer = trained
-    folder, progress = WorkFolder(tmp_path, {}), Progress(2, 7.5, 3.0, 0.5, 0.25)
+    folder, progress = WorkFolder(tmp_path, {}, kind="conversion"), Progress(2, 7.5, 3.0, 0.5, 0.25)
     best = {name: x + 1 for name, x in model.state_dict().items()}
     before = state(model, optimizer)
     folder.save("transfer", accelerator, progress, best)
     optimizer.zero_grad()
     model(torch.arange(5)).sum().backward()
     optimizer.step()
-    found, tensors = WorkFolder(tmp_path, {}).resume("transfer", accelerator)
+    found, tensors = WorkFolder(tmp_path, {}, kind="conversion").resume("transfer", accelerator)
     assert found == progress
     assert tensors.keys() == best.keys()
     assert all(torch.equal(tensors[name], best[name]) for name in best)
     assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), before, strict=True))
     assert model[1].weight is model[0].weight
     assert not caplog.records
-    assert WorkFolder(tmp_path, {}).resume("distillation", accelerator) is None
+    assert WorkFolder(tmp_path, {}, kind="conversion").resume("distillation", accelerator) is None
 
 
 def kept(place):
@@ -58,7 +58,7 @@ def kept(place):
 
 def test_only_the_last_whole_checkpoint_counts(trained, tmp_path):
     accelerator, model, _ = trained
-    folder, best = WorkFolder(tmp_path, {}), dict(model.state_dict())
+    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), dict(model.state_dict())
     del best["1.weight"]
     place = tmp_path / "checkpoints" / "transfer"
     folder.save("transfer", accelerator, Progress(99, 1.0, 1.0, 1.0, 1.0), best)
@@ -75,13 +75,13 @@ def test_only_the_last_whole_checkpoint_counts(trained, tmp_path):
 
 def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkeypatch):
     accelerator, model, _ = trained
-    folder, best = WorkFolder(tmp_path, {}), {"0.weight": model[0].weight.detach()}
+    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
     folder.save("transfer", accelerator, Progress(1, 1.0, 1.0, 1.0, 1.0), best)
 
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("linattn.convert.checkpoints.save_file", full)
+    monkeypatch.setattr("linattn.training.checkpoints.save_file", full)
     with pytest.raises(OSError, match="no space left"):
         folder.save("transfer", accelerator, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
     assert [path.name for path in (tmp_path / "checkpoints" / "transfer").iterdir()] == ["step-00000001"]
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkey
 def test_a_full_disk_names_the_checkpoint(trained, tmp_path, monkeypatch):
     """Torch's own error says neither which file nor why."""
     accelerator, model, _ = trained
-    folder, best = WorkFolder(tmp_path, {}), {"0.weight": model[0].weight.detach()}
+    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
     place = tmp_path / "checkpoints" / "transfer"
     for error, words in (
         (RuntimeError("unexpected pos 832 vs 726"), r" was not written \(unexpected pos 832 vs 726\); free some space"),
@@ -126,7 +126,7 @@ FILES = ["best.safetensors", "optimizer.bin", "progress.json", "pytorch_model.bi
 def twice(trained, tmp_path):
     """A work folder with two checkpoints, and the accelerator."""
     accelerator, model, _ = trained
-    folder, best = WorkFolder(tmp_path, {}), {"0.weight": model[0].weight.detach()}
+    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
     for step in (1, 2):
         folder.save("transfer", accelerator, Progress(step, 1.0, 1.0, 1.0, 1.0), best)
     return folder, accelerator, tmp_path / "checkpoints" / "transfer"
@@ -162,7 +162,7 @@ def test_damaged_checkpoints_alone_are_an_error_that_names_the_cure(twice):
 
 
 def test_damaged_settings_and_stages_are_named_with_their_cure(tmp_path):
-    folder = WorkFolder(tmp_path, {"seed": 0})
+    folder = WorkFolder(tmp_path, {"seed": 0}, kind="conversion")
     folder.claim()
     folder.remember("uniform", Progress(1, 2.0, 1.0, 1.0, float("inf")))
     assert folder.recall("uniform", Progress) == Progress(1, 2.0, 1.0, 1.0, float("inf"))
@@ -173,24 +173,26 @@ def test_damaged_settings_and_stages_are_named_with_their_cure(tmp_path):
     with pytest.raises(
         ValueError, match=rf"conversion.json is .*: it is no JSON \(.*\); remove {tmp_path} to begin anew"
     ):
-        WorkFolder(tmp_path, {"seed": 0})
+        WorkFolder(tmp_path, {"seed": 0}, kind="conversion")
 
 
 def test_another_conversion_is_refused_by_what_differs(tmp_path):
     settings = {"seed": 0, "layers": (0, 1), "feature_map": "Taylor", "samples": "ab"}
-    WorkFolder(tmp_path, settings).claim()
-    WorkFolder(tmp_path, dict(reversed(settings.items())))
+    WorkFolder(tmp_path, settings, kind="conversion").claim()
+    WorkFolder(tmp_path, dict(reversed(settings.items())), kind="conversion")
     with pytest.raises(ValueError, match=r"other settings \(layers: \[0, 1\], now \[0\], seed: 0, now 1\); go on"):
-        WorkFolder(tmp_path, {**settings, "seed": 1, "layers": (0,)})
+        WorkFolder(tmp_path, {**settings, "seed": 1, "layers": (0,)}, kind="conversion")
     with pytest.raises(ValueError, match=r"\(batch_size: None, now 2\)"):
-        WorkFolder(tmp_path, {**settings, "batch_size": 2})
+        WorkFolder(tmp_path, {**settings, "batch_size": 2}, kind="conversion")
 
 
 def test_nothing_is_made_before_there_is_something_to_keep(tmp_path):
     place = tmp_path / "work"
-    folder = WorkFolder(place, {"seed": 0})
+    folder = WorkFolder(place, {"seed": 0}, kind="conversion")
     assert folder.recall("uniform", Progress) is None
     assert not place.exists()
     folder.remember("uniform", Progress(1, 2.0, 1.0, 1.0, 1.0))
-    assert WorkFolder(place, {"seed": 0}).recall("uniform", Progress) == Progress(1, 2.0, 1.0, 1.0, 1.0)
+    assert WorkFolder(place, {"seed": 0}, kind="conversion").recall("uniform", Progress) == Progress(
+        1, 2.0, 1.0, 1.0, 1.0
+    )
     assert json.loads((place / "uniform.json").read_text())["seconds"] == 2.0

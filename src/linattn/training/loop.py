@@ -14,10 +14,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from linattn.convert.checkpoints import Progress, WorkFolder
+from linattn.training.budgets import Budget
+from linattn.training.checkpoints import WorkFolder
+from linattn.training.progress import Progress
 
-# How often a training looks at its validation loss and writes a checkpoint: by share of its budget, or by seconds.
-_LOOKS, _SECONDS = 20, 60.0
+# Between two checkpoints, at most.
+_SECONDS = 60.0
 _WARM_UP = 20
 _LEAST_RATE = 0.02
 _BETAS = (0.9, 0.98)
@@ -29,12 +31,12 @@ class Training:
     """What is to be trained.
 
     Attributes:
-        name: "transfer" or "distillation".
+        name: what it is called, as "distillation".
         model: the module that checkpoints hold whole.
         parameters: groups of parameters with the largest learning rate of each.
         loss: of a step.
         validate: the loss that chooses the best weights.
-        seconds: the budget.
+        budget: how long it goes on, `Seconds` or `Steps`.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Training:
     parameters: Sequence[tuple[Sequence[nn.Parameter], float]]
     loss: Callable[[int], Tensor]
     validate: Callable[[], float]
-    seconds: float
+    budget: Budget
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,12 @@ class Trained:
     stopped: bool
 
 
-Notify = Callable[[str, float, float], None]
-"""Called with the training's name, the share of its budget that is spent, and the best validation loss so far."""
+Notify = Callable[[str, float, Progress], None]
+"""Called after each step with the training's name, the share of its budget that is spent, and how far it has come."""
 
 
 def train(training: Training, work: WorkFolder | None, notify: Notify) -> Trained:
-    """Train for a time, and leave the model with its best weights.
+    """Train until the budget is spent, and leave the model with its best weights.
 
     AdamW without weight decay, gradients clipped to norm 1. The learning rate rises over twenty steps and falls by a
     cosine over the budget; where the loss ε² before training is below 1 it is multiplied by ε: AdamW's steps have a
@@ -154,21 +156,26 @@ class _Run:
         self._rates = [rate * lowered for _, rate in training.parameters]
 
     def go(self, pressed: Sequence[int]) -> None:
-        """Steps and looks until the time is over, or something is pressed."""
-        budget, looked = self._training.seconds, self.progress.seconds
-        while self.progress.seconds < budget and not pressed:
+        """Steps and looks until the budget is spent, or something is pressed."""
+        budget = self._training.budget
+        looked = saved = self.progress
+        while budget.share(self.progress) < 1 and not pressed:
             start = time.perf_counter()
             self._step()
             self._spend(start)
-            if self.progress.seconds - looked >= min(budget / _LOOKS, _SECONDS) or self.progress.seconds >= budget:
+            is_look_due = budget.is_look_due(self.progress, looked)
+            if is_look_due:
                 start = time.perf_counter()
                 self._look()
                 self._spend(start)
                 # What a resumed training begins with, so that it goes on as this one does.
-                looked, start = self.progress.seconds, time.perf_counter()
+                looked = self.progress
+            if is_look_due or self.progress.seconds - saved.seconds >= _SECONDS:
+                start = time.perf_counter()
                 self._save()
                 self._spend(start)
-            self._notify(self._training.name, min(self.progress.seconds / budget, 1.0), self.progress.best)
+                saved = self.progress
+            self._notify(self._training.name, min(budget.share(self.progress), 1.0), self.progress)
 
     def _spend(self, start: float) -> None:
         """Count the time since."""
@@ -176,8 +183,8 @@ class _Run:
 
     def _step(self) -> None:
         """One step of the optimiser."""
-        step, share = self.progress.step, self.progress.seconds / self._training.seconds
-        factor = learning_rate_factor(step, share)
+        step = self.progress.step
+        factor = learning_rate_factor(step, self._training.budget.share(self.progress))
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         loss = self._training.loss(step)
@@ -192,7 +199,7 @@ class _Run:
                 "learning rate, or take another map"
             )
         self._optimizer.step()
-        self.progress = replace(self.progress, step=step + 1)
+        self.progress = replace(self.progress, step=step + 1, training_loss=value)
         self._accelerator.log({"loss": value, "learning rate": self._rates[0] * factor}, step=step + 1)
 
     def _look(self) -> None:
@@ -230,9 +237,7 @@ def _accelerator(work: WorkFolder | None) -> Accelerator:
     log_with = None if logs is None else "tensorboard"
     accelerator = Accelerator(device_placement=False, mixed_precision="no", log_with=log_with, project_dir=logs)
     if accelerator.num_processes > 1:
-        raise ValueError(
-            f"a conversion runs in one process, got {accelerator.num_processes}; start it without a launcher"
-        )
+        raise ValueError(f"training runs in one process, got {accelerator.num_processes}; start it without a launcher")
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     return accelerator

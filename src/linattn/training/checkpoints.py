@@ -1,4 +1,4 @@
-"""A conversion's files while it runs: when it is killed, only the last minute is lost."""
+"""The files of a training while it runs: when it is killed, only the last minute is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,70 +18,53 @@ from torch import Tensor
 from linattn.records.atomic import atomic_folder
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_json, write_json
+from linattn.training.progress import Progress
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
-_PROGRESS, _BEST, _DIGESTS, _IDENTITY = "progress.json", "best.safetensors", "digests.json", "conversion.json"
+_PROGRESS, _BEST, _DIGESTS = "progress.json", "best.safetensors", "digests.json"
 # Should the last be damaged, there is the one before.
 _GENERATIONS = 2
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a training has come.
-
-    Attributes:
-        step: steps done.
-        seconds: time spent on them, all runs together.
-        first: validation loss before the first step.
-        best: least validation loss so far.
-        loss: validation loss at the last look.
-    """
-
-    step: int
-    seconds: float
-    first: float
-    best: float
-    loss: float
-
-
 class WorkFolder:
-    """A folder for one conversion; its trainings each keep their last two checkpoints.
+    """A folder for one work, as a conversion; its trainings each keep their last two checkpoints.
 
     A checkpoint is a folder that is renamed when it is whole; the last but two is removed after that. Each holds the
     digests of its files: of a damaged one, the one before takes the place. Settings that are refused before there is
-    anything to keep leave no folder. `identity` tells this conversion from another: settings, samples, versions.
+    anything to keep leave no folder. `identity` tells this work from another: settings, samples, versions; `kind` is
+    what the work is called.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "work"
-        >>> WorkFolder(path, {"seed": 0}).claim()
-        >>> WorkFolder(path, {"seed": 1})
+        >>> WorkFolder(path, {"seed": 0}, kind="conversion").claim()
+        >>> WorkFolder(path, {"seed": 1}, kind="conversion")
         Traceback (most recent call last):
         ...
         ValueError: ... holds an unfinished conversion with other settings (seed: 0, now 1); ...
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, identity: Mapping[str, Any], *, kind: str) -> None:
         self.path = path
+        self._identity_file = path / f"{kind}.json"
         # As JSON has them: tuples are lists there.
         self._identity = now = json.loads(json.dumps(identity))
-        file = path / _IDENTITY
-        if not file.is_file():
+        if not self._identity_file.is_file():
             return
-        found = read_json(file, "conversion's settings", f"remove {path} to begin anew")
+        found = read_json(self._identity_file, f"{kind}'s settings", f"remove {path} to begin anew")
         if found != now:
             names = sorted(name for name in {*found, *now} if found.get(name) != now.get(name))
             changes = ", ".join(f"{name}: {found.get(name)!r}, now {now.get(name)!r}" for name in names)
             raise ValueError(
-                f"{path} holds an unfinished conversion with other settings ({changes}); go on with those, or remove "
+                f"{path} holds an unfinished {kind} with other settings ({changes}); go on with those, or remove "
                 "the folder to begin anew"
             )
 
     def claim(self) -> None:
-        """Write the conversion's identity into the folder; from now on it takes no other."""
-        write_json(self.path / _IDENTITY, self._identity)
+        """Write the work's identity into the folder; from now on it takes no other."""
+        write_json(self._identity_file, self._identity)
 
     @property
     def logs(self) -> Path:

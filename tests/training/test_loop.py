@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
-from itertools import count
+from dataclasses import replace
+from itertools import count, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,8 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from linattn.convert.checkpoints import WorkFolder
-from linattn.convert.training import Training, learning_rate_factor, train
+from linattn.training import Seconds, Steps, Training, WorkFolder, train
+from linattn.training.loop import learning_rate_factor
 
 AIM = torch.tensor([3.0, -1.0, 2.0])
 
@@ -48,12 +49,12 @@ def training(clock):
             clock.now += 0.25
             return float(distance(point).detach()) if validate is None else validate()
 
-        return Training("distillation", point, groups or [([point.place], rate)], step, look, seconds)
+        return Training("distillation", point, groups or [([point.place], rate)], step, look, Seconds(seconds))
 
     return of
 
 
-def quiet(name, share, loss):
+def quiet(name, share, progress):
     """Nobody listens."""
 
 
@@ -69,7 +70,9 @@ def test_a_convex_problem_is_solved(training):
     shares = [share for _, share, _ in told]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert told[-1] == ("distillation", 1.0, found.best_loss)
+    assert told[-1][:2] == ("distillation", 1.0)
+    assert told[-1][2].best == found.best_loss
+    assert [progress.step for _, _, progress in told] == list(range(1, found.steps + 1))
 
 
 def test_the_best_weights_are_kept_and_not_the_last(training):
@@ -143,7 +146,7 @@ def test_an_interrupt_ends_it_with_the_best_so_far(training, tmp_path, work):
             raise KeyboardInterrupt
         return distance(point)
 
-    folder = WorkFolder(tmp_path / "work", {}) if work else None
+    folder = WorkFolder(tmp_path / "work", {}, kind="conversion") if work else None
     found = train(training(point, loss=loss), folder, quiet)
     assert found.stopped
     assert found.steps == 30
@@ -159,7 +162,7 @@ def test_a_signal_waits_for_the_step(training, tmp_path):
             signal.raise_signal(signal.SIGINT)
         return distance(point)
 
-    found = train(training(point, loss=loss), WorkFolder(tmp_path / "work", {}), quiet)
+    found = train(training(point, loss=loss), WorkFolder(tmp_path / "work", {}, kind="conversion"), quiet)
     assert (found.stopped, found.steps) == (True, 31)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -186,7 +189,7 @@ def test_ignored_signals_stay_so(training):
 
 
 def test_an_interrupt_in_a_checkpoint_leaves_no_draft(training, tmp_path, monkeypatch):
-    folder, save = WorkFolder(tmp_path / "work", {}), Accelerator.save_state
+    folder, save = WorkFolder(tmp_path / "work", {}, kind="conversion"), Accelerator.save_state
     calls = []
 
     def interrupted(self, *args, **options):
@@ -231,7 +234,7 @@ def test_accelerators_of_others(training, monkeypatch):
 
 
 def test_curves(training, tmp_path):
-    folder = WorkFolder(tmp_path / "work", {})
+    folder = WorkFolder(tmp_path / "work", {}, kind="conversion")
     found = train(training(Point()), folder, quiet)
     curves = EventAccumulator(str(folder.logs / "distillation")).Reload()
     tags = {"loss", "learning rate", "validation loss", "best validation loss"}
@@ -268,18 +271,18 @@ def test_a_training_cut_off_twice_is_one_that_was_not(training, tmp_path, monkey
     seconds = SimpleNamespace(time=count(1000).__next__)
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", seconds)
     whole = Point()
-    expected = train(training(whole), WorkFolder(tmp_path / "whole", {}), quiet)
+    expected = train(training(whole), WorkFolder(tmp_path / "whole", {}, kind="conversion"), quiet)
     parts = Point()
     loss, looks = cut_at(parts, 9, 31), []
     for _ in range(2):
         with pytest.raises(CutError):
-            train(training(parts, loss=loss), WorkFolder(tmp_path / "parts", {}), quiet)
+            train(training(parts, loss=loss), WorkFolder(tmp_path / "parts", {}, kind="conversion"), quiet)
         looks.append(int(max((tmp_path / "parts" / "checkpoints" / "distillation").iterdir()).name[5:]))
         # Another process knows nothing of these weights, nor of this process's random numbers.
         with torch.no_grad():
             parts.place.fill_(torch.randn(()).item())
     assert 0 < looks[0] <= 9 < looks[1] <= 31
-    found = train(training(parts, loss=loss), WorkFolder(tmp_path / "parts", {}), quiet)
+    found = train(training(parts, loss=loss), WorkFolder(tmp_path / "parts", {}, kind="conversion"), quiet)
     assert found == expected
     assert torch.equal(parts.place, whole.place)
     curves = EventAccumulator(str(tmp_path / "parts" / "logs" / "distillation")).Reload()
@@ -289,15 +292,15 @@ def test_a_training_cut_off_twice_is_one_that_was_not(training, tmp_path, monkey
 
 def test_a_training_cut_off_whose_last_checkpoint_is_damaged_is_one_that_was_not(training, tmp_path):
     whole, parts = Point(), Point()
-    expected = train(training(whole), WorkFolder(tmp_path / "whole", {}), quiet)
+    expected = train(training(whole), WorkFolder(tmp_path / "whole", {}, kind="conversion"), quiet)
     with pytest.raises(CutError):
-        train(training(parts, loss=cut_at(parts, 31)), WorkFolder(tmp_path / "parts", {}), quiet)
+        train(training(parts, loss=cut_at(parts, 31)), WorkFolder(tmp_path / "parts", {}, kind="conversion"), quiet)
     *_, before, last = sorted((tmp_path / "parts" / "checkpoints" / "distillation").iterdir())
     (last / "optimizer.bin").write_bytes(b"damaged")
     seen = []
     found = train(
         training(parts, loss=lambda step: seen.append(step) or distance(parts) * (1 + step % 7)),
-        WorkFolder(tmp_path / "parts", {}),
+        WorkFolder(tmp_path / "parts", {}, kind="conversion"),
         quiet,
     )
     assert seen[0] == int(before.name[5:]) < int(last.name[5:])
@@ -307,7 +310,7 @@ def test_a_training_cut_off_whose_last_checkpoint_is_damaged_is_one_that_was_not
 
 def test_a_finished_training_is_not_trained_again(training, tmp_path):
     point = Point()
-    first = train(training(point), WorkFolder(tmp_path, {}), quiet)
+    first = train(training(point), WorkFolder(tmp_path, {}, kind="conversion"), quiet)
     place = point.place.detach().clone()
     with torch.no_grad():
         point.place.zero_()
@@ -315,9 +318,61 @@ def test_a_finished_training_is_not_trained_again(training, tmp_path):
     def refuse(step):
         raise AssertionError
 
-    again = train(training(point, loss=refuse), WorkFolder(tmp_path, {}), quiet)
+    again = train(training(point, loss=refuse), WorkFolder(tmp_path, {}, kind="conversion"), quiet)
     assert again == first
     assert torch.equal(point.place, place)
-    longer = train(training(point, seconds=90.0), WorkFolder(tmp_path, {}), quiet)
+    longer = train(training(point, seconds=90.0), WorkFolder(tmp_path, {}, kind="conversion"), quiet)
     assert longer.steps > first.steps
     assert longer.first_loss == first.first_loss
+
+
+def by_steps(training, point, total, **options):
+    return replace(training(point, **options), budget=Steps(total))
+
+
+def test_a_number_of_steps_is_done_whatever_the_clock_says(training):
+    point, looks = Point(), []
+
+    def validate():
+        looks.append(None)
+        return float(distance(point).detach())
+
+    found = train(by_steps(training, point, 60, validate=validate), None, quiet)
+    # Before the first step, and after every third.
+    assert (found.steps, len(looks)) == (60, 21)
+
+
+def test_steps_cut_off_by_another_clock_are_those_that_were_not(training, clock, tmp_path):
+    """What a kill leaves is a checkpoint at some moment between two looks; looks are at steps all the same."""
+    whole, parts = Point(), Point()
+    expected = train(by_steps(training, whole, 400), None, quiet)
+    loss, cuts = cut_at(parts, 159, 299), []
+
+    def slower(step):
+        clock.now += 2 * (step % 7)
+        return loss(step)
+
+    for _ in range(2):
+        with pytest.raises(CutError):
+            train(by_steps(training, parts, 400, loss=slower), WorkFolder(tmp_path, {}, kind="conversion"), quiet)
+        cuts.append(int(max((tmp_path / "checkpoints" / "distillation").iterdir()).name[5:]))
+        with torch.no_grad():
+            parts.place.fill_(torch.randn(()).item())
+    assert any(cut % 20 for cut in cuts)
+    found = train(by_steps(training, parts, 400, loss=slower), WorkFolder(tmp_path, {}, kind="conversion"), quiet)
+    assert (found.steps, found.best_loss, found.first_loss) == (400, expected.best_loss, expected.first_loss)
+    assert torch.equal(parts.place, whole.place)
+
+
+def test_a_long_training_is_kept_every_minute(training, tmp_path):
+    """Between two looks of a training by steps many minutes may pass."""
+    point, steps = Point(), []
+    folder = WorkFolder(tmp_path, {}, kind="conversion")
+    save = folder.save
+    folder.save = lambda name, accelerator, progress, best: (
+        steps.append(progress.step),
+        save(name, accelerator, progress, best),
+    )
+    train(by_steps(training, point, 5000, rate=1e-3), folder, quiet)
+    # A step takes half a second, a look more.
+    assert max(b - a for a, b in pairwise([0, *steps])) == 120

@@ -1,0 +1,109 @@
+"""New tokens of a language model one after another, for as long as somebody takes them.
+
+Letters: B batch, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import Cache, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
+
+# Tokens of a prompt that are read at once: memory does not grow with it.
+_CHUNK = 1024
+
+
+def stream_tokens(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    cache: Cache | None = None,
+) -> Iterator[Tensor]:
+    """Draw a text's next tokens without end, in constant memory where the model's cache is.
+
+        p ∝ exp(logits / temperature) over the fewest tokens of probability ≥ top_p together
+
+    transformers' `generate` keeps every token's number and returns at the end; this keeps the cache and one token.
+
+    Cost: one step of the model per token; the prompt is read in chunks of 1,024 tokens.
+
+    Args:
+        model: a causal language model: a `LinearLMForCausalLM`, a linearized one, or one with softmax, whose cache
+            grows. It is to be in evaluation mode.
+        prompt: (B, L) int64, L ≥ 1, without padding.
+        temperature: ≥ 0; 0 takes the likeliest token.
+        top_p: in (0, 1]; 1 draws from all tokens.
+        generator: of the draws, on the model's device; torch's global one if None.
+        cache: the text before the prompt, which goes on with it; the model's own kind, empty, if None.
+
+    Returns:
+        An iterator over (B, 1) int64: the next token of each row. It ends never; take as many as are wanted.
+
+    Raises:
+        ValueError: at the first token: a model in training mode, an empty prompt, numbers out of range.
+
+    Example:
+        >>> from itertools import islice
+        >>> from linattn.hf import LinearLMConfig, LinearLMForCausalLM
+        >>> model = LinearLMForCausalLM(LinearLMConfig(num_hidden_layers=1)).eval()
+        >>> prompt = torch.tensor([list(b"linear")])
+        >>> tokens = torch.cat(list(islice(stream_tokens(model, prompt, temperature=0), 4)), 1)
+        >>> bool((tokens == model.generate(prompt, max_new_tokens=4, do_sample=False)[:, 6:]).all())
+        True
+
+    Source: Holtzman et al. 2020 (arXiv 1904.09751) for top_p.
+    """
+    _check(model, prompt, temperature, top_p)
+    warp = _warpers(temperature, top_p)
+    logits = prompt.new_empty(0)
+    with torch.no_grad():
+        for chunk in prompt.to(model.device).split(_CHUNK, 1):
+            logits, cache = _step(model, chunk, cache)
+    while True:
+        with torch.no_grad():
+            token = _draw(logits, warp, generator)
+        yield token
+        with torch.no_grad():
+            logits, cache = _step(model, token, cache)
+
+
+def _step(model: PreTrainedModel, tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+    """The next token's logits (B, V) after these tokens, and the cache."""
+    found = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return found.logits[:, -1].float(), found.past_key_values
+
+
+def _warpers(temperature: float, top_p: float) -> LogitsProcessorList | None:
+    """What changes logits before a draw; None for no draw."""
+    if temperature == 0:
+        return None
+    warpers = [TemperatureLogitsWarper(float(temperature))] if temperature != 1 else []
+    return LogitsProcessorList([*warpers, *([TopPLogitsWarper(top_p)] if top_p < 1 else [])])
+
+
+def _draw(logits: Tensor, warp: LogitsProcessorList | None, generator: torch.Generator | None) -> Tensor:
+    """A token for each row, (B, 1)."""
+    if warp is None:
+        return logits.argmax(-1, keepdim=True)
+    # No warper here reads the text; transformers annotates tensors by classes that none of them has.
+    unread, scores = cast(torch.LongTensor, logits.new_empty(0, dtype=torch.long)), cast(torch.FloatTensor, logits)
+    return torch.multinomial(warp(unread, scores).softmax(-1), 1, generator=generator)
+
+
+def _check(model: PreTrainedModel, prompt: Tensor, temperature: float, top_p: float) -> None:
+    """Refuse what gives no text."""
+    if model.training:
+        raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first")
+    if prompt.ndim != 2 or not prompt.numel():
+        raise ValueError(f"prompt must be (B, L) with at least one token, got {tuple(prompt.shape)}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be a finite number of 0 or more, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")

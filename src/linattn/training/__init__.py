@@ -1,0 +1,16 @@
+"""A training loop on Accelerate that is cut off and goes on; conversions and new language models share it."""
+
+from importlib.util import find_spec
+
+if _missing := [name for name in ("accelerate", "tensorboard") if find_spec(name) is None]:
+    raise ImportError(f"linattn trains with {' and '.join(_missing)}, not installed here: pip install 'linattn[train]'")
+
+from linattn.training.budgets import Budget as Budget
+from linattn.training.budgets import Seconds as Seconds
+from linattn.training.budgets import Steps as Steps
+from linattn.training.checkpoints import WorkFolder as WorkFolder
+from linattn.training.loop import Notify as Notify
+from linattn.training.loop import Trained as Trained
+from linattn.training.loop import Training as Training
+from linattn.training.loop import train as train
+from linattn.training.progress import Progress as Progress

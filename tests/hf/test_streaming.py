@@ -1,0 +1,110 @@
+"""Tokens drawn without end: greedy ones are transformers' own, draws follow the model's distribution."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from linattn.hf import LinearLMConfig, LinearLMForCausalLM, StreamCache, linearize_, stream_tokens
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+KINDS = ("linear", "hybrid", "softmax llama", "linearized llama")
+
+
+def model_of(kind: str):
+    torch.manual_seed(0)
+    if "llama" not in kind:
+        config = LinearLMConfig(**SIZES, num_features=8, pattern="ls" if kind == "hybrid" else "l")
+        return LinearLMForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64, intermediate_size=16, eos_token_id=None)).eval()
+    if kind.startswith("linearized"):
+        linearize_(model, feature_map="FavorPlus", num_features=8)
+    return model
+
+
+def taken(count, *args, **options):
+    return torch.cat(list(islice(stream_tokens(*args, **options), count)), 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_generate(kind):
+    model, prompt = model_of(kind), torch.randint(3, 60, (2, 5))
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(taken(12, model, prompt, temperature=0), expected[:, 5:])
+
+
+def test_a_prompt_in_chunks_and_a_text_gone_on_with(monkeypatch):
+    model, prompt = model_of("hybrid"), torch.randint(0, 256, (2, 11))
+    whole = taken(6, model, prompt, temperature=0)
+    monkeypatch.setattr("linattn.hf.streaming._CHUNK", 4)
+    assert torch.equal(taken(6, model, prompt, temperature=0), whole)
+    cache = StreamCache(2)
+    # The first of them is drawn but not read yet.
+    taken(1, model, prompt[:, :7], temperature=0, cache=cache)
+    assert torch.equal(taken(6, model, prompt[:, 7:], temperature=0, cache=cache), whole)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.6)])
+def test_draws_follow_the_distribution(temperature, top_p):
+    """Chi-square over 4,000 independent rows."""
+    model, rows = model_of("softmax llama"), 4000
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20.0)
+        logits = model(torch.tensor([[5, 7]])).logits[0, -1].double()
+    p = (logits / temperature).softmax(0)
+    if top_p < 1:
+        order = p.argsort(descending=True)
+        kept = int((p[order].cumsum(0) < top_p).sum()) + 1
+        p = torch.zeros_like(p).index_copy(0, order[:kept], p[order[:kept]] / p[order[:kept]].sum())
+    draws = torch.Generator().manual_seed(1)
+    found = taken(
+        1, model, torch.tensor([[5, 7]]).repeat(rows, 1), temperature=temperature, top_p=top_p, generator=draws
+    )
+    counts = torch.bincount(found[:, 0], minlength=len(p)).double()
+    assert not counts[p == 0].any()
+    likely = rows * p >= 5
+    expected = torch.cat([rows * p[likely], (rows * p[~likely]).sum()[None]])
+    counts = torch.cat([counts[likely], counts[~likely].sum()[None]])
+    present = expected > 0
+    chi2 = ((counts - expected)[present] ** 2 / expected[present]).sum()
+    freedom = int(present.sum()) - 1
+    assert freedom >= 3
+    # The square is above this once in 30,000 draws (Wilson and Hilferty).
+    assert chi2 < freedom * (1 - 2 / (9 * freedom) + 4 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def test_the_same_seed_draws_the_same_text():
+    model, prompt = model_of("linear"), torch.tensor([list(b"linear")])
+    texts = [taken(20, model, prompt, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+
+
+def test_what_is_kept_does_not_grow():
+    model, cache = model_of("linear"), StreamCache(2)
+    stream = stream_tokens(model, torch.tensor([list(b"linear")]), cache=cache)
+    sizes = set()
+    for _ in range(100):
+        next(stream)
+        sizes.add(cache.num_bytes)
+    assert len(sizes) == 1
+
+
+def test_refusals():
+    model, prompt = model_of("linear"), torch.tensor([[1, 2]])
+    for options, words in (
+        ({"temperature": -1.0}, "temperature must be a finite number of 0 or more, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be a finite number of 0 or more, got nan"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            next(stream_tokens(model, prompt, **options))
+    with pytest.raises(ValueError, match=r"prompt must be \(B, L\) with at least one token, got \(1, 0\)"):
+        next(stream_tokens(model, prompt[:, :0]))
+    with pytest.raises(ValueError, match=r"is in training mode; call model.eval\(\) first"):
+        next(stream_tokens(model.train(), prompt))
