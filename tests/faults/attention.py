@@ -24,7 +24,7 @@ FAULTS = (
     Fault(
         "let masked tokens hold NaN",
         "attention/backends/blocked/blocks.py",
-        "return rows if bias is None else rows.masked_fill_(is_masked(bias).unsqueeze(-1), 0)",
+        "return rows if masked is None else rows.masked_fill_(masked.unsqueeze(-1), 0)",
         "return rows",
         "tests/laws/test_masking.py",
     ),

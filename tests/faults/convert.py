@@ -112,7 +112,7 @@ FAULTS = (
     ),
     Fault(
         "write a converted model in its place",
-        "lab/commands/convert.py",
+        "lab/commands/new_folder.py",
         """draft = work / "result\"""",
         "draft = out",
         "tests/lab/commands/test_convert.py",
@@ -217,7 +217,7 @@ FAULTS = (
     ),
     Fault(
         "let go of the work before the model is written",
-        "lab/commands/convert.py",
+        "lab/commands/new_folder.py",
         "        with locked(work):\n            yield",
         "        yield",
         "tests/lab/commands/test_convert_alone.py",

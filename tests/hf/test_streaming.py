@@ -62,9 +62,8 @@ def test_draws_follow_the_distribution(temperature, top_p):
         kept = int((p[order].cumsum(0) < top_p).sum()) + 1
         p = torch.zeros_like(p).index_copy(0, order[:kept], p[order[:kept]] / p[order[:kept]].sum())
     draws = torch.Generator().manual_seed(1)
-    found = taken(
-        1, model, torch.tensor([[5, 7]]).repeat(rows, 1), temperature=temperature, top_p=top_p, generator=draws
-    )
+    prompt = torch.tensor([[5, 7]]).repeat(rows, 1)
+    found = taken(1, model, prompt, temperature=temperature, top_p=top_p, generator=draws)
     counts = torch.bincount(found[:, 0], minlength=len(p)).double()
     assert not counts[p == 0].any()
     likely = rows * p >= 5

@@ -106,12 +106,12 @@ class Workspace:
             self._buffers[name] = self._like.new_empty(size)
         return self._buffers[name][:size].view(shape)
 
-    def rows(self, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A block of tokens in the accumulation dtype, those with bias (B, H or 1, n) -inf 0; copied only if needed."""
-        if bias is None and x.dtype == self._like.dtype:
+    def rows(self, name: str, x: Tensor, masked: Tensor | None = None) -> Tensor:
+        """A block of tokens in the accumulation dtype, masked ones (B, H or 1, n) 0; copied only if needed."""
+        if masked is None and x.dtype == self._like.dtype:
             return x
         rows = self.buffer(name, *x.shape).copy_(x)
-        return rows if bias is None else rows.masked_fill_(is_masked(bias).unsqueeze(-1), 0)
+        return rows if masked is None else rows.masked_fill_(masked.unsqueeze(-1), 0)
 
     def product(self, name: str, first: Tensor, second: Tensor) -> Tensor:
         """first·second, for batches of matrices."""

@@ -11,12 +11,13 @@ the sweep reaches it, so that memory does not grow with its number. Letters as i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks, causal_mask, is_masked, num_blocks
+from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks, causal_mask, num_blocks
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
@@ -27,9 +28,8 @@ from linattn.attention.backends.blocked.features import (
     query_features,
     query_gradient,
     query_rows,
-    store_masked,
 )
-from linattn.attention.backends.blocked.grouped_causal import BlockGradients, BlockState, GroupedGradients, GroupedRows
+from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
 from linattn.attention.backends.blocked.passes import SavedRows, empty_rows, saved_rows, store_rows, times_z
 from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, sums_of
@@ -68,19 +68,14 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
         fold = GroupedGradients(feature_map, saved, span)
     else:
         fold = JointGradients(feature_map, saved, span)
-    query, key, value = (x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value))
+    tokens = TokenGradients(*(x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value)))
     S, z = (x.clone(memory_format=torch.contiguous_format) for x in (saved.grads.S, saved.grads.z))
     cut = causal_blocks(inputs, span)
     for index in reversed(range(-(-len(cut) // SEGMENT))):
         before = outputs.kept(index) if index else sums_of(inputs)
         for visit in reversed(_segment_states(fold, cut[index * SEGMENT : (index + 1) * SEGMENT], before)):
-            block, found = visit.block, fold.pull(visit, S, z)
-            target = query[..., block, :]
-            target.copy_(found.query.view(target.shape))
-            store_masked(key[:, :, block], found.key, fold.keys.bias(block))
-            store_masked(value[:, :, block], found.value, fold.keys.bias(block))
-            S, z = found.S, found.z
-    return Gradients((query, key, value, S, z), fold.of_bias.total, fold.back.totals)
+            S, z = fold.pull(visit, S, z, tokens)
+    return Gradients((*tokens, S, z), fold.of_bias.total, fold.back.finish())
 
 
 def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice], before: Sums) -> list[BlockState]:
@@ -152,11 +147,10 @@ class JointRows:
         """
         if keys.log is None:
             return None
-        first, bias = keys.log[..., 0, :], self.keys.bias(block)
+        first, masked = keys.log[..., 0, :], self.keys.masked(block)
         if self.span:
             first = m  # the first span sees no key of its own block
-        elif bias is not None:
-            masked = is_masked(bias)
+        elif masked is not None:
             index = (~masked).to(torch.uint8).argmax(-1)[..., None, None]
             first = torch.take_along_dim(keys.log, index, dim=-2).squeeze(-2)
             # Rows before it see the state alone, where that holds any key.
@@ -201,11 +195,11 @@ class JointGradients(JointRows):
 
     def __init__(self, feature_map: FeatureMap, saved: Saved, span: int) -> None:
         super().__init__(feature_map, saved.inputs, span)
-        self.back, self._saved = MapGradients(feature_map, saved.tensors), saved
+        self.back, self._saved = MapGradients(feature_map, saved.tensors, at_once=SEGMENT), saved
         self.of_bias = BiasGradient(saved.inputs.bias, wanted=saved.bias_grad)
 
-    def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor) -> BlockGradients:
-        """Gradients of a block, from those of the sums after it, which may be written over."""
+    def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
+        """Those of S and z before a block, from those after it, which may be written over; its tokens' are stored."""
         x_q, value = query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
         rows = saved_rows(self._saved, visit.block, query_block(self.map, x_q, self.space), self.space)
         if visit.safe is None:
@@ -214,9 +208,12 @@ class JointGradients(JointRows):
             # The split goes first, and the joint part gets copies, since that writes over t, grad S and grad z.
             apart = self._pull_split(visit, rows, value, grad_S, grad_z)
             found = self._pull_joint(visit, rows, value, grad_S.clone(), grad_z.clone()).where(visit.safe, apart)
-        query = self.back.query(x_q, found.t)
-        self.of_bias.store(visit.block, found.keys.log)
-        return BlockGradients(query, self.back.key(visit.x, found.keys), found.value, found.S, found.z)
+        block, masked = visit.block, self.keys.masked(visit.block)
+        self.of_bias.store(block, masked, found.keys.log)
+        self.back.query(x_q, found.t, partial(tokens.store_query, block))
+        self.back.key(visit.x, found.keys, partial(tokens.store_key, block, masked))
+        tokens.store_value(block, masked, found.value)
+        return found.S, found.z
 
     def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
         """A safe block reads the sums and its own keys relative to the same exponent."""

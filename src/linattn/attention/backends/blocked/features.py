@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,18 +68,25 @@ class KeyBlocks:
 
     def __init__(self, feature_map: FeatureMap, inputs: Absorb | Causal, space: Workspace) -> None:
         self._map, self._inputs, self._space = feature_map, inputs, space
+        masked = None if inputs.bias is None else is_masked(inputs.bias)
+        # Looked for once: biases that mask nothing, as a gate's, cost no pass over keys and values.
+        self._masked = masked if masked is not None and bool(masked.any()) else None
 
     def bias(self, block: slice) -> Tensor | None:
         """(B, H or 1, n)."""
         return None if self._inputs.bias is None else self._inputs.bias[..., block]
 
+    def masked(self, block: slice) -> Tensor | None:
+        """(B, H or 1, n) bool; None where the call masks no key at all."""
+        return None if self._masked is None else self._masked[..., block]
+
     def tokens(self, block: slice, slot: str = "") -> Tensor:
         """The keys (B, H, n, D); a slot is a buffer of their own."""
-        return self._space.rows(f"{slot}k", self._inputs.key[:, :, block], self.bias(block))
+        return self._space.rows(f"{slot}k", self._inputs.key[:, :, block], self.masked(block))
 
     def values(self, block: slice) -> Tensor:
         """(B, H, n, Dv)."""
-        return self._space.rows("v", self._inputs.value[:, :, block], self.bias(block))
+        return self._space.rows("v", self._inputs.value[:, :, block], self.masked(block))
 
     def features(self, block: slice, x: Tensor | None = None, slot: str = "") -> Keys:
         """Their features times exp(bias); x are the keys, where they are loaded."""
@@ -140,57 +147,94 @@ class BiasGradient:
 
     def __init__(self, bias: Tensor | None, *, wanted: bool) -> None:
         self.total = torch.zeros_like(bias) if wanted and bias is not None else None
-        self._bias = bias
 
-    def store(self, block: slice, of_log: Tensor) -> None:
+    def store(self, block: slice, masked: Tensor | None, of_log: Tensor) -> None:
         """That of a block, from the gradient of its keys' exponents (B, H, n) or (B, H, n, M)."""
-        if self.total is None or self._bias is None:
+        if self.total is None:
             return
         if of_log.ndim > self.total.ndim:
             of_log = of_log.sum(-1)
         if self.total.shape[1] == 1:
             of_log = of_log.sum(1, keepdim=True)
-        self.total[..., block] = of_log.masked_fill(is_masked(self._bias[..., block]), 0)
+        self.total[..., block] = of_log if masked is None else of_log.masked_fill(masked, 0)
 
 
-def store_masked(target: Tensor, grad: Tensor, bias: Tensor | None) -> None:
+def store_queries(target: Tensor, grad: Tensor) -> None:
+    """Write a block of gradients (B, H, G·n, D) to (B, H, G, n, D)."""
+    target.copy_(grad.view(target.shape))
+
+
+def store_masked(target: Tensor, masked: Tensor | None, grad: Tensor) -> None:
     """Write a block of gradients; masked keys get exactly 0."""
-    target.copy_(grad if bias is None else grad.masked_fill(is_masked(bias).unsqueeze(-1), 0))
+    target.copy_(grad if masked is None else grad.masked_fill(masked.unsqueeze(-1), 0))
+
+
+class _Waiting(NamedTuple):
+    """A block whose gradient is to be found together with others'."""
+
+    x: Tensor  # (B, H, n, D)
+    grads: list[Tensor]  # (B, H, n, …)
+    store: Callable[[Tensor], None]
 
 
 class MapGradients:
-    """From gradients of a map's outputs to those of its inputs, and `totals` of those of its followed tensors."""
+    """From gradients of a map's outputs to those of its inputs, and to those of its followed tensors.
 
-    def __init__(self, feature_map: FeatureMap, tensors: Sequence[Tensor]) -> None:
-        self._map, self._tensors = feature_map, tensors
+    Where autograd has to find them, blocks wait until there are so many at once: a graph for each costs more than its
+    arithmetic. `finish` ends the wait.
+    """
+
+    def __init__(self, feature_map: FeatureMap, tensors: Sequence[Tensor], *, at_once: int = 1) -> None:
+        self._map, self._tensors, self._at_once = feature_map, tensors, at_once
+        self._queries, self._keys = list[_Waiting](), list[_Waiting]()
         # Summed over blocks in at least float32.
-        self.totals = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in tensors]
+        self._totals = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in tensors]
 
-    def query(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of queries x (B, H, n, D)."""
-        if not self._tensors:
-            return self._map.query_vjp(x, grad)
-        return self._followed(x, (grad,), key=False)
+    def query(self, x: Tensor, grad: Tensor, store: Callable[[Tensor], None]) -> None:
+        """Have the gradient of queries x (B, H, n, D) stored."""
+        if self._tensors:
+            self._wait(x, [grad], store, self._queries)
+        else:
+            store(self._map.query_vjp(x, grad))
 
-    def key(self, x: Tensor, grads: KeyGradients) -> Tensor:
-        """The gradient of keys x (B, H, n, D)."""
-        if not self._tensors and grads.weight is None:
-            return self._map.key_vjp(x, grads.features)
-        return self._followed(x, [grad for grad in grads if grad is not None], key=True)
+    def key(self, x: Tensor, grads: KeyGradients, store: Callable[[Tensor], None]) -> None:
+        """Have the gradient of keys x (B, H, n, D) stored."""
+        if self._tensors or grads.weight is not None:
+            self._wait(x, [grad for grad in grads if grad is not None], store, self._keys)
+        else:
+            store(self._map.key_vjp(x, grads.features))
 
-    def _followed(self, x: Tensor, grads: Sequence[Tensor], *, key: bool) -> Tensor:
-        """By autograd, with a graph of the block's own."""
+    def finish(self) -> list[Tensor]:
+        """Store what waits, and give the gradients of the followed tensors."""
+        for waiting in (self._queries, self._keys):
+            if waiting:
+                self._follow(waiting)
+        return self._totals
+
+    def _wait(self, x: Tensor, grads: list[Tensor], store: Callable[[Tensor], None], waiting: list[_Waiting]) -> None:
+        """Copies, since the next block is written over this one."""
+        waiting.append(_Waiting(x.clone(), [grad.clone() for grad in grads], store))
+        if len(waiting) == self._at_once:
+            self._follow(waiting)
+
+    def _follow(self, waiting: list[_Waiting]) -> None:
+        """By autograd, with one graph for all that wait."""
         with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            outputs = [self._map.key(leaf) if key else self._map.query(leaf)]
-            weight = self._map.key_log_weight(leaf) if key and not self._map.exponential else None
+            leaf = torch.cat([block.x for block in waiting], 2).requires_grad_()
+            is_key = waiting is self._keys
+            outputs = [self._map.key(leaf) if is_key else self._map.query(leaf)]
+            weight = self._map.key_log_weight(leaf) if is_key and not self._map.exponential else None
             outputs += [] if weight is None else [weight]
-        return self.pull(outputs, (leaf,), grads[: len(outputs)])[0]
+        grads = [torch.cat(parts, 2) for parts in zip(*(block.grads for block in waiting), strict=True)]
+        found = self.pull(outputs, (leaf,), grads[: len(outputs)])[0]
+        for block, part in zip(waiting, found.split([block.x.shape[2] for block in waiting], 2), strict=True):
+            block.store(part)
+        waiting.clear()
 
     def pull(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The leaves' gradients by autograd; those of the map's tensors are added to the totals."""
+        """The leaves' gradients by autograd; those of the map's tensors are added up."""
         found = pulled(outputs, (*leaves, *self._tensors), grads)
-        for total, grad in zip(self.totals, found[len(leaves) :], strict=True):
+        for total, grad in zip(self._totals, found[len(leaves) :], strict=True):
             total += grad
         return found[: len(leaves)]
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, Workspace, causal_mask
-from linattn.attention.backends.blocked.features import BiasGradient, KeyBlocks, Keys, MapGradients, query_rows
+from linattn.attention.backends.blocked.features import (
+    BiasGradient,
+    KeyBlocks,
+    Keys,
+    MapGradients,
+    query_rows,
+    store_masked,
+    store_queries,
+)
 from linattn.attention.backends.blocked.grouped_reading import flat_groups, tiles
 from linattn.attention.backends.blocked.records import Causal, Saved
 from linattn.attention.sums import Sums, lowest, per_feature
@@ -32,14 +40,24 @@ class BlockState(NamedTuple):
     safe: Tensor | None  # (B, H) bool: heads whose rows share c; None for all
 
 
-class BlockGradients(NamedTuple):
-    """Gradients of a block's tokens, and of S and z before it."""
+class TokenGradients(NamedTuple):
+    """Gradients of a call's tokens, block by block."""
 
-    query: Tensor  # (B, H, G·n, D)
-    key: Tensor  # (B, H, n, D)
-    value: Tensor  # (B, H, n, Dv)
-    S: Tensor
-    z: Tensor
+    query: Tensor  # (B, H, G, L, D)
+    key: Tensor  # (B, H, L, D)
+    value: Tensor  # (B, H, L, Dv)
+
+    def store_query(self, block: slice, grad: Tensor) -> None:
+        """Write (B, H, G·n, D)."""
+        store_queries(self.query[..., block, :], grad)
+
+    def store_key(self, block: slice, masked: Tensor | None, grad: Tensor) -> None:
+        """Write (B, H, n, D)."""
+        store_masked(self.key[:, :, block], masked, grad)
+
+    def store_value(self, block: slice, masked: Tensor | None, grad: Tensor) -> None:
+        """Write (B, H, n, Dv)."""
+        store_masked(self.value[:, :, block], masked, grad)
 
 
 class Block(NamedTuple):
@@ -86,9 +104,9 @@ class GroupedGradients(GroupedRows):
     def safe_heads(self, *_: object) -> None:
         """Everywhere: no rows share an exponent."""
 
-    def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor) -> BlockGradients:
-        """Gradients of a block, from those of the sums after it."""
-        block, given = visit.block, self.tokens(visit.block)
+    def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
+        """Those of S and z before a block, from those after it; its tokens' are stored."""
+        block, given, masked = visit.block, self.tokens(visit.block), self.keys.masked(visit.block)
         leaves = [x.detach().requires_grad_() for x in (*given[:3], visit.before.S, visit.before.z)]
         bias = given.bias
         if bias is not None and self.of_bias.total is not None:
@@ -96,16 +114,19 @@ class GroupedGradients(GroupedRows):
             leaves.append(bias)
         query, key, value, S, z = leaves[:5]
         with torch.enable_grad():
-            before, tokens = Sums(S, z, visit.before.m), Block(query, key, value, bias)
-            num, den, reference = rows(self.map, tokens, self.span, before)
+            before, leaf = Sums(S, z, visit.before.m), Block(query, key, value, bias)
+            num, den, reference = rows(self.map, leaf, self.span, before)
             out = num / den.masked_fill(den == 0, torch.inf).unsqueeze(-1)
-            sums = after(self.map, tokens, before)
+            sums = after(self.map, leaf, before)
         of_rows = (self._grads.out, self._grads.den, self._grads.reference)
         wanted = [x[:, :, :, block].flatten(2, 3).to(S.dtype) for x in of_rows]
         found = self.back.pull((out, den, reference, *sums), leaves, (*wanted, grad_S, grad_z))
         for of_bias in found[5:]:
-            self.of_bias.store(block, of_bias)
-        return BlockGradients(*found[:5])
+            self.of_bias.store(block, masked, of_bias)
+        tokens.store_query(block, found[0])
+        tokens.store_key(block, masked, found[1])
+        tokens.store_value(block, masked, found[2])
+        return found[3], found[4]
 
 
 def rows(feature_map: GroupedFeatureMap, block: Block, span: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ blocked/__init__.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from linattn.attention.backends.blocked.features import (
     query_gradient,
     query_rows,
     store_masked,
+    store_queries,
 )
 from linattn.attention.backends.blocked.grouped_reading import TileGradients, TileReader
 from linattn.attention.backends.blocked.records import Absorb, Causal, Gradients, MassOutputs, Read, Saved, sums_of
@@ -52,19 +54,19 @@ def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     flat_grad_S, row_grad_z = grad_S.flatten(0, 1), grad_z.unsqueeze(-2)
     grad_key, grad_value = (x.new_empty(x.shape) for x in (inputs.key, inputs.value))
     for block in blocks(inputs.key, feature_map.num_features):
-        x, v, bias = keys.tokens(block), keys.values(block), keys.bias(block)
+        x, v, masked = keys.tokens(block), keys.values(block), keys.masked(block)
         found = keys.features(block, x)
         phi_k = found.turned_relative_to(m)
         # grad φ(k) = [v, 1] [grad S, grad z]ᵀ, the second part added to all rows alike.
         grad_phi = space.product("grad", v.flatten(0, 1), flat_grad_S.mT).view(phi_k.shape).add_(row_grad_z)
         grad_v = space.product("grad_v", phi_k.flatten(0, 1), flat_grad_S)
-        store_masked(grad_value[:, :, block], grad_v.view(v.shape), bias)
+        store_masked(grad_value[:, :, block], masked, grad_v.view(v.shape))
         of_outputs = found.gradients(m, phi_k, grad_phi)
-        of_bias.store(block, of_outputs.log)
-        store_masked(grad_key[:, :, block], back.key(x, of_outputs), bias)
+        of_bias.store(block, masked, of_outputs.log)
+        back.key(x, of_outputs, partial(store_masked, grad_key[:, :, block], masked))
     decay = per_feature((inputs.m - m).exp_(), grad_z.shape[-1])
     of_inputs = [grad_key, grad_value, grad_S * decay.unsqueeze(-1), grad_z * decay]
-    return Gradients(of_inputs, of_bias.total, back.totals)
+    return Gradients(of_inputs, of_bias.total, back.finish())
 
 
 def read(feature_map: FeatureMap, inputs: Read) -> Rows:
@@ -150,7 +152,7 @@ class BlockGradients(BlockReader):
         """Those of all inputs."""
         for block in self.blocks:
             self._pull(block)
-        return Gradients((self._query, self._grad_S, self._grad_z), None, self._back.totals)
+        return Gradients((self._query, self._grad_S, self._grad_z), None, self._back.finish())
 
     def _pull(self, block: slice) -> None:
         """Store the gradient of a block's queries, add those of S and z."""
@@ -165,8 +167,7 @@ class BlockGradients(BlockReader):
         # grad φ(q) = [grad num, grad den] [S, z]ᵀ.
         grad_phi = space.product("grad", grad_num, self.S.mT).addcmul_(grad_den, self.z.unsqueeze(-2))
         grad_t = query_gradient(grad_phi.view(phi_q.shape), phi_q, m, rows.reference, exponential)
-        target = self._query[..., block, :]
-        target.copy_(self._back.query(x, grad_t).view(target.shape))
+        self._back.query(x, grad_t, partial(store_queries, self._query[..., block, :]))
 
 
 class SavedRows(NamedTuple):
