@@ -272,6 +272,10 @@ def test_wrong_settings_are_refused(message: str) -> None:
         model(**REFUSED[message])
 
 
+def test_no_block_is_split_over_devices() -> None:
+    assert model()._no_split_modules == {"Block"}
+
+
 def test_wrong_calls_are_refused() -> None:
     made, words = model(), text(1, 4)
     with pytest.raises(TypeError, match=r"must be a linattn.hf.StreamCache, got DynamicCache"):

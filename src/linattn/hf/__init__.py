@@ -19,7 +19,6 @@ from linattn.hf.language_model import LinearLMForCausalLM as LinearLMForCausalLM
 from linattn.hf.language_model import RedrawCallback as RedrawCallback
 from linattn.hf.language_model_config import LinearLMConfig as LinearLMConfig
 from linattn.hf.layer_attention import HeadGroup as HeadGroup
-from linattn.hf.layer_attention import KeptKeys as KeptKeys
 from linattn.hf.layer_attention import LayerAttended as LayerAttended
 from linattn.hf.layer_attention import LayerAttention as LayerAttention
 from linattn.hf.layer_attention import LayerState as LayerState

@@ -58,7 +58,6 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _is_stateful = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
 
     def __init__(self, config: LinearLMConfig) -> None:
         super().__init__(config)
@@ -66,6 +65,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         for parameter in self.model.parameters():
             # Blocks, maps and gates have initial weights of their own, which transformers is not to replace.
             parameter._is_hf_initialized = True
+        self._no_split_modules = ["Block"]
         self.post_init()
 
     @can_return_tuple
