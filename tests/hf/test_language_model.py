@@ -67,16 +67,12 @@ def test_a_folder_brings_the_model_back_to_the_bit(kind: str, tmp_path) -> None:
 
 
 def test_a_folder_that_does_not_fit_is_refused(tmp_path) -> None:
-    """Weights of other settings, and statistics of samples, for which an unfitted map has no place."""
+    """Weights of other settings."""
     saved = model(method="Centred(FavorPlus)", positions=None).float()
     saved.save_pretrained(tmp_path / "unfitted")
     LinearLMForCausalLM.from_pretrained(tmp_path / "unfitted")
     with pytest.raises(ValueError, match=r"without a place here: model.blocks.0.attention.gate.rates"):
         LinearLMForCausalLM.from_pretrained(tmp_path / "unfitted", gate="Alibi")
-    saved.model.blocks[0].attention.feature_map.fit(torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4))
-    saved.save_pretrained(tmp_path / "fitted")
-    with pytest.raises(ValueError, match=r"without a place here: model.blocks.0.attention.feature_map"):
-        LinearLMForCausalLM.from_pretrained(tmp_path / "fitted")
 
 
 def test_a_fresh_model_has_the_initial_weights_of_linear_lm() -> None:

@@ -11,6 +11,7 @@ if find_spec("transformers") is None:
 
 from transformers import PreTrainedModel as PreTrainedModel
 
+from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import Capture as Capture
 from linattn.hf.interception import capture as capture

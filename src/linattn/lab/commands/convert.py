@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
 from linattn.convert.card import kept_in_words, layer_table, method_in_words, method_table, model_card, stage_table
-from linattn.hf import LoadedModel, is_sentence_transformer, load, save_pretrained
+from linattn.hf import LinearLMForCausalLM, LoadedModel, is_sentence_transformer, load, save_pretrained
 from linattn.lab.audit.text import read_text
 from linattn.lab.commands.terminal import ending, interrupts, print_table, share_bar
 from linattn.records.atomic import full_disk_names
@@ -172,7 +172,8 @@ def _write(loaded: LoadedModel, conversion: Conversion, work: Path, out: Path) -
     else:
         save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
     write_json(draft / "conversion.json", to_json(conversion, finite=False))
-    (draft / "README.md").write_text(model_card(conversion, loaded.name), encoding="utf-8")
+    card = model_card(conversion, loaded.name, is_plain=isinstance(loaded.model, LinearLMForCausalLM))
+    (draft / "README.md").write_text(card, encoding="utf-8")
     if (work / "logs").is_dir():
         shutil.copytree(work / "logs", draft / "logs")
     out.parent.mkdir(parents=True, exist_ok=True)
