@@ -19,12 +19,14 @@ from result_file import put_in_place, read_rows, write_rows
 
 HERE = Path(__file__).parent
 NOT_CLAIMS = {"run", "measuring", "result_file"}
+# Hours: run by itself.
+LONG = {"language_models_at_equal_time"}
 ONE = "--one"
 
 
 def names() -> list[str]:
     """All benchmarks."""
-    return sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT_CLAIMS)
+    return sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT_CLAIMS | LONG)
 
 
 def run_one(name: str, results: Path) -> None:

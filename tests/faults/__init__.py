@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import attention, biases, calls, convert, feature_maps, lab, models, nn, positions, records
+from faults import attention, biases, calls, convert, feature_maps, lab, language_models, models, nn, positions, records
 
 FAULTS = (
     *records.FAULTS,
@@ -13,6 +13,7 @@ FAULTS = (
     *positions.FAULTS,
     *models.FAULTS,
     *nn.FAULTS,
+    *language_models.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,
 )

@@ -13,6 +13,27 @@ FAULTS = (
         "tests/hf/test_state_cache.py",
     ),
     Fault(
+        "reset the state and keep the call that an error ended",
+        "hf/state_cache.py",
+        "        super().reset()\n        self._is_expected = self._is_pending = False",
+        "        super().reset()",
+        "tests/hf/test_state_cache.py",
+    ),
+    Fault(
+        "keep every row of a cache of states",
+        "hf/_cache_layers.py",
+        "self.state.select(rows.to(_first(self.state).device))",
+        "self.state",
+        "tests/hf/test_state_cache.py",
+    ),
+    Fault(
+        "repeat a cache's batch as a whole, not row by row",
+        "hf/_cache_layers.py",
+        ".repeat_interleave(repeats)",
+        ".repeat(repeats)",
+        "tests/hf/test_state_cache.py",
+    ),
+    Fault(
         "let a module attend without the state that took its keys",
         "hf/state_cache.py",
         "self._is_expected = False\n        if self._is_pending:",

@@ -214,9 +214,16 @@ FAULTS = (
     ),
     Fault(
         "count the latest tokens alone",
-        "hf/stream_cache.py",
-        "layer.num_tokens + num_tokens, True",
+        "hf/_cache_layers.py",
+        "self.num_tokens + num_tokens, True",
         "num_tokens, True",
+        LANGUAGE,
+    ),
+    Fault(
+        "let transformers split a block over devices",
+        "hf/language_model.py",
+        '        self._no_split_modules = ["Block"]\n',
+        "",
         LANGUAGE,
     ),
     Fault(

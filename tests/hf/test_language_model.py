@@ -67,16 +67,12 @@ def test_a_folder_brings_the_model_back_to_the_bit(kind: str, tmp_path) -> None:
 
 
 def test_a_folder_that_does_not_fit_is_refused(tmp_path) -> None:
-    """Weights of other settings, and statistics of samples, for which an unfitted map has no place."""
+    """Weights of other settings."""
     saved = model(method="Centred(FavorPlus)", positions=None).float()
     saved.save_pretrained(tmp_path / "unfitted")
     LinearLMForCausalLM.from_pretrained(tmp_path / "unfitted")
     with pytest.raises(ValueError, match=r"without a place here: model.blocks.0.attention.gate.rates"):
         LinearLMForCausalLM.from_pretrained(tmp_path / "unfitted", gate="Alibi")
-    saved.model.blocks[0].attention.feature_map.fit(torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4))
-    saved.save_pretrained(tmp_path / "fitted")
-    with pytest.raises(ValueError, match=r"without a place here: model.blocks.0.attention.feature_map"):
-        LinearLMForCausalLM.from_pretrained(tmp_path / "fitted")
 
 
 def test_a_fresh_model_has_the_initial_weights_of_linear_lm() -> None:
@@ -254,6 +250,8 @@ def test_settings_say_which_layers_there_are() -> None:
 
 REFUSED = {
     "pattern must be letters": {"pattern": "lx"},
+    "gated must name kinds of the pattern's blocks": {"pattern": "l", "gate": "RetNet", "gated": "s"},
+    '"l", "s" or "ls", got \'x\'': {"gate": "RetNet", "gated": "x"},
     r"'Rotary\(' is no written form": {"positions": "Rotary("},
     "'Rotaries' is no written form": {"positions": "Rotaries"},
     r"'Rotary\(4\)' is no written form": {"positions": "Rotary(4)"},
@@ -270,6 +268,10 @@ REFUSED = {
 def test_wrong_settings_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model(**REFUSED[message])
+
+
+def test_no_block_is_split_over_devices() -> None:
+    assert model()._no_split_modules == {"Block"}
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -290,3 +292,11 @@ def test_wrong_calls_are_refused() -> None:
         cache.update(words, words, 0)
     with pytest.raises(ValueError, match="LinearLMForCausalLM"):
         linearize_(made, feature_map="EluPlusOne")
+
+
+@pytest.mark.parametrize(("gated", "expected"), [("ls", [True, True]), ("l", [True, False]), ("s", [False, True])])
+def test_the_gate_is_in_blocks_of_the_kinds_named(gated: str, expected: list[bool]) -> None:
+    blocks = blocks_of(
+        LinearLMConfig(**{**SIZES, "num_hidden_layers": 2}, pattern="ls", gate="ForgetGate", gated=gated)
+    )
+    assert [block.attention.gate is not None for block in blocks] == expected

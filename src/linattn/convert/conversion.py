@@ -18,7 +18,8 @@ from linattn.convert.config import DEFAULT_MAP, ConvertConfig
 from linattn.convert.course import Conversion, Course, label
 from linattn.convert.running import Batch
 from linattn.convert.samples import Samples, from_batches, from_texts
-from linattn.hf import is_linearized
+from linattn.hf import LinearLMForCausalLM, is_linearized
+from linattn.hf.linear_twin import check_twin
 from linattn.planning.methods import Method, parse_method
 from linattn.records.atomic import full_disk_names
 from linattn.records.locks import locked
@@ -47,9 +48,10 @@ def convert_(
 
     Args:
         model: any model that `linattn.hf.linearize_` takes and that gives hidden states, in float32. It is left in
-            evaluation mode and without gradients; weights that require none are not trained, and stay so.
-        tokenizer_or_batches: the model's tokenizer, which then reads `config.texts`; or batches, each the keyword
-            arguments of a forward pass.
+            evaluation mode and without gradients; weights that require none are not trained, and stay so. Of a
+            `LinearLMForCausalLM` whose blocks are softmax, `linattn.hf.save_pretrained` then writes a linear one.
+        tokenizer_or_batches: the model's tokenizer (of bytes, `linattn.hf.ByteTokenizer`), which then reads
+            `config.texts`; or batches, each the keyword arguments of a forward pass.
         config: what to do.
         work: a folder for checkpoints and TensorBoard curves, of one conversion at a time. If it holds a conversion
             that was cut off, this one goes on from its last whole checkpoint. None keeps everything in memory.
@@ -59,7 +61,8 @@ def convert_(
         A `Conversion`. Ctrl-C during training ends it early, with the best weights so far in the model.
 
     Raises:
-        ValueError: if the model, its dtype or the method cannot be used, the texts are too short, or `work` holds
+        ValueError: if the model, its dtype or the method cannot be used (a `LinearLMForCausalLM` with a gate or linear
+            blocks, or for a target error), the texts are too short, or `work` holds
             another conversion, or nothing but damaged checkpoints of a training.
         OSError: if `work` cannot be written, or another process works in it (`linattn.records.locks.InUseError`).
         RuntimeError: if the layers' attention is more than softmax (`linattn.hf.capture`), or a loss or gradient is not
@@ -80,6 +83,8 @@ def convert_(
     # None where a method for each head is to be planned.
     method = None if config.target_error is not None else parse_method(config.feature_map or DEFAULT_MAP)
     _check(model, config)
+    if isinstance(model, LinearLMForCausalLM):
+        check_twin(model, method)
     samples = _samples(model, tokenizer_or_batches, config)
     with _alone(work):
         folder = (

@@ -11,6 +11,7 @@ if find_spec("transformers") is None:
 
 from transformers import PreTrainedModel as PreTrainedModel
 
+from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import Capture as Capture
 from linattn.hf.interception import capture as capture
@@ -19,7 +20,6 @@ from linattn.hf.language_model import LinearLMForCausalLM as LinearLMForCausalLM
 from linattn.hf.language_model import RedrawCallback as RedrawCallback
 from linattn.hf.language_model_config import LinearLMConfig as LinearLMConfig
 from linattn.hf.layer_attention import HeadGroup as HeadGroup
-from linattn.hf.layer_attention import KeptKeys as KeptKeys
 from linattn.hf.layer_attention import LayerAttended as LayerAttended
 from linattn.hf.layer_attention import LayerAttention as LayerAttention
 from linattn.hf.layer_attention import LayerState as LayerState

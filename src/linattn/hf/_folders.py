@@ -23,7 +23,9 @@ import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import MARK, attention_modules
 from linattn.hf._model_records import RECORD, REMEDY, TENSORS, LayerRecord, ModelRecord, describe_attention, outlines
+from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
+from linattn.hf.linear_twin import linear_twin
 from linattn.hf.loading import quiet
 from linattn.records.json_files import read_json
 
@@ -63,7 +65,7 @@ class SaveLinearized:
     def __call__(self, *args: Any, **options: Any) -> None:
         """Takes what transformers' own takes, and refuses what would give another kind of folder."""
         model, own = self.model, type(self.model).save_pretrained
-        given = inspect.signature(own).bind(model, *args, **options).arguments
+        given = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **options).arguments
         # Of a model with adapters transformers writes the adapters alone: no folder of a model.
         if getattr(model, "_hf_peft_config_loaded", False):
             own(model, *args, **options)
@@ -76,13 +78,20 @@ class SaveLinearized:
             )
         folder, is_main = Path(given["save_directory"]), given.get("is_main_process", True)
         state = given.get("state_dict") or model.state_dict()
+        rest = {name: x for name, x in given.items() if name not in ("self", "save_directory", "state_dict", "kwargs")}
+        rest.update(given.get("kwargs", {}))
+        if isinstance(model, LinearLMForCausalLM):
+            twin = linear_twin(model, state)
+            if is_main:
+                (folder / RECORD).unlink(missing_ok=True)
+            twin.save_pretrained(os.fspath(folder), **rest)
+            return
         record, tensors = describe_model(model, state)
         if is_main:
             (folder / RECORD).unlink(missing_ok=True)
         # Copied, since transformers refuses tensors that share memory, as those of one map for several layers do.
         whole = {name: x.clone() if name in tensors else x for name, x in state.items()}
-        rest = {name: x for name, x in given.items() if name not in ("self", "save_directory", "state_dict", "kwargs")}
-        own(model, os.fspath(folder), state_dict=whole, **rest, **given.get("kwargs", {}))
+        own(model, os.fspath(folder), state_dict=whole, **rest)
         if is_main:
             _model_records.write(folder, record, tensors)
 

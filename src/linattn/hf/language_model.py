@@ -5,6 +5,8 @@ Letters: B batch, L tokens, E width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from linattn.hf._fitted_tensors import fitted_outlines, loading, make_room_
 from linattn.hf.language_model_config import LinearLMConfig, blocks_of
 from linattn.hf.stream_cache import StreamCache
 from linattn.nn import LinearLM, RedrawSchedule
@@ -31,7 +34,9 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
 
     Importing `linattn.hf` registers it: `AutoModelForCausalLM.from_pretrained(folder)` finds it. `generate` keeps each
     block's stream, so that memory is constant where every block is linear; padding on any side changes nothing.
-    Gradient checkpointing recomputes each block.
+    Gradient checkpointing recomputes each block. A folder brings back what its maps have drawn, learned and were fitted
+    with. Softmax blocks, unless gated, can be read and replaced as in any model: `capture`, `linearize_`, `linattn
+    convert`; `save_pretrained` then writes a model whose replaced blocks are linear.
 
     Attributes:
         model: the `LinearLM` itself.
@@ -58,7 +63,6 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _is_stateful = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
 
     def __init__(self, config: LinearLMConfig) -> None:
         super().__init__(config)
@@ -66,6 +70,9 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         for parameter in self.model.parameters():
             # Blocks, maps and gates have initial weights of their own, which transformers is not to replace.
             parameter._is_hf_initialized = True
+        if config.fitted is not None:
+            make_room_(self, config.fitted)
+        self._no_split_modules = ["Block"]
         self.post_init()
 
     @can_return_tuple
@@ -76,6 +83,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: StreamCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
@@ -87,11 +95,13 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: the text so far; it goes on with these tokens.
             labels: (B, L) int64, the tokens themselves, shifted inside; -100 is left out.
             use_cache: whether to return the text's streams; config.use_cache outside training if None.
+            output_hidden_states: whether to return every layer's states; config.output_hidden_states if None.
             logits_to_keep: compute logits of so many last tokens alone; 0 for all.
             num_items_in_batch: what the summed loss is divided by, as Trainer gives it; the mean if None.
 
         Returns:
-            loss, if labels are given, logits (B, L, V) and past_key_values.
+            loss, if labels are given, logits (B, L, V), past_key_values and hidden_states, each (B, L, E): the
+            embeddings, what each block but the last gives, and what the last one gives after the norm.
 
         Raises:
             TypeError: another kind of cache.
@@ -101,26 +111,42 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         is_cached = self.config.use_cache and not self.training if use_cache is None else use_cache
         if past_key_values is None and is_cached and labels is None:
             past_key_values = StreamCache(len(self.model.blocks))
-        if past_key_values is None:
-            x = self.model.vectors(input_ids, key_mask=key_mask)
-        else:
-            _check_cache(past_key_values)
-            x, streams = self.model.vectors_with_state(input_ids, past_key_values.streams, key_mask=key_mask)
-            past_key_values.advance(streams, input_ids.shape[1])
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        with _block_inputs(self.model) if wants_states else nullcontext() as states:
+            x = self._vectors(input_ids, key_mask, past_key_values)
         logits = self.model.logits(x[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
             loss = self.loss_function(logits=logits, labels=labels, **sizes)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        hidden_states = None if states is None else (*states, self.model.norm(x))
+        return CausalLMOutputWithPast(loss, logits, past_key_values, hidden_states)
+
+    def _vectors(self, input_ids: Tensor, key_mask: Tensor | None, cache: StreamCache | None) -> Tensor:
+        """What the last block gives; a cache goes on with these tokens."""
+        x: Tensor
+        if cache is None:
+            x = self.model.vectors(input_ids, key_mask=key_mask)
+            return x
+        _check_cache(cache)
+        x, streams = self.model.vectors_with_state(input_ids, cache.streams, key_mask=key_mask)
+        cache.advance(streams, input_ids.shape[1])
+        return x
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """As transformers'; config.json says what maps were fitted with, which the folder then brings back."""
+        self.config.fitted = fitted_outlines(self)
+        try:
+            super().save_pretrained(*args, **options)
+        finally:
+            self.config.fitted = None
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
         """As transformers', but for a folder that does not fit, which is refused instead of warned of.
 
         Raises:
-            ValueError: weights are missing, or have no place: those of other settings, or statistics that a map was
-                fitted with, which a LinearLM's folder does not bring back.
+            ValueError: weights are missing, or have no place: those of other settings.
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
         model, found = loaded
@@ -130,6 +156,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
                 f"the weights do not fit the model that config.json describes, missing there or without a place here: "
                 f"{', '.join(wrong)}; give the config they were saved with"
             )
+        model.config.fitted = None
         # Tensors were set one by one: what maps derive from theirs is derived anew.
         model.load_state_dict(model.state_dict())
         return loaded if output_loading_info else model
@@ -137,7 +164,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def get_init_context(cls, *args: Any) -> list[Any]:
         """As transformers', on a real device: what is no tensor of a map or an encoding is made while building."""
-        return [*super().get_init_context(*args), torch.device("cpu")]
+        return [*super().get_init_context(*args), torch.device("cpu"), loading()]
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The embedding, which gives the logits too."""
@@ -192,6 +219,23 @@ class RedrawCallback(TrainerCallback):
         """One step of the optimiser is done."""
         assert self._schedule is not None
         self._schedule.step()
+
+
+@contextmanager
+def _block_inputs(model: LinearLM) -> Iterator[list[Tensor]]:
+    """What each block of a model is given while the block runs, with a state or without."""
+    found: list[Tensor] = []
+
+    def keep(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Forward pre-hook of a block's first norm."""
+        found.append(args[0])
+
+    hooks = [block.attention_norm.register_forward_pre_hook(keep) for block in model.blocks]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _key_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:

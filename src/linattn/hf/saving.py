@@ -15,7 +15,9 @@ from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._folders import bring_back, describe_model, softmax_model, softmax_state
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, rebuild_attention
+from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention
+from linattn.hf.linear_twin import linear_twin
 from linattn.hf.linearization import install, is_linearized, try_out
 from linattn.hf.loading import quiet
 from linattn.records.atomic import atomic_folder
@@ -35,6 +37,8 @@ def save_pretrained(
     another dtype than the first one's. linattn.json says which layer attends by which map and exact part, or by which
     plan, and which versions wrote it. A map that several layers share becomes one map for each. The model's own
     `save_pretrained`, which trainers call, adds the same two files to what it writes, in a folder that may hold others.
+    Of a `LinearLMForCausalLM` the folder is a plain one, of a model whose replaced blocks are linear: transformers'
+    AutoModelForCausalLM reads it, and `from_pretrained` here has nothing to read.
 
     Cost: writing the weights.
 
@@ -122,6 +126,10 @@ def write_linearized(model: PreTrainedModel, folder: Path) -> None:
             f"{type(model).__name__} is not linearized; call linearize_ on it first, or write it by its own "
             "save_pretrained"
         )
+    if isinstance(model, LinearLMForCausalLM):
+        with quiet():
+            linear_twin(model).save_pretrained(folder)
+        return
     record, tensors = describe_model(model, {})
     # What was there before is no linearized model from now on, and what is written is one from the last file on.
     (folder / RECORD).unlink(missing_ok=True)

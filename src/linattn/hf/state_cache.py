@@ -5,21 +5,19 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 
 from __future__ import annotations
 
-from copy import copy
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from linattn.hf._attention_modules import attention_modules
+from linattn.hf._cache_layers import ForkedCache, StatefulLayer
 from linattn.hf._calls import InterfaceCall
 from linattn.hf.layer_attention import LayerAttention, LayerState, attention_of
 
 
-class StateLayer(CacheLayerMixin):
+class StateLayer(StatefulLayer[LayerState]):
     """One layer of a `StateCache`: the state of all tokens so far.
 
     transformers' attention modules give a cache their new keys and values and attend to what `update` returns: the new
@@ -32,16 +30,11 @@ class StateLayer(CacheLayerMixin):
         num_tokens: how many tokens it has seen, padding included.
     """
 
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
-    is_sliding = False
+    instead_of_cropping = ", or generate with an ordinary cache (past_key_values=DynamicCache())"
 
     def __init__(self, module_name: str) -> None:
         super().__init__()
         self.module_name = module_name
-        self.state: LayerState | None = None
-        self.num_tokens = 0
         self._is_expected = False
         self._is_pending = False
 
@@ -67,9 +60,8 @@ class StateLayer(CacheLayerMixin):
     def advance(self, attention: LayerAttention, call: InterfaceCall, key_mask: Tensor | None) -> Tensor:
         """Called by the attention function: the output (B, H, L, Dv) for queries of the keys given to `update`."""
         tensors = call.query, call.key, call.value
-        out, self.state = attention.advance(*tensors, self.state, scale=call.scale, key_mask=key_mask)
-        self.num_tokens += call.key.shape[-2]
-        self.is_initialized = True
+        out, state = attention.advance(*tensors, self.state, scale=call.scale, key_mask=key_mask)
+        self.advance_to(state, call.key.shape[-2])
         self._is_pending = False
         return out
 
@@ -83,57 +75,13 @@ class StateLayer(CacheLayerMixin):
                 "another one is set"
             )
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first call makes the state."""
-
-    def get_seq_length(self) -> int:
-        """How many tokens have been seen."""
-        return self.num_tokens
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The module sees its new keys alone, after all the others."""
-        return query_length, self.num_tokens
-
     def reset(self) -> None:
-        """Forget every token."""
-        self.state, self.num_tokens, self.is_initialized = None, 0, False
+        """Forget every token, and a call that an error ended."""
+        super().reset()
         self._is_expected = self._is_pending = False
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the given rows of the batch, in that order."""
-        self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows of the batch: numbers, or a mask."""
-        if self.state is not None:
-            rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-            self.state = self.state.select(rows.to(self.state.sample.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        if self.state is not None:
-            rows = torch.arange(len(self.state.sample), device=self.state.sample.device)
-            self.state = self.state.select(rows.repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Refused: a sum does not say what it was before."""
-        raise ValueError(
-            f"a state cannot forget its last tokens, {tokens_to_remove} of which are to go; keep a fork of the cache "
-            "from before they came, or generate with an ordinary cache (past_key_values=DynamicCache())"
-        )
-
-    def offload(self) -> None:
-        """Nothing: a state is smaller than what offloading is for."""
-
-    def prefetch(self) -> None:
-        """Nothing."""
-
-
-class StateCache(Cache):
+class StateCache(ForkedCache):
     """The cache of a linearized model: constant in the number of tokens where a feature map took the softmax's place.
 
         S = Σ φ(k)vᵀ,   z = Σ φ(k):   Hkv·R·(Dv + 1) numbers per row and layer, instead of Hkv·L·(D + Dv)
@@ -186,12 +134,6 @@ class StateCache(Cache):
             layers[number] = StateLayer(name)
         super().__init__(layers=layers)
 
-    @property
-    def num_bytes(self) -> int:
-        """What its layers hold, in bytes: states, and the keys and values of layers that kept their softmax."""
-        held = pytree.tree_leaves([vars(layer) for layer in self.layers])
-        return sum(x.nbytes for x in held if isinstance(x, Tensor))
-
     def check_level(self) -> None:
         """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
         counted = [layer for layer in self.layers if isinstance(layer, StateLayer | DynamicLayer)]
@@ -202,9 +144,3 @@ class StateCache(Cache):
                 "call was left between two layers, by an error; go on from a fork taken before that call, or call "
                 "reset() on the cache and give the model the whole text again"
             )
-
-    def fork(self) -> StateCache:
-        """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""
-        fork = copy(self)
-        fork.layers = [copy(layer) for layer in self.layers]
-        return fork

@@ -5,19 +5,16 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, E width of the l
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor
 
-from linattn.attention import softmax_attention
+from linattn.attention import State, softmax_attention
 from linattn.nn.attention import Attention, Heads, QkNorm, Settings
 from linattn.nn.streams import KeptTokens, Stream, extended, kind_of
 from linattn.positions import Gate, Gates, Position, gate_bias
 from linattn.positions.gates import spans
 
 
-@final
 class SoftmaxAttention(Attention):
     """Multi-head softmax attention, for hybrids and as the exact twin of a `LinearAttention`.
 
@@ -87,7 +84,7 @@ class SoftmaxAttention(Attention):
         """By SDPA."""
         return self._attend_to(heads.query, KeptTokens(heads.key, heads.value, heads.key_mask))
 
-    def _attend_with_state(self, heads: Heads, kept: KeptTokens | None) -> tuple[Tensor, KeptTokens]:
+    def _attend_with_state(self, heads: Heads, kept: KeptTokens | None) -> tuple[Tensor, State | KeptTokens]:
         """By SDPA over what was kept and the new tokens; under gates in spans, as `gated_attention_with_state`."""
         if heads.gates is None:
             kept = extended(kept, KeptTokens(heads.key, heads.value, heads.key_mask))
@@ -116,7 +113,7 @@ class SoftmaxAttention(Attention):
             enable_gqa=True,
         )
 
-    def _checked_kept(self, state: Stream) -> KeptTokens:
+    def _checked_kept(self, state: Stream) -> State | KeptTokens:
         """The keys and values."""
         if not isinstance(state, Stream) or not isinstance(state.kept, KeptTokens):
             raise TypeError(

@@ -11,7 +11,7 @@ from typing import Any
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
 
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
-_SET_BY_AUDIT = ("head_dim", "seed", "num_heads", "second_moment", "landmarks")
+SET_ELSEWHERE = ("head_dim", "seed", "num_heads", "second_moment", "landmarks")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _read(node: ast.expr, text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
 def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:
     """One option, checked against the constructor."""
-    known = [option for option in inspect.signature(FEATURE_MAPS[name]).parameters if option not in _SET_BY_AUDIT]
+    known = [option for option in inspect.signature(FEATURE_MAPS[name]).parameters if option not in SET_ELSEWHERE]
     if keyword.arg not in known:
         raise ValueError(
             f"{text!r}: {keyword.arg!r} is no option of {name} here; its options are: {', '.join(known) or 'none'}"

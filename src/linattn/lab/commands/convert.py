@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
 from linattn.convert.card import kept_in_words, layer_table, method_in_words, method_table, model_card, stage_table
-from linattn.hf import LoadedModel, is_sentence_transformer, load, save_pretrained
+from linattn.hf import LinearLMForCausalLM, LoadedModel, is_sentence_transformer, load, save_pretrained
 from linattn.lab.audit.text import read_text
 from linattn.lab.commands.new_folder import finish, new_folder
 from linattn.lab.commands.terminal import print_table
@@ -97,7 +97,8 @@ def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
     else:
         save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
     write_json(draft / "conversion.json", to_json(conversion, finite=False))
-    (draft / "README.md").write_text(model_card(conversion, loaded.name), encoding="utf-8")
+    card = model_card(conversion, loaded.name, is_plain=isinstance(loaded.model, LinearLMForCausalLM))
+    (draft / "README.md").write_text(card, encoding="utf-8")
 
 
 def _print(console: Console, conversion: Conversion) -> None:

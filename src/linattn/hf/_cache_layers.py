@@ -1,0 +1,120 @@
+"""What the layers of both caches share: each holds one immutable state, whose size transformers is not to know.
+
+Letters: B batch.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class Selectable(Protocol):
+    """A state, the first dimension of whose tensors is the batch: a `LayerState`, or a `Stream`."""
+
+    def select(self, indices: Tensor) -> Self:
+        """The given rows of the batch, in that order."""
+        ...
+
+
+S = TypeVar("S", bound=Selectable)
+
+
+class StatefulLayer(CacheLayerMixin, Generic[S]):
+    """One layer of a cache of states; the subclass says who gives it its state.
+
+    Attributes:
+        state: of all tokens so far, immutable; None before the first.
+        num_tokens: how many tokens it has seen, padding included.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+    is_sliding = False
+    instead_of_cropping: ClassVar[str] = ""
+    """What else a caller of `crop` may do, as the end of a sentence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: S | None = None
+        self.num_tokens = 0
+
+    def advance_to(self, state: S, num_tokens: int) -> None:
+        """The state after so many more tokens."""
+        self.state, self.num_tokens, self.is_initialized = state, self.num_tokens + num_tokens, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first call makes the state."""
+
+    def get_seq_length(self) -> int:
+        """How many tokens have been seen."""
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The new keys alone, after all the others."""
+        return query_length, self.num_tokens
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.state, self.num_tokens, self.is_initialized = None, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the given rows of the batch, in that order."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch: numbers, or a mask."""
+        if self.state is not None:
+            rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+            self.state = self.state.select(rows.to(_first(self.state).device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        if self.state is not None:
+            first = _first(self.state)
+            self.state = self.state.select(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        """Refused: a sum does not say what it was before."""
+        raise ValueError(
+            f"a state cannot forget its last tokens, {tokens_to_remove} of which are to go; keep a fork of the cache "
+            f"from before they came{self.instead_of_cropping}"
+        )
+
+    def offload(self) -> None:
+        """Nothing: a state is smaller than what offloading is for."""
+
+    def prefetch(self) -> None:
+        """Nothing."""
+
+
+class ForkedCache(Cache):
+    """A cache none of whose layers changes its tensors in place."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What its layers hold, in bytes: states, and the keys and values of layers that kept their softmax."""
+        held = pytree.tree_leaves([vars(layer) for layer in self.layers])
+        return sum(x.nbytes for x in held if isinstance(x, Tensor))
+
+    def fork(self) -> Self:
+        """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""
+        fork = copy(self)
+        fork.layers = [copy(layer) for layer in self.layers]
+        return fork
+
+
+def _first(state: Any) -> Tensor:
+    """One of a state's tensors, (B, …)."""
+    leaf: Tensor = pytree.tree_leaves(state)[0]
+    return leaf

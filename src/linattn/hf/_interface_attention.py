@@ -1,0 +1,80 @@
+"""The softmax layer of a `LinearLMForCausalLM`: its calls can be read and answered as those of any transformers model.
+
+Letters: B batch, H query heads, L tokens, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from linattn.attention import State
+from linattn.hf._dispatch import NAME as LINEARIZED
+from linattn.hf.interception import NAME as INTERCEPTED
+from linattn.hf.layer_attention import ALL_HEADS, LayerState, attention_of
+from linattn.nn import KeptTokens, SoftmaxAttention, Stream
+from linattn.nn.attention import Heads
+from linattn.nn.streams import kind_of
+
+
+@final
+class InterfaceAttention(SoftmaxAttention):
+    """`linattn.nn.SoftmaxAttention` by SDPA, unless its model is intercepted or linearized.
+
+    Attributes:
+        config: of the model, which names the attention function; to be set before the first call.
+    """
+
+    config: PreTrainedConfig
+    looks_attention_up = True
+
+    @property
+    def num_key_value_groups(self) -> int:
+        """H / Hkv, under the name by which transformers' SDPA function asks for it."""
+        return self.num_heads // self.num_kv_heads
+
+    def _attend_to(self, query: Tensor, kept: KeptTokens) -> Tensor:
+        """By the function that `intercept` or `linearize_` registered; by SDPA where neither is at work."""
+        name = self.config._attn_implementation
+        if name not in (LINEARIZED, INTERCEPTED):
+            return super()._attend_to(query, kept)
+        if kept.key_bias is not None:
+            raise ValueError(
+                f"the softmax of this LinearLM is gated ({type(self.gate).__name__}), and transformers' attention "
+                "interface, by which calls are recorded and replaced, knows no gates; take a model with gate=None"
+            )
+        scale = self.head_dim**-0.5
+        attend = ALL_ATTENTION_FUNCTIONS[name]
+        out, _ = attend(self, query, *kept[:3], scaling=scale, is_causal=self.is_causal)
+        answered: Tensor = out.transpose(1, 2)
+        return answered
+
+    def _attend_with_state(self, heads: Heads, kept: State | KeptTokens | None) -> tuple[Tensor, State | KeptTokens]:
+        """As `SoftmaxAttention`, or, linearized, from the state of the map that took the softmax's place."""
+        attention = attention_of(self)
+        if attention is None or heads.gates is not None:
+            assert not isinstance(kept, State)
+            return super()._attend_with_state(heads, kept)
+        if attention.plan is not None:
+            raise ValueError(
+                "a layer that attends by a plan keeps a state for each method, and the streams of a LinearLM have one "
+                "for all heads; pass use_cache=False, or linearize_ the model by one feature_map"
+            )
+        before = None if kept is None else LayerState({ALL_HEADS: kept})
+        tensors = heads.query, heads.key, heads.value
+        out, after = attention.advance(*tensors, before, scale=self.head_dim**-0.5, key_mask=heads.key_mask)
+        return out, after.parts[ALL_HEADS]
+
+    def _checked_kept(self, state: Stream) -> State | KeptTokens:
+        """Keys and values, or a linearized layer's state."""
+        if attention_of(self) is None:
+            return super()._checked_kept(state)
+        if not isinstance(state, Stream) or not isinstance(state.kept, State):
+            raise TypeError(
+                f"a linearized layer goes on from the Stream of a linattn.State, got {kind_of(state)}; begin the text "
+                "anew after linearize_"
+            )
+        return state.kept
