@@ -34,7 +34,7 @@ from result_file import Row, put_in_place, read_rows, write_rows
 HERE = Path(__file__).parent
 ROWS, RUNS = HERE / "language_models.jsonl", HERE / "language_models"
 CONTEXT, LONG_CONTEXT = 4_096, 16_384
-BUDGET, LEARNING_RATE, REPEATS = 900.0, 4e-3, 5
+BUDGET, LEARNING_RATE, REPEATS = 900.0, 4e-3, 3
 SIZES = {"layers": "4", "width": "128", "heads": "4", "hidden": "448"}
 ROTARY, LEARNED = "Rotary(require_relative=False)", "LearnedExponential"
 GATED = {"gate": "ForgetGate", "gated": "l"}
