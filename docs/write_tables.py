@@ -2,7 +2,8 @@
 
     python docs/write_tables.py [--take]
 
-From docs/figures.json and benchmarks/results.jsonl (make bench). --take first takes docs/figures.json from
+From docs/figures.json, benchmarks/results.jsonl (make bench) and benchmarks/language_models.jsonl
+(benchmarks/language_models_at_equal_time.py). --take first takes docs/figures.json from
 report/audit.jsonl and report/claims.jsonl (make demo), which are too large to be kept.
 """
 
@@ -21,6 +22,7 @@ from linattn.records.atomic import atomic_file
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures.json"
 RESULTS = ROOT / "benchmarks" / "results.jsonl"
+LANGUAGE_MODELS = ROOT / "benchmarks" / "language_models.jsonl"
 SHOWN = (
     ("FavorPlus", 256),
     ("Hyperbolic(lengths='fixed')", 256),
@@ -178,6 +180,36 @@ def conversion_table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def language_model_table(lines: list[dict[str, Any]]) -> str:
+    """Bits per byte of models trained for the same time, beside both baselines, and how fast each trains."""
+    runs = [row for row in lines if "run of" in row]
+    if not runs:
+        sys.exit("benchmarks/language_models.jsonl holds no run; run benchmarks/language_models_at_equal_time.py")
+    rates = {(row["rate of"], row["context"]): row["tokens per second"] for row in lines if "rate of" in row}
+    contexts = sorted({context for _, context in rates})
+    seeds = sorted({row["seed"] for row in runs})
+    numbers = [row["parameters"] for row in runs]
+    rows = [
+        f"Bits per byte on files of Python's own sources that were not trained on, after as many steps as fifteen "
+        f"minutes have at the speed of two quiet cores; {min(numbers):,} to {max(numbers):,} parameters, "
+        f"context {contexts[0]:,}, "
+        f"{'seed' if len(seeds) == 1 else 'mean (least to most) of seeds'} {', '.join(map(str, seeds))}:",
+        "",
+        f"| attention | bits per byte | bytes read | {' | '.join(f'bytes a second, {c:,}' for c in contexts)} |",
+        f"|---|---|---|{'---|' * len(contexts)}",
+        f"| *guessing among 256* | 8.000 | |{' |' * len(contexts)}",
+        f"| *frequencies of bytes* | {runs[0]['frequencies']:.3f} | |{' |' * len(contexts)}",
+    ]
+    for name in dict.fromkeys(row["run of"] for row in runs):
+        found = [row for row in runs if row["run of"] == name]
+        bits = [row["bits per byte"] for row in found]
+        spread = f" ({min(bits):.3f} to {max(bits):.3f})" if len(bits) > 1 else ""
+        speeds = " | ".join(f"{rates[name, context]:,.0f}" for context in contexts)
+        mean = sum(bits) / len(bits)
+        rows.append(f"| {name} | {mean:.3f}{spread} | {found[0]['steps'] * contexts[0]:,} | {speeds} |")
+    return "\n".join(rows)
+
+
 def claims_words(claims: dict[str, Any]) -> str:
     """How many claims there are and how they fare, and those of the founding texts and the paper that fail."""
     decisions = claims["decisions"]
@@ -231,11 +263,15 @@ def _figure(figure: float | dict[str, float], unit: str) -> str:
 def tables() -> dict[str, str]:
     """What stands between the README's markers."""
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").split("\n") if line]
+    lines, trained = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+        for file in (RESULTS, LANGUAGE_MODELS)
+    )
     return {
         "audit": audit_table(figures["audit"]),
         "plan": figures["audit"]["plan"],
         "conversions": conversion_table(lines),
+        "language_models": language_model_table(trained),
         "claims": claims_words(figures["claims"]),
         "benchmarks": benchmark_table(lines),
     }
