@@ -10,6 +10,9 @@ import torch
 from linattn.lab.experiments import EXPERIMENTS
 from linattn.lab.experiments.experiment import EXACT
 from linattn.lab.experiments.inputs import generator
+from linattn.lab.experiments.recall import a_fixed_state_bounds_recall as fixed
+from linattn.lab.experiments.recall import a_gate_helps_after_overwriting as gate
+from linattn.lab.experiments.recall import a_window_does_not_help_recall as window
 from linattn.lab.experiments.recall._networks import (
     ALONE,
     BESIDE,
@@ -26,7 +29,6 @@ from linattn.lab.experiments.recall._networks import (
     untrained,
 )
 from linattn.lab.experiments.recall._task import Recall, sequences
-from linattn.lab.experiments.recall.a_window_does_not_help_recall import reached
 
 NAMES = [name for name, one in EXPERIMENTS.items() if ".recall." in one.__name__]
 TASK = Recall(32, 40, 8)
@@ -92,13 +94,13 @@ def test_nothing_from_beyond_the_reach_of_a_window_enters():
         task = sequences(TASK, 1, generator("test", "reach"))
         for shown in range(place):
             asked = task._replace(places=torch.tensor([[place]]), shown=torch.tensor([[shown]]))
-            assert reached(asked)[1].item() == (shown < seen.min().item())
+            assert window.reached(asked)[1].item() == (shown < seen.min().item())
 
 
 def test_a_window_holds_its_own_block_and_the_one_before():
     task = sequences(TASK, 1, generator("test", "reach"))
     within = [
-        reached(task._replace(places=torch.tensor([[place]]), shown=torch.tensor([[shown]])))[0].item()
+        window.reached(task._replace(places=torch.tensor([[place]]), shown=torch.tensor([[shown]])))[0].item()
         for place, shown in ((47, 32), (47, 31), (48, 40), (48, 39), (3, 0))
     ]
     assert within == [True, False, True, False, True]
@@ -121,27 +123,27 @@ def test_all_claims_go_on_from_the_same_networks(size):
 
 def _falls_alike(row):
     """Softmax attention that loses as much."""
-    return 1 / row.x if row.series == EXACT else None
+    return 0.5 if row.series in (fixed.LOST, fixed.EXACT_LOST) else None
 
 
 def _more_recall_less(row):
     """More features that recall less."""
-    return 0.05 if row.series.startswith(LARGE) else None
+    return -0.5 if row.series == fixed.MORE else None
 
 
-def _no_gate(row):
-    """A gate that forgets all."""
-    return 0.05 if row.series.startswith(f"{TRAINED_GATED} (") else None
+def _gate_forgets(row):
+    """A gate that forgets what is asked for."""
+    return -0.5 if row.series == gate.GAINED else None
 
 
 def _gate_alike(row):
     """A gate that changes nothing."""
-    return 0.4 if row.series.startswith(TRAINED) else None
+    return 0.0 if row.series == gate.GAINED else None
 
 
 def _window_recalls_all(row):
     """A window under which the map recalls everything."""
-    return 1.0 if row.series.startswith(BESIDE) else None
+    return {window.GAINED: 1.0, window.LACKED: 0.5}.get(row.series)
 
 
 def _as_many_bytes(row):
@@ -153,7 +155,7 @@ def _as_many_bytes(row):
 CASES = [
     ("a-fixed-state-bounds-recall", "holds", "fails", _falls_alike),
     ("a-fixed-state-bounds-recall", "holds", "fails", _more_recall_less),
-    ("a-gate-helps-after-overwriting", "holds", "fails", _no_gate),
+    ("a-gate-helps-after-overwriting", "holds", "fails", _gate_forgets),
     ("a-gate-helps-after-overwriting", "holds", "undecided", _gate_alike),
     ("a-window-does-not-help-recall", "holds", "fails", _window_recalls_all),
     ("bytes-decide-recall", "fails", "undecided", _as_many_bytes),

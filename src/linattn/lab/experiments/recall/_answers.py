@@ -26,11 +26,32 @@ def accuracy(training: Training, method: str, pairs: int, asked: Tensor | None =
         pairs: P.
         asked: (sequences, P) bool, which queries count; all if None. Sequences without one are left out.
     """
+    return over_runs(_shares(training, method, pairs, asked))
+
+
+def gain(training: Training, method: str, other: str, pairs: int, asked: Tensor | None = None) -> Figure:
+    """By how much one method's share is above another's: run by run, since both begin with the same network."""
+    return _difference(_shares(training, method, pairs, asked), _shares(training, other, pairs, asked))
+
+
+def loss(training: Training, method: str) -> Figure:
+    """How much of a method's share is lost from the fewest pairs to the most, run by run."""
+    few, many = (_shares(training, method, pairs, None) for pairs in (training.pairs[0], training.pairs[-1]))
+    return _difference(few, many)
+
+
+def _difference(shares: Sequence[Tensor], others: Sequence[Tensor]) -> Figure:
+    """The difference of each run's shares, sequence by sequence."""
+    return over_runs([one - other for one, other in zip(shares, others, strict=True)])
+
+
+def _shares(training: Training, method: str, pairs: int, asked: Tensor | None) -> list[Tensor]:
+    """Of each run, the share of right answers in each sequence."""
     runs = [right_answers(training, method, run)[pairs].double() for run in range(training.runs)]
     if asked is None:
-        return over_runs([right.mean(1) for right in runs])
+        return [right.mean(1) for right in runs]
     some = asked.any(1)
-    return over_runs([(right * asked).sum(1)[some] / asked.sum(1)[some] for right in runs])
+    return [(right * asked).sum(1)[some] / asked.sum(1)[some] for right in runs]
 
 
 def guess(pairs: int) -> Figure:

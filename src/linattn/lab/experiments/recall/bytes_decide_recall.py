@@ -66,7 +66,7 @@ QUICK = Config(
     ),
     seconds=16,
 )
-FULL = Config(FULL_TRAINING, tuple(method for method in METHODS if method != EXACT_GATED), seconds=300)
+FULL = Config(FULL_TRAINING, tuple(method for method in METHODS if method != EXACT_GATED), seconds=250)
 
 
 def rows(config: Config) -> Iterator[Measurement]:
