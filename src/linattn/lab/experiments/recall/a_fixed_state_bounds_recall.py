@@ -53,7 +53,7 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(QUICK_TRAINING, (PLAIN, SMALL, LARGE, TAYLOR), seconds=22)
+QUICK = Config(QUICK_TRAINING, (PLAIN, SMALL, LARGE, TAYLOR), seconds=33)
 FULL = Config(FULL_TRAINING, (PLAIN, SMALL, LARGE, LARGEST, TAYLOR), seconds=260)
 
 

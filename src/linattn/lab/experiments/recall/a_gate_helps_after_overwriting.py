@@ -48,7 +48,7 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(replace(QUICK_TRAINING, is_overwritten=True, tuning=100), seconds=10)
+QUICK = Config(replace(QUICK_TRAINING, is_overwritten=True, tuning=100), seconds=13)
 FULL = Config(replace(FULL_TRAINING, is_overwritten=True), seconds=100)
 
 

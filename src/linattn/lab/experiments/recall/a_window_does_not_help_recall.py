@@ -53,7 +53,7 @@ class Config:
     seconds: float = 1.0
 
 
-QUICK = Config(QUICK_TRAINING, (SMALL, BESIDE), seconds=6)
+QUICK = Config(QUICK_TRAINING, (SMALL, BESIDE), seconds=4)
 FULL = Config(FULL_TRAINING, (SMALL, BESIDE, ALONE), seconds=80)
 
 

@@ -64,7 +64,7 @@ QUICK = Config(
         BESIDE,
         HYBRID,
     ),
-    seconds=16,
+    seconds=6,
 )
 FULL = Config(FULL_TRAINING, tuple(method for method in METHODS if method != EXACT_GATED), seconds=250)
 
