@@ -1,4 +1,4 @@
-"""What experiments feed to attention: Gaussian tokens, pairs at an angle, and the exact answer.
+"""What experiments feed to attention, Gaussian tokens and pairs at an angle, and how they sum up what comes of it.
 
 Letters: L tokens, D head width.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from linattn.lab.experiments.experiment import Figure
 
 
 class Tokens(NamedTuple):
@@ -62,3 +65,11 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     """Mean of independent figures, and its standard error; of two at least."""
     found = torch.tensor(values, dtype=torch.float64)
     return found.mean().item(), found.std().item() / math.sqrt(len(values))
+
+
+def over_runs(runs: Sequence[Tensor]) -> Figure:
+    """Mean over runs and test sequences; its error joins that of the sequences, common to the runs, and of the runs."""
+    shares = torch.stack(tuple(runs))
+    of_sequences = shares.mean(0).std().item() / math.sqrt(shares.shape[1])
+    of_runs = shares.mean(1).std().item() / math.sqrt(len(runs)) if len(runs) > 1 else 0.0
+    return Figure(shares.mean().item(), math.hypot(of_sequences, of_runs))

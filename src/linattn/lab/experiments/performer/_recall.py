@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FeatureMap, RandomFeatureMap
-from linattn.lab.experiments.experiment import Figure, FigureRow
+from linattn.lab.experiments.experiment import FigureRow
 from linattn.lab.experiments.inputs import generator, seed
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -186,14 +186,6 @@ def swapped(
 def swap_map(kind: type[RandomFeatureMap], width: int, draw: int) -> RandomFeatureMap:
     """The map a network is tuned under."""
     return kind(HEAD_DIM, width, seed=seed("swap", kind.__name__, width, draw))
-
-
-def over_runs(runs: Sequence[Tensor]) -> Figure:
-    """Mean over runs and test sequences; its error joins that of the sequences, common to the runs, and of the runs."""
-    shares = torch.stack(tuple(runs))
-    of_sequences = shares.mean(0).std().item() / math.sqrt(shares.shape[1])
-    of_runs = shares.mean(1).std().item() / math.sqrt(len(runs)) if len(runs) > 1 else 0.0
-    return Figure(shares.mean().item(), math.hypot(of_sequences, of_runs))
 
 
 def regained(curve: Sequence[FigureRow], exact: float) -> tuple[float, float]:

@@ -14,12 +14,12 @@ from functools import lru_cache, partial
 from linattn.attention import softmax_attention
 from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import over_runs
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._recall import (
     Recall,
     attention_with,
     average,
-    over_runs,
     pretrained,
     regained,
     swap_map,

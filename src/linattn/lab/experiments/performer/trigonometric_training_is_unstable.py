@@ -19,6 +19,7 @@ from torch import Tensor
 from linattn.attention import linear_attention, softmax_attention
 from linattn.feature_maps import FavorPlus, FeatureMap, Trigonometric, features
 from linattn.lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn.lab.experiments.inputs import over_runs
 from linattn.lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn.lab.experiments.performer._recall import (
     Network,
@@ -26,7 +27,6 @@ from linattn.lab.experiments.performer._recall import (
     accuracy,
     attention_with,
     average,
-    over_runs,
     pretrained,
     regained,
     swap_map,
