@@ -270,8 +270,8 @@ def test_a_gradient_that_is_not_finite(build, batches, ticking):
 def test_an_interrupt_in_training_keeps_the_best(build, batches, ticking):
     model, told = build("bert"), []
 
-    def stop(name, share, loss):
-        told.append((name, loss))
+    def stop(name, share, progress):
+        told.append(progress.best)
         if share > 0.5:
             raise KeyboardInterrupt
 
@@ -279,7 +279,7 @@ def test_an_interrupt_in_training_keeps_the_best(build, batches, ticking):
     assert found.stopped
     assert names(found) == ["uniform", "unconverted", "calibrated"]
     assert [training.name for training in found.trainings] == ["transfer"]
-    assert found.trainings[0].best_loss == told[-1][1] < found.trainings[0].first_loss
+    assert found.trainings[0].best_loss == told[-1] < found.trainings[0].first_loss
     assert is_linearized(model)
 
 

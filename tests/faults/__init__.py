@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from faults import attention, biases, calls, convert, feature_maps, lab, language_models, models, nn, positions, records
+from faults import (
+    attention,
+    biases,
+    calls,
+    convert,
+    feature_maps,
+    lab,
+    language_models,
+    models,
+    nn,
+    positions,
+    records,
+    training,
+)
 
 FAULTS = (
     *records.FAULTS,
@@ -14,6 +27,7 @@ FAULTS = (
     *models.FAULTS,
     *nn.FAULTS,
     *language_models.FAULTS,
+    *training.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,
 )

@@ -216,7 +216,7 @@ def test_an_empty_folder_by_another_name(folder, text, tmp_path, monkeypatch):
 
 
 def test_another_conversion_is_not_gone_on_with(run, tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise OSError("no space left")
 
     monkeypatch.setattr("linattn.lab.commands.convert.model_card", broken)
@@ -340,7 +340,7 @@ def test_the_best_stage_is_written_and_named(run, folder, tmp_path, monkeypatch)
 
 
 def test_a_full_disk_at_the_end_names_the_folder_and_loses_no_work(run, tmp_path, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:

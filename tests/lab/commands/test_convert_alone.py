@@ -67,7 +67,7 @@ def test_two_conversions_into_one_folder(run, tmp_path):
 def test_the_work_is_held_until_the_model_is_written(run, tmp_path, monkeypatch):
     seen = []
 
-    def card(*_):
+    def card(*_, **__):
         with ThreadPoolExecutor(1) as pool, pytest.raises(InUseError):
             pool.submit(ExitStack().enter_context, locked(tmp_path / "out.unfinished")).result()
         seen.append((tmp_path / "out.unfinished" / ".lock").exists())

@@ -42,7 +42,7 @@ def files(tmp_path_factory):
 def run(files, tmp_path, monkeypatch):
     """A function that runs the command, on a clock of which every look takes half a second."""
     clock = count(0.0, 0.5)
-    monkeypatch.setattr("linattn.convert.training.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
     def of(*more, name="twin"):
         words = ["convert", str(files / name), str(tmp_path / "out"), "--text", str(files / "text.txt")]
