@@ -114,8 +114,7 @@ def gated_attention_with_state(
 
     Cost as `linear_attention_with_state`. Where log f sums to more than 2¹⁰ the call is cut into spans, each with its
     own reference, so that digits do not depend on how much was forgotten before; a compiled or vmapped call cannot look
-    at the gates and is one span, exact while they sum to a few thousand. With f = 1 it is the plain op, to the bit, and
-    to rounding beside a window.
+    at the gates and is one span, exact while they sum to a few thousand. With f = 1 it is the plain op, to the bit.
 
     Args:
         query: (B, H, L, D): as many queries as keys.
