@@ -39,9 +39,9 @@ SIZES = {"layers": "4", "width": "128", "heads": "4", "hidden": "448"}
 ROTARY, LEARNED = "Rotary(require_relative=False)", "LearnedExponential"
 GATED = {"gate": "ForgetGate", "gated": "l"}
 MODELS: dict[str, dict[str, str]] = {
-    "softmax": {"pattern": "s"},
-    "FavorPlus": {"map": "FavorPlus"},
-    LEARNED: {"map": LEARNED, "positions": ROTARY},
+    "softmax": {"pattern": "s", "positions": "Rotary"},
+    "FavorPlus": {"map": "FavorPlus", "positions": "Rotary", "gate": "none"},
+    LEARNED: {"map": LEARNED, "positions": ROTARY, "gate": "none"},
     f"{LEARNED}, gate": {"map": LEARNED, "positions": ROTARY, **GATED},
     f"{LEARNED}, gate, window 64": {"map": f"{LEARNED} + window 64", "positions": ROTARY, **GATED},
     f"{LEARNED}, gate, softmax in every fourth block": {
@@ -56,12 +56,13 @@ MODELS: dict[str, dict[str, str]] = {
 def config_of(options: dict[str, str]) -> LinearLMConfig:
     """The model that `linattn train` builds from these options."""
     names = {"map": "method"}
+    kept = {name: value for name, value in options.items() if value != "none"}
     return LinearLMConfig(
         hidden_size=int(SIZES["width"]),
         num_hidden_layers=int(SIZES["layers"]),
         num_attention_heads=int(SIZES["heads"]),
         intermediate_size=int(SIZES["hidden"]),
-        **{names.get(name, name): value for name, value in options.items()},
+        **{names.get(name, name): value for name, value in kept.items()},
     )
 
 

@@ -181,33 +181,46 @@ def conversion_table(lines: list[dict[str, Any]]) -> str:
 
 
 def language_model_table(lines: list[dict[str, Any]]) -> str:
-    """Bits per byte of models trained for the same time, beside both baselines, and how fast each trains."""
-    runs = [row for row in lines if "run of" in row]
-    if not runs:
-        sys.exit("benchmarks/language_models.jsonl holds no run; run benchmarks/language_models_at_equal_time.py")
+    """How fast models train, and the bits per byte of those trained for the same time, beside both baselines."""
     rates = {(row["rate of"], row["context"]): row["tokens per second"] for row in lines if "rate of" in row}
-    contexts = sorted({context for _, context in rates})
-    seeds = sorted({row["seed"] for row in runs})
-    numbers = [row["parameters"] for row in runs]
+    runs = [row for row in lines if "run of" in row]
+    contexts, names = sorted({context for _, context in rates}), dict.fromkeys(name for name, _ in rates)
     rows = [
-        f"Bits per byte on files of Python's own sources that were not trained on, after as many steps as fifteen "
-        f"minutes have at the speed of two quiet cores; {min(numbers):,} to {max(numbers):,} parameters, "
-        f"context {contexts[0]:,}, "
-        f"{'seed' if len(seeds) == 1 else 'mean (least to most) of seeds'} {', '.join(map(str, seeds))}:",
+        "Four blocks of width 128, about a million parameters, on Python's own sources; bytes a second that training "
+        f"reads, on two quiet cores, by context{_bits_in_words(runs, contexts[0])}:",
         "",
-        f"| attention | bits per byte | bytes read | {' | '.join(f'bytes a second, {c:,}' for c in contexts)} |",
-        f"|---|---|---|{'---|' * len(contexts)}",
-        f"| *guessing among 256* | 8.000 | |{' |' * len(contexts)}",
-        f"| *frequencies of bytes* | {runs[0]['frequencies']:.3f} | |{' |' * len(contexts)}",
+        f"| attention | {' | '.join(f'{context:,}' for context in contexts)} |{' bits per byte |' if runs else ''}",
+        f"|---|{'---|' * len(contexts)}{'---|' if runs else ''}",
     ]
-    for name in dict.fromkeys(row["run of"] for row in runs):
-        found = [row for row in runs if row["run of"] == name]
-        bits = [row["bits per byte"] for row in found]
-        spread = f" ({min(bits):.3f} to {max(bits):.3f})" if len(bits) > 1 else ""
+    if runs:
+        rows += [
+            f"| *guessing among 256* |{' |' * len(contexts)} 8.000 |",
+            f"| *frequencies of bytes* |{' |' * len(contexts)} {runs[0]['frequencies']:.3f} |",
+        ]
+    for name in names:
         speeds = " | ".join(f"{rates[name, context]:,.0f}" for context in contexts)
-        mean = sum(bits) / len(bits)
-        rows.append(f"| {name} | {mean:.3f}{spread} | {found[0]['steps'] * contexts[0]:,} | {speeds} |")
+        bits = [row["bits per byte"] for row in runs if row["run of"] == name]
+        rows.append(f"| {name} | {speeds} |{f' {_mean(bits)} |' if runs else ''}")
     return "\n".join(rows)
+
+
+def _bits_in_words(runs: list[dict[str, Any]], context: int) -> str:
+    """What the last column is, where there is one."""
+    if not runs:
+        return ""
+    seeds = ", ".join(map(str, sorted({row["seed"] for row in runs})))
+    return (
+        f", and bits per byte on files that were not trained on after as many steps of {context:,} bytes as fifteen "
+        f"minutes have at that speed, mean (least to most) of seeds {seeds}"
+    )
+
+
+def _mean(values: list[float]) -> str:
+    """A mean with its spread; nothing of nothing."""
+    if not values:
+        return ""
+    spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+    return f"{sum(values) / len(values):.3f}{spread}"
 
 
 def claims_words(claims: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ class TrainConfig:
     batch_size: int = 1
     minutes: float = 15.0
     steps: int | None = None
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     redraw_every: int | None = None
     seed: int = 0
 

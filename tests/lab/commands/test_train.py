@@ -84,7 +84,7 @@ def test_from_the_words_to_the_folder(trained, texts):
 
 def test_options_reach_the_model(texts, tmp_path):
     options = ["--pattern", "ls", "--map", "LearnedExponential + window 4", "--positions", "none", "--gate", "RetNet"]
-    more = ["--hidden", "24", "--dropout", "0.1", "--redraw", "3", "--batch", "2"]
+    more = ["--hidden", "24", "--dropout", "0.1", "--redraw", "3", "--batch", "2", "--gated", "ls"]
     result = run("train", tmp_path / "out", "--text", texts, *SMALL, *options, *more)
     # A learned map is never redrawn.
     assert result.exit_code == 1
@@ -117,6 +117,16 @@ def test_killed_three_times_it_is_one_that_was_not(trained, texts, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     reports = [json.loads((folder / "training.json").read_text(encoding="utf-8")) for folder in (out, trained[0])]
     assert reports[0]["test"] == reports[1]["test"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gate"),
+    [([], "ForgetGate"), (["--pattern", "s"], None), (["--gate", "none"], None), (["--gate", "Alibi"], "Alibi")],
+)
+def test_linear_blocks_have_a_forget_gate_unless_another_is_said(texts, tmp_path, words, gate):
+    assert run("train", tmp_path / "out", "--text", texts, *SMALL[:-1], "1", *words).exit_code == 0
+    config = LinearLMForCausalLM.from_pretrained(tmp_path / "out").config
+    assert (config.method, config.gate) == ("LearnedExponential", gate)
 
 
 def test_refusals(texts, tmp_path, trained):

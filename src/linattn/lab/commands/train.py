@@ -41,11 +41,18 @@ def train(
     ] = "l",
     map_: Annotated[
         str, typer.Option("--map", metavar="NAME", help='A map, as in "FavorPlus" or "LearnedExponential + window 64".')
-    ] = "FavorPlus",
+    ] = "LearnedExponential",
     features: Annotated[int, typer.Option(metavar="R", help="Features of a map whose width is free.")] = 64,
-    positions: Annotated[str, typer.Option(help='"Rotary", another of linattn.positions, or "none".')] = "Rotary",
-    gate: Annotated[str, typer.Option(help='"ForgetGate", "Alibi", "RetNet" or "none".')] = "none",
-    gated: Annotated[str, typer.Option(help='Kinds of blocks that have the gate: "ls", "l" or "s".')] = "ls",
+    positions: Annotated[
+        str, typer.Option(help='Positions of linattn.positions, as "Rotary", or "none".')
+    ] = "Rotary(require_relative=False)",
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            help='"ForgetGate", "Alibi", "RetNet" or "none".', show_default="ForgetGate where a block is gated"
+        ),
+    ] = None,
+    gated: Annotated[str, typer.Option(help='Kinds of blocks that have the gate: "ls", "l" or "s".')] = "l",
     layers: Annotated[int, typer.Option(help="How many blocks.")] = 4,
     width: Annotated[int, typer.Option(help="E, the width of a token.")] = 128,
     heads: Annotated[int, typer.Option(help="Heads of each block.")] = 4,
@@ -55,7 +62,7 @@ def train(
     batch: Annotated[int, typer.Option(help="Texts per step.")] = 1,
     minutes: Annotated[float, typer.Option(help="Time for training.")] = 15.0,
     steps: Annotated[int | None, typer.Option(help="Steps in place of a time.")] = None,
-    learning_rate: Annotated[float, typer.Option(help="At its largest.")] = 2e-3,
+    learning_rate: Annotated[float, typer.Option(help="At its largest.")] = 4e-3,
     redraw: Annotated[int | None, typer.Option(metavar="N", help="Redraw random maps every N steps.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, draws and the order of texts.")] = 0,
 ) -> None:
@@ -78,7 +85,7 @@ def train(
                 method=map_,
                 num_features=features,
                 positions=None if positions == "none" else positions,
-                gate=None if gate == "none" else gate,
+                gate=_gate(gate, gated, pattern),
                 gated=gated,
                 dropout=dropout,
                 seed=seed,
@@ -95,6 +102,13 @@ def train(
         finish(work, out, lambda draft: _write(model, found, draft))
     _print(console, found)
     console.print(f"Written: {escape(str(out))}", highlight=False)
+
+
+def _gate(gate: str | None, gated: str, pattern: str) -> str | None:
+    """The gate that was asked for; if none was said, a forget gate where there is a block to have it."""
+    if gate is None:
+        return "ForgetGate" if set(gated) & set(pattern) else None
+    return None if gate == "none" else gate
 
 
 def _model(config: LinearLMConfig, seed: int) -> LinearLMForCausalLM:
