@@ -28,6 +28,17 @@ from linattn.records.json_files import write_json
 from linattn.training import Progress
 
 _PARTS = 20
+_Pattern = Annotated[
+    str, typer.Option(help='A letter per block, begun again at its end: "l" linear, "s" softmax, as in "llls".')
+]
+_Map = Annotated[
+    str, typer.Option("--map", metavar="NAME", help='A map, as in "FavorPlus" or "LearnedExponential + window 64".')
+]
+_Positions = Annotated[str, typer.Option(help='Positions of linattn.positions, as "Rotary", or "none".')]
+_Gate = Annotated[
+    str | None,
+    typer.Option(help='"ForgetGate", "Alibi", "RetNet" or "none".', show_default="ForgetGate where a block is gated"),
+]
 
 
 def train(
@@ -36,22 +47,11 @@ def train(
         list[Path] | None,
         typer.Option(help="A file or folder to learn from, may be repeated; Python's own sources if left out."),
     ] = None,
-    pattern: Annotated[
-        str, typer.Option(help='A letter per block, begun again at its end: "l" linear, "s" softmax, as in "llls".')
-    ] = "l",
-    map_: Annotated[
-        str, typer.Option("--map", metavar="NAME", help='A map, as in "FavorPlus" or "LearnedExponential + window 64".')
-    ] = "LearnedExponential",
+    pattern: _Pattern = "l",
+    map_: _Map = "LearnedExponential",
     features: Annotated[int, typer.Option(metavar="R", help="Features of a map whose width is free.")] = 64,
-    positions: Annotated[
-        str, typer.Option(help='Positions of linattn.positions, as "Rotary", or "none".')
-    ] = "Rotary(require_relative=False)",
-    gate: Annotated[
-        str | None,
-        typer.Option(
-            help='"ForgetGate", "Alibi", "RetNet" or "none".', show_default="ForgetGate where a block is gated"
-        ),
-    ] = None,
+    positions: _Positions = "Rotary(require_relative=False)",
+    gate: _Gate = None,
     gated: Annotated[str, typer.Option(help='Kinds of blocks that have the gate: "ls", "l" or "s".')] = "l",
     layers: Annotated[int, typer.Option(help="How many blocks.")] = 4,
     width: Annotated[int, typer.Option(help="E, the width of a token.")] = 128,
