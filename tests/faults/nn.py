@@ -194,8 +194,8 @@ FAULTS = (
     Fault(
         "build encodings without values",
         "hf/language_model.py",
-        '[*super().get_init_context(*args), torch.device("cpu")]',
-        "super().get_init_context(*args)",
+        '[*super().get_init_context(*args), torch.device("cpu"), loading()]',
+        "[*super().get_init_context(*args), loading()]",
         LANGUAGE,
     ),
     Fault(
@@ -229,8 +229,8 @@ FAULTS = (
     Fault(
         "give every layer the same draw",
         "hf/language_model_config.py",
-        "seed=config.seed + place",
-        "seed=config.seed",
+        '"seed": config.seed + place',
+        '"seed": config.seed',
         LANGUAGE,
     ),
 )
