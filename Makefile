@@ -19,7 +19,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff check --quiet src tests benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/test_size.py
+	$(BIN)/python -m pytest --noconftest tests/test_size.py
 
 fmt: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix --quiet src tests benchmarks docs

