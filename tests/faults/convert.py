@@ -147,7 +147,7 @@ FAULTS = (
     ),
     Fault(
         "work in a folder beside another process",
-        "convert/conversion.py",
+        "training/checkpoints.py",
         "with locked(work), full_disk_names(work):",
         "with full_disk_names(work):",
         "tests/convert/test_going_on.py",

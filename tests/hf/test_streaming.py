@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from linattn.hf import LinearLMConfig, LinearLMForCausalLM, StreamCache, linearize_, stream_tokens
+from linattn.hf import LinearLMConfig, LinearLMForCausalLM, StateCache, StreamCache, linearize_, stream_tokens
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 KINDS = ("linear", "hybrid", "softmax llama", "linearized llama")
@@ -92,6 +92,14 @@ def test_what_is_kept_does_not_grow():
         next(stream)
         sizes.add(cache.num_bytes)
     assert len(sizes) == 1
+
+
+def test_a_linearized_model_keeps_states():
+    model, kept = model_of("linearized llama"), []
+    model.register_forward_hook(lambda _, __, kwargs, ___: kept.append(kwargs["past_key_values"]), with_kwargs=True)
+    taken(3, model, torch.tensor([[5, 7]]))
+    assert {type(cache) for cache in kept} == {StateCache}
+    assert len(set(map(id, kept))) == 1
 
 
 def test_refusals():

@@ -85,6 +85,9 @@ def test_files_and_folders(tmp_path):
     found = list(read_documents([tmp_path / "a", tmp_path / "three.bin"]))
     assert [content for _, content in found] == [b"1", b"2", long[:_LONGEST], b"rest"]
     assert len({name for name, _ in found}) == 4
+    (tmp_path / "c").mkdir()
+    (tmp_path / "a").rename(tmp_path / "c" / "a")
+    assert list(read_documents([tmp_path / "c" / "a", tmp_path / "three.bin"])) == found
     with pytest.raises(FileNotFoundError, match=r"there is no file or folder .*nowhere; give one"):
         list(read_documents([tmp_path / "nowhere"]))
 

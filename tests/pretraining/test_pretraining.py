@@ -98,6 +98,11 @@ def test_other_settings_are_refused_and_more_time_is_not(build, corpus, tmp_path
     pretrain(build(), corpus, replace(config, minutes=2e-6), work=tmp_path)
     with pytest.raises(ValueError, match=r"unfinished training with other settings \(learning_rate: 0.02, now 0.1\)"):
         pretrain(build(), corpus, replace(config, learning_rate=0.1), work=tmp_path)
+    other = build()
+    with torch.no_grad():
+        other.model.norm.weight[0] += 1
+    with pytest.raises(ValueError, match=r"with other settings \(weights: "):
+        pretrain(other, corpus, config, work=tmp_path)
     with pytest.raises(ValueError, match=r"with other settings \(model: .*'gate'"):
         pretrain(build(gate="ForgetGate"), corpus, config, work=tmp_path)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,7 @@ from linattn.convert.samples import Samples, from_batches, from_texts
 from linattn.hf import LinearLMForCausalLM, is_linearized
 from linattn.hf.linear_twin import check_twin
 from linattn.planning.methods import Method, parse_method
-from linattn.records.atomic import full_disk_names
-from linattn.records.locks import locked
-from linattn.training import Notify, WorkFolder
+from linattn.training import Notify, WorkFolder, alone_in, weights_digest
 
 
 def convert_(
@@ -86,7 +82,7 @@ def convert_(
     if isinstance(model, LinearLMForCausalLM):
         check_twin(model, method)
     samples = _samples(model, tokenizer_or_batches, config)
-    with _alone(work):
+    with alone_in(work):
         folder = (
             None if work is None else WorkFolder(work, _identity(model, method, config, samples), kind="conversion")
         )
@@ -101,16 +97,6 @@ def convert_(
             for module, training in modes:
                 module.training = training
             raise
-
-
-@contextmanager
-def _alone(work: Path | None) -> Iterator[None]:
-    """No other process works in the folder, and where the disk is full the error names it."""
-    if work is None:
-        yield
-        return
-    with locked(work), full_disk_names(work):
-        yield
 
 
 def _check(model: PreTrainedModel, config: ConvertConfig) -> None:
@@ -152,15 +138,11 @@ def _samples(
 def _identity(model: PreTrainedModel, method: Method | None, config: ConvertConfig, samples: Samples) -> dict[str, Any]:
     """The settings that two runs must share to be one conversion; the second may have more time."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("texts", "minutes")}
-    weights = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        weights.update(name.encode())
-        weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return {
         **settings,
         "feature_map": label(method, config),
         "model": type(model).__name__,
-        "weights": weights.hexdigest(),
+        "weights": weights_digest(model),
         "samples": samples.digest,
         "linattn": linattn.__version__,
         "torch": torch.__version__,

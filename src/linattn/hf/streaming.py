@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
+from linattn.hf.linearization import is_linearized
+from linattn.hf.state_cache import StateCache
+
 # Tokens of a prompt that are read at once: memory does not grow with it.
 _CHUNK = 1024
 
@@ -62,6 +65,9 @@ def stream_tokens(
     """
     _check(model, prompt, temperature, top_p)
     warp = _warpers(temperature, top_p)
+    if cache is None and is_linearized(model):
+        # A linearized model makes one for `generate` alone.
+        cache = StateCache(model)
     logits = prompt.new_empty(0)
     with torch.no_grad():
         for chunk in prompt.to(model.device).split(_CHUNK, 1):

@@ -106,6 +106,8 @@ def python_documents() -> Iterator[Document]:
 def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
     """The bytes of files, and of every file in folders; a file of more than 1 MiB is several documents.
 
+    Names, by which documents are split, begin at the file or folder given: where that stands is no matter.
+
     Raises:
         FileNotFoundError: there is no such file or folder.
     """
@@ -116,4 +118,4 @@ def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
         for file in files:
             content = file.read_bytes()
             for start in range(0, len(content), _LONGEST):
-                yield f"{file} {start // _LONGEST}", content[start : start + _LONGEST]
+                yield f"{file.relative_to(path.parent)} {start // _LONGEST}", content[start : start + _LONGEST]

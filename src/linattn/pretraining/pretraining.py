@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,16 @@ from linattn.nn import RedrawSchedule
 from linattn.pretraining.config import TrainConfig
 from linattn.pretraining.corpus import Corpus
 from linattn.pretraining.scoring import UNIFORM, Score, bits_per_byte, frequency_bits, score, windows
-from linattn.records.locks import locked
-from linattn.training import Notify, Seconds, Trained, Training, WorkFolder, train
+from linattn.training import (
+    Notify,
+    Seconds,
+    Trained,
+    Training,
+    WorkFolder,
+    alone_in,
+    train,
+    weights_digest,
+)
 
 # Bytes of each look, and of the score at the end.
 _LOOK_BYTES, _TEST_BYTES = 1 << 15, 1 << 18
@@ -102,7 +109,7 @@ def pretrain(
     """
     _check(model)
     training = _training(model, corpus, config)
-    with _alone(work):
+    with alone_in(work):
         folder = None if work is None else WorkFolder(work, _identity(model, corpus, config), kind="training")
         if folder is not None:
             folder.claim()
@@ -165,11 +172,6 @@ def _redrawing(model: LinearLMForCausalLM, config: TrainConfig) -> Callable[[int
     return redraw
 
 
-def _alone(work: Path | None) -> AbstractContextManager[Any]:
-    """No other process works in the folder."""
-    return nullcontext() if work is None else locked(work)
-
-
 def _check(model: LinearLMForCausalLM) -> None:
     """Refuse models that would fail after minutes."""
     if model.config.vocab_size != 256:
@@ -187,6 +189,7 @@ def _identity(model: LinearLMForCausalLM, corpus: Corpus, config: TrainConfig) -
     return {
         **settings,
         "model": model.config.to_diff_dict(),
+        "weights": weights_digest(model),
         "corpus": corpus.digest,
         "linattn": linattn.__version__,
         "torch": torch.__version__,

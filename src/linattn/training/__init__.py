@@ -9,6 +9,8 @@ from linattn.training.budgets import Budget as Budget
 from linattn.training.budgets import Seconds as Seconds
 from linattn.training.budgets import Steps as Steps
 from linattn.training.checkpoints import WorkFolder as WorkFolder
+from linattn.training.checkpoints import alone_in as alone_in
+from linattn.training.checkpoints import weights_digest as weights_digest
 from linattn.training.loop import Notify as Notify
 from linattn.training.loop import Trained as Trained
 from linattn.training.loop import Training as Training

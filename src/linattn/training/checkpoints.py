@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from linattn.records.atomic import atomic_folder
+from linattn.records.atomic import atomic_folder, full_disk_names
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_json, write_json
+from linattn.records.locks import locked
 from linattn.training.progress import Progress
 
 T = TypeVar("T")
@@ -131,6 +133,25 @@ class WorkFolder:
     def _checkpoints(self, training: str) -> list[Path]:
         """A training's checkpoints by step; drafts begin with a dot."""
         return sorted(self._place(training).glob("step-*"))
+
+
+@contextmanager
+def alone_in(work: Path | None) -> Iterator[None]:
+    """No other process works in the folder meanwhile, and where the disk is full the error names it."""
+    if work is None:
+        yield
+        return
+    with locked(work), full_disk_names(work):
+        yield
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of the names and bytes of a model's `state_dict`."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 @contextmanager

@@ -74,7 +74,15 @@ def train(
     console = Console()
     out = out.resolve()
     with new_folder("train", "training a model", console, out) as work:
-        config = TrainConfig(context, batch, minutes, steps, learning_rate, redraw, seed)
+        config = TrainConfig(
+            context=context,
+            batch_size=batch,
+            minutes=minutes,
+            steps=steps,
+            learning_rate=learning_rate,
+            redraw_every=redraw,
+            seed=seed,
+        )
         model = _model(
             LinearLMConfig(
                 hidden_size=width,
