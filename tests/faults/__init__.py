@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from faults import attention, biases, calls, convert, feature_maps, lab, language_models, models, nn, positions, records
+from faults import (
+    attention,
+    biases,
+    calls,
+    convert,
+    feature_maps,
+    lab,
+    language_models,
+    models,
+    nn,
+    positions,
+    records,
+    whole_models,
+)
 
 FAULTS = (
     *records.FAULTS,
@@ -16,4 +29,5 @@ FAULTS = (
     *language_models.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,
+    *whole_models.FAULTS,
 )
