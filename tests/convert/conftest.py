@@ -21,7 +21,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBertModel", {**SIZES, **ENDS, "cls_token_id": 1, "sep_token_id": 2}),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, **ENDS}),
     "llama": ("LlamaForCausalLM", {**SIZES, **ENDS, "num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "gemma3": ("Gemma3ForCausalLM", {**SIZES, **ENDS, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 1}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {**SIZES, **ENDS, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 1},
+    ),
     "vit": ("ViTModel", {**SIZES, "image_size": 16, "patch_size": 8}),
 }
 
