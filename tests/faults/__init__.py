@@ -15,6 +15,7 @@ from faults import (
     positions,
     records,
     training,
+    whole_models,
 )
 
 FAULTS = (
@@ -30,4 +31,5 @@ FAULTS = (
     *training.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,
+    *whole_models.FAULTS,
 )

@@ -193,6 +193,13 @@ def choose_layers(model: PreTrainedModel, layers: Iterable[int] | None = None) -
     return _report(modules, _reasons(model, modules, layers), {})
 
 
+def global_layers(model: PreTrainedModel) -> Linearization:
+    """As `choose_layers`, or all layers where every one has a window: texts that fit in it can be attended to anew."""
+    modules = list(attention_modules(model))
+    is_local = all(found.window is not None for found in modules)
+    return choose_layers(model, range(len(modules)) if is_local else None)
+
+
 def _report(modules: list[AttentionModule], reasons: dict[int, str], labels: dict[int, str]) -> Linearization:
     """What attends in each layer, by its number, or why softmax stays."""
     numbers = ((found.number, found.name) for found in modules)
