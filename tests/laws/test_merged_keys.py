@@ -1,4 +1,4 @@
-"""Merged keys: what a merge conserves, and attention that is exact where nothing is lost and the same however cut."""
+"""Attention with merged keys is exact where there are enough of them, and the same however a stream is cut."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from grid import qkv, relative_error, tokens
 from linattn import Exact
 from linattn.attention.exact import merged_everywhere as everywhere
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging import clusters, merged, reduced, tilt
-from linattn.attention.exact.partitioning import partition
+from linattn.attention.exact.merging import clusters, merged
 from linattn.attention.exact.query_moments import QueryMoments
 
 LENGTH = 61
@@ -47,16 +46,6 @@ def streamed(pieces: list[slice], exact: Exact, mask: Tensor | None = None, **op
     return torch.cat(outs, 2)
 
 
-def weighted(num_keys: int = 40, absent: float = 0.2) -> tuple[Tokens, QueryMoments]:
-    """Weighted keys, some of them absent, and the moments of queries with a mean of their own."""
-    query, key, value = qkv(num_queries=50, num_keys=num_keys)
-    bias = tokens(2, 2, num_keys, seed=5)
-    gone = torch.rand(bias.shape, generator=torch.Generator().manual_seed(6)) < absent
-    live = torch.ones(2, 1, 50, dtype=torch.bool)
-    moments = QueryMoments.empty(key).add(query.unflatten(1, (2, 2)) + 0.5, live, 1.0)
-    return Tokens(key, value, bias.masked_fill(gone, -torch.inf)), moments
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("exact", [Exact(4, num_merged=64), Exact(16, num_merged=37), Exact(64, num_merged=1)], ids=str)
 def test_enough_keys_are_softmax_attention(exact: Exact, masked: bool) -> None:
@@ -75,77 +64,6 @@ def test_enough_keys_are_softmax_attention_in_any_cut() -> None:
     for cuts in ([1], [5, 6, 7, 30], list(range(1, LENGTH))):
         pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, LENGTH])]
         torch.testing.assert_close(streamed(pieces, Exact(4, num_merged=LENGTH)), truth, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("num_merged", [1, 5, 33, 40])
-def test_a_merge_conserves_what_the_mean_query_reads(num_merged: int) -> None:
-    """Denominator, its gradient, and numerator at the mean query."""
-    keys, moments = weighted()
-    few = reduced(keys, moments, num_merged)
-    assert few.bias.shape[2] == num_merged
-    mean = moments.mean.unsqueeze(2)
-
-    def read(x: Tokens) -> tuple[Tensor, ...]:
-        query = mean.detach().requires_grad_()
-        log = (query @ x.key.mT + x.bias.unsqueeze(2)).logsumexp(-1)
-        (slope,) = torch.autograd.grad(log.sum(), query)
-        return log, slope, torch.softmax(query @ x.key.mT + x.bias.unsqueeze(2), -1) @ x.value
-
-    for found, truth in zip(read(few), read(keys), strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
-
-
-def test_merging_twice_is_merging_once() -> None:
-    """At one mean query only who is with whom matters."""
-    keys, moments = weighted(absent=0.0)
-    once = torch.arange(40).expand(2, 2, 40) // 10
-    twice = torch.arange(40).expand(2, 2, 40) // 5
-    between = merged(keys, twice, moments.mean, 8)
-    found = merged(between, torch.arange(8).expand(2, 2, 8) // 2, moments.mean, 4)
-    for x, y in zip(found, merged(keys, once, moments.mean, 4), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-
-
-def test_clusters_are_those_of_merging_one_by_one() -> None:
-    """Down to one pair more than wanted, the cheapest pair is among those that are each other's nearest."""
-    keys, moments = weighted(num_keys=14, absent=0.0)
-    log_weight = tilt(keys, moments.mean)
-    found = clusters(keys, moments, log_weight, 13)
-    covariance = moments.covariance
-    for b, h in itertools.product(range(2), range(2)):
-        cost = {}
-        for i, j in itertools.combinations(range(14), 2):
-            step = keys.key[b, h, i] - keys.key[b, h, j]
-            m = log_weight[b, h, [i, j]].exp()
-            cost[i, j] = float(m.prod() / m.sum() * (step @ covariance[b, h] @ step))
-        i, j = min(cost, key=cost.__getitem__)
-        assert found[b, h, i] == found[b, h, j]
-        assert found[b, h].unique().tolist() == list(range(13))
-
-
-def test_distances_of_clusters_are_those_of_their_centres() -> None:
-    """Three far groups are found whatever the masses within, and equal keys cost nothing."""
-    place = torch.tensor([0.0, 10.0, 0.1, 30.0, 10.1, 0.2, 30.1, 10.0]).view(1, -1)
-    distance = (place.unsqueeze(-1) - place.unsqueeze(-2)).square()
-    weight = torch.tensor([[0.0, -3.0, -70.0, 2.0, 0.0, 1.0, -9.0, 5.0]])
-    assert partition(distance, weight, weight, 3).tolist() == [[0, 1, 0, 2, 1, 0, 2, 1]]
-    assert partition(torch.zeros(1, 8, 8), weight, weight, 1).tolist() == [[0] * 8]
-
-
-def test_keys_that_are_no_numbers_do_not_hang_the_search() -> None:
-    distance = torch.full((1, 4, 4), torch.nan)
-    weight = torch.tensor([[torch.nan, 0.0, torch.inf, 1.0]])
-    assert partition(distance, weight, weight, 2).max() <= 1
-
-
-def test_absent_keys_never_merge() -> None:
-    keys, moments = weighted()
-    number = clusters(keys, moments, tilt(keys, moments.mean), 5)
-    absent = keys.bias == -torch.inf
-    assert (number[absent] == 5).all()
-    assert (number[~absent] < 5).all()
-    few = reduced(weighted(num_keys=12, absent=0.7)[0], moments, 9)
-    assert ((few.bias != -torch.inf).sum(-1) == (weighted(num_keys=12, absent=0.7)[0].bias != -torch.inf).sum(-1)).all()
 
 
 @pytest.mark.parametrize("cuts", [[1], [8], [16], [5, 6, 7, 30], list(range(1, LENGTH)), [44]], ids=str)
@@ -377,6 +295,49 @@ def test_errors_fall_as_keys_are_added() -> None:
     errors = [relative_error(attend(query, key, value, Exact(num_merged=c)), truth) for c in (16, 32, 64, 128)]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] < relative_error(mean, truth)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"num_queries": 0, "num_keys": 0}, {"value_dim": 0}], ids=str)
+def test_nothing_is_a_legal_amount(exact: Exact, is_causal: bool, sizes: dict[str, int]) -> None:
+    if is_causal and exact.window is None:
+        pytest.skip("refused")
+    leaves = [x.requires_grad_() for x in qkv(**sizes)]
+    out = attend(*leaves, exact, is_causal=is_causal)
+    assert out.shape == (*leaves[0].shape[:3], leaves[2].shape[-1])
+    for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert grad.shape == leaf.shape
+
+
+def test_rows_without_keys_are_0() -> None:
+    query, key, value = qkv()
+    mask = torch.ones(2, 37, dtype=torch.bool)
+    mask[0] = False
+    for exact, is_causal in ((Exact(4, num_merged=6), True), *((exact, False) for exact in EVERYWHERE)):
+        assert (attend(query, key, value, exact, is_causal=is_causal, key_mask=mask)[0] == 0).all()
+    assert (attend(query, key[:, :, :0], value[:, :, :0], Exact(num_merged=3)) == 0).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_compiled_and_mapped_calls_are_those_of_eager(is_causal: bool) -> None:
+    """The search for pairs is one operator, since its rounds depend on the data."""
+    given = qkv(num_queries=13, num_keys=13)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, Exact(4, num_merged=6), is_causal=is_causal)
+
+    leaves = [x.requires_grad_() for x in given]
+    truth = call(*leaves)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(compiled, truth, rtol=1e-12, atol=1e-12)
+    grads = (torch.autograd.grad(out.square().sum(), leaves) for out in (compiled, truth))
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    query, key, value = (x.detach() for x in given)
+    mapped = torch.vmap(call, in_dims=(None, 1, None))(query, torch.stack((key, key + 1), 1), value)
+    for found, wanted in zip(mapped, (call(query, key, value), call(query, key + 1, value)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_what_cannot_be_is_refused() -> None:

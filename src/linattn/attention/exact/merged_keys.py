@@ -92,6 +92,8 @@ def attend_causal_merging(
             moments = moments.add(rows, tokens.bias[..., start:end] != -torch.inf, scale)
     # Copies: views would keep all keys of the call in memory.
     recent = Tokens(*(x.clone() for x in tokens.cut(max(-(-length // window) - 2, 0) * window, length)))
+    if not parts:
+        parts.append(read(query, recent, scale, is_causal=True, with_log=with_log))
     return Merging(Reading.joined(parts), MergedKeys(merged, moments, recent, kept.rule))
 
 

@@ -94,7 +94,7 @@ def _partition(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_clust
     place = torch.arange(shape[-1], device=alive.device).expand(alive.shape)
     weight, mass = (_relative(x, alive) for x in (log_weight, log_mass))
     clusters = _Clusters((distance + distance.mT) / 2, weight, mass, alive, place)
-    while bool((excess := clusters.alive.sum(-1) - num_clusters).max() > 0):
+    while bool(((excess := clusters.alive.sum(-1) - num_clusters) > 0).any()):
         clusters = clusters.merge_nearest(excess)
     rank = (clusters.alive.cumsum(-1) - 1).gather(-1, clusters.place)
     return torch.where(alive, rank, num_clusters).reshape(shape)
