@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from faults import attention, biases, calls, convert, feature_maps, lab, language_models, models, nn, positions, records
+from faults import (
+    attention,
+    biases,
+    calls,
+    convert,
+    feature_maps,
+    lab,
+    language_models,
+    merged_keys,
+    models,
+    nn,
+    positions,
+    records,
+)
 
 FAULTS = (
     *records.FAULTS,
     *feature_maps.FAULTS,
     *attention.FAULTS,
+    *merged_keys.FAULTS,
     *biases.FAULTS,
     *calls.FAULTS,
     *positions.FAULTS,

@@ -43,6 +43,19 @@ def test_a_merge_conserves_what_the_mean_query_reads(num_merged: int) -> None:
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
 
 
+def test_keys_that_stay_alone_are_the_same_to_the_bit() -> None:
+    """However often a stream looks at them, in float32 too."""
+    keys, moments = weighted(absent=0.0)
+    keys, moments = Tokens(*(x.float() for x in keys)), QueryMoments(*(x.float() for x in moments))
+    number = clusters(keys, moments, tilt(keys, moments.mean), 30)
+    few = merged(keys, number, moments.mean, 30)
+    alone = (number.unsqueeze(-1) == number.unsqueeze(-2)).sum(-1) == 1
+    for b, h, j in alone.nonzero().tolist():
+        for before, after in zip(keys, few, strict=True):
+            assert torch.equal(before[b, h, j], after[b, h, number[b, h, j]])
+    assert alone.any()
+
+
 def test_merging_twice_is_merging_once() -> None:
     """At one mean query only who is with whom matters."""
     keys, moments = weighted(absent=0.0)
@@ -71,7 +84,31 @@ def test_clusters_are_those_of_merging_one_by_one() -> None:
         assert found[b, h].unique().tolist() == list(range(13))
 
 
-def test_distances_of_clusters_are_those_of_their_centres() -> None:
+def by_hand(points: Tensor, weight: Tensor, mass: Tensor, num_clusters: int) -> list[int]:
+    """The same rounds with centres formed anew from all members."""
+    groups = [[i] for i in range(len(points))]
+    while (excess := len(groups) - num_clusters) > 0:
+        centres = torch.stack([(weight[g, None] * points[g]).sum(0) / weight[g].sum() for g in groups])
+        m = torch.stack([mass[g].sum() for g in groups])
+        cost = m * m.unsqueeze(-1) / (m + m.unsqueeze(-1)) * torch.cdist(centres, centres).square()
+        least, partner = cost.fill_diagonal_(torch.inf).min(-1)
+        pairs = [(float(least[i]), i, int(j)) for i, j in enumerate(partner) if i < j and partner[j] == i]
+        for _, i, j in sorted(pairs)[: (excess + 1) // 2]:
+            groups[i], groups[j] = groups[i] + groups[j], []
+        groups = [g for g in groups if g]
+    return [next(n for n, g in enumerate(groups) if i in g) for i in range(len(points))]
+
+
+@pytest.mark.parametrize("num_clusters", [1, 3, 11, 29])
+def test_every_round_knows_the_centres_of_merged_keys(num_clusters: int) -> None:
+    """For weights and masses of their own, several heads at once."""
+    points, weight, mass = tokens(3, 30, 2), tokens(3, 30, seed=1), tokens(3, 30, seed=2)
+    found = partition(torch.cdist(points, points).square(), weight, mass, num_clusters)
+    for head, given in enumerate(zip(points, weight.exp(), mass.exp(), strict=True)):
+        assert found[head].tolist() == by_hand(*given, num_clusters)
+
+
+def test_far_groups_are_found() -> None:
     """Three far groups are found whatever the masses within, and equal keys cost nothing."""
     place = torch.tensor([0.0, 10.0, 0.1, 30.0, 10.1, 0.2, 30.1, 10.0]).view(1, -1)
     distance = (place.unsqueeze(-1) - place.unsqueeze(-2)).square()

@@ -5,7 +5,7 @@ Letters: N heads of all rows of a batch, n keys.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,48 +16,63 @@ _FAINTEST = -60.0
 _FARTHEST = 1e30
 
 
-class _Clusters(NamedTuple):
-    """Clusters of keys so far, each at the place of its first key."""
+class _Clusters:
+    """Clusters of keys so far, each at the place of its first key; changed in place, O(n²) per round and no more."""
 
-    distance: Tensor  # (N, n, n), squared, between the clusters' centres; symmetric to the bit
-    weight: Tensor  # (N, n), of its centre among others
-    mass: Tensor  # (N, n), by which a displacement is dear
-    alive: Tensor  # (N, n), whether there is a cluster at this place
-    place: Tensor  # (N, n), of each key's cluster
+    def __init__(self, distance: Tensor, weight: Tensor, mass: Tensor, alive: Tensor) -> None:
+        self.number = torch.arange(alive.shape[1], device=alive.device)
+        self.rows = torch.arange(alive.shape[0], device=alive.device).unsqueeze(-1)
+        self.distance = distance  # (N, n, n), squared, between the clusters' centres; symmetric to the bit
+        self.weight = weight  # (N, n), of its centre among others
+        self.mass = mass  # (N, n), by which a displacement is dear
+        self.alive = alive  # (N, n), whether there is a cluster at this place
+        self.place = self.number.expand(alive.shape)  # (N, n), of each key's cluster
+        self.cost = self._costs(self.number.expand(alive.shape), distance)
 
-    def merge_nearest(self, most: Tensor) -> _Clusters:
+    def merge_nearest(self, most: Tensor) -> None:
         """Merge pairs that are each other's nearest, at most `most` (N,) of a head, the cheapest."""
-        number = torch.arange(self.mass.shape[1], device=self.mass.device)
-        cost, partner = self._cost().min(-1)
-        mutual = (partner.gather(-1, partner) == number) & self.alive
-        first = mutual & (number < partner)
-        order = torch.where(first, cost, torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
-        first &= order < most.unsqueeze(-1)
-        absorbed = mutual & (partner < number) & first.gather(-1, partner)
-        weight, mass = (x + torch.where(first, x.gather(-1, partner), 0) for x in (self.weight, self.mass))
-        place = torch.where(absorbed, partner, number).gather(-1, self.place)
-        share = torch.where(first, self.weight.gather(-1, partner) / weight, 0)
-        return _Clusters(self._distance(partner, share), weight, mass, self.alive & ~absorbed, place)
+        cost, partner = self.cost.min(-1)
+        mutual = (partner.gather(-1, partner) == self.number) & self.alive
+        first = mutual & (self.number < partner)
+        order = torch.where(first, cost, torch.inf).argsort(dim=-1, stable=True)
+        first &= order.argsort(dim=-1) < most.unsqueeze(-1)
+        absorbed = mutual & (partner < self.number) & first.gather(-1, partner)
+        self.place = torch.where(absorbed, partner, self.number).gather(-1, self.place)
+        self.alive = self.alive & ~absorbed
+        # As many places for every head; where a head has fewer pairs, some of its clusters stay as they are.
+        place = order[:, : int(first.sum(-1).max())]
+        is_pair = first.gather(-1, place)
+        self._move(place, torch.where(is_pair, partner.gather(-1, place), place), is_pair)
 
-    def _cost(self) -> Tensor:
-        """Ward's criterion (N, n, n): what merging two adds to the squared displacements; inf where one is none."""
+    def _move(self, place: Tensor, other: Tensor, is_pair: Tensor) -> None:
+        """Put the clusters at places (N, k) where the means of theirs and the others' centres are, if pairs."""
+        own, joining = self.weight.gather(-1, place), self.weight.gather(-1, other)
+        share = torch.where(is_pair, joining / (own + joining), 0)
+        gap = share * (1 - share) * self.distance[self.rows, place, other]
+        rows = self.distance[self.rows, place]
+        rows = rows + share.unsqueeze(-1) * (self.distance[self.rows, other] - rows) - gap.unsqueeze(-1)
+        # Between two centres that both moved.
+        wide = place.unsqueeze(1).expand(-1, place.shape[1], -1)
+        near, far = rows.gather(2, wide), rows.gather(2, other.unsqueeze(1).expand_as(wide))
+        both = near + share.unsqueeze(1) * (far - near) - gap.unsqueeze(1)
+        rows = rows.scatter(2, wide, (both + both.mT) / 2).clamp(min=0)
+        self.distance[self.rows, place] = rows
+        self.distance.mT[self.rows, place] = rows
+        for kept in (self.weight, self.mass):
+            more = torch.where(is_pair, kept.gather(-1, other), 0)
+            kept.scatter_add_(-1, place, more)
+        # First the others', which are gone or, in place of a pair, the same.
+        for places, costs in ((other, torch.full_like(rows, torch.inf)), (place, self._costs(place, rows))):
+            self.cost[self.rows, places] = costs
+            self.cost.mT[self.rows, places] = costs
+
+    def _costs(self, place: Tensor, distance: Tensor) -> Tensor:
+        """Ward's criterion (N, k, n) of merging clusters with others, by their distances; inf where one is none."""
         # m₁m₂/(m₁ + m₂) by its inverse: products of faint masses would be 0.
         light = 1 / self.mass
-        inertia = 1 / (light.unsqueeze(-1) + light.unsqueeze(-2))
-        both = self.alive.unsqueeze(-1) & self.alive.unsqueeze(-2)
-        both &= ~torch.eye(both.shape[-1], dtype=torch.bool, device=both.device)
-        return torch.where(both, inertia * self.distance, torch.inf)
-
-    def _distance(self, partner: Tensor, share: Tensor) -> Tensor:
-        """Distances once each centre has moved by a share of the way to its partner's."""
-        apart = self.distance.gather(-1, partner.unsqueeze(-1)).squeeze(-1)
-        gap = share * (1 - share) * apart
-        distance = self.distance
-        for _ in range(2):  # rows, then columns
-            other = distance.gather(1, partner.unsqueeze(-1).expand_as(distance))
-            moved = distance + share.unsqueeze(-1) * (other - distance) - gap.unsqueeze(-1)
-            distance = moved.mT
-        return ((distance + distance.mT) / 2).clamp(min=0)
+        inertia = 1 / (light.gather(-1, place).unsqueeze(-1) + light.unsqueeze(1))
+        both = self.alive.gather(-1, place).unsqueeze(-1) & self.alive.unsqueeze(1)
+        return torch.where(both & (place.unsqueeze(-1) != self.number), inertia * distance, torch.inf)
 
 
 def partition(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_clusters: int) -> Tensor:
@@ -65,8 +80,9 @@ def partition(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_cluste
 
         cost = m₁m₂/(m₁ + m₂) · |c₁ - c₂|²,   c the mean of a cluster's keys by their weights, m its mass
 
-    A round merges pairs that are each other's nearest, the cheapest first: pairs one by one, down to a single cluster,
-    would be the same ones, since Ward's criterion never falls by merging.
+    A round merges pairs that are each other's nearest; pairs one by one, down to a single cluster, would be the same
+    ones, since Ward's criterion never falls by merging. No round merges more than half of what is too much, the
+    cheapest pairs: merged ones may go with others for less than what dear pairs cost.
 
     Args:
         distance: (..., n, n), squared, symmetric to rounding.
@@ -91,11 +107,10 @@ def _partition(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_clust
     distance = distance.reshape(-1, *distance.shape[-2:]).nan_to_num(_FARTHEST, _FARTHEST).clamp(0, _FARTHEST)
     log_weight, log_mass = (x.reshape(-1, shape[-1]) for x in (log_weight, log_mass))
     alive = log_weight != -torch.inf
-    place = torch.arange(shape[-1], device=alive.device).expand(alive.shape)
     weight, mass = (_relative(x, alive) for x in (log_weight, log_mass))
-    clusters = _Clusters((distance + distance.mT) / 2, weight, mass, alive, place)
+    clusters = _Clusters((distance + distance.mT) / 2, weight, mass, alive)
     while bool(((excess := clusters.alive.sum(-1) - num_clusters) > 0).any()):
-        clusters = clusters.merge_nearest(excess)
+        clusters.merge_nearest((excess + 1) // 2)
     rank = (clusters.alive.cumsum(-1) - 1).gather(-1, clusters.place)
     return torch.where(alive, rank, num_clusters).reshape(shape)
 
