@@ -5,8 +5,6 @@ Letters: N heads of all rows of a batch, n keys.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -96,13 +94,17 @@ def partition(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_cluste
     Source: Ward 1963 (doi 10.1080/01621459.1963.10500845); Murtagh 1983 for pairs that are each other's nearest.
     """
     # How many rounds there are depends on the data, which neither the compiler nor torch.vmap may look at.
-    followed = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(distance)
-    found: Tensor = (_opaque if followed else _partition)(distance, log_weight, log_mass, num_clusters)
-    return found
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(distance):
+        # Imported here: a custom operator takes torch's compiler along.
+        from linattn.attention.exact.opaque_partition import opaque_partition
+
+        found: Tensor = opaque_partition(distance, log_weight, log_mass, num_clusters)
+        return found
+    return partition_plain(distance, log_weight, log_mass, num_clusters)
 
 
-def _partition(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_clusters: int) -> Tensor:
-    """The same, of plain tensors."""
+def partition_plain(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_clusters: int) -> Tensor:
+    """The same for plain tensors, which may be looked at."""
     shape = log_weight.shape
     distance = distance.reshape(-1, *distance.shape[-2:]).nan_to_num(_FARTHEST, _FARTHEST).clamp(0, _FARTHEST)
     log_weight, log_mass = (x.reshape(-1, shape[-1]) for x in (log_weight, log_mass))
@@ -120,28 +122,3 @@ def _relative(logs: Tensor, alive: Tensor) -> Tensor:
     logs = torch.where(alive, logs.nan_to_num(0.0), -torch.inf)
     peak = logs.amax(-1, keepdim=True)
     return torch.where(alive, logs - peak, 0).clamp(min=_FAINTEST).exp()
-
-
-_opaque = torch.library.custom_op("linattn::partition", _partition, mutates_args=())
-
-
-@_opaque.register_fake
-def _(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_clusters: int) -> Tensor:
-    """The numbers' shape."""
-    return log_weight.new_empty(log_weight.shape, dtype=torch.int64)
-
-
-def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
-    """Under torch.vmap: one more dimension in front, as the operator takes any number of them."""
-    *tensors, num_clusters = (
-        x.expand(info.batch_size, *x.shape)
-        if dim is None and isinstance(x, Tensor)
-        else x.movedim(dim, 0)
-        if isinstance(x, Tensor)
-        else x
-        for x, dim in zip(arguments, in_dims, strict=True)
-    )
-    return _opaque(*tensors, num_clusters), 0
-
-
-torch.library.register_vmap(_opaque, _mapped)
