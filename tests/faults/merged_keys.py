@@ -86,13 +86,6 @@ FAULTS = (
         MERGED,
     ),
     Fault(
-        "lose clusters as later keys join them",
-        EXACT + "merged_everywhere.py",
-        "former.gather(-1, number)",
-        "number",
-        MERGED,
-    ),
-    Fault(
         "keep merged keys in the tokens' precision",
         EXACT + "merged_keys.py",
         "dtype = torch.promote_types(key.dtype, torch.float32)",
