@@ -21,6 +21,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBertModel", {**SIZES, **ENDS, "cls_token_id": 1, "sep_token_id": 2}),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, **ENDS}),
     "llama": ("LlamaForCausalLM", {**SIZES, **ENDS, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {**SIZES, **ENDS, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 1},
+    ),
     "vit": ("ViTModel", {**SIZES, "image_size": 16, "patch_size": 8}),
 }
 
@@ -33,7 +37,9 @@ def build() -> Callable[..., PreTrainedModel]:
         name, sizes = FAMILIES[family]
         torch.manual_seed(0)
         kind = getattr(transformers, name)
-        model: PreTrainedModel = kind(kind.config_class(**{**sizes, **options}))
+        # Gemma 3's class also takes the configuration of its text part alone.
+        config = transformers.Gemma3TextConfig if family == "gemma3" else kind.config_class
+        model: PreTrainedModel = kind(config(**{**sizes, **options}))
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.ndim == 2 and (".h." in name or "layer" in name):

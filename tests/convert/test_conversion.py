@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.running import run
 from linattn.convert.stages import agreement, measure
-from linattn.hf import from_pretrained, is_linearized, linearize_, restore_, save_pretrained
+from linattn.hf import from_pretrained, intercept, is_linearized, linearize_, restore_, save_pretrained
 
 # Of the ticking clock, on which a step takes half a second and what belongs to it as much.
 SECONDS = 12
@@ -187,6 +187,37 @@ def test_some_layers(build, batches, ticking):
     found = convert_(mixed, batches, replace(CONFIG, minutes=0))
     assert [layer.layer for layer in found.linearization.replaced] == [0, 2]
     assert found.linearization.kept[0].reason.startswith("a sliding window of")
+
+
+@pytest.mark.parametrize("target", [None, 0.5])
+def test_layers_with_a_window_stay(build, batches, tmp_path, ticking, target):
+    """The texts are longer than the window; of the three kinds of stage none touches it."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = build("gemma3", num_hidden_layers=3, sliding_window=4, layer_types=kinds)
+    feature_map = None if target else CONFIG.feature_map
+    found = convert_(model, batches, replace(CONFIG, feature_map=feature_map, target_error=target))
+    assert [layer.layer for layer in found.linearization.replaced] == [1]
+    assert [layer.reason[:28] for layer in found.linearization.kept] == ["a sliding window of 4 tokens"] * 2
+    assert [layer.layer for layer in found.result.layers] == ["model.layers.1.self_attn"]
+    save_pretrained(model, tmp_path / "saved")
+    ids = batches[0]["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(from_pretrained(tmp_path / "saved")(ids)[0], model(ids)[0])
+
+
+def test_the_baseline_averages_what_is_converted(build, batches):
+    """A layer whose softmax stays keeps it in the baseline as well, however short the text is for its window."""
+    model, other = build("llama", num_hidden_layers=3), build("llama", num_hidden_layers=3)
+    found = convert_(model, batches, replace(CONFIG, minutes=0, layers=(1,)))
+
+    def answer(call):
+        return call.uniform() if call.layer == 1 else call.softmax()
+
+    with torch.no_grad():
+        held_out = [run(other, batch) for batch in (batches[7], batches[15])]
+    with torch.no_grad(), intercept(other, answer):
+        averaged = [run(other, batch) for batch in (batches[7], batches[15])]
+    assert found.stages[0].agreement.divergence == pytest.approx(agreement(averaged, held_out).divergence, rel=1e-6)
 
 
 def test_texts(build, tokenizer, paragraphs, tmp_path, ticking):

@@ -13,6 +13,7 @@ from linattn import softmax_attention
 from linattn.convert.running import Outputs, run
 from linattn.convert.stages import Agreement, Stage, agreement, best, measure, measure_uniform
 from linattn.hf import LayerAttention, intercept, linearize_
+from linattn.hf.linearization import choose_layers
 from linattn.planning.measures import relative_error, uniform_average
 
 FAMILIES = ["bert", "llama"]
@@ -120,7 +121,8 @@ def test_the_baseline_averages_in_every_layer(build, padded, family):
 
     with intercept(model, average):
         expected = agreement(outputs(model, padded), exact)
-    stage = measure_uniform(model, padded, exact)
+    layers = {layer.module_name for layer in choose_layers(model, None).replaced}
+    stage = measure_uniform(model, padded, exact, layers)
     assert (stage.name, stage.agreement, stage.layers) == ("uniform", expected, ())
     assert stage.agreement.token_cosine < 0.999
 

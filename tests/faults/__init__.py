@@ -10,17 +10,20 @@ from faults import (
     feature_maps,
     lab,
     language_models,
+    merged_keys,
     models,
     nn,
     positions,
     records,
     training,
+    whole_models,
 )
 
 FAULTS = (
     *records.FAULTS,
     *feature_maps.FAULTS,
     *attention.FAULTS,
+    *merged_keys.FAULTS,
     *biases.FAULTS,
     *calls.FAULTS,
     *positions.FAULTS,
@@ -30,4 +33,5 @@ FAULTS = (
     *training.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,
+    *whole_models.FAULTS,
 )

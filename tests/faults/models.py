@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "read another window than was saved",
         "hf/_model_records.py",
-        "(window, num_heavy) if",
-        "(None, num_heavy + 1) if",
+        "sizes = self.window, self.num_heavy, self.num_merged",
+        "sizes = None, self.num_heavy + 1, self.num_merged",
         "tests/hf/test_saving.py",
     ),
     Fault(

@@ -42,6 +42,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**SIZES, **TOKENS, "num_key_value_heads": 2}),
     "qwen2": ("Qwen2", {**SIZES, **TOKENS, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8}),
+    "gemma3": (
+        "Gemma3",
+        {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8},
+    ),
     "gemma2": ("Gemma2", {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8}),
     "gpt_oss": ("GptOss", {**SIZES, **TOKENS, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}),
     "vit": ("ViT", {**SIZES, "image_size": 16, "patch_size": 8}),
@@ -60,8 +64,10 @@ def build() -> Callable[..., PreTrainedModel]:
     def of(family: str, head: str = "Model", **options: Any) -> PreTrainedModel:
         name, sizes = FAMILIES[family]
         torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
-        model: PreTrainedModel = getattr(transformers, f"{name}{head}")(config)
+        # Gemma 3's plain names are those of models that read images too.
+        plain = f"{name}Text" if family == "gemma3" else name
+        config = getattr(transformers, f"{plain}Config")(**{**sizes, **options})
+        model: PreTrainedModel = getattr(transformers, f"{plain if head == 'Model' else name}{head}")(config)
         # Random weights give nearly uniform attention; larger ones make a mistake in scale or mask visible.
         with torch.no_grad():
             for weight in model.parameters():

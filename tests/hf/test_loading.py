@@ -109,6 +109,6 @@ def test_a_linearized_folder_is_no_softmax_model(build, tokenizer, tmp_path):
 
 
 def test_default_without_its_package(monkeypatch):
-    monkeypatch.setattr("linattn.hf.loading.find_spec", lambda name: None)
+    monkeypatch.setattr("linattn.hf._packaged.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'linattn\[demo\]'"):
         load()

@@ -139,7 +139,10 @@ def kernel(**changed):
         (layer(number=1), f"layer 1 is {PLACE} there and encoder.layer.1.attention.self in BertModel"),
         (layer(module_name="other"), f"layer 0 is other there and {PLACE} in BertModel"),
         (lambda record: {**record, "layers": record["layers"][:1] * 2}, "each once"),
-        (layer(kernel=None), "layer 0: got NoneType, wanted the fields ['feature_map', 'num_heavy', 'rule', 'window']"),
+        (
+            layer(kernel=None),
+            "layer 0: got NoneType, wanted the fields ['feature_map', 'num_heavy', 'num_merged', 'rule', 'window']",
+        ),
         (kernel(window=4.0), "layer 0: window must be a finite int | None, got 4.0"),
         (kernel(window=3), "layer 0: the window must be a power of two, as 16 or 32, got 3"),
         (kernel(feature_map={"name": "Performer", "options": {}}), "layer 0: there is no feature map 'Performer'"),

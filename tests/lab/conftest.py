@@ -18,6 +18,18 @@ FAMILIES = {
     "llama": ("Llama", {**SIZES, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
 }
+# Two layers with a sliding window around one without: shorter than a text of 32 words, or longer.
+for width in (8, 64):
+    FAMILIES[f"window of {width}"] = (
+        "Olmo3",
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "sliding_window": width,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    )
 
 
 @pytest.fixture(scope="session")

@@ -346,7 +346,7 @@ def test_what_cannot_be_is_refused() -> None:
         ((2.0,), "non-negative integer"),
         ((None, -1), "non-negative integer"),
         ((4, True), "non-negative integer"),
-        ((), r"Exact\(window=None, num_heavy=0\), which attends to no key exactly; give a size, or exact=None"),
+        ((), r"Exact\(window=None, num_heavy=0, .*\), which attends to no key exactly; give a size, or exact=None"),
     ):
         with pytest.raises(ValueError, match=words):
             Exact(*sizes)
@@ -368,7 +368,7 @@ def test_what_cannot_be_is_refused() -> None:
         linattn.linear_attention(query, key[:, :, :5], value[:, :, :5], favor, is_causal=True, exact=Exact(4))
     state = linattn.linear_attention_with_state(query, key, value, favor, exact=Exact(4, 2)).state
     for change in (None, Exact(4), Exact(8, 2)):
-        with pytest.raises(ValueError, match=r"built with exact=Exact\(window=4, num_heavy=2\), got exact="):
+        with pytest.raises(ValueError, match=r"built with exact=Exact\(window=4, num_heavy=2, .*\), got exact="):
             linattn.linear_attention_with_state(query, key, value, favor, state, exact=change)
     with pytest.raises(ValueError, match="flush"):
         state.merge(state)

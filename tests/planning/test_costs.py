@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linattn.attention import State
+from linattn.attention import Exact, State
 from linattn.feature_maps import Expansion, FavorPlus, Relu
 from linattn.planning.costs import exact_flops_per_token, exact_state_numbers, flops_per_token, state_numbers
 from linattn.planning.methods import parse_method
@@ -40,6 +40,12 @@ def test_the_exact_part_keeps_and_multiplies_its_tokens(is_causal):
     # The keys' features twice and the queries' once, each against one vector.
     masses = 0 if is_causal else products(*[(1, D, 8), (8, 1, 1)] * 3)
     assert with_it - folds * alone - masses == sum(2 * D + 2 * DV for _ in seen)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_merged_keys_are_kept_and_seen_and_leave_nothing_to_fold(is_causal):
+    cost = Exact(4, num_merged=6).cost(is_causal=is_causal)
+    assert cost == (2 * 4 + 6, (2 if is_causal else 3) * 4 + 6, 0, False)
 
 
 def test_the_masses_of_an_expansion_s_keys_are_counted():

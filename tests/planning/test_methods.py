@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linattn.attention import Exact, linear_attention
-from linattn.planning.methods import parse_method
+from linattn.planning.methods import parse_method, parse_without_map
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,30 @@ def test_any_case_spacing_and_order():
         ("Expansion +", "'' is no exact part"),
         ("window 16", "not a feature map's written form"),
         ("1 + 1", "'1' is no exact part"),
+        ("window 24 + merged 8", "has no map, and one is needed here: linattn.hf.linearize_ takes such a form"),
+        ("Expansion + window 8 + merged 8", "leave the map out, as in 'window 8 + merged 8'"),
+        ("Expansion + heavy 8 + merged 8", "leave num_heavy out and raise num_merged"),
+        ("Expansion + merged", "'merged' is no exact part; write window W or heavy G or merged C"),
     ],
 )
 def test_refusals(written, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         parse_method(written)
+
+
+def test_a_form_without_a_map_is_merged_keys():
+    assert parse_without_map("MERGED 192 +window 320") == Exact(window=320, num_merged=192)
+    for written in ("merged 5", "window 24 + merged 8"):
+        assert parse_without_map(written).label == written
+    for written in (
+        "Expansion",
+        "Expansion + window 8",
+        "window 8",
+        "heavy 8",
+        "window 8 + merged",
+        "merged 8 + merged 8",
+    ):
+        assert parse_without_map(written) is None
 
 
 @pytest.mark.parametrize("written", ["Relu + window 16", "Taylor(order=1) + heavy 2", "Trigonometric + window 2"])

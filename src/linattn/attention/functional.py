@@ -12,10 +12,11 @@ from torch import Tensor
 from linattn.attention._check import check_map, checked, live_keys
 from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
 from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact import Exact, ExactKeys, attend_bidirectional, attend_causal
+from linattn.attention.exact import Exact, ExactKeys, attend_bidirectional, attend_causal, check_exact
 from linattn.attention.partial import Partial, as_partial
 from linattn.attention.state import State
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
+from linattn.attention.without_map import checked_merging
 from linattn.feature_maps import FeatureMap
 
 
@@ -35,7 +36,7 @@ def linear_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap,
+    feature_map: FeatureMap | None,
     *,
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
@@ -58,7 +59,8 @@ def linear_attention(
             autocast they may differ, and are taken in the widest.
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
-        feature_map: the kernel; the temperature is the map's `scale`, there is none here.
+        feature_map: the kernel; the temperature is the map's `scale`, there is none here. None where merged keys take
+            its place (`Exact(num_merged=…)`), at the temperature D**-0.5.
         key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, NaN and inf
             included, forward and backward. A query whose every key is masked gets 0.
         key_bias: (B, Hkv or 1, Lk), floating: b, the logarithm of a factor on each key's weight, exact keys included;
@@ -68,7 +70,8 @@ def linear_attention(
             top-left, which differs when Lq ≠ Lk.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one state per key/value head.
         exact: which keys are attended to by softmax, without the map: near ones, heavy ones or both, as
-            `Exact(window=32, num_heavy=32)`. None: the map takes all keys.
+            `Exact(window=32, num_heavy=32)`; or near ones, and all others merged, without a map, as
+            `Exact(window=128, num_merged=256)`. None: the map takes all keys.
         backend: "blocked" (plain torch, linear), "reference" (quadratic, for checking) or "auto", which takes
             "blocked". A named backend runs or raises.
 
@@ -80,7 +83,8 @@ def linear_attention(
             `key_mask` is not bool.
         ValueError: shapes, devices, the map's width or heads do not fit; tensors are on the meta device; unknown
             `backend`; a map that takes statistics from the call is used causally; an exact part beside a map that is
-            not one for the softmax kernel with a positive normaliser; a window where queries and keys differ in number.
+            not one for the softmax kernel with a positive normaliser; a window where queries and keys differ in number;
+            merged keys beside a map or on another backend than "auto", or no map without them.
 
     Example:
         >>> import torch, linattn
@@ -95,6 +99,9 @@ def linear_attention(
         section 2.
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
+    if feature_map is None:
+        merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=is_causal)
+        return merging.read(with_log=False).out.flatten(1, 2)
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=is_causal)
     return _attend(call, chosen, exact, None)[0].out.flatten(1, 2)
 
@@ -103,7 +110,7 @@ def linear_partial(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap,
+    feature_map: FeatureMap | None,
     *,
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
@@ -129,6 +136,9 @@ def linear_partial(
         4.0
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
+    if feature_map is None:
+        merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=is_causal)
+        return merging.read(with_log=True).partial().ungrouped()
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=is_causal)
     found, *_ = _attend(call, chosen, exact, None)
     return (found if isinstance(found, Partial) else as_partial(call, found)).ungrouped()
@@ -138,7 +148,7 @@ def linear_attention_with_state(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap,
+    feature_map: FeatureMap | None,
     state: State | None = None,
     *,
     key_mask: Tensor | None = None,
@@ -181,15 +191,28 @@ def linear_attention_with_state(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
+    if feature_map is None:
+        merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=True)
+        _check_state(state, None, merging.key, merging.value, exact)
+        rows, merged = merging.advance(state)
+        return Attended(rows.out.flatten(1, 2), merging.state_of(merged))
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=True)
-    if state is not None:
-        if not isinstance(state, State):
-            raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
-        state.check_built_with(feature_map)
-        state.check_fits(call.key, call.value, exact)
+    _check_state(state, feature_map, call.key, call.value, exact)
     found, sums, kept = _attend(call, chosen, exact, state)
     built_with = feature_map.fingerprint() if state is None else state.built_with
     return Attended(found.out.flatten(1, 2), State(*sums, built_with, kept))
+
+
+def _check_state(
+    state: State | None, feature_map: FeatureMap | None, key: Tensor, value: Tensor, exact: Exact | None
+) -> None:
+    """Refuse what is no state, and one of another stream."""
+    if state is None:
+        return
+    if not isinstance(state, State):
+        raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
+    state.check_built_with(feature_map)
+    state.check_fits(key, value, exact)
 
 
 def _checked(
@@ -206,9 +229,7 @@ def _checked(
     check_map(feature_map)
     query, key, value, bias = checked(tokens, feature_map, *weights, enable_gqa=enable_gqa)
     if exact is not None:
-        if not isinstance(exact, Exact):
-            raise TypeError(f"exact must be a linattn.Exact or None, got {exact!r}; write exact=Exact(window=32)")
-        exact.check_call(feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
+        check_exact(exact, feature_map, query, key, is_causal=is_causal)
     check_backend(backend)
     bound = bind(feature_map, query, key, live_keys(*weights), is_causal=is_causal)
     call = Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
@@ -231,4 +252,6 @@ def _attend(
         if not call.is_causal:
             return attend_bidirectional(call, backend, exact, before), before, None
         kept = None if state is None else state.exact
+        # A state that keeps merged keys has no map, and was refused.
+        assert kept is None or isinstance(kept, ExactKeys)
         return attend_causal(call, backend, before, kept or ExactKeys.empty(exact, key, value))

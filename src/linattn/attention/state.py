@@ -17,10 +17,13 @@ from torch.utils import _pytree as pytree
 from linattn.attention._check import check_map, checked
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact import Exact, ExactKeys, attend_to_all
+from linattn.attention.exact import Exact, ExactKeys, MergedKeys, attend_to_all
 from linattn.attention.partial import Partial, as_partial, combine
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
+
+NO_MAP = "no map"
+"""What a state without sums was built with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +44,8 @@ class State:
         m: (B, H, M): the exponents both are relative to, each for R/M features; a constant for gradients.
         built_with: the feature map's `fingerprint()`: its settings, draw and weights; a map with another is refused.
         exact: the latest and the heavy keys of a stream with a window, which are attended to exactly and are not in the
-            sums; None without a window.
+            sums, or the latest and the merged ones of a stream without a map, whose sums have R = 0; None without a
+            window.
 
     Example:
         >>> import torch, linattn
@@ -58,7 +62,7 @@ class State:
     z: Tensor
     m: Tensor
     built_with: str
-    exact: ExactKeys | None = None
+    exact: ExactKeys | MergedKeys | None = None
 
     @classmethod
     def empty(
@@ -118,7 +122,7 @@ class State:
         """The state with its exact keys in the sums too, hence one that merges; O((w + g)·R·(D + Dv)).
 
         Raises:
-            ValueError: another map or draw than the state was built with.
+            ValueError: another map or draw than the state was built with, or merged keys, which have no map.
         """
         if self.exact is None:
             return self
@@ -166,6 +170,11 @@ class State:
             ValueError: the states were built with different maps or draws, differ in shape, or hold exact keys: two
                 streams have no common window; `flush` them first.
         """
+        if isinstance(self.exact, MergedKeys) or isinstance(other.exact, MergedKeys):
+            raise ValueError(
+                "states with merged keys do not merge: their windows are the ends of two streams, and there is no map "
+                "to flush them into; attend to one stream's tokens after the other's"
+            )
         if self.exact is not None or other.exact is not None:
             raise ValueError(
                 "states of streams with a window do not merge, since a window is the end of one stream; merge "
@@ -177,13 +186,13 @@ class State:
             raise ValueError(f"cannot merge states of shapes {tuple(self.S.shape)} and {tuple(other.S.shape)}")
         return State(*self.sums.merge(other.sums), self.built_with)
 
-    def read(self, feature_map: FeatureMap, query: Tensor) -> Partial:
+    def read(self, feature_map: FeatureMap | None, query: Tensor) -> Partial:
         """Attention of queries over all keys in the state; O(L·R·(D + Dv)).
 
             out = φ(q)ᵀS / φ(q)ᵀz
 
         Args:
-            feature_map: the map the state was built with.
+            feature_map: the map the state was built with; None for merged keys.
             query: (B, Hq, L, D), Hq a multiple of H: query heads share key/value heads in consecutive groups.
 
         Returns:
@@ -193,14 +202,12 @@ class State:
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, query)
-        batch, heads = self.S.shape[:2]
-        fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == feature_map.head_dim
-        if not fits or query.shape[1] % heads:
-            raise ValueError(
-                f"query must be (B={batch}, a multiple of {heads} heads, L, D={feature_map.head_dim}), "
-                f"got {tuple(query.shape)}"
-            )
-        grouped = query.unflatten(1, (heads, -1))
+        if feature_map is None:
+            assert self.exact is not None  # as without a map
+            grouped = self._grouped(query, self.exact.recent.key.shape[-1])
+            with outside_autocast(query.device):
+                return attend_to_all(grouped, self.exact.tokens(), query.shape[-1] ** -0.5).ungrouped()
+        grouped, heads = self._grouped(query, feature_map.head_dim), self.S.shape[1]
         bound = bind(feature_map, query, query, is_causal=True)
         with outside_autocast(query.device):
             # Backends are asked about a call: one with no keys but the state's.
@@ -255,9 +262,9 @@ class State:
         """The sums and their exponent, as the backends take them."""
         return Sums(self.S, self.z, self.m)
 
-    def check_built_with(self, feature_map: FeatureMap) -> None:
+    def check_built_with(self, feature_map: FeatureMap | None) -> None:
         """Refuse another map, draw or weights than those the state was built with."""
-        fingerprint = feature_map.fingerprint()
+        fingerprint = NO_MAP if feature_map is None else feature_map.fingerprint()
         if self.built_with != fingerprint:
             raise ValueError(
                 f"the state was built with {self.built_with}, got {fingerprint}; features of different maps, draws or "
@@ -282,6 +289,17 @@ class State:
         if held != exact:
             raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
 
+    def _grouped(self, query: Tensor, head_dim: int) -> Tensor:
+        """Queries by key/value head (B, H, G, L, D), refused where they do not fit."""
+        batch, heads = self.S.shape[:2]
+        fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
+        if not fits or query.shape[1] % heads:
+            raise ValueError(
+                f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}"
+            )
+        grouped: Tensor = query.unflatten(1, (heads, -1))
+        return grouped
+
     def _absorbed(self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None) -> State:
         """The state with these keys in the sums, and none kept exactly."""
         bound = bind(feature_map, key, key, is_causal=True)
@@ -289,9 +307,10 @@ class State:
         with outside_autocast(key.device):
             return State(*choose("auto", call).absorb(call, self.sums), self.built_with)
 
-    def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
+    def _check(self, feature_map: FeatureMap | None, x: Tensor) -> None:
         """Refuse another map."""
-        check_map(feature_map)
+        if feature_map is not None:
+            check_map(feature_map)
         self.check_built_with(feature_map)
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor, got {type(x).__name__}")

@@ -44,8 +44,8 @@ class Conversion:
     Attributes:
         method: written form of the map and its exact part, or the error that the methods of all heads were planned for.
         linearization: which layers were replaced, and why others were not.
-        stages: "uniform" (every attention averages), "unconverted" (the map as drawn), "calibrated" (fitted, or trained
-            by attention transfer) and "converted" (distilled): those that took place, in order.
+        stages: "uniform" (every converted layer averages), "unconverted" (the map as drawn), "calibrated" (fitted, or
+            trained by attention transfer) and "converted" (distilled): those that took place, in order.
         trainings: attention transfer and distillation, those that took at least one step.
         num_held_out: texts behind every figure.
         num_held_out_tokens: their tokens.
@@ -170,7 +170,8 @@ class Course:
         self._model.train(False)
         if self._work is not None:
             self._work.claim()
-        self._stage(BASELINE, lambda: measure_uniform(self._teacher, self._samples.held_out, self._exact))
+        names = {layer.module_name for layer in self._layers}
+        self._stage(BASELINE, lambda: measure_uniform(self._teacher, self._samples.held_out, self._exact, names))
 
     def undo(self) -> None:
         """Make the model what it was."""

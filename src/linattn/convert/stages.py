@@ -6,7 +6,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
 from linattn.planning.measures import cosine, relative_error
 
 BASELINE = "uniform"
-"""Name of the stage that is no result: every attention averages its values."""
+"""Name of the stage that is no result: every attention that is converted averages its values."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,16 @@ def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: 
     return Stage(name, agreement(outputs, exact), tuple(_summary(layer, errors) for layer, errors in found.items()))
 
 
-def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
-    """The original model with every attention averaging its values: the baseline of every conversion."""
-    with torch.no_grad(), intercept(model, AttentionCall.uniform):
+def measure_uniform(
+    model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs], layers: Collection[str]
+) -> Stage:
+    """The original model with these layers, by module name, averaging their values: the baseline of a conversion."""
+
+    def answer(call: AttentionCall) -> Tensor:
+        """One layer's."""
+        return call.uniform() if call.module_name in layers else call.softmax()
+
+    with torch.no_grad(), intercept(model, answer):
         outputs = [run(model, batch) for batch in batches]
     return Stage(BASELINE, agreement(outputs, exact))
 

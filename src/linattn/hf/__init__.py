@@ -11,7 +11,9 @@ if find_spec("transformers") is None:
 
 from transformers import PreTrainedModel as PreTrainedModel
 
+from linattn.hf._cache_layers import cache_bytes as cache_bytes
 from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer
+from linattn.hf.caches import new_cache as new_cache
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import Capture as Capture
 from linattn.hf.interception import capture as capture
@@ -38,3 +40,6 @@ from linattn.hf.state_cache import StateLayer as StateLayer
 from linattn.hf.stream_cache import StreamCache as StreamCache
 from linattn.hf.stream_cache import StreamLayer as StreamLayer
 from linattn.hf.streaming import stream_tokens as stream_tokens
+from linattn.hf.text_streaming import IncrementalDecoder as IncrementalDecoder
+from linattn.hf.text_streaming import end_tokens as end_tokens
+from linattn.hf.text_streaming import load_language_model as load_language_model

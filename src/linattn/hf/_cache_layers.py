@@ -104,14 +104,35 @@ class ForkedCache(Cache):
     @property
     def num_bytes(self) -> int:
         """What its layers hold, in bytes: states, and the keys and values of layers that kept their softmax."""
-        held = pytree.tree_leaves([vars(layer) for layer in self.layers])
-        return sum(x.nbytes for x in held if isinstance(x, Tensor))
+        return cache_bytes(self)
 
     def fork(self) -> Self:
         """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""
         fork = copy(self)
         fork.layers = [copy(layer) for layer in self.layers]
         return fork
+
+
+def cache_bytes(cache: Cache) -> int:
+    """What the layers of any cache hold, in bytes.
+
+    Cost: linear in the number of layers.
+
+    Args:
+        cache: of transformers, or of linattn.
+
+    Returns:
+        The bytes of all tensors in its layers.
+
+    Example:
+        >>> from transformers import DynamicCache
+        >>> cache = DynamicCache()
+        >>> _ = cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+        >>> cache_bytes(cache)  # float32
+        192
+    """
+    held = pytree.tree_leaves([vars(layer) for layer in cache.layers])
+    return sum(x.nbytes for x in held if isinstance(x, Tensor))
 
 
 def _first(state: Any) -> Tensor:

@@ -63,12 +63,16 @@ class InterfaceCall:
         scaling = self.options.get("scaling")
         return self.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
+    def hides_keys(self, num_keys: int) -> bool:
+        """True if the call asks for a sliding window that so many keys do not fit in."""
+        window = self.options.get("sliding_window")
+        return window is not None and (not isinstance(window, int) or window < num_keys)
+
     def refuse_options(self, name: str, num_keys: int) -> None:
         """Refuse what the call asks for beyond q, k, v, a padding mask and causality."""
-        found = _inexpressible(self.options)
-        window, dropout = self.options.get("sliding_window"), self.options.get("dropout")
-        if window is not None and (not isinstance(window, int) or window < num_keys):
-            found.append(f"a sliding window of {window} over {num_keys} keys")
+        found, dropout = _inexpressible(self.options), self.options.get("dropout")
+        if self.hides_keys(num_keys):
+            found.append(f"a sliding window of {self.options['sliding_window']} over {num_keys} keys")
         if dropout:
             found.append(
                 f"dropout of {dropout} on the weights (call model.eval(), or load the model with attention dropout 0)"
@@ -184,7 +188,12 @@ def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:
 def build_whole_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **asked: Any
 ) -> Mask:
-    """`build_mask` over all tokens since the first, for layers that keep different numbers of keys; see `last_keys`."""
+    """`build_mask` over all tokens since the first, for layers that keep different numbers of keys; see `last_keys`.
+
+    The layers of a local mask all keep the same ones, and a mask over all tokens would grow with the text.
+    """
+    if asked.get("local_size") is not None:
+        return build_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **asked)
     return build_mask(batch_size, q_length, kv_offset + kv_length, q_offset, 0, **asked)
 
 

@@ -99,20 +99,24 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _MapRecord:
-    """A method for all heads; the rule of its exact part is not written where it is `Exact` itself."""
+    """A method for all heads, without a map beside merged keys.
+
+    The rule of its exact part is not written where it is `Exact` itself, nor are merged keys where there are none.
+    """
 
     feature_map: Any
     window: int | None
     num_heavy: int
     rule: str = Exact.word
+    num_merged: int = 0
 
     @property
     def exact(self) -> Exact | None:
         """The exact part; None where both sizes say that there is none."""
         if self.rule not in RULES:
             raise ValueError(f"there is no exact part {self.rule!r}, but {', '.join(RULES)}")
-        window, num_heavy = self.window, self.num_heavy
-        return RULES[self.rule](window, num_heavy) if window is not None or num_heavy else None
+        sizes = self.window, self.num_heavy, self.num_merged
+        return None if sizes == (None, 0, 0) else RULES[self.rule](*sizes)
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,9 @@ def describe_attention(attention: LayerAttention) -> dict[str, Any]:
     exact = group.exact
     sizes = {"window": exact and exact.window, "num_heavy": exact.num_heavy if exact else 0}
     rule = {} if exact is None or exact.word == Exact.word else {"rule": exact.word}
-    return {"feature_map": describe(attention.feature_map), **sizes, **rule}
+    merged = {"num_merged": exact.num_merged} if exact is not None and exact.num_merged else {}
+    feature_map = None if attention.feature_map is None else describe(attention.feature_map)
+    return {"feature_map": feature_map, **sizes, **rule, **merged}
 
 
 def rebuild_attention(record: Any, module_name: str, *, place: str, remedy: str) -> LayerAttention:
@@ -143,8 +149,9 @@ def rebuild_attention(record: Any, module_name: str, *, place: str, remedy: str)
         if plan is not None:
             _check_methods(plan)
             return LayerAttention(plan, module_name)
-        _check_counts(window=found.window, num_heavy=found.num_heavy)
-        return LayerAttention(rebuild(found.feature_map), module_name, exact=found.exact)
+        _check_counts(window=found.window, num_heavy=found.num_heavy, num_merged=found.num_merged)
+        feature_map = None if found.feature_map is None and found.num_merged else rebuild(found.feature_map)
+        return LayerAttention(feature_map, module_name, exact=found.exact)
     # RecursionError, a RuntimeError: a record may hold a map in a map in a map.
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{place}: {error}; {remedy}") from error

@@ -46,7 +46,7 @@ def calibrate_maps(
     maps = {found.name: attention.feature_map for found, attention in attentions}
     fitted: dict[str, FeatureMap] = {name: each for name, each in maps.items() if isinstance(each, FittedMap)}
     if not fitted:
-        names = ", ".join(sorted(set(map(repr, maps.values()))))
+        names = ", ".join(sorted({attention.summary for _, attention in attentions}))
         raise ValueError(f"there is nothing to calibrate: {names} takes no statistics of samples; leave calibrate out")
     if len(set(fitted.values())) < len(fitted):
         raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from linattn.attention import softmax_attention
-from linattn.hf._attention_modules import hook_parts, restore, switch_to
+from linattn.hf._attention_modules import attention_modules, hook_parts, restore, switch_to
 from linattn.hf._calls import InterfaceCall, Mask, build_mask, refuse_weights
 from linattn.planning.measures import uniform_average
 
@@ -28,7 +28,8 @@ class AttentionCall:
     """One attention call of one forward pass, positions already applied to queries and keys.
 
     Attributes:
-        layer: the number of the call in its forward pass, from 0; for most models the layer.
+        layer: the number of the call in its forward pass, from 0, those of sliding windows included; for most models
+            the layer.
         module_name: qualified name of the attention module in the model.
         query: (B, H, Lq, D).
         key: (B, Hkv, Lk, D), a cache's keys included.
@@ -62,16 +63,16 @@ Handler = Callable[[AttentionCall], Tensor]
 
 
 class _Interception:
-    """The handler of one model, and the number of calls its current forward pass has made."""
+    """The handler of one model, and what calls its current forward pass has made."""
 
     def __init__(self, handler: Handler, model: PreTrainedModel) -> None:
         self.handler = handler
         self.module_names = {module: name for name, module in model.named_modules()}
-        self.num_calls = 0
+        self.num_calls = self.num_windowed = 0
 
     def start(self, model: nn.Module, args: Any) -> None:
         """Forward pre-hook of the model: a new pass begins."""
-        self.num_calls = 0
+        self.num_calls = self.num_windowed = 0
 
     def finish(self, model: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model: a pass without calls means that the handler was passed over."""
@@ -81,13 +82,22 @@ class _Interception:
                 "by other means and cannot be intercepted; choose a model whose layers use transformers' "
                 "AttentionInterface"
             )
+        if self.num_windowed == self.num_calls:
+            raise ValueError(
+                f"every attention layer of {type(model).__name__} has a sliding window that this text is longer than, "
+                "so that there is no call for a kernel to answer; give a text that fits in the window"
+            )
 
     def answer(self, call: InterfaceCall) -> Tensor:
         """The handler's output, (B, Lq, H, Dv)."""
         name, query, value = self.module_names[call.module], call.query, call.value
-        call.refuse_options(name, call.key.shape[-2])
-        read = AttentionCall(self.num_calls, name, query, call.key, value, *call.read_mask(name), call.scale)
+        number, num_keys = self.num_calls, call.key.shape[-2]
         self.num_calls += 1
+        if call.hides_keys(num_keys):
+            self.num_windowed += 1
+            return call.by_softmax()
+        call.refuse_options(name, num_keys)
+        read = AttentionCall(number, name, query, call.key, value, *call.read_mask(name), call.scale)
         out = self.handler(read)
         wanted = (*query.shape[:-1], value.shape[-1])
         if tuple(out.shape) != wanted:
@@ -125,7 +135,8 @@ def answering(model: PreTrainedModel, answer: Callable[[InterfaceCall], Tensor])
 def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     """Answer every attention call of a model by a function, until the block is left.
 
-    out = handler(AttentionCall(q, k, v, …)) in place of softmax(scale · q·k) v, in every layer.
+    out = handler(AttentionCall(q, k, v, …)) in place of softmax(scale · q·k) v, in every layer but those with a sliding
+    window that the text is longer than: these attend by softmax within their window, as the model itself does.
 
     Cost: the handler's own. The model's former implementation returns when the block is left, also by an error.
 
@@ -140,8 +151,8 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     Raises:
         ValueError: if the model's layers ignore AttentionInterface, or the model is already intercepted; from the
             forward pass, if a call asks for what a feature map cannot express (a position bias, soft-capped logits,
-            attention sinks, an active sliding window, packed sequences, a 4-D mask, dropout, returned weights) or the
-            handler's output has another shape.
+            attention sinks, packed sequences, a 4-D mask, dropout, returned weights), every layer has a sliding window
+            that hides keys, or the handler's output has another shape.
         RuntimeError: from the forward pass, if it ends without one attention call.
 
     Example:
@@ -190,14 +201,17 @@ class Capture(NamedTuple):
     Attributes:
         calls: one per layer, in the order of the forward pass; tensors detached, contiguous and the caller's own.
         output: the model's first output under its own attention; (B, L, width) last hidden states for base models.
+        windowed: names of the attention modules whose sliding window the text is longer than, in order: softmax over
+            all keys is not what they compute, and they have no call.
     """
 
     calls: tuple[AttentionCall, ...]
     output: Tensor
+    windowed: tuple[str, ...]
 
 
 def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
-    """The queries, keys and values of every layer of one forward pass.
+    """The queries, keys and values of every layer of one forward pass that attends to all keys.
 
     softmax(scale · q·k) v, computed from what was recorded, must give the model's own output: this is checked, so that
     a misread mask, scale or position is an error here and not a wrong figure later.
@@ -241,7 +255,9 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
         with intercept(model, record):
             rebuilt: Tensor = model(**inputs)[0]
     _check_rebuilt(model, output, rebuilt, inputs.get("attention_mask"))
-    return Capture(tuple(calls), output)
+    recorded = {call.module_name for call in calls}
+    windows = (found.name for found in attention_modules(model) if found.window is not None)
+    return Capture(tuple(calls), output, tuple(name for name in windows if name not in recorded))
 
 
 def _check_rebuilt(model: PreTrainedModel, output: Tensor, rebuilt: Tensor, padding: Tensor | None) -> None:

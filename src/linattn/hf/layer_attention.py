@@ -71,6 +71,8 @@ class LayerAttention(nn.Module):
     queries enter as (c/s)·q, and nothing is multiplied where the two agree. Models that scale their queries themselves
     and then ask for c = 1 (ESM, Whisper) thereby get them back as they were.
 
+    Merged keys (`Exact`) need no map: they stand for the softmax kernel themselves.
+
     A method for all heads has a state per key/value head. Heads of a plan are computed by groups of one method; there
     every query head takes its key head's keys for itself, since heads of one key head may differ in method.
 
@@ -81,11 +83,12 @@ class LayerAttention(nn.Module):
         module_name: qualified name of the attention module in the model.
         groups: by written form of the plan's methods, or for `ALL_HEADS`, a `HeadGroup`; None for softmax.
         plan: without its fitted tensors, which are in the maps; None for one method for all heads.
-        feature_map: the map of all heads; only without a plan.
+        feature_map: the map of all heads, None beside merged keys; only without a plan.
         maps: one per method of the plan that is not "exact", in the order of `plan.groups`; only with a plan.
 
     Args:
-        method: the map of all heads, for the head width of the module, or a plan, as `linattn.plan` makes it.
+        method: the map of all heads, for the head width of the module, or a plan, as `linattn.plan` makes it; None for
+            merged keys.
         module_name: qualified name of the attention module in the model.
         exact: keys attended to exactly beside a map of all heads; a plan's methods have their own.
 
@@ -109,10 +112,10 @@ class LayerAttention(nn.Module):
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equation 4.
     """
 
-    feature_map: FeatureMap
+    feature_map: FeatureMap | None
     maps: nn.ModuleList
 
-    def __init__(self, method: FeatureMap | Plan, module_name: str, *, exact: Exact | None = None) -> None:
+    def __init__(self, method: FeatureMap | Plan | None, module_name: str, *, exact: Exact | None = None) -> None:
         super().__init__()
         self.module_name = module_name
         self.plan: Plan | None = None
@@ -209,12 +212,18 @@ class LayerAttention(nn.Module):
 
     @property
     def summary(self) -> str:
-        """The map, or how many heads have which method."""
-        return " ".join(repr(self.feature_map).split()) if self.plan is None else self.plan.summary
+        """The map, the merged keys, or how many heads have which method."""
+        if self.plan is not None:
+            return self.plan.summary
+        group = self.groups[ALL_HEADS]
+        if self.feature_map is None and group is not None and group.exact is not None:
+            return group.exact.label
+        return " ".join(repr(self.feature_map).split())
 
     def extra_repr(self) -> str:
-        """A plan's methods; a map of all heads is shown as a part."""
-        return "" if self.plan is None else self.plan.summary
+        """A plan's methods, or merged keys; a map of all heads is shown as a part."""
+        has_map = self.plan is None and self.feature_map is not None
+        return "" if has_map else self.summary
 
     def _distribute(
         self, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[str, Tensor, Tensor, Tensor], Tensor]
@@ -224,9 +233,9 @@ class LayerAttention(nn.Module):
             return attend(ALL_HEADS, query, key, value)
         return self.plan.distribute(query, key, value, attend)
 
-    def _map(self, group: HeadGroup) -> FeatureMap:
-        """The map of a group."""
-        feature_map: FeatureMap = attrgetter(group.map_name)(self)
+    def _map(self, group: HeadGroup) -> FeatureMap | None:
+        """The map of a group; None beside merged keys."""
+        feature_map: FeatureMap | None = attrgetter(group.map_name)(self)
         return feature_map
 
 
@@ -236,7 +245,7 @@ def attention_of(module: nn.Module) -> LayerAttention | None:
     return attention if isinstance(attention, LayerAttention) else None
 
 
-def rescale_query(feature_map: FeatureMap, query: Tensor, scale: float) -> Tensor:
+def rescale_query(feature_map: FeatureMap | None, query: Tensor, scale: float) -> Tensor:
     """Queries (B, H, L, D) for which the map's own scale, D**-0.5 where it has none, is the model's: q·c/s."""
     own: float = getattr(feature_map, "scale", query.shape[-1] ** -0.5)
     return query if own == scale else query * (scale / own)

@@ -95,7 +95,7 @@ def _settings(model: LinearLMForCausalLM, attentions: Mapping[str, LayerAttentio
         raise ValueError(f"all linear blocks of a LinearLM share one method, got {given}; {_LINEARIZE}")
     layers = [block.attention for block in model.model.blocks]
     kinds = "".join("s" if attention_of(layer) is None else "l" for layer in layers)
-    maps = [attention.feature_map for attention in attentions.values()]
+    maps = [each for attention in attentions.values() if (each := attention.feature_map) is not None]
     settings = {name: x for name, x in model.config.to_dict().items() if "attn_implementation" not in name}
     return {
         **settings,
@@ -111,6 +111,8 @@ def _method(attention: LayerAttention) -> str:
     """The written form of a map and its exact part."""
     group, feature_map = attention.groups[ALL_HEADS], attention.feature_map
     assert group is not None
+    if feature_map is None:
+        raise ValueError(f"{attention.module_name} attends by merged keys, which a LinearLM has not; {_LINEARIZE}")
     default = feature_map.head_dim**-0.5
     scale = getattr(feature_map, "scale", default)
     if scale != default:

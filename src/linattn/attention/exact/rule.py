@@ -14,13 +14,15 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 
+# The word of merged keys in a written form.
+_MERGED = "merged"
 _PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)", re.IGNORECASE)
 
 
 class ExactCost(NamedTuple):
     """What an exact part adds to a call."""
 
-    kept: int  # keys in a stream's state
+    kept: int  # keys in a stream's state, merged ones included
     seen: int  # keys of a query
     map_folds: int  # how often the map's part is taken
     column_masses: bool  # whether the keys' masses are estimated
@@ -28,39 +30,61 @@ class ExactCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact softmax attention on near and on heavy keys, the map for all others.
+    """Exact softmax attention on near and on heavy keys, the map for all others, or merged keys in place of a map.
 
         O(L·(3·window + num_heavy)·(D + Dv)) time more; 2·window + num_heavy keys in the state of a stream
 
     Without causality a window takes the map's part twice, before and after it, and heavy keys take the column masses.
+
+    Merged keys take all keys that are not near, and there is no map: (k, v, β) adds exp(q·k + β) to the denominator,
+    times v to the numerator. Two of them are merged so that both, and the denominator's gradient, stay what they were
+    at the mean query q̄; pairs of least Ward cost in the metric of the queries' covariance Σ go first:
+
+        k = p₁k₁ + p₂k₂,   v = p₁v₁ + p₂v₂,   β = log(exp t₁ + exp t₂) - q̄·k,   t = q̄·k + β,   p = softmax(t₁, t₂)
+        cost = m₁m₂/(m₁ + m₂)·(k₁ - k₂)ᵀΣ(k₁ - k₂),   m = exp t, or the attention of a sample of queries
+
+    What is lost is of second order in (q - q̄)·(k₁ - k₂); heavy keys are dear to merge and stay. With as many merged
+    keys as tokens it is softmax attention. Causally each block merges by what earlier queries say, and with C merged
+    keys a stream keeps 2·window + C keys, and D² + D + 1 numbers about its queries, per key/value head; per token
+    O((2·window + C)·(D + Dv) + (C + window)/window·((C + window)·D + D²)) time. Which keys are merged is a constant
+    for gradients; they flow through merged keys, values, biases and q̄.
+
     A subclass that overrides `score` or `rank` is another rule of eviction: it says which keys are the heavy ones. It
     needs a `word` of its own for its written form, and nothing else: `torch.load` and `linattn.plan` know it then.
 
     Args:
         window: width of the blocks of tokens within which, and between neighbours of which, attention is exact: a power
             of two. A query sees its own block and both neighbours, causally its own up to itself and the one before.
-            None for no window.
+            None for no window. Any positive number beside merged keys.
         num_heavy: how many keys more every query attends to exactly: those of the largest column mass by the map's own
             estimate; causally, with a window, those of the largest score so far among the keys that have left the
             neighbourhood (`linattn.attention.exact.causal` has the score).
+        num_merged: C, how many weighted keys stand for all that are not near, in place of a map: `feature_map=None`.
 
     Raises:
-        ValueError: a size is negative or no integer, the window is no power of two, or there is nothing to be exact
-            on: no exact part is `exact=None`.
+        ValueError: a size is negative or no integer, the window is no power of two beside a map, heavy keys are asked
+            for beside merged ones, or there is nothing to be exact on: no exact part is `exact=None`.
 
     Example:
         >>> Exact(window=16, num_heavy=32)
-        Exact(window=16, num_heavy=32)
+        Exact(window=16, num_heavy=32, num_merged=0)
         >>> Exact(window=16, num_heavy=32).label
         'window 16 + heavy 32'
+        >>> import torch, linattn
+        >>> q, k, v = torch.ones(1, 1, 6, 1), torch.zeros(1, 1, 6, 1), torch.arange(6.0).view(1, 1, 6, 1)
+        >>> out = linattn.linear_attention(q, k, v, None, is_causal=True, exact=Exact(window=1, num_merged=2))
+        >>> [round(x, 4) for x in out.flatten().tolist()]  # keys that are alike lose nothing by merging
+        [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
 
-    Source: Chen et al. 2021 (Scatterbrain, arXiv 2110.15343); Zhang et al. 2023 (H2O, arXiv 2306.14048) for the choice.
+    Source: Chen et al. 2021 (Scatterbrain, arXiv 2110.15343); Zhang et al. 2023 (H2O, arXiv 2306.14048) for the choice
+        of heavy keys; Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost of a merge.
     """
 
     word: ClassVar[str] = "heavy"
 
     window: int | None = None
     num_heavy: int = 0
+    num_merged: int = 0
 
     def __init_subclass__(cls) -> None:
         """Enter a rule into the table of written forms and into the classes that torch.load may build."""
@@ -72,18 +96,24 @@ class Exact:
 
     def __post_init__(self) -> None:
         """Refuse sizes that mean nothing."""
-        for name, size in (("window", 1 if self.window is None else self.window), ("num_heavy", self.num_heavy)):
+        window = 1 if self.window is None else self.window
+        for name, size in (("window", window), ("num_heavy", self.num_heavy), ("num_merged", self.num_merged)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise ValueError(f"{name} must be a non-negative integer, got {size!r}")
-        if self.window is not None and self.window.bit_count() != 1:
+        if self.num_heavy and self.num_merged:
+            raise ValueError(
+                f"got {self!r}; heavy keys stay apart among merged ones, since merging them is dear: leave num_heavy "
+                "out and raise num_merged"
+            )
+        if window < 1 or (window.bit_count() != 1 and not self.num_merged):
             raise ValueError(f"the window must be a power of two, as 16 or 32, got {self.window}; None is no window")
-        if self.window is None and self.num_heavy == 0:
+        if self.window is None and not self.num_heavy and not self.num_merged:
             raise ValueError(f"got {self!r}, which attends to no key exactly; give a size, or exact=None")
 
     @property
     def label(self) -> str:
         """The written form, which `parse_exact` reads."""
-        sizes = {"window": self.window, self.word: self.num_heavy}
+        sizes = {"window": self.window, self.word: self.num_heavy, _MERGED: self.num_merged}
         return " + ".join(f"{name} {size}" for name, size in sizes.items() if size)
 
     def score(self, mass: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -113,9 +143,9 @@ class Exact:
         """What it adds to a call; `linattn.planning.costs` counts operations from it."""
         window, blocks = self.window or 0, 2 if is_causal else 3
         return ExactCost(
-            kept=2 * window + self.num_heavy,
-            seen=blocks * window + self.num_heavy,
-            map_folds=2 if window and not is_causal else 1,
+            kept=2 * window + self.num_heavy + self.num_merged,
+            seen=blocks * window + self.num_heavy + self.num_merged,
+            map_folds=0 if self.num_merged else 2 if window and not is_causal else 1,
             column_masses=self.num_heavy > 0 and not is_causal,
         )
 
@@ -124,9 +154,19 @@ class Exact:
         """Whether a map's weights share the softmax kernel's scale and sum to a positive number."""
         return feature_map.softmax_kernel and feature_map.positive_normalizer
 
-    def check_call(self, feature_map: FeatureMap, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
+    def check_call(self, feature_map: FeatureMap | None, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
         """Refuse a map or a call that cannot have this exact part."""
-        if not self.takes(feature_map):
+        if self.num_merged and feature_map is not None:
+            raise ValueError(
+                f"merged keys take every key that is not near and leave none to a map, got {self!r} beside "
+                f"{type(feature_map).__name__}; give feature_map=None, or heavy keys in place of merged ones"
+            )
+        if feature_map is None and not self.num_merged:
+            raise ValueError(
+                f"without a map somebody must take the keys that are not exact, got {self!r} and feature_map=None; "
+                "give num_merged too, or a map"
+            )
+        if feature_map is not None and not self.takes(feature_map):
             raise ValueError(
                 f"window and heavy keys need a map whose weights share the softmax kernel's scale and sum to a "
                 f"positive number, got {type(feature_map).__name__}; use Expansion, or FavorPlus, Hyperbolic, Oprf or "
@@ -134,8 +174,8 @@ class Exact:
             )
         if is_causal and self.window is None:
             raise ValueError(
-                f"causal heavy keys are chosen among those that leave a window, got {self!r} without window; give "
-                "window too"
+                f"causal heavy and merged keys are chosen among those that leave a window, got {self!r} without "
+                "window; give window too"
             )
         if self.window is not None and (num_keys < num_queries if is_causal else num_keys != num_queries):
             wanted = "no more queries than keys" if is_causal else "as many queries as keys"
@@ -145,13 +185,20 @@ class Exact:
             )
 
 
+def check_exact(exact: object, feature_map: FeatureMap | None, query: Tensor, key: Tensor, *, is_causal: bool) -> None:
+    """Refuse what is no exact part, and one that this map or this call cannot have."""
+    if not isinstance(exact, Exact):
+        raise TypeError(f"exact must be a linattn.Exact or None, got {exact!r}; write exact=Exact(window=32)")
+    exact.check_call(feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
+
+
 # By the word of the written form; subclasses enter themselves.
 RULES: dict[str, type[Exact]] = {Exact.word: Exact}
 torch.serialization.add_safe_globals([Exact])
 
 
 def parse_exact(text: str) -> Exact:
-    """An exact part's written form, read: "window W" and "heavy G" (or another rule's word), joined by plus signs.
+    """An exact part's written form, read: "window W", "heavy G" (or another rule's word), "merged C", joined by plus.
 
     Raises:
         ValueError: a part is none of these or is written twice, two rules are named, or the window is no power of two.
@@ -160,8 +207,8 @@ def parse_exact(text: str) -> Exact:
     for part in text.split("+"):
         found = _PART.fullmatch(part.strip())
         name = "" if found is None else found[1].lower()
-        if found is None or name not in ("window", *RULES):
-            words = " or ".join(("window W", *(f"{word} G" for word in RULES)))
+        if found is None or name not in ("window", _MERGED, *RULES):
+            words = " or ".join(("window W", *(f"{word} G" for word in RULES), f"{_MERGED} C"))
             raise ValueError(
                 f"{part.strip()!r} is no exact part; write {words} after the map, as in "
                 "Expansion + window 16 + heavy 32"
@@ -169,8 +216,8 @@ def parse_exact(text: str) -> Exact:
         if name in sizes:
             raise ValueError(f"{text.strip()!r} has two parts {name!r}; write one")
         sizes[name] = int(found[2])
-    window = sizes.pop("window", None)
+    window, num_merged = sizes.pop("window", None), sizes.pop(_MERGED, 0)
     if len(sizes) > 1:
         raise ValueError(f"{text.strip()!r} has two rules, {' and '.join(sizes)}; write one")
     word, count = next(iter(sizes.items()), (Exact.word, 0))
-    return RULES[word](window, count)
+    return RULES[word](window, count, num_merged)

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
-from linattn.hf import AttentionCall, LoadedModel, capture, intercept
+from linattn.hf import AttentionCall, LoadedModel, intercept
 from linattn.lab.audit.grid import AuditGrid, Configuration
 from linattn.lab.audit.kept import Kept
 from linattn.lab.audit.layer_rows import head_rows, rank_rows, ranks
 from linattn.lab.audit.leaving_out import unpayable
 from linattn.lab.audit.planned import Planner
+from linattn.lab.audit.recording import record
 from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, AuditRow, Header, ModelRow, PlanRow
 from linattn.lab.audit.text import Text
 from linattn.lab.audit.truth import LayerTruth
@@ -84,7 +85,9 @@ class Audit:
         if length < _FEWEST_TOKENS:
             raise ValueError(f"{text.source} gives {length} tokens; an audit needs at least {_FEWEST_TOKENS}")
         watch.begin(f"Recording the attention of {loaded.name} to {length} tokens")
-        self._output, calls = self._record()
+        recorded = record(self._model, self._inputs)
+        self._output, calls = recorded.output, recorded.calls
+        self._places = {call.module_name: place for place, call in enumerate(calls)}
         first = length // 2 if calls[0].is_causal else 0
         shapes = [(call.query.shape[-1], call.value.shape[-1]) for call in calls]
         left_out = unpayable(grid, shapes, scale=calls[0].scale, num_tokens=length) if leave_out else {}
@@ -116,6 +119,8 @@ class Audit:
             target=None if planned is None else planned.target,
             calibration=None if planned is None else planned.source,
             left_out=left_out,
+            layers=[call.layer for call in calls] if recorded.windowed else [],
+            windowed=list(recorded.windowed),
         )
 
     def kept(self, rows: Sequence[AuditRow]) -> Kept:
@@ -202,7 +207,8 @@ class Audit:
                 yield from head_rows(configuration, number, feature_map, layer, measured)
                 watch.advance(self._work.heads(configuration.method, feature_map))
         watch.pass_by(f"{words}, the whole model")
-        yield self._end_to_end(label, maps[0].num_features, draw, _linear(configuration.method, maps))
+        answer = self._linear(configuration.method, maps)
+        yield self._end_to_end(label, maps[0].num_features, draw, answer)
         watch.advance(self._work.model(configuration.method, maps[0]))
 
     def _measure_plans(self, planner: Planner, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
@@ -227,9 +233,12 @@ class Audit:
                     flops_per_token=chosen.flops_per_token,
                 )
             watch.advance(self._work.plan)
-        yield self._end_to_end(
-            PLANNED, None, 0, lambda call: planner.plan(call.layer).attend(call.query, call.key, call.value)
-        )
+
+        def answer(call: AttentionCall) -> Tensor:
+            """One layer's plan."""
+            return planner.plan(self._places[call.module_name]).attend(call.query, call.key, call.value)
+
+        yield self._end_to_end(PLANNED, None, 0, answer)
         watch.advance(self._work.baseline)
 
     def _parts(self, kept: Kept) -> Iterator[tuple[float, bool]]:
@@ -276,16 +285,6 @@ class Audit:
             is_causal=header.is_causal,
         )
 
-    def _record(self) -> tuple[Tensor, tuple[AttentionCall, ...]]:
-        """The model's output and its attention calls, which must be plain self-attention on one unpadded text."""
-        recorded = capture(self._model, self._inputs)
-        for call in recorded.calls:
-            if call.key_mask is not None or call.query.shape[2] != call.key.shape[2]:
-                raise ValueError(
-                    f"{call.module_name} is not self-attention over one unpadded text; audit another model"
-                )
-        return recorded.output, recorded.calls
-
     def _build(self, configuration: Configuration, number: int) -> FeatureMap:
         """The map of one layer, fitted on the tokens it may know."""
         layer = self._layers[number]
@@ -298,31 +297,35 @@ class Audit:
         self, label: str, features: int | None, draw: int, answer: Callable[[AttentionCall], Tensor]
     ) -> ModelRow:
         """The whole model under another attention, against its own output."""
-        with torch.no_grad(), intercept(self._model, answer):
+
+        def answer_audited(call: AttentionCall) -> Tensor:
+            """Layers with a window keep their softmax even where the text fits in."""
+            return answer(call) if call.module_name in self._places else call.softmax()
+
+        with torch.no_grad(), intercept(self._model, answer_audited):
             output: Tensor = self._model(**self._inputs)[0]
         first = self.header.first_measured
         ours, exact = output[0, first:].double(), self._output[0, first:].double()
         embedding = cosine(ours.mean(0), exact.mean(0))
         return ModelRow(label, features, draw, float(embedding), float(cosine(ours, exact).mean()))
 
+    def _linear(self, method: Method, maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
+        """A method with one map per layer."""
+
+        def answer(call: AttentionCall) -> Tensor:
+            """One layer's answer; bidirectional maps take their statistics from the queries and keys that arrive."""
+            feature_map = maps[self._places[call.module_name]]
+            if not bool(call.query.isfinite().all() & call.key.isfinite().all()):
+                # An earlier layer's signed map divided by 0: there is nothing left to fit or to attend to.
+                return call.query.new_full((*call.query.shape[:-1], call.value.shape[-1]), torch.nan)
+            if not call.is_causal:
+                fit(feature_map, call.query, call.key)
+            return method.attend(feature_map, call.query, call.key, call.value, is_causal=call.is_causal)
+
+        return answer
+
 
 def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
     """A configuration in words, for the progress shown."""
     words = f"{configuration.method.label}, {sample.num_features:,} features"
     return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.map.is_random else words
-
-
-def _linear(method: Method, maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
-    """A method with one map per layer."""
-
-    def answer(call: AttentionCall) -> Tensor:
-        """One layer's answer; bidirectional maps take their statistics from the queries and keys that arrive."""
-        feature_map = maps[call.layer]
-        if not bool(call.query.isfinite().all() & call.key.isfinite().all()):
-            # An earlier layer's signed map divided by 0: there is nothing left to fit or to attend to.
-            return call.query.new_full((*call.query.shape[:-1], call.value.shape[-1]), torch.nan)
-        if not call.is_causal:
-            fit(feature_map, call.query, call.key)
-        return method.attend(feature_map, call.query, call.key, call.value, is_causal=call.is_causal)
-
-    return answer

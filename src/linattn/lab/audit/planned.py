@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 
-from linattn.hf import AttentionCall, LoadedModel, capture
+from linattn.hf import AttentionCall, LoadedModel
+from linattn.lab.audit.recording import record
 from linattn.lab.audit.records import PlanRow
 from linattn.lab.audit.text import Text
 from linattn.planning import Plan, plan, read_plans
@@ -83,7 +84,7 @@ class Planner:
         Cost: two forward passes the first time, and `linattn.plan` per layer.
 
         Args:
-            layer: number of the layer.
+            layer: number of the layer, of those that are audited.
 
         Returns:
             The plan.
@@ -92,7 +93,7 @@ class Planner:
             ValueError: as `linattn.plan`.
         """
         if not self._calls and layer >= len(self.plans):
-            self._calls = capture(self._model, self._inputs).calls
+            self._calls = record(self._model, self._inputs).calls
         while layer >= len(self.plans):
             call = self._calls[len(self.plans)]
             self.plans.append(

@@ -20,7 +20,7 @@ class Header:
         model: the model's name or folder.
         architecture: the model's class.
         is_causal: whether it is a decoder.
-        num_layers: attention calls per forward pass.
+        num_layers: layers that are audited.
         num_heads: query heads, of the first layer.
         head_dim: width of a query, of the first layer.
         value_dim: width of a value, of the first layer.
@@ -36,6 +36,8 @@ class Header:
         target: the error a plan was made for; null without a plan.
         calibration: source of the text the plan was made on; null without a plan.
         left_out: why methods were not measured, by their written forms.
+        layers: number in the model of each layer that is audited; empty where all are.
+        windowed: names of the layers with a sliding window, which keep their own attention throughout.
     """
 
     versions: dict[str, str]
@@ -58,6 +60,12 @@ class Header:
     target: float | None = None
     calibration: str | None = None
     left_out: dict[str, str] = field(default_factory=dict)
+    layers: list[int] = field(default_factory=list)
+    windowed: list[str] = field(default_factory=list)
+
+    def number(self, layer: int) -> int:
+        """The number in the model of an audited layer, as rows count them."""
+        return self.layers[layer] if self.layers else layer
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class HeadRow:
     """One method on one head, with one draw.
 
     Attributes:
-        layer: from 0.
+        layer: from 0, of those that are audited.
         head: from 0.
         map: the method's written form.
         features: R, the map's width.
@@ -131,7 +139,7 @@ class RankRow:
     """What no state of so many features could beat in the mean square of its weights: a head's matrix cut to a rank.
 
     Attributes:
-        layer: from 0.
+        layer: from 0, of those that are audited.
         head: from 0.
         rank: r, of the best approximation of the head's exact attention matrix (singular values cut after r).
         state_numbers: r·(Dv + 1), what a map of r features keeps.
@@ -150,7 +158,7 @@ class PlanRow:
     """The method a plan chose for one head, measured on a text the plan was not made on.
 
     Attributes:
-        layer: from 0.
+        layer: from 0, of those that are audited.
         head: from 0.
         method: its written form, or "exact".
         expected_error: as the plan has it.

@@ -28,7 +28,9 @@ _WIDE = 104
 def audit(
     model: Annotated[
         str | None,
-        typer.Argument(help="A Hugging Face name or a folder; the packaged MiniLM sentence encoder if left out."),
+        typer.Argument(
+            help="A Hugging Face name, a folder or a GGUF file; the packaged MiniLM sentence encoder if left out."
+        ),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text file in UTF-8; English prose that comes with Python if left out.")
@@ -100,6 +102,13 @@ def _tell(header: Header, tokens: int, console: Console) -> None:
     """What will be read and measured, where it is not what was asked for."""
     if header.num_tokens < tokens:
         console.print(f"{escape(header.text)} gives only {header.num_tokens} tokens; all of them are read.")
+    if header.windowed:
+        numbers = ", ".join(map(str, header.layers))
+        console.print(
+            f"{len(header.windowed)} layers attend within a sliding window, in linear time as they are, and are left "
+            f"alone; audited: layers {numbers}.",
+            highlight=False,
+        )
     for label, reason in header.left_out.items():
         text = f"Left out: {label}: {reason}. --map measures it all the same."
         console.print(text, markup=False, highlight=False, soft_wrap=True)

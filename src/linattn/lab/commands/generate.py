@@ -2,68 +2,85 @@
 
 from __future__ import annotations
 
-import codecs
 import sys
 import time
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from torch import Tensor
 
-from linattn.hf import LinearLMForCausalLM, StreamCache, stream_tokens
+from linattn.hf import (
+    IncrementalDecoder,
+    LoadedModel,
+    cache_bytes,
+    end_tokens,
+    load_language_model,
+    new_cache,
+    stream_tokens,
+)
 from linattn.lab.commands.terminal import ending
-from linattn.records.json_files import read_json
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(help="A model's folder, as linattn train writes it.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder (of linattn train, linattn convert, or any causal language model), a GGUF file, a Hugging "
+            'Face name, or "gemma-3-270m", which comes as a package.'
+        ),
+    ],
     prompt: Annotated[str, typer.Option(help="The text that is gone on with.")],
-    length: Annotated[int, typer.Option("--bytes", metavar="N", help="How many bytes.")] = 1000,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte, 1 draws as the model says.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest bytes of so much probability.")] = 1.0,
+    length: Annotated[
+        int, typer.Option("--tokens", metavar="N", help="How many tokens at most; a model of bytes has one per byte.")
+    ] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 draws as the model says.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of so much probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
 ) -> None:
-    """Go on with a text, byte by byte, in constant memory where every block of the model is linear.
+    """Go on with a text, token by token, in constant memory where the model's attention is linear.
 
     The text goes to the standard output; how fast it came, and what the model kept of it, to the standard error.
     """
     console = Console(stderr=True)
-    written = 0
-    with ending("generate", console, lambda: f"{written:,} bytes were written."):
-        model = _load(folder)
-        tokens = torch.tensor([list(prompt.encode())], dtype=torch.long)
-        draws = torch.Generator().manual_seed(seed)
-        cache = StreamCache(len(model.model.blocks))
-        stream = stream_tokens(model, tokens, temperature=temperature, top_p=top_p, generator=draws, cache=cache)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    written: list[int] = []
+    with ending("generate", console, lambda: f"{len(written):,} tokens were written."):
+        loaded = load_language_model(model)
+        tokens: Tensor = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        draws, cache = torch.Generator().manual_seed(seed), new_cache(loaded.model)
         start = time.perf_counter()
+        stream = stream_tokens(
+            loaded.model, tokens.long(), temperature=temperature, top_p=top_p, generator=draws, cache=cache
+        )
         sys.stdout.write(prompt)
-        for token in islice(stream, length):
-            sys.stdout.write(decoder.decode(bytes([int(token)])))
+        times = [start]
+        for text in _texts(loaded, tokens[0].tolist(), islice(stream, length), written):
+            times.append(time.perf_counter())
+            sys.stdout.write(text)
             sys.stdout.flush()
-            written += 1
-        sys.stdout.write(decoder.decode(b"", final=True) + "\n")
-        seconds = time.perf_counter() - start
-    pace = written / max(seconds, 1e-9)
+        sys.stdout.write("\n")
+    _tell(console, tokens.shape[1], len(written), times, cache_bytes(cache))
+
+
+def _texts(loaded: LoadedModel, prompt: list[int], stream: Iterator[Tensor], written: list[int]) -> Iterator[str]:
+    """The text of each token, which `written` then has; ends with the model's own end of a text, if that comes."""
+    decoder, ends = IncrementalDecoder(loaded.tokenizer, prompt), end_tokens(loaded.model)
+    for token in map(int, stream):
+        if token in ends:
+            break
+        written.append(token)
+        yield decoder.decode(token)
+    yield decoder.finish()
+
+
+def _tell(console: Console, num_read: int, num_written: int, times: list[float], num_bytes: int) -> None:
+    """Pace and memory: `times` has the start, each token's and the end's."""
+    pace = max(num_written - 1, 0) / max(times[-1] - times[1], 1e-9)
     console.print(
-        f"{written:,} bytes, {pace:,.0f} a second; the model keeps {cache.num_bytes:,} bytes of the text",
+        f"{num_read:,} tokens read and the first written after {times[1] - times[0]:.1f} s, {num_written:,} written, "
+        f"{pace:,.1f} a second; the cache holds {num_bytes:,} bytes",
         highlight=False,
     )
-
-
-def _load(folder: Path) -> LinearLMForCausalLM:
-    """The model of a folder; another kind of model is refused."""
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} is not a folder with a model; give one that linattn train has written")
-    kind = read_json(folder / "config.json", "model's configuration", "give another folder").get("model_type")
-    wanted = LinearLMForCausalLM.config_class.model_type
-    if kind != wanted:
-        raise ValueError(
-            f"{folder} holds a model of type {kind!r}, wanted {wanted!r}, a model of bytes; linattn train writes one"
-        )
-    model: LinearLMForCausalLM = LinearLMForCausalLM.from_pretrained(folder)
-    model.train(False)
-    return model

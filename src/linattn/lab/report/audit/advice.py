@@ -139,7 +139,8 @@ def _bad_heads(summary: AuditSummary) -> Point | None:
     if not bad:
         return None
     named = "; ".join(
-        f"layer {layer} head {head} ({number(errors[layer, head])})" for layer, head in bad[:_NAMED_HEADS]
+        f"layer {summary.header.number(layer)} head {head} ({number(errors[layer, head])})"
+        for layer, head in bad[:_NAMED_HEADS]
     )
     more = "" if len(bad) <= _NAMED_HEADS else f"; and {len(bad) - _NAMED_HEADS} more"
     return Point(

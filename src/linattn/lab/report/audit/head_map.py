@@ -21,7 +21,7 @@ def head_map(summary: AuditSummary, chosen: Line) -> go.Figure:
     heat = go.Heatmap(
         z=cells,
         x=[str(head) for head in range(columns)],
-        y=[str(layer) for layer in range(len(cells))],
+        y=[str(summary.header.number(layer)) for layer in range(len(cells))],
         zmin=0,
         zmax=2,
         colorscale=[list(stop) for stop in _DIVERGING],

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from linattn.lab.audit.grid import AuditGrid
@@ -302,7 +302,7 @@ def _planned(header: Header, rows: Iterable[AuditRow], models: list[ModelRow]) -
     exact = exact_flops_per_token(
         header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
     )
-    heads = tuple(row for row in rows if isinstance(row, PlanRow))
+    heads = tuple(replace(row, layer=header.number(row.layer)) for row in rows if isinstance(row, PlanRow))
     return PlanSummary(header.target, header.calibration, heads, models[0], exact)
 
 

@@ -1,0 +1,52 @@
+"""Softmax over weighted keys, through torch's fused kernels; letters as in exact/__init__.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention.exact.keys import Tokens
+from linattn.attention.partial import Partial
+from linattn.attention.softmax import causal_mask, softmax_rows
+
+
+class Reading(NamedTuple):
+    """Outputs of rows, and their log-normalisers where they were asked for."""
+
+    out: Tensor  # (B, H, G, L, Dv)
+    log_normalizer: Tensor | None  # (B, H, G, L)
+
+    @classmethod
+    def joined(cls, parts: list[Reading]) -> Reading:
+        """Readings of consecutive rows as one."""
+        logs = [part.log_normalizer for part in parts if part.log_normalizer is not None]
+        return cls(torch.cat([part.out for part in parts], 3), torch.cat(logs, 3) if logs else None)
+
+    def partial(self) -> Partial:
+        """As a partial result; the log-normalisers must be there."""
+        assert self.log_normalizer is not None
+        return Partial(self.out, self.log_normalizer)
+
+
+def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_log: bool) -> Reading:
+    """Rows (B, H, G, n, ·) over weighted keys, causally with the last of both level; 0 where no key is seen.
+
+    torch's kernels tell no log-normaliser: with it the weights are formed, O(n·K) memory.
+    """
+    dtype, (groups, number) = tokens.bias.dtype, query.shape[2:4]
+    rows = query.flatten(2, 3).to(dtype)
+    bias = tokens.bias.unsqueeze(2)
+    if is_causal and number > 1:
+        visible = causal_mask(number, bias.shape[-1], bias.device)
+        bias = torch.where(visible, bias, -torch.inf).repeat(1, 1, groups, 1)
+    key, value = tokens.key.to(dtype), tokens.value.to(dtype)
+    if with_log:
+        part = softmax_rows(rows, key, value, bias, scale)
+        log = part.log_normalizer.unflatten(2, (groups, number))
+        return Reading(part.out.to(query.dtype).unflatten(2, (groups, number)), log)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        rows, key, value, attn_mask=bias.expand(*rows.shape[:3], -1), scale=scale
+    )
+    return Reading(out.to(query.dtype).unflatten(2, (groups, number)), None)

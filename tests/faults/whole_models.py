@@ -1,0 +1,88 @@
+"""Faults of models as they come: sliding windows, GGUF files, text as it is generated."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+WINDOWS = "tests/hf/test_sliding_windows.py"
+TEXT = "tests/hf/test_text_streaming.py"
+
+FAULTS = (
+    Fault(
+        "let the masks of sliding windows grow with the text",
+        "hf/_calls.py",
+        'if asked.get("local_size") is not None:',
+        "if False:",
+        WINDOWS,
+    ),
+    Fault(
+        "give a window's mask the offset of no cache",
+        "hf/_calls.py",
+        "return build_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **asked)",
+        "return build_mask(batch_size, q_length, kv_length, q_offset, 0, **asked)",
+        WINDOWS,
+    ),
+    Fault(
+        "take a window for hiding nothing",
+        "hf/_calls.py",
+        "(not isinstance(window, int) or window < num_keys)",
+        "False",
+        WINDOWS,
+    ),
+    Fault(
+        "number recorded calls without those of windows",
+        "hf/interception.py",
+        "            self.num_windowed += 1\n",
+        "            self.num_windowed += 1\n            self.num_calls -= 1\n",
+        WINDOWS,
+    ),
+    Fault(
+        "intercept a model without one call to answer",
+        "hf/interception.py",
+        "if self.num_windowed == self.num_calls:",
+        "if False:",
+        WINDOWS,
+    ),
+    Fault(
+        "average every layer in the baseline of a conversion",
+        "convert/stages.py",
+        "return call.uniform() if call.module_name in layers else call.softmax()",
+        "return call.uniform()",
+        "tests/convert/test_conversion.py -k baseline",
+    ),
+    Fault(
+        "answer for layers with a window that the text fits in",
+        "lab/audit/measuring.py",
+        "return answer(call) if call.module_name in self._places else call.softmax()",
+        "return answer(call) if call.module_name in self._places else call.uniform()",
+        "tests/lab/audit/test_windowed.py",
+    ),
+    Fault(
+        "leave the mark of quantised numbers in a model",
+        "hf/_gguf.py",
+        '    vars(model.config).pop("quantization_config", None)\n',
+        "",
+        "tests/hf/test_gguf.py",
+    ),
+    Fault(
+        "show characters before they are whole",
+        "hf/text_streaming.py",
+        "if not new or new.endswith(_NO_CHARACTER):",
+        "if not new:",
+        TEXT,
+    ),
+    Fault(
+        "decode new tokens without the ones before",
+        "hf/text_streaming.py",
+        "        self._num_shown = len(self._tokens)\n        return new\n\n    def finish",
+        "        self._tokens, self._num_shown = [], 0\n        return new\n\n    def finish",
+        TEXT,
+    ),
+    Fault(
+        "stream a linearized model with keys for a cache",
+        "hf/caches.py",
+        "        return StateCache(model)\n",
+        "        return DynamicCache(config=model.config)\n",
+        "tests/lab/commands/test_generate.py",
+    ),
+)

@@ -1,0 +1,73 @@
+"""A model whose layers attend by merged keys, without a map: exact with enough of them, saved, streamed, refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from linattn.hf import StateCache, from_pretrained, linearize_, restore_, save_pretrained
+from model_inputs import LANGUAGE_HEADS, OPTIONS, batch
+
+IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(5))
+ENOUGH = "window 2 + merged 16"
+
+
+def outputs(model, **inputs):
+    """The first output, without a graph."""
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_enough_merged_keys_leave_a_language_model_as_it_was(build, family):
+    model = build(family, head=LANGUAGE_HEADS[family], **OPTIONS.get(family, {})).double()
+    before = outputs(model, input_ids=IDS, use_cache=False)
+    text = model.generate(IDS, max_new_tokens=5, do_sample=False)
+    report = linearize_(model, feature_map=ENOUGH, layers=range(2))
+    assert [layer.feature_map for layer in report.layers] == [ENOUGH] * 2
+    assert "window 2 + merged 16" in repr(model)
+    torch.testing.assert_close(outputs(model, input_ids=IDS, use_cache=False), before, rtol=1e-11, atol=1e-11)
+    assert torch.equal(model.generate(IDS, max_new_tokens=5, do_sample=False), text)
+    restore_(model)
+    assert torch.equal(outputs(model, input_ids=IDS, use_cache=False), before)
+
+
+@pytest.mark.parametrize("label", ["merged 16", ENOUGH])
+def test_enough_merged_keys_leave_an_encoder_as_it_was(build, label):
+    model, inputs = build("bert").double(), batch("bert")
+    before = outputs(model, **inputs)
+    linearize_(model, feature_map=label)
+    seen = inputs["attention_mask"].bool()
+    torch.testing.assert_close(outputs(model, **inputs)[seen], before[seen], rtol=1e-11, atol=1e-11)
+
+
+def test_the_cache_of_merged_keys_does_not_grow(build):
+    model = build("llama", head=LANGUAGE_HEADS["llama"])
+    linearize_(model, feature_map="window 2 + merged 3")
+    cache, sizes = StateCache(model), []
+    for t in range(11):
+        outputs(model, input_ids=IDS[:, t : t + 1], past_key_values=cache)
+        sizes.append(cache.num_bytes)
+    assert max(sizes[5:]) == max(sizes)
+    beams = model.generate(IDS, max_new_tokens=4, num_beams=3, do_sample=False)
+    assert beams.shape == (2, 15)
+
+
+def test_merged_keys_are_saved_and_loaded(build, tmp_path):
+    model = build("llama", head=LANGUAGE_HEADS["llama"])
+    linearize_(model, feature_map="window 3 + merged 2")
+    save_pretrained(model, tmp_path)
+    again = from_pretrained(tmp_path)
+    assert again.model.layers[1].self_attn.linear_attention.summary == "window 3 + merged 2"
+    assert torch.equal(outputs(again, input_ids=IDS), outputs(model, input_ids=IDS))
+
+
+def test_what_merged_keys_have_not_is_refused(build):
+    for options, words in (
+        ({"feature_map": ENOUGH, "num_features": 8}, "has no map, got num_features=8"),
+        ({"feature_map": ENOUGH, "calibrate": [IDS]}, "nothing to calibrate: window 2 [+] merged 16 takes no"),
+        ({"feature_map": "merged 4"}, "give window too"),
+        ({"feature_map": "Expansion + window 2 + merged 4"}, "leave the map out, as in 'window 2 [+] merged 4'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            linearize_(build("llama"), **options)

@@ -1,0 +1,376 @@
+"""Attention with merged keys is exact where there are enough of them, and the same however a stream is cut."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import linattn
+from grid import qkv, relative_error, tokens
+from linattn import Exact
+from linattn.attention.exact import merged_everywhere as everywhere
+from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.merging import clusters, merged
+from linattn.attention.exact.query_moments import QueryMoments
+
+LENGTH = 61
+PARTS = (Exact(4, num_merged=6), Exact(1, num_merged=3), Exact(7, num_merged=20), Exact(8, num_merged=1))
+EVERYWHERE = (Exact(num_merged=6), Exact(4, num_merged=6), Exact(1, num_merged=5), Exact(7, num_merged=20))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, exact: Exact, **options: object) -> Tensor:
+    """The op without a map."""
+    return linattn.linear_attention(query, key, value, None, enable_gqa=True, exact=exact, **options)
+
+
+def streamed(pieces: list[slice], exact: Exact, mask: Tensor | None = None, **options: object) -> Tensor:
+    """The same piece by piece."""
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH, **options)
+    state, outs = None, []
+    for piece in pieces:
+        out, state = linattn.linear_attention_with_state(
+            *(x[:, :, piece] for x in (query, key, value)),
+            None,
+            state,
+            enable_gqa=True,
+            exact=exact,
+            key_mask=None if mask is None else mask[:, piece],
+        )
+        outs.append(out)
+    return torch.cat(outs, 2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("exact", [Exact(4, num_merged=64), Exact(16, num_merged=37), Exact(64, num_merged=1)], ids=str)
+def test_enough_keys_are_softmax_attention(exact: Exact, masked: bool) -> None:
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH, scale=1.5)
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(1)) > 0.3 if masked else None
+    for is_causal in (True, False):
+        if not is_causal and exact.num_merged < LENGTH:
+            continue
+        options = {"key_mask": mask, "is_causal": is_causal}
+        truth = linattn.softmax_attention(query, key, value, enable_gqa=True, **options)
+        torch.testing.assert_close(attend(query, key, value, exact, **options), truth, rtol=1e-12, atol=1e-12)
+
+
+def test_enough_keys_are_softmax_attention_in_any_cut() -> None:
+    truth = linattn.softmax_attention(*qkv(num_queries=LENGTH, num_keys=LENGTH), enable_gqa=True, is_causal=True)
+    for cuts in ([1], [5, 6, 7, 30], list(range(1, LENGTH))):
+        pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, LENGTH])]
+        torch.testing.assert_close(streamed(pieces, Exact(4, num_merged=LENGTH)), truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [[1], [8], [16], [5, 6, 7, 30], list(range(1, LENGTH)), [44]], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("exact", PARTS, ids=str)
+def test_a_stream_may_be_cut_anywhere(exact: Exact, masked: bool, cuts: list[int]) -> None:
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) > 0.2 if masked else None
+    pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, LENGTH])]
+    whole = streamed([slice(None)], exact, mask)
+    torch.testing.assert_close(streamed(pieces, exact, mask), whole, rtol=1e-11, atol=1e-11)
+    assert torch.equal(whole, attend(*qkv(num_queries=LENGTH, num_keys=LENGTH), exact, key_mask=mask, is_causal=True))
+
+
+@pytest.mark.parametrize("exact", PARTS, ids=str)
+def test_later_tokens_change_nothing_before_them(exact: Exact) -> None:
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    before = attend(query, key, value, exact, is_causal=True)
+    for x in (query, key, value):
+        x[:, :, 30:] = 1e3 * x[:, :, 30:].flip(1)
+    after = attend(query, key, value, exact, is_causal=True)
+    torch.testing.assert_close(after[:, :, :30], before[:, :, :30], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_masked_tokens_are_inert(exact: Exact, is_causal: bool) -> None:
+    """Whatever they hold, forward and backward; forward that goes for their queries too, which are not counted."""
+    if is_causal and exact.window is None:
+        pytest.skip("refused")
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.3
+    mask[0, :9] = False
+    seen, results = mask[:, None, :, None], []
+    for filling in (0.0, torch.nan, torch.inf, 1e4):
+        given = [x.masked_fill(~seen, filling) for x in qkv(num_queries=LENGTH, num_keys=LENGTH)]
+        outs = [torch.where(seen, attend(*given, exact, key_mask=mask, is_causal=is_causal), 0)]
+        leaves = [x.requires_grad_() for x in (given[0].nan_to_num(1.0, 1.0), *given[1:])]
+        out = torch.where(seen, attend(*leaves, exact, key_mask=mask, is_causal=is_causal), 0)
+        results.append((*outs, *torch.autograd.grad(out.square().sum(), leaves[1:])))
+    for found in results[1:]:
+        for x, y in zip(found, results[0], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    assert (results[0][1].masked_select(~seen) == 0).all()
+
+
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_left_padding_is_as_if_absent_but_for_the_blocks(exact: Exact) -> None:
+    """Whole blocks of it, on either side of an encoder's text."""
+    width = 4 * (exact.window or 3)
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    alone = attend(query, key, value, exact)
+    padded = [torch.nn.functional.pad(x, (0, 0, width, 11), value=3.0) for x in (query, key, value)]
+    mask = torch.zeros(2, LENGTH + width + 11, dtype=torch.bool)
+    mask[:, width : width + LENGTH] = True
+    found = attend(*padded, exact, key_mask=mask)[:, :, width : width + LENGTH]
+    torch.testing.assert_close(found, alone, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", [*EVERYWHERE[1:], Exact(2, num_merged=1)], ids=str)
+def test_outputs_lie_in_the_hull_of_the_values(exact: Exact, is_causal: bool) -> None:
+    for scale in (0.7, 30.0, 300.0):
+        query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH, scale=scale)
+        out = attend(query, key, value, exact, is_causal=is_causal)
+        value = value.repeat_interleave(2, 1)
+        low, high = value.amin(2, keepdim=True), value.amax(2, keepdim=True)
+        assert (out >= low - 1e-9).all()
+        assert (out <= high + 1e-9).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_rows_and_heads_are_alone(exact: Exact, is_causal: bool) -> None:
+    if is_causal and exact.window is None:
+        pytest.skip("refused")
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    together = attend(query, key, value, exact, is_causal=is_causal)
+    for b, h in itertools.product(range(2), range(2)):
+        own = slice(2 * h, 2 * h + 2)
+        alone = attend(
+            query[b : b + 1, own], key[b : b + 1, h : h + 1], value[b : b + 1, h : h + 1], exact, is_causal=is_causal
+        )
+        torch.testing.assert_close(together[b : b + 1, own], alone, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", [Exact(4, num_merged=3), Exact(num_merged=4)], ids=str)
+def test_gradients_are_those_of_finite_differences(exact: Exact, is_causal: bool) -> None:
+    """In queries, through their mean too, keys, values and biases; a difference of 1e-6 changes no choice."""
+    if is_causal and exact.window is None:
+        pytest.skip("refused")
+    leaves = [
+        x.requires_grad_()
+        for x in qkv(batch=1, heads=2, kv_heads=1, num_queries=13, num_keys=13, head_dim=2, value_dim=1)
+    ]
+    bias = tokens(1, 1, 13, seed=8).requires_grad_()
+
+    def call(*x: Tensor) -> tuple[Tensor, Tensor]:
+        part = linattn.linear_partial(*x[:3], None, key_bias=x[3], is_causal=is_causal, enable_gqa=True, exact=exact)
+        fused = attend(*x[:3], exact, key_bias=x[3], is_causal=is_causal)
+        return part.log_normalizer, fused
+
+    assert torch.autograd.gradcheck(call, (*leaves, bias))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_the_fused_kernel_and_the_formed_weights_agree(exact: Exact, is_causal: bool) -> None:
+    if is_causal and exact.window is None:
+        pytest.skip("refused")
+    given = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    part = linattn.linear_partial(*given, None, is_causal=is_causal, enable_gqa=True, exact=exact)
+    torch.testing.assert_close(part.out, attend(*given, exact, is_causal=is_causal), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_a_block_reads_the_clusters_without_its_neighbours(window: int) -> None:
+    """As merged anew for each block with its neighbours absent: no key counts twice."""
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    exact, scale = Exact(window, num_merged=9), key.shape[-1] ** -0.5
+    grouped, live = query.unflatten(1, (2, 2)), torch.ones(2, 1, LENGTH, dtype=torch.bool)
+    keys = Tokens(key, value, torch.zeros(2, 2, LENGTH, dtype=key.dtype))
+    moments = QueryMoments.empty(key).add(grouped, live, scale)
+    mass = everywhere._mass(grouped, live, keys, scale)
+    number = clusters(keys, moments, mass, 9)
+    block = torch.arange(LENGTH) // window
+    for i in range(LENGTH):
+        near = (block - block[i]).abs() <= 1
+        far = merged(
+            keys._replace(bias=keys.bias.masked_fill(near, -torch.inf)), number.masked_fill(near, 9), moments.mean, 9
+        )
+        seen = far.then(Tokens(key[:, :, near], value[:, :, near], keys.bias[..., near]))
+        logits = scale * grouped[:, :, :, i] @ seen.key.mT + seen.bias.unsqueeze(2)
+        truth = (torch.softmax(logits, -1) @ seen.value).flatten(1, 2)
+        torch.testing.assert_close(attend(query, key, value, exact)[:, :, i], truth, rtol=1e-10, atol=1e-10)
+
+
+def test_long_calls_put_keys_into_clusters_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer keys at once the error is of the same size, and enough clusters still lose nothing."""
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    truth = linattn.softmax_attention(query, key, value, enable_gqa=True)
+    error = relative_error(attend(query, key, value, Exact(num_merged=12)), truth)
+    monkeypatch.setattr(everywhere, "_STEP", 5)
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[1, 13:] = False
+    assert relative_error(attend(query, key, value, Exact(num_merged=12)), truth) < 1.5 * error
+    found = attend(query, key, value, Exact(num_merged=13), key_mask=mask)[1]
+    wanted = linattn.softmax_attention(query, key, value, enable_gqa=True, key_mask=mask)[1]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_size_of_a_stream_s_state_does_not_grow() -> None:
+    query, key, value = qkv(num_queries=100, num_keys=100)
+    state, sizes = None, set()
+    for t in range(100):
+        piece = (x[:, :, t : t + 1] for x in (query, key, value))
+        state = linattn.linear_attention_with_state(
+            *piece, None, state, enable_gqa=True, exact=Exact(4, num_merged=6)
+        ).state
+        sizes.add(state.exact.tokens().key.shape[2])
+    assert max(sizes) == 2 * 4 + 6
+    whole = linattn.linear_attention_with_state(
+        query, key, value, None, enable_gqa=True, exact=Exact(4, num_merged=6)
+    ).state
+    for x in pytree.tree_leaves(whole):
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+def test_a_stream_s_state_is_a_value() -> None:
+    """Stepped twice, forked, selected, saved, decayed and read."""
+    options = {"enable_gqa": True, "exact": Exact(4, num_merged=6)}
+    state = linattn.linear_attention_with_state(*qkv(), None, **options).state
+    frozen, later = copy.deepcopy(state), qkv(num_queries=9, num_keys=9, seed=4)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    leaves, spec = pytree.tree_flatten(state)
+    spec = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    once = linattn.linear_attention_with_state(*later, None, state, **options).out
+    others = (state.detach().to("cpu"), torch.load(file, weights_only=True), pytree.tree_unflatten(leaves, spec))
+    for other in (*others, state.decay(-3.0).decay(3.0)):
+        found = linattn.linear_attention_with_state(*later, None, other, **options).out
+        torch.testing.assert_close(found, once, rtol=1e-12, atol=1e-12)
+    for x, y in zip(pytree.tree_leaves(state), pytree.tree_leaves(frozen), strict=True):
+        assert torch.equal(x, y)
+    swapped = state.select(torch.tensor([1, 0, 0]))
+    found = linattn.linear_attention_with_state(*(x[[1, 0, 0]] for x in later), None, swapped, **options).out
+    torch.testing.assert_close(found, once[[1, 0, 0]], rtol=1e-12, atol=1e-12)
+    assert "exact=Exact(window=4, num_heavy=0, num_merged=6)" in repr(state)
+    part = state.read(None, later[0])
+    assert part.out.shape == (2, 4, 9, 5)
+    torch.testing.assert_close(state.decay(2.0).read(None, later[0]).log_normalizer, part.log_normalizer + 2)
+
+
+def test_a_stream_of_few_tokens_reads_what_it_saw() -> None:
+    query, key, value = qkv()
+    state = linattn.linear_attention_with_state(
+        query, key, value, None, enable_gqa=True, exact=Exact(4, num_merged=64)
+    ).state
+    truth = linattn.softmax_partial(query, key, value, enable_gqa=True)
+    found = state.read(None, query)
+    torch.testing.assert_close(found.out, truth.out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.log_normalizer, truth.log_normalizer, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_low_precision_loses_its_own_digits(dtype: torch.dtype, is_causal: bool) -> None:
+    """Sums and merged keys are kept in at least float32: with enough of them the output is rounded once."""
+    given = qkv(num_queries=64, num_keys=64, dtype=dtype)
+    truth = linattn.softmax_attention(*(x.double() for x in given), enable_gqa=True, is_causal=is_causal)
+    found = attend(*given, Exact(4, num_merged=64), is_causal=is_causal)
+    assert found.dtype == dtype
+    assert relative_error(found, truth) <= 2 * torch.finfo(dtype).eps
+    long = attend(
+        *(x.to(dtype) for x in qkv(num_queries=64, num_keys=64)[:2]),
+        torch.ones_like(given[2]),
+        Exact(2, num_merged=3),
+        is_causal=is_causal,
+    )
+    # The output's rounding, and one in float32 for each block that joined the merged keys.
+    assert (long - 1).abs().max() <= torch.finfo(dtype).eps + 32 * torch.finfo(torch.float32).eps
+
+
+def test_errors_fall_as_keys_are_added() -> None:
+    """Less than uniform averaging's with a sixteenth of the keys, and less with each doubling."""
+    query, key, value = qkv(1, 2, 1, 256, 256)
+    truth = linattn.softmax_attention(query, key, value, enable_gqa=True)
+    mean = value.mean(2, keepdim=True).expand_as(truth)
+    errors = [relative_error(attend(query, key, value, Exact(num_merged=c)), truth) for c in (16, 32, 64, 128)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] < relative_error(mean, truth)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"num_queries": 0, "num_keys": 0}, {"value_dim": 0}], ids=str)
+def test_nothing_is_a_legal_amount(exact: Exact, is_causal: bool, sizes: dict[str, int]) -> None:
+    if is_causal and exact.window is None:
+        pytest.skip("refused")
+    leaves = [x.requires_grad_() for x in qkv(**sizes)]
+    out = attend(*leaves, exact, is_causal=is_causal)
+    assert out.shape == (*leaves[0].shape[:3], leaves[2].shape[-1])
+    for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert grad.shape == leaf.shape
+
+
+def test_rows_without_keys_are_0() -> None:
+    query, key, value = qkv()
+    mask = torch.ones(2, 37, dtype=torch.bool)
+    mask[0] = False
+    for exact, is_causal in ((Exact(4, num_merged=6), True), *((exact, False) for exact in EVERYWHERE)):
+        assert (attend(query, key, value, exact, is_causal=is_causal, key_mask=mask)[0] == 0).all()
+    assert (attend(query, key[:, :, :0], value[:, :, :0], Exact(num_merged=3)) == 0).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_compiled_and_mapped_calls_are_those_of_eager(is_causal: bool) -> None:
+    """The search for pairs is one operator, since its rounds depend on the data."""
+    given = qkv(num_queries=13, num_keys=13)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, Exact(4, num_merged=6), is_causal=is_causal)
+
+    leaves = [x.requires_grad_() for x in given]
+    truth = call(*leaves)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(compiled, truth, rtol=1e-12, atol=1e-12)
+    grads = (torch.autograd.grad(out.square().sum(), leaves) for out in (compiled, truth))
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    query, key, value = (x.detach() for x in given)
+    mapped = torch.vmap(call, in_dims=(None, 1, None))(query, torch.stack((key, key + 1), 1), value)
+    for found, wanted in zip(mapped, (call(query, key, value), call(query, key + 1, value)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    query, key, value = qkv(heads=2)
+    favor = linattn.feature_maps.FavorPlus(8, 12)
+    with pytest.raises(ValueError, match="leave num_heavy out and raise num_merged"):
+        Exact(4, 3, 5)
+    with pytest.raises(ValueError, match="power of two"):
+        Exact(0, num_merged=4)
+    assert Exact(5, num_merged=4).label == "window 5 + merged 4"
+    for exact, options, words in (
+        (Exact(num_merged=2), {"is_causal": True}, "give window too"),
+        (Exact(4), {}, "give num_merged too, or a map"),
+        (Exact(4, num_merged=2), {"backend": "blocked"}, 'leave it at "auto"'),
+        (Exact(4, num_merged=2), {"backend": "fast"}, "backend must be one of"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attend(query, key, value, exact, **options)
+    with pytest.raises(ValueError, match="leave none to a map"):
+        linattn.linear_attention(query, key, value, favor, exact=Exact(4, num_merged=2))
+    with pytest.raises(TypeError, match="feature_map is None and so is exact"):
+        attend(query, key, value, None)
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        attend(query[:, :, :5], key, value, Exact(4, num_merged=2))
+    state = linattn.linear_attention_with_state(query, key, value, None, exact=Exact(4, num_merged=2)).state
+    for call in (
+        lambda: linattn.linear_attention_with_state(query, key, value, favor, state, exact=Exact(4, 2)),
+        lambda: state.read(favor, query),
+        lambda: state.flush(favor),
+    ):
+        with pytest.raises(ValueError, match="the state was built with no map, got FavorPlus"):
+            call()
+    with pytest.raises(ValueError, match="states with merged keys do not merge"):
+        state.merge(state)
+    with pytest.raises(ValueError, match=r"got exact=Exact\(window=8"):
+        linattn.linear_attention_with_state(query, key, value, None, state, exact=Exact(8, num_merged=2))
