@@ -28,6 +28,10 @@ from linattn.records.json_files import write_json
 from linattn.training import Progress
 
 _PARTS = 20
+_Text = Annotated[
+    list[Path] | None,
+    typer.Option(help="A file or folder to learn from, may be repeated; Python's own sources if left out."),
+]
 _Pattern = Annotated[
     str, typer.Option(help='A letter per block, begun again at its end: "l" linear, "s" softmax, as in "llls".')
 ]
@@ -43,10 +47,7 @@ _Gate = Annotated[
 
 def train(
     out: Annotated[Path, typer.Argument(help="A new folder for the model and its report.")],
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file or folder to learn from, may be repeated; Python's own sources if left out."),
-    ] = None,
+    text: _Text = None,
     pattern: _Pattern = "l",
     map_: _Map = "LearnedExponential",
     features: Annotated[int, typer.Option(metavar="R", help="Features of a map whose width is free.")] = 64,
@@ -100,8 +101,7 @@ def train(
             ),
             seed,
         )
-        documents = read_documents(text) if text else python_documents()
-        corpus = from_documents(documents, context=context)
+        corpus = from_documents(read_documents(text) if text else python_documents(), context=context)
         bytes_per_step = context * batch
         with training_progress(
             console, "Reading and measuring", lambda progress: _pace(progress, bytes_per_step), parts=_PARTS
