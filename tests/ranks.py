@@ -38,12 +38,12 @@ class Pool:
             process.start()
         self._answers(self._ends)
 
-    def run(self, size: int | tuple[int, ...], job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What job(mesh, *arguments) returns on each rank of a mesh of this size or shape."""
+    def run(self, size: int | tuple[int, ...], job: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        """What job(mesh, *arguments, **options) returns on each rank of a mesh of this size or shape."""
         shape = (size,) if isinstance(size, int) else size
         ends = self._ends[: torch.Size(shape).numel()]
         for end in ends:
-            end.send((shape, job, arguments))
+            end.send((shape, job, arguments, options))
         return self._answers(ends)
 
     def _answers(self, ends: list[Connection]) -> list[Any]:
@@ -81,14 +81,31 @@ def _serve(rank: int, store: Path, pipe: Connection) -> None:
     limit = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
     shared = dist.FileStore(str(store), NUM_RANKS)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=NUM_RANKS, timeout=limit)
-    meshes = {(size,): DeviceMesh("cpu", list(range(size)), mesh_dim_names=("sequence",)) for size in SIZES}
-    meshes[2, 2] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("data", "sequence"))
+    meshes = _meshes(rank, limit)
     pipe.send((False, rank))
     while True:
-        shape, job, arguments = pipe.recv()
+        shape, job, arguments, options = pipe.recv()
         try:
             torch.manual_seed(0)
-            answer = False, job(meshes[shape], *arguments)
+            answer = False, job(meshes[shape], *arguments, **options)
         except Exception:
             answer = True, traceback.format_exc()
         pipe.send(answer)
+
+
+def _meshes(rank: int, limit: datetime.timedelta) -> dict[tuple[int, ...], DeviceMesh]:
+    """A mesh of each shape of which the rank is one, whose collectives are given up in time."""
+
+    def group(*members: int) -> dist.ProcessGroup:
+        return dist.new_group(list(members), timeout=limit)
+
+    found = {}
+    for size in SIZES:
+        members = group(*range(size))
+        if rank < size:
+            found[size,] = DeviceMesh.from_group(members, "cpu", mesh_dim_names=("sequence",))
+    rows, columns = [group(0, 1), group(2, 3)], [group(0, 2), group(1, 3)]
+    own = [columns[rank % 2], rows[rank // 2]]
+    grid = torch.arange(NUM_RANKS).view(2, 2)
+    found[2, 2] = DeviceMesh.from_group(own, "cpu", mesh=grid, mesh_dim_names=("data", "sequence"))
+    return found

@@ -187,11 +187,11 @@ class Counted(TorchDispatchMode):
 
 
 def counted(
-    mesh: DeviceMesh, length: int, exact: str | None, *, by_heads: bool, asks: bool
+    mesh: DeviceMesh, length: int, exact: str | None, *, by_heads: bool = False, asks: bool = False
 ) -> list[list[tuple[str, int]]]:
     """The collectives of a layer's forward and backward pass, on parts of `length` tokens."""
     feature_map = linattn.feature_maps.FavorPlus(4, 4) if exact else linattn.feature_maps.EluPlusOne(4)
-    query, key, value = (tokens(1, 2, length, 4, seed=seed).requires_grad_() for seed in range(3))
+    query, key, value = (tokens(1, 2, length, 4, seed=seed, dtype=torch.float32).requires_grad_() for seed in range(3))
     rule = None if exact is None else parse_exact(exact)
     attend: Any = parallel.linear_attention_by_heads if by_heads else parallel.linear_attention
     options = {} if by_heads or asks else {"lengths": [length] * mesh.size()}
@@ -200,3 +200,34 @@ def counted(
     with Counted() as backward:
         out.sum().backward()
     return [forward.calls, backward.calls]
+
+
+def refused(mesh: DeviceMesh, fault: str) -> str:
+    """What a call with a fault is told, before any collective."""
+    query, key, value = qkv(num_queries=6, num_keys=6)
+    options: dict[str, Any] = {"mesh": mesh, "enable_gqa": True}
+    feature_map: FeatureMap | None = build("FavorPlus")
+    attend: Any = parallel.linear_attention
+    if fault == "no mesh":
+        options["mesh"] = "sequence"
+    if fault == "statistics":
+        feature_map = build("Centred-call-FavorPlus")
+    if fault == "heavy":
+        options["exact"] = Exact(num_heavy=2)
+    if fault == "merged":
+        feature_map, options["exact"] = None, Exact(num_merged=2)
+    if fault == "lengths":
+        options |= {"exact": Exact(window=4), "lengths": (5, 5)}
+    if fault == "queries":
+        query, options["is_causal"] = query[:, :, :3], True
+    if fault == "gates and bias":
+        gates = Gates(tokens(2, 2, 6))
+        options |= {"gates": gates, "key_bias": tokens(2, 2, 6), "is_causal": True}
+    if fault in ("heads", "map of heads"):
+        attend = parallel.linear_attention_by_heads
+        feature_map = build("FavorPlus-per-head") if fault == "map of heads" else feature_map
+    try:
+        attend(query, key, value, feature_map, **options)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing"

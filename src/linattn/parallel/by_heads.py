@@ -59,7 +59,7 @@ def linear_attention_by_heads(
     ranks = Ranks.of(mesh)
     query, key, value, bias = checked((query, key, value), feature_map, key_mask, key_bias, enable_gqa=enable_gqa)
     _check(ranks, key.shape[1], feature_map)
-    num_queries, num_keys = (ranks.ask_lengths(x.shape[2], x.device) for x in (query, key))
+    num_queries, num_keys = ranks.ask_lengths(query, key)
     tokens = [query, key, value]
     if bias is not None:
         tokens.append(bias.unsqueeze(-1).expand(-1, key.shape[1], -1, -1))

@@ -87,6 +87,7 @@ def linear_attention(
     """
     ranks = Ranks.of(mesh)
     check_backend(backend)
+    _check_window_alone(exact)
     weights = key_mask, key_bias
     part = Part.checked((query, key, value), feature_map, weights, gates, is_causal=is_causal, enable_gqa=enable_gqa)
     if exact is not None:
@@ -98,6 +99,16 @@ def linear_attention(
     if is_causal:
         return part.attended(feature_map, joined(every[: ranks.rank], nothing), None, backend)
     return part.read(feature_map, joined(every, nothing), backend)
+
+
+def _check_window_alone(exact: Exact | None) -> None:
+    """Refuse keys that are chosen among all of a sequence's."""
+    if exact is not None and (exact.num_heavy or exact.num_merged):
+        raise ValueError(
+            f"which keys are heavy, or merged, is decided over all of a sequence, and a rank has some of it, got "
+            f"{exact!r}; give a window alone, or call parallel.linear_attention_by_heads, which gives each rank all "
+            "tokens of some heads"
+        )
 
 
 def absorb(

@@ -39,17 +39,18 @@ class Ranks(NamedTuple):
         """Whether no part comes after this rank's."""
         return self.rank + 1 == self.size
 
-    def ask_lengths(self, length: int, device: torch.device) -> tuple[int, ...]:
-        """How many tokens each rank holds: one collective of a number from each."""
-        found = torch.empty(self.size, dtype=torch.int64, device=device)
-        dist.all_gather_single(found, torch.full((1,), length, dtype=torch.int64, device=device), group=self.group)
-        return tuple(found.tolist())
+    def ask_lengths(self, *tensors: Tensor) -> list[tuple[int, ...]]:
+        """How many tokens each rank holds in each of these (B, H, L, ·): one collective of a number from each."""
+        own = torch.tensor([x.shape[2] for x in tensors], device=tensors[0].device)
+        found = own.new_empty(self.size * len(tensors))
+        dist.all_gather_single(found, own, group=self.group)
+        return [tuple(lengths) for lengths in found.view(self.size, -1).T.tolist()]
 
     def checked_lengths(self, lengths: Sequence[int] | None, key: Tensor) -> tuple[int, ...]:
         """The lengths of all parts as given, or asked of the ranks."""
         own = key.shape[2]
         if lengths is None:
-            return self.ask_lengths(own, key.device)
+            return self.ask_lengths(key)[0]
         given = tuple(int(length) for length in lengths)
         if len(given) != self.size or given[self.rank] != own:
             raise ValueError(

@@ -66,13 +66,9 @@ def attend_with_window(
     *,
     is_causal: bool,
 ) -> Tensor:
-    """Rows (B, H, L, Dv) with a window; heavy and merged keys are refused."""
+    """Rows (B, H, L, Dv) with a window alone."""
     check_exact(exact, feature_map, part.query, part.key, is_causal=is_causal)
-    if exact.window is None or exact.num_heavy:
-        raise ValueError(
-            f"which keys are heavy is decided over all of a sequence, and a rank has some of it, got {exact!r}; give a "
-            "window alone, or call parallel.linear_attention_by_heads, which gives each rank all tokens of some heads"
-        )
+    assert exact.window is not None
     views = Views.of(ranks.checked_lengths(lengths, part.key), exact.window, is_causal=is_causal)
     attend = _causal if is_causal else _bidirectional
     return attend(ranks, with_neighbours(ranks, part, views), views, feature_map, exact, backend)
