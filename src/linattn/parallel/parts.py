@@ -82,7 +82,8 @@ class Part(NamedTuple):
         for at in spans(self.gates.log_forget):
             part = self.keys(at)
             bias, log_decay = gate_bias(_cut(self.gates, at), key_mask=part.key_mask)
-            state = part._after(feature_map, span.state.decay(log_decay), _joined(bias, part.bias), backend)
+            bias = _joined(bias, part.bias).expand(part.key.shape[:3])
+            state = part._after(feature_map, span.state.decay(log_decay), bias, backend)
             assert span.log_decay is not None
             span = Span(state, span.log_decay + log_decay)
         return span
