@@ -69,8 +69,8 @@ class Attention(nn.Module, ABC):
     """Multi-head attention over (B, L, E); the subclass says what attends.
 
     Abstract. Attributes are the arguments of `LinearAttention` by name, beside the projections `q_proj`, `k_proj`,
-    `v_proj`, `o_proj`, and `g_proj` with an output gate. `parts` is None unless the layer is given parts of sequences, as
-    `linattn.parallel.ContextParallel` has it.
+    `v_proj`, `o_proj`, and `g_proj` with an output gate. `parts` is None unless the layer is given parts of sequences,
+    as by `linattn.parallel.ContextParallel`.
     """
 
     parts: Parts | None = None

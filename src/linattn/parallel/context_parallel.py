@@ -21,7 +21,7 @@ from linattn.parallel.functional import linear_attention
 from linattn.parallel.parts import Part
 from linattn.parallel.ranks import Ranks
 from linattn.parallel.windows import Views, with_neighbours
-from linattn.positions import Gates, gate_bias
+from linattn.positions import gate_bias
 
 
 @final
