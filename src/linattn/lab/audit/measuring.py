@@ -374,4 +374,4 @@ class Audit:
 def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
     """A configuration in words, for the progress shown."""
     words = f"{configuration.method.label}, {sample.num_features:,} features"
-    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.map.is_random else words
+    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.is_random else words
