@@ -33,7 +33,7 @@ def test_no_more_bytes_than_the_budget(kind):
     assert contender(kind, SMALL).num_bytes(SIZES, 10**6) <= SMALL * SIZES.key_bytes
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("far part off")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "far part off"])
 def test_the_budget_is_used(kind):
     # At most a group of 32 tokens in 2 bits, or a pair of keys, is left.
     assert contender(kind, SMALL).num_bytes(SIZES, 10**6) >= (SMALL - 8) * SIZES.key_bytes
@@ -79,8 +79,8 @@ def test_values_that_are_all_alike_stay(kind):
 
 def test_a_budget_too_small_says_so():
     shelf = at_budget(64, Sizes(256, 256))
-    assert set(shelf.left_out) >= {"MomentKV", "merged keys, 50% near", "Expected Attention"}
-    assert "give" in shelf.left_out["merged keys, 50% near"]
+    assert set(shelf.left_out) >= {"MomentKV", "merged keys, 65% near", "Expected Attention"}
+    assert "give" in shelf.left_out["merged keys, 65% near"]
     assert not set(shelf.left_out) & set(shelf.contenders)
 
 

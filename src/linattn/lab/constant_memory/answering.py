@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linattn.hf import AttentionCall, PreTrainedModel, intercept
 from linattn.hf.linearization import global_layers
@@ -56,6 +58,45 @@ class GlobalLayers:
         return lambda call: call.uniform() if call.module_name in self.names else call.softmax()
 
 
+class Beginning:
+    """The outputs of the layers before the first global one on one text, which no contender changes.
+
+    `recorded` keeps them from the next forward pass; `replayed` gives them in place of those layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, first: str) -> None:
+        """The layers before the one whose attention module has the name `first`."""
+        path = first.split(".")
+        places = [n for n, part in enumerate(path) if part.isdigit()]
+        self._layers: list[nn.Module] = []
+        self._outputs: list[Any] = []
+        if places:
+            every = model.get_submodule(".".join(path[: places[0]]))
+            self._layers = list(every.children())[: int(path[places[0]])]
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Keep what the layers give in this block."""
+        self._outputs = []
+        hooks = [layer.register_forward_hook(lambda _, __, out: self._outputs.append(out)) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Have the layers give what was kept, in this block."""
+        for layer, out in zip(self._layers, self._outputs, strict=True):
+            vars(layer)["forward"] = lambda *args, out=out, **options: out
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                vars(layer).pop("forward", None)
+
+
 def log_probabilities(
     model: PreTrainedModel, tokens: Tensor, positions: Tensor, answer: Answer | None = None
 ) -> Tensor:
@@ -63,18 +104,15 @@ def log_probabilities(
 
     With an answer, the model's layers attend by it; without one, as they do.
     """
-    with torch.no_grad():
-        if answer is None:
-            logits = model(input_ids=tokens, use_cache=False, logits_to_keep=positions).logits
-        else:
-            with intercept(model, answer):
-                logits = model(input_ids=tokens, use_cache=False, logits_to_keep=positions).logits
-        return torch.log_softmax(logits.float(), -1)
+    with torch.no_grad(), nullcontext() if answer is None else intercept(model, answer):
+        logits = model(input_ids=tokens, use_cache=False, logits_to_keep=positions).logits.float()
+    # In place: two copies of so many numbers would not fit beside a model everywhere.
+    found: Tensor = logits.sub_(logits.logsumexp(-1, keepdim=True))
+    return found
 
 
-def record(model: PreTrainedModel, layers: GlobalLayers, tokens: Tensor) -> tuple[AttentionCall, ...]:
-    """The exact model's calls of the global layers on texts (B, L), in order."""
-    calls: list[AttentionCall] = []
+def recording(layers: GlobalLayers, calls: list[AttentionCall]) -> Answer:
+    """Exact answers; the calls of the global layers go to a list."""
 
     def answer(call: AttentionCall) -> Tensor:
         """Keep what is global, answer exactly."""
@@ -82,12 +120,10 @@ def record(model: PreTrainedModel, layers: GlobalLayers, tokens: Tensor) -> tupl
             calls.append(call)
         return call.softmax()
 
-    with torch.no_grad(), intercept(model, answer):
-        model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-    return tuple(calls)
+    return answer
 
 
-def sizes_of(calls: tuple[AttentionCall, ...]) -> Sizes:
+def sizes_of(calls: Sequence[AttentionCall]) -> Sizes:
     """The widths of the layers' keys and values, which must be alike.
 
     Raises ValueError if they are not.

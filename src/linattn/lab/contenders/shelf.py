@@ -18,7 +18,7 @@ from linattn.lab.contenders.tova import Tova
 from linattn.lab.contenders.uniform_sample import UniformSample
 from linattn.lab.contenders.windows import SinksAndWindow, WindowAlone
 
-NEAR = (0.5, 0.75)
+NEAR = (0.35, 0.65)
 """Shares of merged keys' room that the window takes, of which one is measured each."""
 
 # Fewer keys than that are no stream that a rule could choose from.
@@ -33,7 +33,7 @@ def _far_off(num_bytes: int, sizes: Sizes, near: float) -> WindowAlone:
 KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
     "sinks + window": SinksAndWindow.within,
     **{f"merged keys, {near:.0%} near": partial(Merged.within, near=near) for near in NEAR},
-    **{f"far part off, {near:.0%} near": partial(_far_off, near=near) for near in NEAR},
+    "far part off": partial(_far_off, near=NEAR[-1]),
     "uniform sample": UniformSample.within,
     "H2O": H2O.within,
     "TOVA": Tova.within,
@@ -43,12 +43,12 @@ KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
     "attention matching": AttentionMatching.within,
     "KIVI, 4 bit": partial(Kivi.within, bits=4),
     "KIVI, 2 bit": partial(Kivi.within, bits=2),
-    "merged keys in 4 bits": partial(MergedInFewBits.within, near=NEAR[0]),
+    "merged keys in 4 bits": partial(MergedInFewBits.within, near=NEAR[-1]),
 }
 """By name, what makes the largest contender of a kind from a number of bytes and a layer's sizes.
 
 Two kinds are controls that decide about merged keys: "sinks + window" has the far part's bytes in exact keys, "far part
-off" has nothing in its place.
+off" has nothing in its place, beside the wider of the windows.
 """
 
 
@@ -80,8 +80,8 @@ def at_budget(num_keys: int, sizes: Sizes, kinds: tuple[str, ...] = tuple(KINDS)
 
     Example:
         >>> shelf = at_budget(512, Sizes(64, 64))
-        >>> shelf.contenders["sinks + window"].label, shelf.contenders["merged keys, 50% near"].label
-        ('sinks 4 + window 508', 'window 118 + merged 239')
+        >>> shelf.contenders["sinks + window"].label, shelf.contenders["merged keys, 65% near"].label
+        ('sinks 4 + window 508', 'window 154 + merged 167')
         >>> at_budget(64, Sizes(256, 256)).left_out["MomentKV"]
         'holds -65 keys in the bytes of 64, beside what it keeps of all others; give at least 48'
     """
