@@ -88,6 +88,7 @@ class Audit:
         watch.begin(f"Recording the attention of {loaded.name} to {length} tokens")
         recorded = record(self._model, self._inputs)
         self._output, calls = recorded.output, recorded.calls
+        self._first_call = calls[0]
         self._places = {call.module_name: place for place, call in enumerate(calls)}
         first = length // 2 if calls[0].is_causal else 0
         shapes = [(call.query.shape[-1], call.value.shape[-1]) for call in calls]
@@ -347,13 +348,12 @@ class Audit:
             for one in self.grid.configurations()
             if one.draw == 0
         }
-        call = self._layers[0].call
         for label, features in wanted:
             if not kept.has_lengths(label, features):
                 one = configurations[label, features]
                 watch.begin(f"{_words(one, self._sample(one), 1)}: from which length on it is faster")
                 answer = self._linear(one.method, [self._build(one, 0)])
-                yield time_lengths(label, features, answer, call)
+                yield time_lengths(label, features, answer, self._first_call)
 
     def _linear(self, method: Method, maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
         """A method with one map per layer."""

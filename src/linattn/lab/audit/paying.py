@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def time_lengths(
         longer = replace(call, query=_repeated(call.query, length), key=_repeated(call.key, length))
         longer = replace(longer, value=_repeated(call.value, length), key_mask=None)
         with torch.no_grad():
-            found = seconds({LINEAR: lambda at=longer: answer(at), EXACT: longer.softmax}, repeats=_REPEATS)
+            found = seconds({LINEAR: partial(answer, longer), EXACT: longer.softmax}, repeats=_REPEATS)
         ours, theirs = (statistics.median(found[name]) for name in (LINEAR, EXACT))
         points.append((length, ours, theirs))
         # Twice the tokens are four times the pairs.
