@@ -139,8 +139,7 @@ class MemoryAudit:
             kinds: of contenders, among `KINDS`; None for all.
 
         Raises:
-            ValueError: if the model is no language model, the text too short, a budget or kind senseless, or nothing
-                fits.
+            ValueError: if the model is no language model, the text too short, or a budget or kind senseless.
         """
         if num_tokens < _FEWEST_TOKENS:
             raise ValueError(f"an audit of a memory wants at least {_FEWEST_TOKENS} tokens, got {num_tokens}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ class AttentionMatching(Contender):
 
     kind = "attention matching"
     source = "arXiv 2602.16284"
+
+    fewest: ClassVar[int] = _BLOCK // 2
+
+    @property
+    def num_held(self) -> int:
+        """N."""
+        return self.num_keys
 
     @property
     def label(self) -> str:

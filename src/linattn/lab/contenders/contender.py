@@ -50,6 +50,14 @@ class Contender(ABC):
     kind: ClassVar[str]
     source: ClassVar[str]
 
+    fewest: ClassVar[int] = 0
+    """How many keys it must hold to be itself."""
+
+    @property
+    def num_held(self) -> int:
+        """How many keys it holds, as far as they are counted one by one."""
+        return self.fewest
+
     @property
     @abstractmethod
     def label(self) -> str:

@@ -71,6 +71,13 @@ class Eviction(Contender):
     judges_by_queries: ClassVar[bool] = False
     """Whether running moments of the queries are kept."""
 
+    fewest: ClassVar[int] = 2 * BLOCK
+
+    @property
+    def num_held(self) -> int:
+        """N."""
+        return self.num_keys
+
     @property
     def label(self) -> str:
         """Its name with its sizes."""

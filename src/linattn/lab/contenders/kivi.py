@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ class Kivi(Contender):
 
     kind = "KIVI"
     source = "Liu et al. 2024 (arXiv 2402.02750)"
+
+    fewest: ClassVar[int] = GROUP
+
+    @property
+    def num_held(self) -> int:
+        """Tokens in few bits."""
+        return self.num_quantised
 
     @property
     def label(self) -> str:

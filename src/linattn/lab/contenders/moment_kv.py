@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class MomentKV(Contender):
 
     kind = "MomentKV"
     source = "Li et al. 2026 (arXiv 2606.01563)"
+
+    fewest: ClassVar[int] = 2 * BLOCK
+
+    @property
+    def num_held(self) -> int:
+        """N."""
+        return self.num_keys
 
     @property
     def label(self) -> str:

@@ -21,9 +21,6 @@ from linattn.lab.contenders.windows import SinksAndWindow, WindowAlone
 NEAR = (0.35, 0.65)
 """Shares of merged keys' room that the window takes, of which one is measured each."""
 
-# Fewer keys than that are no stream that a rule could choose from.
-_FEWEST = 48
-
 
 def _far_off(num_bytes: int, sizes: Sizes, near: float) -> WindowAlone:
     """The window of merged keys in so many bytes, without them."""
@@ -83,7 +80,7 @@ def at_budget(num_keys: int, sizes: Sizes, kinds: tuple[str, ...] = tuple(KINDS)
         >>> shelf.contenders["sinks + window"].label, shelf.contenders["merged keys, 65% near"].label
         ('sinks 4 + window 508', 'window 154 + merged 167')
         >>> at_budget(64, Sizes(256, 256)).left_out["MomentKV"]
-        'holds -65 keys in the bytes of 64, beside what it keeps of all others; give at least 48'
+        'holds -65 keys in the bytes of 64, beside what it keeps of all others; it wants 32: give more bytes'
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if num_keys < 1 or unknown:
@@ -98,11 +95,10 @@ def at_budget(num_keys: int, sizes: Sizes, kinds: tuple[str, ...] = tuple(KINDS)
         except ValueError as error:
             left_out[kind] = str(error)
             continue
-        held = getattr(contender, "num_keys", getattr(contender, "num_quantised", None))
-        if held is not None and held < min(_FEWEST, num_keys):
+        if contender.num_held < contender.fewest:
             left_out[kind] = (
-                f"holds {held} keys in the bytes of {num_keys}, beside what it keeps of all others; give at least "
-                f"{_FEWEST}"
+                f"holds {contender.num_held} keys in the bytes of {num_keys}, beside what it keeps of all others; it "
+                f"wants {contender.fewest}: give more bytes"
             )
         else:
             found[kind] = contender

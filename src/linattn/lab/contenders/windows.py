@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,13 @@ class SinksAndWindow(Contender):
 
     kind = "sinks + window"
     source = "Xiao et al. 2023 (StreamingLLM, arXiv 2309.17453)"
+
+    fewest: ClassVar[int] = SINKS + 1
+
+    @property
+    def num_held(self) -> int:
+        """N."""
+        return self.num_keys
 
     @property
     def label(self) -> str:
