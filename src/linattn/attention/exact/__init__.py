@@ -5,6 +5,7 @@ their log-normalisers. Letters: B batch, H key/value heads, G query heads per ke
 value width, w tokens of a window's block, g heavy keys, C merged keys.
 """
 
+from linattn.attention.exact.bidirectional import attend_around as attend_around
 from linattn.attention.exact.bidirectional import attend_bidirectional as attend_bidirectional
 from linattn.attention.exact.causal import attend_causal as attend_causal
 from linattn.attention.exact.heavy import attend_to_all as attend_to_all
