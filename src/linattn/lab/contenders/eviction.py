@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import picked
-from linattn.attention.exact.query_moments import QueryMoments
 from linattn.attention.softmax import causal_mask, softmax_weights
 from linattn.lab.contenders.contender import Contender, Sizes
+from linattn.lab.contenders.query_moments import QueryMoments
 
 BLOCK = 16
 """Tokens between two evictions."""
