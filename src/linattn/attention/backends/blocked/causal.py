@@ -196,7 +196,7 @@ class JointGradients(JointRows):
     def __init__(self, feature_map: FeatureMap, saved: Saved, span: int) -> None:
         super().__init__(feature_map, saved.inputs, span)
         self.back, self._saved = MapGradients(feature_map, saved.tensors, at_once=SEGMENT), saved
-        self.of_bias = BiasGradient(saved.inputs.bias, wanted=saved.bias_grad)
+        self.of_bias = BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
 
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
         """Those of S and z before a block, from those after it, which may be written over; its tokens' are stored."""
