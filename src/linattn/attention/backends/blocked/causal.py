@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks, causal_mask, num_blocks
+from linattn.attention.backends.blocked.bounded import FLOOR
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
@@ -31,13 +32,14 @@ from linattn.attention.backends.blocked.features import (
 )
 from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
-from linattn.attention.backends.blocked.passes import SavedRows, empty_rows, saved_rows, store_rows, times_z
 from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, sums_of
+from linattn.attention.backends.blocked.rows import SavedRows, empty_rows, saved_rows, store_rows, times_z
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
-# A denominator may shrink to exp(-60): far above float32's smallest normal number, exp(-87).
-_MAX_JUMP = 60.0
+# A denominator may shrink to exp(-60), far above float32's smallest normal number, exp(-87): by so much, and by what z
+# of bounded keys lies below 1.
+_MAX_JUMP = 60.0 - FLOOR
 
 # The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
 SEGMENT = 16

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linattn.attention.backends.blocked import fold
 from linattn.attention.backends.blocked.causal import empty_checkpoints
-from linattn.attention.backends.blocked.passes import empty_rows
+from linattn.attention.backends.blocked.rows import empty_rows
 from linattn.feature_maps._base import live_map
 
 
