@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks
@@ -69,7 +68,7 @@ class KeyPass:
             self.state.rescale(keys.c.unsqueeze(-1).expand(sums.m.shape))
             for block, part in zip(stretch, parts(keys.weight, stretch), strict=True):
                 phi = write_powers(powers, self.keys.tokens(block), "keys", self.space)
-                self.state.fold_in_weighted(phi, part, self.keys.values(block), self.space)
+                self.state.fold_in_weighted(phi, part.flatten(0, 1), self.keys.weighted_values(block, part))
             return fits_sums(*self.state.views()[:2])
 
         by_head(keys.fits, bounded, lambda: self._fold(stretch), sums, ())
@@ -114,14 +113,12 @@ class KeyPassGradients:
         keys, tokens = bounded_keys(powers, self.keys, whole(stretch), self._m, self.space), whole(stretch)
         fits = keys.fits & (keys.c == self._m[..., 0])
 
-        def bounded() -> Tensor:
+        def bounded() -> None:
             for block, weight in zip(stretch, parts(keys.weight, stretch), strict=True):
                 self._pull_bounded(powers, block, weight)
-            return fits
 
         written = [x[:, :, tokens] for x in (self._grad_key, self._grad_value)]
-        written += [] if self.of_bias.of_heads is None else [self.of_bias.of_heads[..., tokens]]
-        by_head(fits, bounded, lambda: self._pull(stretch), (), written)
+        by_head(fits, bounded, lambda: self._pull(stretch), (), written + self.of_bias.of(tokens))
 
     def _pull_bounded(self, powers: Powers, block: slice, weight: Tensor) -> None:
         """Store the gradients of a block of keys with these weights (B, H, n)."""
@@ -131,8 +128,7 @@ class KeyPassGradients:
         # grad u·v = φ grad S and grad φ = u·[v, 1] [grad S, grad z]ᵀ.
         grad_weighted = space.product("grad_v", phi, flat_grad_S).view(v.shape)
         store_masked(self._grad_value[:, :, block], masked, grad_weighted.mul_(u))
-        weighted = torch.mul(v, u, out=space.buffer("weighted", *v.shape)).flatten(0, 1)
-        grad = space.product("grad", weighted, flat_grad_S.mT)
+        grad = space.product("grad", self.keys.weighted_values(block, weight), flat_grad_S.mT)
         grad.addcmul_(u.flatten(0, 1), self._grad_z.flatten(0, 1).unsqueeze(-2)).mul_(phi)
         grad = grad.view(*x.shape[:-1], -1)
         total = grad.sum(-1, keepdim=True)

@@ -54,13 +54,10 @@ class Running:
         self.S.baddbmm_(phi_k.mT, value.flatten(0, 1))
         self.z.add_(phi_k.sum(-2))
 
-    def fold_in_weighted(self, phi_k: Tensor, weight: Tensor, value: Tensor, space: Workspace) -> Tensor:
-        """The same of features (B·H, n, R) with weights u (B, H, n) of their keys; returns u·v, (B·H, n, Dv)."""
-        u = weight.flatten(0, 1)
-        weighted = torch.mul(value, weight.unsqueeze(-1), out=space.buffer("weighted", *value.shape)).flatten(0, 1)
+    def fold_in_weighted(self, phi_k: Tensor, weight: Tensor, weighted: Tensor) -> None:
+        """The same of features (B·H, n, R) whose keys weigh u (B·H, n), and of u·v (B·H, n, Dv)."""
         self.S.baddbmm_(phi_k.mT, weighted)
-        self.z.unsqueeze(-2).baddbmm_(u.unsqueeze(-2), phi_k)
-        return weighted
+        self.z.unsqueeze(-2).baddbmm_(weight.unsqueeze(-2), phi_k)
 
     def views(self) -> Sums:
         """The sums now, as views."""

@@ -94,7 +94,12 @@ def fits_rows(powers: Powers, term: Tensor) -> Tensor:
 def fits_sums(S: Tensor, z: Tensor) -> Tensor:
     """(B, H): heads whose sums (B, H, R, Dv) and (B, H, R) may be read by bounded queries, and kept."""
     low, high = z.aminmax(dim=-1)
-    return (low >= math.exp(-FLOOR)) & (high <= math.exp(DEPTH)) & (S.abs().amax(-1) <= MAX_VALUE * z).all(-1)
+    return (low >= math.exp(-FLOOR)) & (high <= math.exp(DEPTH)) & are_moderate(S, z)
+
+
+def are_moderate(S: Tensor, z: Tensor) -> Tensor:
+    """(B, H): heads whose sums are those of values of at most MAX_VALUE."""
+    return (S.abs().amax(-1) <= MAX_VALUE * z).all(-1)
 
 
 def fits_denominators(den: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def parts(x: Tensor, stretch: Sequence[slice]) -> Iterator[Tensor]:
 
 def by_head(
     fits: Tensor,
-    bounded: Callable[[], Tensor],
+    bounded: Callable[[], Tensor | None],
     general: Callable[[], object],
     sums: Sequence[Tensor],
     written: Sequence[Tensor],
@@ -136,7 +141,7 @@ def by_head(
 
     Args:
         fits: (B, H) bool.
-        bounded: adds to `sums`, writes `written` and returns the heads for which that holds.
+        bounded: adds to `sums`, writes `written` and returns the heads for which that holds; None for all that fit.
         general: the same for any head.
         sums: (B, H, …) tensors that both add to, in place.
         written: (B, H, …) tensors that both write over.
@@ -145,13 +150,14 @@ def by_head(
         general()
         return fits
     before = [x.clone() for x in sums]
-    holds = fits & bounded()
+    found = bounded()
+    holds = fits if found is None else fits & found
     if bool(holds.all()):
         return holds
-    found = [x.clone() for x in (*sums, *written)]
+    chosen = [x.clone() for x in (*sums, *written)]
     for x, kept in zip(sums, before, strict=True):
         x.copy_(kept)
     general()
-    for x, chosen in zip((*sums, *written), found, strict=True):
-        x.copy_(torch.where(holds[(..., *[None] * (x.ndim - 2))], chosen, x))
+    for x, y in zip((*sums, *written), chosen, strict=True):
+        x.copy_(torch.where(holds[(..., *[None] * (x.ndim - 2))], y, x))
     return holds

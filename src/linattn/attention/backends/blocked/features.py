@@ -88,6 +88,12 @@ class KeyBlocks:
         """(B, H, n, Dv)."""
         return self._space.rows("v", self._inputs.value[:, :, block], self.masked(block))
 
+    def weighted_values(self, block: slice, weight: Tensor) -> Tensor:
+        """u·v for weights u (B, H, n): (B·H, n, Dv)."""
+        value = self.values(block)
+        weighted = torch.mul(value, weight.unsqueeze(-1), out=self._space.buffer("weighted", *value.shape))
+        return weighted.flatten(0, 1)
+
     def features(self, block: slice, x: Tensor | None = None, slot: str = "") -> Keys:
         """Their features times exp(bias); x are the keys, where they are loaded."""
         x, bias = self.tokens(block) if x is None else x, self.bias(block)
@@ -156,6 +162,10 @@ class BiasGradient:
         if self.of_heads is None:
             return None
         return self.of_heads.sum(1, keepdim=True) if self._is_shared else self.of_heads
+
+    def of(self, block: slice) -> list[Tensor]:
+        """A view (B, H, n) of a block's, where any is wanted."""
+        return [] if self.of_heads is None else [self.of_heads[..., block]]
 
     def store(self, block: slice, masked: Tensor | None, of_log: Tensor) -> None:
         """That of a block, from the gradient of its keys' exponents (B, H, n) or (B, H, n, M)."""

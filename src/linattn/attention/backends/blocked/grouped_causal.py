@@ -47,6 +47,10 @@ class TokenGradients(NamedTuple):
     key: Tensor  # (B, H, L, D)
     value: Tensor  # (B, H, L, Dv)
 
+    def of(self, block: slice) -> list[Tensor]:
+        """Views of a block's."""
+        return [self.query[..., block, :], self.key[:, :, block], self.value[:, :, block]]
+
     def store_query(self, block: slice, grad: Tensor) -> None:
         """Write (B, H, G·n, D)."""
         store_queries(self.query[..., block, :], grad)

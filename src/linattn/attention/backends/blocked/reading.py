@@ -171,10 +171,9 @@ class BlockGradients(BlockReader):
         reference, fits = self._bounded(powers, tokens)
         fits = fits & (reference == self._saved.outputs.reference[..., tokens]).flatten(2).all(-1)
 
-        def bounded() -> Tensor:
+        def bounded() -> None:
             for block in stretch:
                 self._pull_bounded(powers, block)
-            return fits
 
         sums, written = (self._grad_S, self._grad_z), (self._query[..., tokens, :],)
         by_head(fits, bounded, lambda: self._pull(stretch), sums, written)
