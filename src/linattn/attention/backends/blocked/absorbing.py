@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks
@@ -13,6 +14,7 @@ from linattn.attention.backends.blocked.bounded import (
     bounded_keys,
     bounded_powers,
     by_head,
+    common_exponent,
     fits_sums,
     parts,
     stretches,
@@ -49,6 +51,8 @@ class KeyPass:
         self.keys = KeyBlocks(feature_map, inputs, self.space)
         self.powers = bounded_powers(feature_map, inputs.key, inputs.S)
         self.cut = blocks(inputs.key, feature_map.num_features)
+        # Heads in which a stretch was tried in vain are tried no more.
+        self._is_hopeful = inputs.z.new_ones(inputs.z.shape[:2], dtype=torch.bool)
 
     def sums(self) -> Sums:
         """Those after all keys, in memory of their own."""
@@ -71,7 +75,8 @@ class KeyPass:
                 self.state.fold_in_weighted(phi, part.flatten(0, 1), self.keys.weighted_values(block, part))
             return fits_sums(*self.state.views()[:2])
 
-        by_head(keys.fits, bounded, lambda: self._fold(stretch), sums, ())
+        fits = keys.fits & self._is_hopeful
+        self._is_hopeful &= ~fits | by_head(fits, bounded, lambda: self._fold(stretch), sums, ())
 
     def _fold(self, stretch: list[slice]) -> None:
         """A stretch relative to running maxima."""
@@ -111,7 +116,8 @@ class KeyPassGradients:
     def _pull_by_head(self, powers: Powers, stretch: list[slice]) -> None:
         """A stretch, bounded in the heads where the final exponent is one of bounded keys."""
         keys, tokens = bounded_keys(powers, self.keys, whole(stretch), self._m, self.space), whole(stretch)
-        fits = keys.fits & (keys.c == self._m[..., 0])
+        c, is_common = common_exponent(self._m)
+        fits = keys.fits & is_common & (keys.c == c)
 
         def bounded() -> None:
             for block, weight in zip(stretch, parts(keys.weight, stretch), strict=True):

@@ -53,8 +53,13 @@ _FEWEST = 32
 
 
 def bounded_powers(feature_map: FeatureMap, tokens: Tensor, S: Tensor) -> Powers | None:
-    """The map's exponents taken apart, where tokens (..., L, D) are many enough for that to pay."""
-    return feature_map.powers(S.dtype) if tokens.shape[-2] >= _FEWEST and S.numel() else None
+    """The map's exponents taken apart, where tokens (B, H, …, L, D) are many enough for that to pay."""
+    if tokens.shape[-2] < _FEWEST or not S.numel():
+        return None
+    powers = feature_map.powers(S.dtype)
+    # The map itself refuses heads that it has no statistics of.
+    fits = powers is not None and powers.lowest_term(LIMIT).numel() in (1, S.shape[1])
+    return powers if fits else None
 
 
 class BoundedKeys(NamedTuple):
@@ -72,18 +77,20 @@ def common_exponent(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bounded_keys(powers: Powers, keys: KeyBlocks, stretch: slice, m: Tensor, space: Workspace) -> BoundedKeys:
-    """A stretch of keys after sums with exponents m (B, H, M)."""
-    before, fits = common_exponent(m)
+    """A stretch of keys after sums with exponents m (B, H, M), which are moved to one in their midst."""
+    before, is_common = common_exponent(m)
+    before = torch.where(is_common, before, m.mean(-1))
     values, masked, bias = keys.values(stretch), keys.masked(stretch), keys.bias(stretch)
     term = powers.term(keys.tokens(stretch))
     largest = torch.abs(values, out=space.buffer("largest", *values.shape)).amax((-2, -1))
-    fits = fits & fits_rows(powers, term) & (largest <= MAX_VALUE)
+    fits = fits_rows(powers, term) & (largest <= MAX_VALUE)
     log = term if bias is None else term + bias
     peak = log.amax(-1)
     c = torch.where(peak > before + RISE, peak, before)
     log = log - c.unsqueeze(-1)
     live = log if masked is None else log.masked_fill(masked, 0)
-    return BoundedKeys(c, log.exp_(), fits & (live.amin(-1) >= -DEPTH))
+    # A stretch without live keys is left to the general form, which has nothing to do there.
+    return BoundedKeys(c, log.exp_(), fits & (live.amin(-1) >= -DEPTH) & (peak > -torch.inf))
 
 
 def fits_rows(powers: Powers, term: Tensor) -> Tensor:

@@ -48,13 +48,15 @@ class BoundedRows:
 
     def __init__(self, powers: Powers, fold: JointRows) -> None:
         self.powers, self.fold, self.space, self.keys = powers, fold, fold.space, fold.keys
+        # (B, H): heads in which a segment was tried in vain are tried no more.
+        self.is_hopeful = torch.ones(fold.query.shape[:2], dtype=torch.bool, device=fold.query.device)
 
     def segment(self, blocks: list[slice], state: Running) -> BoundedSegment:
         """What is known of a segment before any product."""
         tokens, (S, z, m) = whole(blocks), state.views()
         keys = bounded_keys(self.powers, self.keys, tokens, m, self.space)
         term = self.powers.term(self.space.rows("q", self.fold.query[..., tokens, :]))
-        fits = keys.fits & fits_rows(self.powers, term) & are_moderate(S, z)
+        fits = keys.fits & fits_rows(self.powers, term) & are_moderate(S, z) & self.is_hopeful
         return BoundedSegment(keys, term.add_(keys.c[..., None, None]), fits)
 
     def advance(self, blocks: list[slice], found: BoundedSegment, state: Running, rows: Rows) -> Tensor:

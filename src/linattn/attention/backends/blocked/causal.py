@@ -69,6 +69,7 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
         found, sums = bounded.segment(segment, state), state.own()
         advance = partial(bounded.advance, segment, found, state, rows)
         is_bounded[:, index] = by_head(found.fits, advance, general, sums, rows_of(rows, whole(segment)))
+        bounded.is_hopeful &= ~found.fits | is_bounded[:, index]
     return CausalOutputs(*rows, *state.sums(), *kept, is_bounded)
 
 

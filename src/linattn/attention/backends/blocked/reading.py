@@ -138,7 +138,8 @@ class BlockReader:
                 store_rows(rows, block, self.space.product("num", phi_q, self.S), times_z(phi_q, self.z), part)
             return fits_denominators(of_stretch.den)
 
-        by_head(fits, bounded, lambda: self._store(rows, stretch), (), of_stretch)
+        # Heads in which a stretch was tried in vain are tried no more.
+        self._fits &= ~fits | by_head(fits, bounded, lambda: self._store(rows, stretch), (), of_stretch)
 
     def _bounded(self, powers: Powers, tokens: slice) -> tuple[Tensor, Tensor]:
         """The exponents (B, H, G, n) of rows relative to one exponent, and the heads (B, H) where they are short."""
