@@ -112,8 +112,7 @@ def train(
             found = pretrain(model, corpus, config, work=work, notify=notify, num_parts=parts)
         if work is not None:
             finish(work, out, lambda draft: _write(model, found, draft))
-        _print(console, found)
-        console.print(f"Written: {escape(str(out))}", highlight=False)
+        _print(console, found, out)
 
 
 @contextmanager
@@ -164,10 +163,11 @@ def _attention(config: LinearLMConfig) -> str:
     return f"{count} blocks, {' and '.join(words)}; positions: {config.positions}, gate: {config.gate}"
 
 
-def _print(console: Console, found: Pretraining) -> None:
-    """Both tables, and what they are about."""
+def _print(console: Console, found: Pretraining, out: Path) -> None:
+    """Both tables, what they are about, and where the model is."""
     print_table(console, score_table(found))
     print_table(console, position_table(found))
     console.print(f"{training_in_words(found)}.", markup=False, highlight=False)
     if found.trained.stopped:
         console.print("Training was interrupted; the best weights until then were kept.", highlight=False)
+    console.print(f"Written: {escape(str(out))}", highlight=False)
