@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check fmt bench readme clean
+.PHONY: demo test check fmt bench readme docs clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/linattn audit --target 0.1 --out report
@@ -28,11 +28,16 @@ fmt: $(VENV)/dev.stamp
 readme: $(VENV)/demo.stamp
 	$(BIN)/python docs/write_tables.py --take
 
+# Into site/; to read it with its search: python -m http.server --directory site
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "the site is in site/; read it with: $(BIN)/python -m http.server --directory site"
+
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) report
+	rm -rf $(VENV) report site
 
 # torch first: its pin decides which build everything else is resolved against.
 $(VENV)/torch.stamp: constraints.txt
@@ -42,6 +47,10 @@ $(VENV)/torch.stamp: constraints.txt
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[demo]'
+	touch $@
+
+$(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) -e '.[docs]'
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp

@@ -152,5 +152,5 @@ def test_an_unfinished_file_says_so(tmp_path, summary):
 def test_page_has_recall_on_its_first_screen(tmp_path, summary):
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     text = " ".join(page.text.split())
-    assert text.index("What does a constant memory lose?") < text.index("Does it work?")
+    assert text.index("What does a constant memory lose?") < text.index("Should I linearize this model?")
     assert "merged keys, 35% near" in text
