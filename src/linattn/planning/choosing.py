@@ -213,7 +213,7 @@ def _ladder(labels: Sequence[str], sample: _Sample) -> list[_Candidate]:
     """Every candidate, the cheapest first."""
     found, width = [], sample.value.shape[-1]
     for method in map(parse_method, labels):
-        if method.map.takes_features:
+        if method.takes_features:
             raise ValueError(f"{method.label} leaves its width open; write num_features=… into every candidate")
         feature_map = method.build(sample.query.shape[-1], num_features=None, scale=sample.scale, seed=0)
         numbers = state_numbers(method, feature_map, value_dim=width)

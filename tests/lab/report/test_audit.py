@@ -164,13 +164,13 @@ def test_words_of_targets(summary):
     assert fair.text.startswith(
         "The smallest state has FavorPlus (8 features): error 0.20 with 10 numbers kept per head"
     )
-    assert "The fewest operations has FavorPlus (16 features): error 0.20 with 20 numbers" in fair.text
+    assert "The fastest is FavorPlus (16 features): error 0.20 with 20 numbers" in fair.text
+    assert "It keeps 20 numbers per head, less than the 384 of the exact cache." in fair.text
     assert good.text.startswith("No method measured reaches it")
-    # 48 tokens of width 4 and 4: exact attention takes 2·48·8 operations.
-    assert "exact attention itself" not in fair.text
-    slow = replace(fast, flops_per_token=768)
-    fair, _ = advise(replace(summary, lines=(worse, slow, small))).targets
-    assert fair.text.endswith("At 48 tokens exact attention itself takes fewer, 768: this pays on longer texts.")
+    # What was timed counts before operations.
+    fair, _ = advise(replace(summary, lines=(worse, fast, replace(small, time_ratio=0.5)))).targets
+    assert "The fastest is" not in fair.text
+    assert "the whole model takes 0.50 × its time with softmax, at 48 tokens and batch 1" in fair.text
     broken = tuple(replace(line, error=replace(line.error, mean=math.nan)) for line in summary.lines)
     assert advise(replace(summary, lines=broken)).targets[0].text == "No method measured reaches it."
 
@@ -221,11 +221,11 @@ def test_a_curve_joins_what_nothing_beats(summary):
 
 def test_tables(summary):
     table = overview(summary)
-    assert table.rows[0][:5] == ("exact", "", "", "0.00", "0.00")
-    assert table.rows[1][:5] == ("uniform averaging", "", "", "0.80", "1.00")
-    assert table.rows[2] == ("FavorPlus", "8", "40", "1.00 ± 0.18", "1.25", "38%", "0.50", "0.600 ± 0.141")
+    assert table.rows[0][:6] == ("exact", "", "", "1.00", "0.00", "0.00")
+    assert table.rows[1][:6] == ("uniform averaging", "", "", "", "0.80", "1.00")
+    assert table.rows[2] == ("FavorPlus", "8", "40", "–", "1.00 ± 0.18", "1.25", "38%", "0.50", "0.600 ± 0.141")
     assert heads(summary).rows[2][:4] == ("FavorPlus", "8", "40", "288")
-    assert overview(summary, spreads=False).rows[2][3] == "1.00"
+    assert overview(summary, spreads=False).rows[2][4] == "1.00"
     assert end_to_end(summary).rows[0] == ("exact", "", "", "1.000", "1.000")
     assert end_to_end(summary).rows[4] == ("Taylor", "40", "1", "0.100", "0.050")
     assert heads(summary).rows[4][-2:] == ("–", "no better")

@@ -197,6 +197,11 @@ RULES: dict[str, type[Exact]] = {Exact.word: Exact}
 torch.serialization.add_safe_globals([Exact])
 
 
+def begins_exact(text: str) -> bool:
+    """Whether a part of a written form belongs to an exact part by its first word, and is no map's."""
+    return text.strip().lower().partition(" ")[0] in ("window", _MERGED, *RULES)
+
+
 def parse_exact(text: str) -> Exact:
     """An exact part's written form, read: "window W", "heavy G" (or another rule's word), "merged C", joined by plus.
 
@@ -210,8 +215,8 @@ def parse_exact(text: str) -> Exact:
         if found is None or name not in ("window", _MERGED, *RULES):
             words = " or ".join(("window W", *(f"{word} G" for word in RULES), f"{_MERGED} C"))
             raise ValueError(
-                f"{part.strip()!r} is no exact part; write {words} after the map, as in "
-                "Expansion + window 16 + heavy 32"
+                f"{part.strip()!r} is no exact part; write {words}, as in Expansion + window 16 + heavy 32 or "
+                "window 32 + merged 128"
             )
         if name in sizes:
             raise ValueError(f"{text.strip()!r} has two parts {name!r}; write one")

@@ -101,8 +101,8 @@ class AuditGrid:
             [('EluPlusOne', None, 0), ('FavorPlus', 64, 0), ('FavorPlus', 64, 1)]
         """
         for method in self.methods:
-            for num_features in self.features if method.map.takes_features else (None,):
-                for draw in range(self.draws if method.map.is_random else 1):
+            for num_features in self.features if method.takes_features else (None,):
+                for draw in range(self.draws if method.is_random else 1):
                     yield Configuration(method, num_features, draw, self.seed + draw * _SEEDS_PER_DRAW)
 
 

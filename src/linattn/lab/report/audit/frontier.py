@@ -14,12 +14,15 @@ from linattn.planning.costs import exact_flops_per_token, exact_state_numbers
 from linattn.planning.methods import parse_method
 
 RANDOM = "random features"
+MERGED = "merged keys"
 _DEFAULT_ORDER = 1
 
 
 def family(label: str) -> str:
     """The family of a method, given its written form: what its map is built on, and whether it has an exact part."""
     method = parse_method(label)
+    if method.map is None:
+        return MERGED
     name = method.map.name
     if name == "Expansion":
         kind = f"Expansion, order {dict(method.map.options).get('order', _DEFAULT_ORDER)}"
