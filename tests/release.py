@@ -2,13 +2,13 @@
 
     python tests/release.py [--python PYTHON …] [--keep FOLDER]
 
-Versions agree; the wheels hold every file of the library and nothing else, and the first is small; descriptions are
-sound; every dependency's licence allows use with this one; and in a new environment of each Python given (this one, if
-none is) the wheel alone imports, computes and says what its command needs, and with the extra `lab` the command runs.
-The files stay in dist/ (`--keep`). Exits with 1, and a line for each fault, if there is any.
+Versions agree; the wheel holds every file of the library and nothing else; descriptions are sound; every dependency's
+licence allows use with this one; and in a new environment of each Python given (this one, if none is) the wheel alone
+imports, computes and says what its command needs, and with the extra `lab` the command runs. The files stay in dist/
+(`--keep`). Exits with 1, and a line for each fault, if there is any; a wheel larger than wanted is told and no fault.
 
-To publish: raise the version in src/linattn/__init__.py, CITATION.cff and the extra `claims`, date its heading in
-CHANGELOG.md, run this with the oldest and the newest Python that are supported, tag the commit, upload dist/.
+To publish: raise the version in src/linattn/__init__.py and CITATION.cff, date its heading in CHANGELOG.md, run this
+with the oldest and the newest Python that are supported, tag the commit, upload dist/.
 """
 
 from __future__ import annotations
@@ -48,58 +48,57 @@ def version() -> str:
 def wrong_versions() -> Iterator[str]:
     """Files that name another version."""
     wanted = version()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name, text, sign in (
         ("CITATION.cff", (ROOT / "CITATION.cff").read_text(), f"\nversion: {wanted}\n"),
         ("CHANGELOG.md", (ROOT / "CHANGELOG.md").read_text(), f"\n## {wanted}"),
-        ("pyproject.toml, extra claims", " ".join(extras["claims"]), f"linattn-claims=={wanted}"),
     ):
         if sign not in text:
             yield f"{name} does not have {sign.strip()!r}, the version of src/linattn/__init__.py"
 
 
 def build(folder: Path) -> None:
-    """Both wheels and the source archive."""
+    """The wheel and the source archive."""
     _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)])
-    claims = ["--wheel", "--outdir", str(folder), str(ROOT / "claims")]
-    _run([sys.executable, "-m", "build", "--no-isolation", *claims])
 
 
-def wrong_contents(folder: Path) -> Iterator[str]:
-    """What a wheel lacks, or should not have, and its size."""
-    main, claims = (one_wheel(folder, name) for name in ("linattn", "linattn_claims"))
-    if main.stat().st_size > LARGEST_WHEEL:
-        yield f"{main.name} has {main.stat().st_size:,} bytes, wanted at most {LARGEST_WHEEL:,}"
-    held = [_files(wheel) for wheel in (main, claims)]
+def wrong_contents(wheel: Path) -> Iterator[str]:
+    """What a wheel lacks, or should not have."""
+    held = _files(wheel)
     sources = {
         path.relative_to(ROOT / "src").as_posix()
         for path in (ROOT / "src").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    yield from (f"no wheel holds {name}" for name in sorted(sources - held[0] - held[1]))
-    yield from (f"{main.name} holds {name}, which is no source" for name in sorted(held[0] - sources))
-    yield from (f"both wheels hold {name}" for name in sorted(held[0] & held[1]))
-    if "linattn/py.typed" not in held[0]:
-        yield f"{main.name} lacks linattn/py.typed: no checker would read its types"
+    yield from (f"{wheel.name} lacks {name}" for name in sorted(sources - held))
+    yield from (f"{wheel.name} holds {name}, which is no source" for name in sorted(held - sources))
+    if "linattn/py.typed" not in held:
+        yield f"{wheel.name} lacks linattn/py.typed: no checker would read its types"
 
 
-def one_wheel(folder: Path, name: str) -> Path:
-    """The wheel of a distribution."""
-    (found,) = folder.glob(f"{name}-{version()}-*.whl")
+def size_words(wheel: Path) -> str:
+    """A wheel's size, and whether it is that wanted."""
+    size = wheel.stat().st_size
+    verdict = "holds" if size <= LARGEST_WHEEL else "MISSED"
+    return f"{wheel.name}: {size:,} bytes, wanted at most {LARGEST_WHEEL:,}: {verdict}"
+
+
+def wheel_in(folder: Path) -> Path:
+    """The wheel in a folder."""
+    (found,) = folder.glob(f"linattn-{version()}-*.whl")
     return found
 
 
 def _files(wheel: Path) -> set[str]:
     """A wheel's files, without what describes it."""
     with zipfile.ZipFile(wheel) as archive:
-        return {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/LICENSE")}
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
 def wrong_licences() -> Iterator[str]:
     """Dependencies, of any extra, whose licence is unknown or does not go with this one; all are told."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
-    names = {re.split(r"[\[<>=!~ ]", one)[0] for one in wanted} - {"linattn", "linattn-claims"}
+    names = {re.split(r"[\[<>=!~ ]", one)[0] for one in wanted} - {"linattn"}
     for name in sorted(names):
         try:
             found = metadata(name)
@@ -117,7 +116,7 @@ def wrong_licences() -> Iterator[str]:
 
 def wrong_in(python: str, folder: Path) -> Iterator[str]:
     """What does not work in a new environment with the wheel alone, then with the extra `lab`."""
-    wheel = one_wheel(folder, "linattn")
+    wheel = wheel_in(folder)
     with tempfile.TemporaryDirectory() as place:
         _run([python, "-m", "venv", place])
         inside = str(Path(place) / "bin" / "python")
@@ -135,12 +134,11 @@ def wrong_in(python: str, folder: Path) -> Iterator[str]:
             (["-m", "linattn", "--version"], 0, version()),
             (["-m", "linattn", "bench", "--help"], 0, "Measure from which length"),
             (["-m", "linattn", "audit", "--help"], 1, "pip install 'linattn[hf]'"),
-            (["-m", "linattn", "reproduce", "--list"], 1, "pip install 'linattn[claims]'"),
+            (["-m", "linattn", "reproduce", "--list"], 0, "linear-time"),
         ):
             yield from _wrong_end([inside, *words], status, said, place)
-        _run([*install, f"{wheel}[hf]", str(one_wheel(folder, "linattn_claims"))])
+        _run([*install, f"{wheel}[hf]"])
         yield from _wrong_end([inside, "-m", "linattn", "audit", "--help"], 0, "Measure how wrong", place)
-        yield from _wrong_end([inside, "-m", "linattn", "reproduce", "--list"], 0, "linear-time", place)
 
 
 def _wrong_end(command: list[str], status: int, said: str, place: str) -> Iterator[str]:
@@ -172,14 +170,13 @@ def main() -> int:
     print(f"building linattn {version()} in {words.keep}", flush=True)
     build(words.keep)
     _run([sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(words.keep.glob("linattn*")))])
-    faults = [*wrong_versions(), *wrong_contents(words.keep)]
+    faults = [*wrong_versions(), *wrong_contents(wheel_in(words.keep))]
     print("licences of dependencies:")
     faults += wrong_licences()
     for python in words.python or [sys.executable]:
         print(f"testing in a new environment of {python}", flush=True)
         faults += wrong_in(python, words.keep)
-    for path in sorted(words.keep.glob("linattn*")):
-        print(f"{path.stat().st_size:9,} bytes  {path}")
+    print(size_words(wheel_in(words.keep)))
     for fault in faults:
         print(f"FAULT: {fault}", file=sys.stderr)
     return 1 if faults else 0

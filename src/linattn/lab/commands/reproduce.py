@@ -21,9 +21,6 @@ from linattn.lab.pace import Pace
 from linattn.lab.report import summarise_claims, verdict_table, write_report
 from linattn.records.tables import Table
 
-if not EXPERIMENTS:
-    raise ImportError("it measures by experiments that are not installed here: pip install 'linattn[claims]'")
-
 
 def reproduce(
     claims: Annotated[

@@ -8,14 +8,12 @@
     recall/            associative recall from a state of fixed size: Zoology (arXiv 2312.04927), Based (2402.18668)
     beyond/            what they leave out
 
-A file in one of these rooms is an experiment; there is no other list. An installation from linattn's wheel has none of
-these rooms, and no experiment, until the extra `claims` brings them all.
+A file in one of these rooms is an experiment; there is no other list.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import cast
 
@@ -25,10 +23,8 @@ ROOMS = ("derivation", "time_to_perform", "kernel_trick", "overview", "performer
 
 
 def _experiments() -> dict[str, Experiment]:
-    """Every experiment by its name on the command line, room by room; none where no room is installed."""
+    """Every experiment by its name on the command line, room by room."""
     found: dict[str, Experiment] = {}
-    if find_spec(f"{__name__}.{ROOMS[0]}") is None:
-        return found
     for room in ROOMS:
         package = import_module(f"{__name__}.{room}")
         for module in iter_modules(package.__path__):
