@@ -42,7 +42,6 @@ def test_the_budget_is_used(kind):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "bit" not in kind])
 def test_room_for_all_tokens_is_softmax_attention(kind):
     q, k, v = tensors()
-    # A window alone sees its own block and the one before.
     found = contender(kind, 8 * LARGE).attend(q, k, v, SCALE)
     exact = softmax_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
     assert (found - exact).abs().max() < CLOSE
