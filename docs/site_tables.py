@@ -67,7 +67,7 @@ def claims_table(lines: list[Row], benchmark: str) -> str:
     """The rows of one benchmark, and their machine."""
     found = [line for line in lines if line["benchmark"] == benchmark]
     rows = [(line["claim"], measured(line), verdict(line)) for line in found]
-    return f"{table(('', 'measured', ''), rows)}\n\n{machine_words(found)}."
+    return f"{table(('claim', 'measured', 'verdict'), rows)}\n\n{machine_words(found)}."
 
 
 def verdict(line: Row) -> str:
@@ -80,7 +80,7 @@ def misses_table(lines: list[Row]) -> str:
     """Every figure that misses its mark."""
     found = [line for line in lines if not line["holds"]]
     rows = [(line["claim"], measured(line), line["bound"].replace(">=", "≥").replace("<=", "≤")) for line in found]
-    return f"{len(found)} of {len(lines)}:\n\n{table(('', 'measured', 'wanted'), rows)}"
+    return f"{len(found)} of {len(lines)}:\n\n{table(('claim', 'measured', 'wanted'), rows)}"
 
 
 def no_better_table(audit: Row) -> str:
