@@ -64,3 +64,8 @@ def test_a_plan_is_measured_with_the_bytes_and_the_divergence_of_its_layers(tiny
     if len(set(plan.choices)) == 1 and alike:
         assert planned.kl == alike[0].kl
     assert audit.header.calibration == "other half"
+
+
+def test_the_plain_window_stays_where_another_is_hardly_better():
+    assert choose(NAMES, 1, {(PLAIN,): 0.2, ("one",): 0.194, ("two",): 0.5}.__getitem__)[0].choices == (PLAIN,)
+    assert choose(NAMES, 1, {(PLAIN,): 0.2, ("one",): 0.18, ("two",): 0.5}.__getitem__)[0].choices == ("one",)

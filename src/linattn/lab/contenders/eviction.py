@@ -127,8 +127,7 @@ class Eviction(Contender):
             parts.append((weights @ held.value.to(weights.dtype).unsqueeze(2)).to(query.dtype))
             held = held._replace(mass=held.mass + weights.sum(3).mean(2), latest=weights[:, :, :, -1].mean(2))
             if self.judges_by_queries:
-                live = torch.ones(1, 1, stop - start, dtype=torch.bool, device=key.device)
-                moments = moments.decay(stop - start).add(block, live, scale)
+                moments = moments.add(block, scale)
             held = self._evicted(held, moments, scale, stop)
         return torch.cat(parts, 3).flatten(1, 2)
 
