@@ -34,6 +34,7 @@ LAYERS: dict[str, Callable[..., Attention]] = {
     "gated": lambda **o: linear(EluPlusOne(HEAD_DIM), gate=ForgetGate(WIDTH, 2, input_gate="exponential"), **o),
     "decayed": lambda **o: linear(Taylor(HEAD_DIM), gate=FixedDecay.alibi(2), positions=Rotary(HEAD_DIM), **o),
     "window": lambda **o: linear(FavorPlus(HEAD_DIM, 8), exact=Exact(window=2, num_heavy=1), **o),
+    "window-merged": lambda **o: linear(None, exact=Exact(window=2, num_merged=3), positions=Rotary(HEAD_DIM), **o),
     "gated-window": lambda **o: linear(
         FavorPlus(HEAD_DIM, 8), exact=Exact(window=2), gate=ForgetGate(WIDTH, 2), positions=Rotary(HEAD_DIM), **o
     ),

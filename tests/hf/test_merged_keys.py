@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linattn.hf import StateCache, from_pretrained, linearize_, restore_, save_pretrained
+from linattn.convert import ConvertConfig, convert_
+from linattn.hf import LayerAttention, StateCache, from_pretrained, linearize_, restore_, save_pretrained
+from linattn.planning import HeadPlan, Plan
 from model_inputs import LANGUAGE_HEADS, OPTIONS, batch
 
 IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(5))
@@ -71,3 +73,29 @@ def test_what_merged_keys_have_not_is_refused(build):
     ):
         with pytest.raises(ValueError, match=words):
             linearize_(build("llama"), **options)
+
+
+@pytest.mark.parametrize("label", ["merged 4", "window 2 + merged 4"])
+def test_a_plan_may_give_heads_merged_keys(build, label):
+    """Heads of such a method attend as the op does, at the model's temperature, beside exact ones."""
+    model, inputs = build("bert").double(), batch("bert")
+    linearize_(model, feature_map=label)
+    alone = [layer.attention.self.linear_attention for layer in model.encoder.layer]
+    layer = alone[0]
+    heads = tuple(HeadPlan(name, 0.0, None, 0.5, 10, 20) for name in (label, "exact", label, "exact"))
+    width = model.config.hidden_size // 4
+    planned = LayerAttention(Plan(heads, width, width, 0.3, False, 11), "layer.0")
+    q, k, v = (torch.randn(2, 4, 11, width, dtype=torch.float64) for _ in range(3))
+    found = planned(q, k, v, scale=0.7)
+    torch.testing.assert_close(found[:, ::2], layer(q, k, v, scale=0.7)[:, ::2], rtol=1e-11, atol=1e-11)
+    assert torch.isfinite(outputs(model, **inputs)).all()
+
+
+def test_a_conversion_takes_merged_keys(build):
+    """Named as --map is: nothing is fitted, and with enough of them nothing is lost."""
+    batches = [{"input_ids": IDS[:1]} for _ in range(16)]
+    model = build("bert").double()
+    found = convert_(model, batches, ConvertConfig("merged 16", minutes=0))
+    assert found.method == "merged 16"
+    assert [stage.name for stage in found.stages] == ["uniform", "unconverted"]
+    assert all(layer.error < 1e-5 for layer in found.result.layers)
