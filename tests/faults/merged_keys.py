@@ -104,8 +104,8 @@ FAULTS = (
     Fault(
         "cut a stream's gradient at the mean query",
         EXACT + "query_moments.py",
-        "self.mean + share.unsqueeze(-1) * (mean - self.mean)",
-        "(self.mean + share.unsqueeze(-1) * (mean - self.mean)).detach()",
+        "self.means + share[..., None, None] * (means - self.means)",
+        "(self.means + share[..., None, None] * (means - self.means)).detach()",
         MERGED,
     ),
     Fault(
