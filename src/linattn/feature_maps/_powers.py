@@ -59,7 +59,7 @@ class Powers(NamedTuple):
     def term(self, x: Tensor) -> Tensor:
         """t: (..., L, D) -> (..., L)."""
         # One pass that keeps nothing: the squares themselves would be another block of memory.
-        lengths = torch.linalg.vector_norm(x, dim=-1)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1)
         return lengths.square_().mul_(-self.scale / 2).add_(self.constant)
 
     def lowest_term(self, limit: float) -> Tensor:

@@ -55,7 +55,7 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
     else:
         fold = JointRows(feature_map, inputs, span)
     powers = bounded_powers(feature_map, inputs.query, inputs.S)
-    bounded = None if powers is None else BoundedRows(powers, fold)
+    bounded = BoundedRows(powers, fold) if powers is not None and isinstance(fold, JointRows) else None
     state, rows, kept = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S), empty_checkpoints(inputs, span)
     is_bounded = no_bounds(inputs, span)
     for index, segment in enumerate(segments(inputs, span)):
