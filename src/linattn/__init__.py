@@ -2,6 +2,7 @@
 
 from linattn import feature_maps as feature_maps
 from linattn import nn as nn
+from linattn import parallel as parallel
 from linattn import positions as positions
 from linattn.attention import Attended as Attended
 from linattn.attention import Exact as Exact

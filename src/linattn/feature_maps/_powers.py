@@ -59,8 +59,9 @@ class Powers(NamedTuple):
     def term(self, x: Tensor) -> Tensor:
         """t: (..., L, D) -> (..., L)."""
         # One pass that keeps nothing: the squares themselves would be another block of memory.
-        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1)
-        return lengths.square_().mul_(-self.scale / 2).add_(self.constant)
+        lengths = torch.linalg.vector_norm(x, dim=-1)
+        term: Tensor = lengths.square_().mul_(-self.scale / 2).add_(self.constant)
+        return term
 
     def lowest_term(self, limit: float) -> Tensor:
         """The t of the longest rows whose every |p|·log 2 is at most `limit`; () or (H,), inf where none is."""

@@ -153,7 +153,7 @@ class Sderf(ExponentialEstimator, FittedMap):
 
     def _own_constants(self) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A)."""
-        return self._constants[torch.float64]
+        return self._constants_of(self.projection)
 
     def _constants_of(self, projection: Tensor) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A) of each row, (1, R) or (Hkv, 1, R)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,27 @@ class Heads(NamedTuple):
     gates: Gates | None
 
 
+class Parts(Protocol):
+    """How a layer attends where its tokens are a part of a sequence and the others are elsewhere."""
+
+    def num_before(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """How many tokens each row has before this part, (B,) int64, masked ones left out."""
+        ...
+
+    def attend(self, layer: Attention, heads: Heads) -> Tensor:
+        """Attention of this part's queries to the whole sequence: (B, H, L, D)."""
+        ...
+
+
 class Attention(nn.Module, ABC):
     """Multi-head attention over (B, L, E); the subclass says what attends.
 
     Abstract. Attributes are the arguments of `LinearAttention` by name, beside the projections `q_proj`, `k_proj`,
-    `v_proj`, `o_proj`, and `g_proj` with an output gate.
+    `v_proj`, `o_proj`, and `g_proj` with an output gate. `parts` is None unless the layer is given parts of sequences,
+    as by `linattn.parallel.ContextParallel`.
     """
+
+    parts: Parts | None = None
 
     def __init__(self, embed_dim: int, num_heads: int, settings: Settings) -> None:
         super().__init__()
@@ -100,6 +115,9 @@ class Attention(nn.Module, ABC):
         self._check_tokens(x, memory, key_mask)
         source = _silenced(x if memory is None else memory, key_mask)
         x = source if memory is None else x
+        if self.parts is not None:
+            before = self.parts.num_before(x, key_mask) if self.positions is not None else None
+            return self._merged(self.parts.attend(self, self._heads(x, source, key_mask, before)), x)
         heads = self._heads(x, source, key_mask, None)
         # A gate is a stream's; without a state before, this is one.
         out = self._attend(heads) if heads.gates is None else self._attend_with_state(heads, None)[0]
@@ -124,10 +142,16 @@ class Attention(nn.Module, ABC):
             raise ValueError(
                 "a stream needs a causal layer, got one with is_causal=False; build it with is_causal=True"
             )
+        if self.parts is not None:
+            raise ValueError(
+                "a stream is read by one process, and this layer is given parts of sequences; set its `parts` to None, "
+                "or load its weights into another"
+            )
         self._check_tokens(x, None, key_mask)
         kept = None if state is None else self._checked_kept(state)
         x = _silenced(x, key_mask)
-        out, kept = self._attend_with_state(self._heads(x, x, key_mask, state), kept)
+        before = None if state is None else state.num_tokens
+        out, kept = self._attend_with_state(self._heads(x, x, key_mask, before), kept)
         return Attended(self._merged(out, x), Stream(kept, _num_tokens(x, key_mask, state)))
 
     @abstractmethod
@@ -142,13 +166,13 @@ class Attention(nn.Module, ABC):
     def _checked_kept(self, state: Stream) -> State | KeptTokens:
         """What a stream of this kind of layer kept; refuse others."""
 
-    def _heads(self, x: Tensor, source: Tensor, key_mask: Tensor | None, state: Stream | None) -> Heads:
-        """The call's tokens in heads, at their positions, with their gates."""
+    def _heads(self, x: Tensor, source: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Heads:
+        """The call's tokens in heads, at their positions after so many (B,) before, with their gates."""
         query = _normed(self.q_norm, self.q_proj(x).unflatten(-1, (self.num_heads, -1))).transpose(1, 2)
         key = _normed(self.k_norm, self.k_proj(source).unflatten(-1, (self.num_kv_heads, -1))).transpose(1, 2)
         value = self.v_proj(source).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
         if self.positions is not None:
-            query, key = self.positions(query, key, _places(x, key_mask, state))
+            query, key = self.positions(query, key, _places(x, key_mask, before))
         return Heads(query, key, value, key_mask, None if self.gate is None else self.gate(source))
 
     def _merged(self, out: Tensor, x: Tensor) -> Tensor:
@@ -209,13 +233,13 @@ def _silenced(x: Tensor, key_mask: Tensor | None) -> Tensor:
     return x if key_mask is None else torch.where(key_mask.unsqueeze(-1), x, 0)
 
 
-def _places(x: Tensor, key_mask: Tensor | None, state: Stream | None) -> Tensor:
+def _places(x: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Tensor:
     """The position of each token in its stream, (B, L) or (L,)."""
     if key_mask is not None:
-        places, _ = token_positions(key_mask, 0 if state is None else state.num_tokens)
+        places, _ = token_positions(key_mask, 0 if before is None else before)
         return places
     places = torch.arange(x.shape[1], device=x.device)
-    return places if state is None else state.num_tokens.unsqueeze(1) + places
+    return places if before is None else before.unsqueeze(1) + places
 
 
 def _num_tokens(x: Tensor, key_mask: Tensor | None, state: Stream | None) -> Tensor:

@@ -5,6 +5,7 @@ their log-normalisers. Letters: B batch, H key/value heads, G query heads per ke
 value width, w tokens of a window's block, g heavy keys, C merged keys.
 """
 
+from linattn.attention.exact.bidirectional import attend_around as attend_around
 from linattn.attention.exact.bidirectional import attend_bidirectional as attend_bidirectional
 from linattn.attention.exact.causal import attend_causal as attend_causal
 from linattn.attention.exact.heavy import attend_to_all as attend_to_all
@@ -14,6 +15,7 @@ from linattn.attention.exact.merged_keys import MergedKeys as MergedKeys
 from linattn.attention.exact.merged_keys import Merging as Merging
 from linattn.attention.exact.merged_keys import attend_causal_merging as attend_causal_merging
 from linattn.attention.exact.rule import Exact as Exact
+from linattn.attention.exact.rule import begins_exact as begins_exact
 from linattn.attention.exact.rule import check_exact as check_exact
 from linattn.attention.exact.rule import parse_exact as parse_exact
 from linattn.attention.exact.weighted_reading import Reading as Reading

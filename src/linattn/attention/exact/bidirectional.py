@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from linattn.attention.backends import Backend, Call
 from linattn.attention.exact.heavy import attend_to_all
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.neighbourhood import near
 from linattn.attention.exact.rule import Exact
-from linattn.attention.partial import Partial, combine, joined, map_rows
+from linattn.attention.partial import Partial, as_partial, combine, joined, map_rows
 from linattn.attention.softmax import inert
 from linattn.attention.sums import Sums
 
@@ -36,28 +37,43 @@ def attend_bidirectional(call: Call, backend: Backend, exact: Exact, nothing: Su
         call = call._replace(bias=every)
     if exact.window is None:
         return combine(*parts, map_rows(call, backend, nothing)[0])
-    parts.append(near(query, Tokens(key, value, every), exact.window, scale, is_causal=False)[0])
+    return combine(*parts, *attend_around(call, every, backend, exact.window, (nothing, nothing)))
+
+
+def attend_around(
+    call: Call,
+    bias: Tensor,  # (B or 1, H or 1, L), the call's if it has one
+    backend: Backend,
+    window: int,
+    others: tuple[Sums, Sums],
+) -> list[Partial]:
+    """The parts of rows (B, H, G, L, ·) with a window: near keys exactly, all others by the map; masked ones are inert.
+
+    Where the call is a part of a sequence, the others are the keys before and after it; they must be two blocks or more
+    from every row that is wanted.
+    """
+    before, after = others
+    tokens, scale = Tokens(call.key, call.value, bias), call.bound.feature_map.scale
     call = call._replace(is_causal=True)
-    parts.append(_earlier_blocks(call, backend, nothing, exact.window))
-    parts.append(_later_blocks(call, backend, nothing, exact.window))
-    return combine(*parts)
+    local, _ = near(call.query, tokens, window, scale, is_causal=False)
+    return [local, _earlier_blocks(call, backend, before, window), _later_blocks(call, backend, after, window)]
 
 
-def _earlier_blocks(call: Call, backend: Backend, nothing: Sums, window: int) -> Partial:
-    """Rows over the keys two blocks or more before their own."""
-    head, last = _unseen(call, slice(window), nothing), max(call.query.shape[3] - window, 0)
+def _earlier_blocks(call: Call, backend: Backend, before: Sums, window: int) -> Partial:
+    """Rows over the keys two blocks or more before their own, and over those of the sums."""
+    head, last = _over(call, slice(window), backend, before), max(call.query.shape[3] - window, 0)
     if last == 0:
         return head
     # A block later, the keys of earlier spans are those of two blocks or more before.
     rows = call.with_keys(slice(last))._replace(query=call.query[..., window:, :])
-    return joined([head, map_rows(rows, backend, nothing, span=window)[0]])
+    return joined([head, map_rows(rows, backend, before, span=window)[0]])
 
 
-def _later_blocks(call: Call, backend: Backend, nothing: Sums, window: int) -> Partial:
-    """Rows over the keys two blocks or more after their own: those of earlier spans from the end, by segments."""
+def _later_blocks(call: Call, backend: Backend, after: Sums, window: int) -> Partial:
+    """Rows over the keys two blocks or more after their own, and over those of the sums: from the end, by segments."""
     query, length = call.query, call.query.shape[3]
     padded = -(-length // window) * window
-    size, parts, state = max(_SEGMENT // window, 1) * window, [], nothing
+    size, parts, state = max(_SEGMENT // window, 1) * window, [], after
     for start in range(0, padded - window, size):
         stop = min(start + size, padded - window)
         rows = query[..., padded - window - stop : padded - window - start, :].flip(3)
@@ -66,19 +82,17 @@ def _later_blocks(call: Call, backend: Backend, nothing: Sums, window: int) -> P
         keys = call.with_keys(slice(padded - stop, end))
         later = keys.bias
         if short and later is None:
-            later = nothing.z.new_zeros(rows.shape[0], 1, keys.key.shape[2])
+            later = after.z.new_zeros(rows.shape[0], 1, keys.key.shape[2])
         k, v = (torch.nn.functional.pad(x.flip(2), (0, 0, short, 0)) for x in (keys.key, keys.value))
         if later is not None:
             later = torch.nn.functional.pad(later.flip(-1), (short, 0), value=-torch.inf)
         turned = call._replace(query=rows, key=k, value=v, bias=later)
         part, state = map_rows(turned, backend, state, span=window)
         parts.append(Partial(part.out.flip(3), part.log_normalizer.flip(3)))
-    return joined([*reversed(parts), _unseen(call, slice(max(padded - window, 0), None), nothing)])
+    return joined([*reversed(parts), _over(call, slice(max(padded - window, 0), None), backend, after)])
 
 
-def _unseen(call: Call, part: slice, nothing: Sums) -> Partial:
-    """The partial result of queries that see no key."""
-    query = call.query[..., part, :]
-    rows: tuple[int, ...] = query.shape[:-1]
-    log_normalizer = query.new_full(rows, -torch.inf, dtype=nothing.z.dtype)
-    return Partial(query.new_zeros(*rows, call.value.shape[-1]), log_normalizer)
+def _over(call: Call, part: slice, backend: Backend, sums: Sums) -> Partial:
+    """The partial result of some queries over sums alone."""
+    rows = call._replace(query=call.query[..., part, :])
+    return as_partial(rows, backend.read(rows, sums))

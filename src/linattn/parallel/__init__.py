@@ -1,0 +1,15 @@
+"""Sequences longer than one machine holds, on torch.distributed: ranks exchange states, not keys.
+
+| function | exchanges per layer, forward and again backward | bytes per rank |
+|---|---|---|
+| `linear_attention` | one all-gather; with a window one all-to-all more | constant in the length |
+| `linear_attention_by_heads` | two all-to-alls | grow with the length |
+| `absorb` | one all-gather | constant in the length |
+
+`ContextParallel` makes attention layers take parts of sequences.
+"""
+
+from linattn.parallel.by_heads import linear_attention_by_heads as linear_attention_by_heads
+from linattn.parallel.context_parallel import ContextParallel as ContextParallel
+from linattn.parallel.functional import absorb as absorb
+from linattn.parallel.functional import linear_attention as linear_attention

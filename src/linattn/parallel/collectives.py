@@ -1,0 +1,77 @@
+"""The two exchanges, and their mirrors in the backward pass.
+
+Every rank calls its collectives in the same order, backward too, or all wait for ever. So each takes, and returns, the
+queries beside what it sends: outputs depend on those on every rank, hence autograd comes by on every rank, the first
+one too, that reads nothing of what it was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from linattn.parallel.ranks import Ranks
+
+
+def gather(ranks: Ranks, x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
+    """What every rank sent, (B, …) -> (P, B, …), and the anchor; backward one reduce-scatter."""
+    found: tuple[Tensor, Tensor] = _Gather.apply(ranks, x, anchor)
+    return found
+
+
+def exchange(
+    ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int], anchor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Numbers (Σ sent,), so many to each rank, and the numbers (Σ received,) from each; backward the way back."""
+    found: tuple[Tensor, Tensor] = _Exchange.apply(ranks, tuple(sent), tuple(received), x, anchor)
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather; each rank's gradients of what another sent are summed there."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
+        """Send to all."""
+        ctx.ranks = ranks
+        found = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
+        dist.all_gather_single(found, x.contiguous(), group=ranks.group)
+        return found.unflatten(0, (ranks.size, -1)), anchor.view_as(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Sum over the readers."""
+        grad, of_anchor = grads
+        found = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter_single(found, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)
+        return None, found, of_anchor
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: Ranks, sent: tuple[int, ...], received: tuple[int, ...], x: Tensor, anchor: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Send to each."""
+        ctx.ranks, ctx.sizes = ranks, (sent, received)
+        return _swapped(ranks, x, sent, received), anchor.view_as(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Send the gradients back."""
+        grad, of_anchor = grads
+        sent, received = ctx.sizes
+        return None, None, None, _swapped(ctx.ranks, grad, received, sent), of_anchor
+
+
+def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """One all-to-all."""
+    found = x.new_empty(sum(received))
+    dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=ranks.group)
+    return found

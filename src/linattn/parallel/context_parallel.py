@@ -1,0 +1,164 @@
+"""Layers that are given a part of each sequence, the other parts being on other ranks.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens of this rank, E width of the layer, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from linattn.feature_maps import FeatureMap
+from linattn.nn import Attention, LinearAttention, SoftmaxAttention
+from linattn.nn.attention import Heads
+from linattn.nn.streams import KeptTokens
+from linattn.parallel.functional import linear_attention
+from linattn.parallel.parts import Part
+from linattn.parallel.ranks import Ranks
+from linattn.parallel.windows import Views, with_neighbours
+from linattn.positions import gate_bias
+
+
+@final
+class ContextParallel(ParallelStyle):
+    """Sequences split over ranks, for `torch.distributed.tensor.parallel.parallelize_module`.
+
+        parallelize_module(model, mesh["sequence"], {"blocks.*.attention": ContextParallel()})
+
+    The layers' input is then this rank's part (B, L, E) of each sequence, consecutive parts in the order of the ranks,
+    and so is their output; parameters stay whole on every rank, and their gradients are this rank's share, to be summed
+    over the mesh. Linear layers exchange states (`parallel.linear_attention`), whatever the length; softmax layers of a
+    hybrid are sent all keys and values that they see, one all-to-all. Positions go on from rank to rank.
+
+    Args:
+        equal_lengths: whether all parts have the same number of tokens. Without key masks nothing needs to be asked
+            then; otherwise layers with positions, with a window, or of softmax ask for the lengths: a number per row
+            from each rank.
+
+    Raises:
+        TypeError: the module is no `LinearAttention` or `SoftmaxAttention`.
+        ValueError: the mesh has several dimensions, or the ranks' feature maps differ: other draws, or other weights.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from linattn.feature_maps import EluPlusOne
+        >>> from linattn.nn import Block, LinearAttention, LinearLM
+        >>> model = LinearLM(7, [Block(LinearAttention(8, 2, EluPlusOne(4), is_causal=True))])
+        >>> text = torch.tensor([[1, 2, 3]])
+        >>> whole = model(text)
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        >>> model = parallelize_module(model, mesh, {"blocks.*.attention": ContextParallel()})
+        >>> bool(torch.allclose(model(text), whole, atol=1e-6))
+        True
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, *, equal_lengths: bool = False) -> None:
+        super().__init__()
+        self.equal_lengths = equal_lengths
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Tell a layer that the rest of its sequences is elsewhere."""
+        if not isinstance(module, LinearAttention | SoftmaxAttention):
+            raise TypeError(
+                f"ContextParallel is for LinearAttention and SoftmaxAttention, got {type(module).__name__}; name the "
+                'attention layers, as {"blocks.*.attention": ContextParallel()}'
+            )
+        ranks = Ranks.of(device_mesh)
+        if isinstance(module, LinearAttention):
+            _check_alike(ranks, _feature_map(module).fingerprint())
+        module.parts = SequenceParts(device_mesh, ranks, self.equal_lengths)
+        return module
+
+
+def _feature_map(layer: LinearAttention) -> FeatureMap:
+    """The map of a layer; without one, what is merged depends on the keys' order over all ranks."""
+    if layer.feature_map is None:
+        raise ValueError(
+            f"ContextParallel is for layers with a feature map, got {layer.exact}: keys are merged one after "
+            "the other, over the whole sequence; take a map, or split by heads "
+            "(linattn.parallel.linear_attention_by_heads)"
+        )
+    return layer.feature_map
+
+
+def _check_alike(ranks: Ranks, fingerprint: str) -> None:
+    """Refuse maps that differ between ranks."""
+    every: list[str] = [""] * ranks.size
+    dist.all_gather_object(every, fingerprint, group=ranks.group)
+    if len(set(every)) > 1:
+        raise ValueError(
+            f"all ranks must have one feature map, rank {ranks.rank} has {fingerprint}, others "
+            f"{sorted(set(every) - {fingerprint})}; build it from one seed and load the same weights before "
+            "parallelize_module"
+        )
+
+
+@dataclass(frozen=True)
+class SequenceParts:
+    """How a layer attends to a sequence whose parts the ranks of a mesh hold."""
+
+    mesh: DeviceMesh
+    ranks: Ranks
+    equal_lengths: bool
+
+    def num_before(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """How many tokens each row has on earlier ranks, (B,), masked ones left out."""
+        batch, length = x.shape[:2]
+        if key_mask is None and self.equal_lengths:
+            return torch.full((batch,), self.ranks.rank * length, device=x.device)
+        own = torch.full((batch,), length, device=x.device) if key_mask is None else key_mask.sum(1)
+        every = own.new_empty(self.ranks.size * batch)
+        dist.all_gather_single(every, own, group=self.ranks.group)
+        return every.view(self.ranks.size, batch)[: self.ranks.rank].sum(0)
+
+    def attend(self, layer: Attention, heads: Heads) -> Tensor:
+        """This part's rows of the whole attention, (B, H, L, D)."""
+        lengths = (heads.key.shape[2],) * self.ranks.size if self.equal_lengths else None
+        if isinstance(layer, SoftmaxAttention):
+            return self._by_softmax(layer, heads, self.ranks.checked_lengths(lengths, heads.key))
+        assert isinstance(layer, LinearAttention)
+        return linear_attention(
+            heads.query,
+            heads.key,
+            heads.value,
+            _feature_map(layer),
+            mesh=self.mesh,
+            key_mask=heads.key_mask,
+            gates=heads.gates,
+            is_causal=layer.is_causal,
+            enable_gqa=True,
+            exact=layer.exact,
+            lengths=lengths,
+        )
+
+    def _by_softmax(self, layer: SoftmaxAttention, heads: Heads, lengths: tuple[int, ...]) -> Tensor:
+        """Softmax over every key that is seen: they are all sent here."""
+        views = Views.whole(lengths, is_causal=layer.is_causal)
+        mask = None if heads.key_mask is None else _bias_of(heads.key_mask, heads.key)
+        part = with_neighbours(self.ranks, Part(heads.query, heads.key, heads.value, mask, heads.gates), views)
+        if not layer.is_causal:
+            kept = KeptTokens(part.key, part.value, None if mask is None else part.key_mask)
+            return layer._attend_to(part.query, kept)
+        start = views.starts[self.ranks.rank]
+        before = part.keys(slice(start))
+        key_mask = None if mask is None else before.key_mask
+        bias = None
+        if before.gates is not None:
+            bias = gate_bias(before.gates, key_mask=key_mask).key_bias.expand(before.key.shape[:3])
+        kept = KeptTokens(before.key, before.value, key_mask, bias)
+        return layer._attend_with_state(heads._replace(query=part.query), kept)[0]
+
+
+def _bias_of(key_mask: Tensor, key: Tensor) -> Tensor:
+    """A mask as a bias, (B, 1, L)."""
+    zero = torch.zeros((), dtype=key.dtype, device=key.device)
+    return torch.where(key_mask.unsqueeze(1), zero, -torch.inf)

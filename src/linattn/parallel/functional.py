@@ -1,0 +1,157 @@
+"""The op on parts of a sequence: absorb, exchange states, fold on from what came before.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens of this rank (Lq, Lk), D head width, Dv value width, R
+features, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from linattn.attention import Exact, State
+from linattn.attention.backends import check_backend
+from linattn.feature_maps import FeatureMap
+from linattn.parallel.parts import Part
+from linattn.parallel.ranks import Ranks
+from linattn.parallel.states import gathered, joined
+from linattn.parallel.windows import attend_with_window
+from linattn.positions import Gates
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    *,
+    mesh: DeviceMesh,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    gates: Gates | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    exact: Exact | None = None,
+    lengths: Sequence[int] | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`linattn.linear_attention` of a sequence of which each rank holds a part.
+
+        causal: rank r goes on from state_0 ∘ … ∘ state_{r-1};   else every rank reads state_0 ∘ … ∘ state_{P-1}
+
+    The parts are consecutive, in the order of the ranks, of any lengths, 0 included. Each rank absorbs its own keys,
+    all exchange their states by one all-gather, and in the backward pass the states' gradients by one reduce-scatter:
+    B·Hkv·(R·Dv + R + M) numbers to each other rank, whatever the length. Causally keys are absorbed once more than on
+    one machine, before the fold that reads them. Every rank of the mesh must make the same calls, of tensors that all
+    require gradients or none do, and call backward through its output, be it empty. A parameter's gradient is this
+    rank's share: sum them over the mesh, as data parallelism does.
+
+    Args:
+        query: (B, H, Lq, D), this rank's part.
+        key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
+        value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
+        feature_map: the kernel, the same on every rank: built from one seed, with the same weights.
+        mesh: one dimension, whose ranks hold the parts.
+        key_mask: (B, Lk) bool, True = attend, of these keys.
+        key_bias: (B, Hkv or 1, Lk), floating, of these keys.
+        gates: of these tokens; each rank's make all that came before fade. For causal calls without `key_bias`.
+        is_causal: whether a query sees its own and earlier keys alone, those of earlier ranks among them.
+        enable_gqa: as in `linattn.linear_attention`.
+        exact: a window, None for none. Its blocks are counted from the first token of rank 0; a rank is sent the blocks
+            next to its part by one collective more.
+        lengths: how many keys each rank holds, in order, for a window; None: one collective asks for them.
+        backend: as in `linattn.linear_attention`.
+
+    Returns:
+        (B, H, Lq, Dv): the rows of this rank's queries.
+
+    Raises:
+        TypeError, ValueError: as `linattn.linear_attention`; the mesh has several dimensions; queries and keys of a
+            causal call differ in number; the map takes statistics from the call, or the exact part has heavy or merged
+            keys, which `linear_attention_by_heads` takes.
+
+    Example:
+        >>> import torch, linattn
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> q, k, v = (torch.tensor(x).view(1, 1, -1, 1) for x in ([1.0, 1.0], [1.0, 3.0], [8.0, 4.0]))
+        >>> linear_attention(q, k, v, relu, mesh=mesh, is_causal=True).flatten().tolist()
+        [8.0, 5.0]
+        >>> dist.destroy_process_group()
+
+    Source: Sun et al. 2025 (LASP-2, arXiv 2502.07563), algorithms 1 and 2, for one all-gather of states.
+    """
+    ranks = Ranks.of(mesh)
+    check_backend(backend)
+    _check_window_alone(exact)
+    weights = key_mask, key_bias
+    part = Part.checked((query, key, value), feature_map, weights, gates, is_causal=is_causal, enable_gqa=enable_gqa)
+    if exact is not None:
+        return attend_with_window(ranks, part, feature_map, exact, lengths, backend, is_causal=is_causal)
+    # Nobody comes after the last rank.
+    own = part.keys(slice(0)) if is_causal and ranks.is_last else part
+    (every,), query = gathered(ranks, [own.absorbed(feature_map, backend)], part.query)
+    part, nothing = part._replace(query=query), part.nothing(feature_map)
+    if is_causal:
+        return part.attended(feature_map, joined(every[: ranks.rank], nothing), None, backend)
+    return part.read(feature_map, joined(every, nothing), backend)
+
+
+def _check_window_alone(exact: Exact | None) -> None:
+    """Refuse keys that are chosen among all of a sequence's."""
+    if exact is not None and (exact.num_heavy or exact.num_merged):
+        raise ValueError(
+            f"which keys are heavy, or merged, is decided over all of a sequence, and a rank has some of it, got "
+            f"{exact!r}; give a window alone, or call parallel.linear_attention_by_heads, which gives each rank all "
+            "tokens of some heads"
+        )
+
+
+def absorb(
+    feature_map: FeatureMap,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mesh: DeviceMesh,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    gates: Gates | None = None,
+) -> State:
+    """The state of all ranks' keys, on every rank: a prefix that each goes on from.
+
+    One all-gather forward, one reduce-scatter backward, of B·Hkv·(R·Dv + R + M) numbers per rank.
+
+    Args:
+        feature_map: the kernel, the same on every rank.
+        key: (B, Hkv, L, D), this rank's part.
+        value: (B, Hkv, L, Dv).
+        mesh: one dimension, whose ranks hold the parts in order.
+        key_mask: (B, L) bool, True = attend.
+        key_bias: (B, Hkv or 1, L), floating.
+        gates: of these tokens; the state's weights are relative to the last one.
+
+    Returns:
+        The state, the same on every rank: its sums are added in the order of the ranks.
+
+    Raises:
+        TypeError, ValueError: as `linear_attention`.
+
+    Example:
+        >>> import torch, linattn
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> state = absorb(relu, torch.ones(1, 1, 2, 1), torch.tensor([[[[2.0], [6.0]]]]), mesh=mesh)
+        >>> state.S.item(), state.z.item()
+        (8.0, 2.0)
+        >>> dist.destroy_process_group()
+    """
+    ranks, weights = Ranks.of(mesh), (key_mask, key_bias)
+    part = Part.checked((key, key, value), feature_map, weights, gates, is_causal=gates is not None, enable_gqa=True)
+    (every,), _ = gathered(ranks, [part.absorbed(feature_map, "auto")], key)
+    return joined(every, part.nothing(feature_map))

@@ -1,0 +1,141 @@
+"""A rank's part of a sequence: its tokens, what weighs them, and the state they collapse into.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention import Exact, State, linear_attention_with_state
+from linattn.attention._check import check_map, checked
+from linattn.feature_maps import FeatureMap
+from linattn.parallel.states import Span
+from linattn.positions import Gates, gate_bias, gated_attention_with_state
+from linattn.positions.gates import spans
+
+
+class Part(NamedTuple):
+    """Tokens, checked."""
+
+    query: Tensor  # (B, H, Lq, D)
+    key: Tensor  # (B, Hkv, Lk, D)
+    value: Tensor  # (B, Hkv, Lk, Dv)
+    bias: Tensor | None  # (B, Hkv or 1, Lk), -inf for masked keys; beside gates of masks alone
+    gates: Gates | None
+
+    @classmethod
+    def checked(
+        cls,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        feature_map: FeatureMap,
+        weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
+        gates: Gates | None,
+        *,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> Part:
+        """The tokens of a call, wrong ones refused."""
+        check_map(feature_map)
+        query, key, value, bias = checked(tokens, feature_map, *weights, enable_gqa=enable_gqa)
+        if is_causal and query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"causally a rank's queries stand beside its keys, got {query.shape[2]} queries and {key.shape[2]} "
+                "keys; give the same tokens to both, or is_causal=False"
+            )
+        if gates is not None and (not is_causal or weights[1] is not None):
+            raise ValueError(
+                "gates make earlier keys fade and are the keys' biases, got "
+                f"is_causal={is_causal} and key_bias {'given' if weights[1] is not None else 'None'}; with gates give "
+                "is_causal=True and no key_bias"
+            )
+        _refuse_statistics(feature_map, query, key)
+        return cls(query, key, value, bias, gates)
+
+    def keys(self, at: slice) -> Part:
+        """Some of the keys, and no queries."""
+        gates = None if self.gates is None else _cut(self.gates, at)
+        bias = None if self.bias is None else self.bias[..., at]
+        return Part(self.query[:, :, :0], self.key[:, :, at], self.value[:, :, at], bias, gates)
+
+    def nothing(self, feature_map: FeatureMap) -> Span:
+        """The span of no tokens like these."""
+        batch, heads, _, value_dim = self.value.shape
+        state = State.empty(
+            feature_map,
+            batch_size=batch,
+            num_heads=heads,
+            value_dim=value_dim,
+            dtype=self.key.dtype,
+            device=self.key.device,
+        )
+        return Span(state, None if self.gates is None else state.m.new_zeros(batch, heads))
+
+    def absorbed(self, feature_map: FeatureMap, backend: str) -> Span:
+        """The span of the keys."""
+        span = self.nothing(feature_map)
+        if self.gates is None:
+            return Span(self._after(feature_map, span.state, self.bias, backend), None)
+        for at in spans(self.gates.log_forget):
+            part = self.keys(at)
+            bias, log_decay = gate_bias(_cut(self.gates, at), key_mask=part.key_mask)
+            bias = _joined(bias, part.bias).expand(part.key.shape[:3])
+            state = part._after(feature_map, span.state.decay(log_decay), bias, backend)
+            assert span.log_decay is not None
+            span = Span(state, span.log_decay + log_decay)
+        return span
+
+    def attended(self, feature_map: FeatureMap, before: State, exact: Exact | None, backend: str) -> Tensor:
+        """The causal rows over a state's keys and these, (B, H, Lq, Dv)."""
+        query, key, value, bias, gates = self
+        tokens = query, key, value, feature_map
+        if gates is None:
+            return linear_attention_with_state(
+                *tokens, before, key_bias=bias, enable_gqa=True, exact=exact, backend=backend
+            ).out
+        return gated_attention_with_state(
+            *tokens, gates, before, key_mask=self.key_mask, enable_gqa=True, exact=exact, backend=backend
+        ).out
+
+    def read(self, feature_map: FeatureMap, state: State, backend: str) -> Tensor:
+        """The rows over a state's keys alone, (B, H, Lq, Dv)."""
+        none = slice(0)
+        key, value = self.key[:, :, none], self.value[:, :, none]
+        return linear_attention_with_state(
+            self.query, key, value, feature_map, state, enable_gqa=True, backend=backend
+        ).out
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """(B, Lk) bool; beside gates a bias is a mask's."""
+        return None if self.bias is None else self.bias[:, 0] != -torch.inf
+
+    def _after(self, feature_map: FeatureMap, before: State, bias: Tensor | None, backend: str) -> State:
+        """The state after the keys."""
+        tokens = self.query[:, :, :0], self.key, self.value, feature_map, before
+        return linear_attention_with_state(*tokens, key_bias=bias, enable_gqa=True, backend=backend).state
+
+
+def _cut(gates: Gates, at: slice) -> Gates:
+    """The gates of some tokens."""
+    return Gates(gates.log_forget[..., at], None if gates.log_input is None else gates.log_input[..., at])
+
+
+def _joined(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """A gate's bias (B or 1, H, L) where the mask's (B, 1, L) lets keys in."""
+    return bias if mask is None else torch.where(mask == -torch.inf, -torch.inf, bias)
+
+
+def _refuse_statistics(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
+    """Refuse a map whose features depend on tokens of other ranks."""
+    with torch.no_grad():
+        found = feature_map.call_tensors(query.detach(), key.detach(), key_mask=None, is_causal=False)
+    if found:
+        raise ValueError(
+            f"{type(feature_map).__name__} takes {', '.join(found)} from all tokens of a call, and a rank has some of "
+            "them; fit it first, or call parallel.linear_attention_by_heads, which gives each rank all tokens of some "
+            "heads"
+        )

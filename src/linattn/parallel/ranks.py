@@ -1,0 +1,65 @@
+"""The ranks that each hold a part of a sequence, in the order of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Ranks(NamedTuple):
+    """A dimension of a mesh, as one rank sees it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Ranks:
+        """Those of a mesh of one dimension; others are refused."""
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}; make one with "
+                'init_device_mesh("cpu", (num_ranks,))'
+            )
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"a sequence is split over one dimension, got a mesh of {mesh.ndim} dimensions "
+                f'{mesh.mesh_dim_names}; give one of them, as mesh["sequence"]'
+            )
+        return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no part comes after this rank's."""
+        return self.rank + 1 == self.size
+
+    def ask_lengths(self, *tensors: Tensor) -> list[tuple[int, ...]]:
+        """How many tokens each rank holds in each of these (B, H, L, ·): one collective of a number from each."""
+        own = torch.tensor([x.shape[2] for x in tensors], device=tensors[0].device)
+        found = own.new_empty(self.size * len(tensors))
+        dist.all_gather_single(found, own, group=self.group)
+        return [tuple(lengths) for lengths in found.view(self.size, -1).T.tolist()]
+
+    def checked_lengths(self, lengths: Sequence[int] | None, key: Tensor) -> tuple[int, ...]:
+        """The lengths of all parts as given, or asked of the ranks."""
+        own = key.shape[2]
+        if lengths is None:
+            return self.ask_lengths(key)[0]
+        given = tuple(int(length) for length in lengths)
+        if len(given) != self.size or given[self.rank] != own:
+            raise ValueError(
+                f"lengths must say how many keys each of {self.size} ranks holds, and rank {self.rank} holds {own}, "
+                f"got {given}"
+            )
+        return given
+
+
+def offsets(lengths: Sequence[int]) -> list[int]:
+    """Where each part begins, and where the last one ends."""
+    return list(accumulate(lengths, initial=0))

@@ -1,0 +1,159 @@
+"""Windows across parts: the tokens next to a part are sent to it, all others enter the states.
+
+A window's blocks of w tokens are counted from the first token of the sequence, wherever a part begins. A rank's view is
+its part and the tokens around it that its rows see exactly: those of its first block and of the block before, and where
+later keys are seen, those of its last block and of the block after. The states it reads hold all tokens outside its
+view. Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width, w tokens of a block,
+P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention import Exact, State, combine
+from linattn.attention.backends import Call, choose
+from linattn.attention.bound_map import bind, outside_autocast
+from linattn.attention.exact import ExactKeys, attend_around, check_exact
+from linattn.attention.softmax import inert
+from linattn.attention.sums import accumulation_dtype
+from linattn.feature_maps import FeatureMap
+from linattn.parallel.collectives import exchange
+from linattn.parallel.parts import Part
+from linattn.parallel.ranks import Ranks, offsets
+from linattn.parallel.states import gathered, joined
+from linattn.positions import Gates
+
+
+class Views(NamedTuple):
+    """Where each rank's part and its view begin and end, in tokens of the sequence."""
+
+    starts: list[int]  # P + 1 of them, the last one where the sequence ends
+    firsts: list[int]  # P + 1 of them, the last one for a part after the last
+    ends: list[int]  # P of them
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], window: int, *, is_causal: bool) -> Views:
+        """The views of parts of these lengths."""
+        starts = offsets(lengths)
+        firsts = [max(start // window - 1, 0) * window for start in starts]
+        ends = starts[1:] if is_causal else [min((-(-end // window) + 1) * window, starts[-1]) for end in starts[1:]]
+        return cls(starts, firsts, ends)
+
+    @classmethod
+    def whole(cls, lengths: Sequence[int], *, is_causal: bool) -> Views:
+        """The views of those who see everything, or everything before."""
+        starts = offsets(lengths)
+        return cls(starts, [0] * len(starts), starts[1:] if is_causal else [starts[-1]] * len(lengths))
+
+    def shared(self, holder: int, reader: int) -> slice:
+        """Which of its own tokens a rank sends to another."""
+        if holder == reader:
+            return slice(0, 0)
+        seen = self.firsts[reader], self.starts[reader]
+        seen = seen if holder < reader else (self.starts[reader + 1], self.ends[reader])
+        low, high = self.starts[holder], self.starts[holder + 1]
+        first, last = (min(max(place, low), high) - low for place in seen)
+        return slice(first, max(first, last))
+
+
+def attend_with_window(
+    ranks: Ranks,
+    part: Part,
+    feature_map: FeatureMap,
+    exact: Exact,
+    lengths: Sequence[int] | None,
+    backend: str,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Rows (B, H, L, Dv) with a window alone."""
+    check_exact(exact, feature_map, part.query, part.key, is_causal=is_causal)
+    assert exact.window is not None
+    views = Views.of(ranks.checked_lengths(lengths, part.key), exact.window, is_causal=is_causal)
+    attend = _causal if is_causal else _bidirectional
+    return attend(ranks, with_neighbours(ranks, part, views), views, feature_map, exact, backend)
+
+
+def _causal(ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, exact: Exact, backend: str) -> Tensor:
+    """A stream goes on from the state of all tokens before the view, and reads the view's own."""
+    rank, first = ranks.rank, views.firsts[ranks.rank]
+    own = view.keys(slice(0 if ranks.is_last else views.firsts[rank + 1] - first))
+    (every,), query = gathered(ranks, [own.absorbed(feature_map, backend)], view.query)
+    before = joined(every[:rank], view.nothing(feature_map))
+    before = replace(before, exact=ExactKeys.empty(exact, view.key, view.value))
+    num_before = views.starts[rank] - first
+    if view.gates is None:
+        return view._replace(query=query).attended(feature_map, before, exact, backend)
+    # Gates want as many queries as keys: rows of the tokens before the part are dropped.
+    query = torch.nn.functional.pad(query, (0, 0, num_before, 0))
+    return view._replace(query=query).attended(feature_map, before, exact, backend)[:, :, num_before:]
+
+
+def _bidirectional(
+    ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, exact: Exact, backend: str
+) -> Tensor:
+    """The view's tokens are read from the state before it and from the one after it."""
+    rank, first, end = ranks.rank, views.firsts[ranks.rank], views.ends[ranks.rank]
+    former = views.ends[rank - 1] if rank else 0
+    earlier = view.keys(slice(0 if ranks.is_last else views.firsts[rank + 1] - first))
+    later = view.keys(slice(former - first if rank else end - first, None))
+    spans = [side.absorbed(feature_map, backend) for side in (earlier, later)]
+    (every_earlier, every_later), query = gathered(ranks, spans, view.query)
+    nothing = view.nothing(feature_map)
+    others = joined(every_earlier[:rank], nothing), joined(every_later[rank + 1 :], nothing)
+    return _read_around(view._replace(query=query), views.starts[rank] - first, others, feature_map, exact, backend)
+
+
+def _read_around(
+    view: Part, num_before: int, others: tuple[State, State], feature_map: FeatureMap, exact: Exact, backend: str
+) -> Tensor:
+    """Rows (B, H, L, Dv) of the part's queries over its view and the states."""
+    (key, value), length = inert(view.bias, view.key, view.value), view.query.shape[2]
+    # As many rows as keys; those of the tokens around the part are dropped.
+    num_after = key.shape[2] - num_before - length
+    query = torch.nn.functional.pad(view.query, (0, 0, num_before, num_after)).unflatten(1, (key.shape[1], -1))
+    call = Call(bind(feature_map, key, key, is_causal=True), query, key, value, view.bias, is_causal=True)
+    assert view.bias is not None
+    assert exact.window is not None
+    with outside_autocast(key.device):
+        sums = others[0].sums, others[1].sums
+        found = combine(*attend_around(call, view.bias, choose(backend, call), exact.window, sums))
+    return found.out.flatten(1, 2)[:, :, num_before : num_before + length]
+
+
+def with_neighbours(ranks: Ranks, part: Part, views: Views) -> Part:
+    """The part's queries with the keys of its view, by one all-to-all."""
+    rank, own = ranks.rank, _packed(part)
+    per_token = own.shape[0] * own.shape[1] * own.shape[3]
+    sent = [own[:, :, views.shared(rank, reader)].flatten() for reader in range(ranks.size)]
+    shared = [views.shared(holder, rank) for holder in range(ranks.size)]
+    received = [per_token * (at.stop - at.start) for at in shared]
+    flat, query = exchange(ranks, torch.cat(sent), [len(piece) for piece in sent], received, part.query)
+    pieces = [piece.view(*own.shape[:2], -1, own.shape[3]) for piece in flat.split(received)]
+    pieces[rank] = own
+    return _unpacked(torch.cat(pieces, 2), part._replace(query=query))
+
+
+def _packed(part: Part) -> Tensor:
+    """Keys, values, biases and gates side by side, (B, Hkv, L, ·), in a dtype that holds all."""
+    shape, dtype = part.key.shape[:3], accumulation_dtype(part.key.dtype)
+    bias = part.key.new_zeros(shape, dtype=dtype) if part.bias is None else part.bias.expand(shape)
+    columns = [bias] if part.gates is None else [bias, *(x.expand(shape) for x in part.gates if x is not None)]
+    return torch.cat((part.key, part.value, torch.stack(columns, -1)), -1)
+
+
+def _unpacked(packed: Tensor, like: Part) -> Part:
+    """What `_packed` made of a part's tokens, with that part's queries."""
+    widths = like.key.shape[-1], like.value.shape[-1]
+    key, value, columns = packed.split((*widths, packed.shape[-1] - sum(widths)), -1)
+    key, value = key.to(like.key.dtype), value.to(like.value.dtype)
+    bias, *gates = columns.unbind(-1)
+    if like.gates is None:
+        return Part(like.query, key, value, bias, None)
+    return Part(like.query, key, value, bias[:, :1], Gates(gates[0], gates[1] if gates[1:] else None))

@@ -1,0 +1,64 @@
+"""What travels between ranks: how many collectives, of how many bytes, and none of them as long as the sequence."""
+
+from __future__ import annotations
+
+import pytest
+
+from split_calls import counted, refused
+
+pytestmark = pytest.mark.xdist_group("ranks")
+# One head width of 4, two heads, R = 4 features, float32: S and z, and an exponent or four.
+STATE = 4 * 2 * (4 * 4 + 4 + 1)
+EXPONENTIAL_STATE = 4 * 2 * (4 * 4 + 4 + 4)
+
+
+@pytest.mark.parametrize("length", [8_192, 65_536])
+def test_a_layer_sends_a_state_whatever_the_length(on_ranks, length):
+    for forward, backward in on_ranks(2, counted, length, None):
+        assert forward == [("_allgather_base_", STATE)]
+        assert backward == [("_reduce_scatter_base_", 2 * STATE)]
+
+
+@pytest.mark.parametrize("length", [8_192, 65_536])
+def test_a_window_sends_its_neighbours_tokens_too(on_ranks, length):
+    # Both parts begin with a block: the last block of 16 tokens goes to the next rank, keys, values and biases.
+    halo = 4 * 2 * 16 * (4 + 4 + 1)
+    for rank, (forward, backward) in enumerate(on_ranks(2, counted, length, "window 16")):
+        assert forward == [("alltoall_base_", halo * (rank == 0)), ("_allgather_base_", EXPONENTIAL_STATE)]
+        assert backward == [("_reduce_scatter_base_", 2 * EXPONENTIAL_STATE), ("alltoall_base_", halo * (rank == 1))]
+
+
+def test_lengths_that_are_not_given_are_asked_for(on_ranks):
+    for forward, backward in on_ranks(2, counted, 64, "window 16", asks=True):
+        assert forward[0] == ("_allgather_base_", 8)
+        assert [name for name, _ in forward[1:]] == ["alltoall_base_", "_allgather_base_"]
+        assert len(backward) == 2
+
+
+def test_heads_send_tokens(on_ranks):
+    for length in (64, 128):
+        for forward, backward in on_ranks(2, counted, length, None, by_heads=True):
+            # Queries, keys and values of two heads; then the rows of one head of both ranks.
+            there, back = 4 * 2 * length * (4 + 4 + 4), 4 * 2 * length * 4
+            assert forward == [("_allgather_base_", 16), ("alltoall_base_", there), ("alltoall_base_", back)]
+            assert backward == [("alltoall_base_", back), ("alltoall_base_", there)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("mesh of two dimensions", 'give one of them, as mesh["sequence"]'),
+        ("no mesh", "must be a torch.distributed.device_mesh.DeviceMesh, got str"),
+        ("statistics", "takes query_mean, key_mean from all tokens of a call"),
+        ("heavy", "call parallel.linear_attention_by_heads"),
+        ("merged", "call parallel.linear_attention_by_heads"),
+        ("lengths", "rank 0 holds 6, got (5, 5)"),
+        ("queries", "got 3 queries and 6 keys"),
+        ("gates and bias", "with gates give is_causal=True and no key_bias"),
+        ("heads", "use a mesh whose size divides them"),
+        ("map of heads", "has parameters for each of 2 key/value heads"),
+    ],
+)
+def test_what_is_refused(on_ranks, fault, message):
+    shape = (2, 2) if fault == "mesh of two dimensions" else 3 if fault == "heads" else 2
+    assert message in on_ranks(shape, refused, fault)[0]

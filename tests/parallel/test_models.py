@@ -1,0 +1,39 @@
+"""Layers and models whose sequences are split give what they give whole, and train as they do."""
+
+from __future__ import annotations
+
+import pytest
+
+from layers import BIDIRECTIONAL, LAYERS, PADDABLE
+from ranks import SIZES
+from split_models import layer_errors, losses
+
+pytestmark = pytest.mark.xdist_group("ranks")
+PARTS = {2: (9, 14), 3: (11, 0, 12), 4: (1, 9, 6, 7)}
+# Heavy keys are chosen over all of a sequence.
+KINDS = [kind for kind in LAYERS if kind != "window"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers(on_ranks, kind):
+    for size in SIZES:
+        for is_causal in (True, False) if kind in BIDIRECTIONAL else (True,):
+            for found in on_ranks(size, layer_errors, kind, is_causal, kind in PADDABLE, PARTS[size], False):
+                assert max(found.values()) <= 1e-12, (size, is_causal, found)
+    for found in on_ranks(2, layer_errors, kind, True, False, (8, 8), True):
+        assert max(found.values()) <= 1e-12, found
+
+
+def test_a_model_trains_alike_however_it_is_split(on_ranks):
+    steps = 12
+    alone = on_ranks(2, losses, "alone", steps)[0]
+    assert alone[-1] < alone[0]
+    for size, over in ((2, "data"), (2, "sequence"), ((2, 2), "both")):
+        for found in on_ranks(size, losses, over, steps):
+            assert found == pytest.approx(alone, abs=1e-9), over
+
+
+def test_blocks_that_are_recomputed_exchange_again(on_ranks):
+    whole, *_ = on_ranks(2, losses, "sequence", 3)
+    for found in on_ranks(2, losses, "sequence", 3, checkpointing=True):
+        assert found == pytest.approx(whole, abs=1e-12)

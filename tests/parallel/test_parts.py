@@ -1,0 +1,85 @@
+"""Parts of a sequence on several ranks give the rows, gradients and states of the whole on one."""
+
+from __future__ import annotations
+
+import pytest
+
+from grid import MAPS, SOFTMAX_MAPS, build, takes_statistics_from_the_call
+from ranks import SIZES
+from split_calls import LENGTHS, Whole, errors, state_errors
+
+pytestmark = pytest.mark.xdist_group("ranks")
+# Rounding in float64 over some hundred additions; the grid's random maps have weights of very different sizes.
+BOUND = 1e-12
+
+
+def check(on_ranks, calls: list[Whole], which: int | None = None) -> None:
+    """All calls, on all numbers of ranks, with all layouts or one."""
+    for size in SIZES:
+        for call in calls:
+            layouts = LENGTHS[size] if which is None else LENGTHS[size][which % len(LENGTHS[size]) :][:1]
+            for lengths in layouts:
+                for rank, found in enumerate(on_ranks(size, errors, call, lengths)):
+                    assert max(found.values()) <= BOUND, (size, lengths, rank, call, found)
+
+
+ADDED = tuple(name for name in MAPS if not takes_statistics_from_the_call(name))
+EXACT = tuple(name for name in ADDED if name in SOFTMAX_MAPS and build(name).positive_normalizer)
+
+
+@pytest.mark.parametrize("number", range(len(ADDED)), ids=ADDED)
+def test_every_map_in_both_directions_on_any_parts(on_ranks, number):
+    name = ADDED[number]
+    check(on_ranks, [Whole(name), Whole(name, is_causal=False, weights="mask")], number)
+    check(on_ranks, [Whole(name, weights="bias")], number + 1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize("name", ["FavorPlus", "Relu", "Expansion"])
+def test_named_backends_and_all_layouts(on_ranks, name, backend):
+    check(on_ranks, [Whole(name, is_causal=is_causal, backend=backend) for is_causal in (True, False)])
+
+
+@pytest.mark.parametrize("number", range(len(EXACT)), ids=EXACT)
+def test_windows(on_ranks, number):
+    name = EXACT[number]
+    check(on_ranks, [Whole(name, True, exact="window 4"), Whole(name, False, "bias", exact="window 2")], number)
+    check(on_ranks, [Whole(name, number % 2 == 0, "mask", exact="window 8")], number + 1)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_windows_on_all_layouts(on_ranks, is_causal):
+    check(on_ranks, [Whole("FavorPlus", is_causal, exact=f"window {width}") for width in (1, 4, 32)])
+
+
+@pytest.mark.parametrize("weights", ["gates", "input gates"])
+@pytest.mark.parametrize("exact", [None, "window 4"])
+@pytest.mark.parametrize("name", ["FavorPlus", "Taylor", "Expansion"])
+def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, name, weights, exact):
+    check(on_ranks, [Whole(name, weights=weights, exact=exact)])
+
+
+@pytest.mark.parametrize("name", ["Centred-call-FavorPlus", "Centred-call-Taylor", "Expansion-call"])
+def test_statistics_of_the_call_by_heads(on_ranks, name):
+    call = Whole(name, is_causal=False, weights="mask", by_heads=True)
+    for lengths in LENGTHS[2]:
+        for found in on_ranks(2, errors, call, lengths):
+            assert max(found.values()) <= BOUND, (lengths, found)
+
+
+@pytest.mark.parametrize("exact", ["window 4 + heavy 3", "window 3 + merged 5", "window 4"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_heavy_and_merged_keys_by_heads(on_ranks, exact, is_causal):
+    call = Whole("FavorPlus", is_causal, "bias", exact, by_heads=True)
+    for lengths in LENGTHS[2]:
+        for found in on_ranks(2, errors, call, lengths):
+            assert max(found.values()) <= BOUND, (lengths, found)
+
+
+@pytest.mark.parametrize("weights", ["none", "mask", "bias", "gates", "input gates"])
+@pytest.mark.parametrize("name", ["FavorPlus", "Relu", "Expansion"])
+def test_every_rank_has_the_state_of_all(on_ranks, name, weights):
+    for size in SIZES:
+        for lengths in LENGTHS[size]:
+            for found in on_ranks(size, state_errors, name, weights, lengths):
+                assert max(found.values()) <= BOUND, (size, lengths, found)

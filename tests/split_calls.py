@@ -1,0 +1,233 @@
+"""Jobs of ranks: calls of attention on parts of a sequence, held against the whole call.
+
+Every rank has the whole sequence, takes its part, and returns how far its rows and gradients are from the whole's.
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import linattn
+from grid import build, qkv, tokens, total
+from linattn import parallel
+from linattn.attention import Exact
+from linattn.attention.exact import parse_exact
+from linattn.feature_maps import FeatureMap
+from linattn.positions import Gates, gated_attention_with_state
+
+LENGTH = 37
+# Even and uneven parts, some of them shorter than a window, and empty ones at any place.
+LENGTHS: dict[int, tuple[tuple[int, ...], ...]] = {
+    2: ((18, 19), (37, 0), (0, 37), (5, 32)),
+    3: ((12, 12, 13), (20, 0, 17), (1, 2, 34)),
+    4: ((9, 9, 9, 10), (0, 30, 3, 4), (16, 1, 0, 20)),
+}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A call, as one process makes it."""
+
+    map_name: str
+    is_causal: bool = True
+    weights: str = "none"  # "mask", "bias", "gates" or "input gates"
+    exact: str | None = None
+    backend: str = "auto"
+    by_heads: bool = False
+    value_dim: int = 5
+
+    def rule(self) -> Exact | None:
+        """Its exact part."""
+        return None if self.exact is None else parse_exact(self.exact)
+
+    def map(self) -> FeatureMap | None:
+        """Its map; none beside merged keys."""
+        return None if self.exact is not None and "merged" in self.exact else build(self.map_name).double()
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What has a sequence, followed by gradients or not; masked keys hold NaN."""
+        query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH, value_dim=self.value_dim)
+        found = {"query": query, "key": key, "value": value}
+        mask = (torch.arange(2 * LENGTH) * 7 % 11 < 8).view(2, LENGTH)
+        rest = {}
+        if self.weights == "mask" or self.weights == "input gates":
+            rest["key_mask"] = mask
+            found["key"], found["value"] = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (key, value))
+        if self.weights == "bias":
+            found["key_bias"] = tokens(2, 2, LENGTH, seed=5)
+        if "gates" in self.weights:
+            found["log_forget"] = -tokens(2, 2, LENGTH, seed=6).abs()
+        if self.weights == "input gates":
+            found["log_input"] = tokens(2, 2, LENGTH, seed=7)
+        return found, rest
+
+
+def _at(name: str, x: Tensor, part: slice) -> Tensor:
+    """A part of the tokens."""
+    return x[:, part] if name == "key_mask" else x[:, :, part]
+
+
+def _taken(given: dict[str, Tensor]) -> dict[str, Any]:
+    """Tensors as arguments."""
+    found: dict[str, Any] = dict(given)
+    if "log_forget" in found:
+        found["gates"] = Gates(found.pop("log_forget"), found.pop("log_input", None))
+    return found
+
+
+def _whole_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap | None) -> Tensor:
+    """One process's rows."""
+    options = _taken(given)
+    query, key, value = (options.pop(name) for name in ("query", "key", "value"))
+    common = {"enable_gqa": True, "exact": call.rule(), "backend": call.backend}
+    if "gates" in options:
+        return gated_attention_with_state(query, key, value, feature_map, options.pop("gates"), **options, **common).out
+    return linattn.linear_attention(query, key, value, feature_map, is_causal=call.is_causal, **options, **common)
+
+
+def _part_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap | None, mesh: DeviceMesh) -> Tensor:
+    """A rank's rows."""
+    options = _taken(given)
+    tokens = (options.pop(name) for name in ("query", "key", "value"))
+    attend = parallel.linear_attention_by_heads if call.by_heads else parallel.linear_attention
+    common = {"enable_gqa": True, "exact": call.rule(), "backend": call.backend}
+    return attend(*tokens, feature_map, mesh=mesh, is_causal=call.is_causal, **options, **common)
+
+
+def own_part(mesh: DeviceMesh, lengths: tuple[int, ...]) -> slice:
+    """Which tokens a rank holds."""
+    rank = mesh.get_local_rank()
+    return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+
+
+def difference(found: Tensor, truth: Tensor) -> float:
+    """The largest, relative to the largest number of the truth; 1 where there are none and should be some."""
+    if found.shape != truth.shape:
+        return torch.inf
+    if not truth.numel():
+        return 0.0
+    worst = (found - truth).detach().abs().max() / truth.detach().abs().max().clamp(min=1)
+    return float(worst.nan_to_num(torch.inf))
+
+
+def errors(mesh: DeviceMesh, call: Whole, lengths: tuple[int, ...]) -> dict[str, float]:
+    """How far rows and gradients of this rank's part are from the whole call's."""
+    feature_map, (followed, rest) = call.map(), call.tensors()
+    weights = [] if feature_map is None else [x for x in feature_map.parameters() if x.requires_grad]
+    followed = {name: x.requires_grad_() for name, x in followed.items()}
+    grad = tokens(2, 4, LENGTH, call.value_dim, seed=9)
+    whole = _whole_out(call, followed | rest, feature_map)
+    truths = torch.autograd.grad(whole, [*followed.values(), *weights], grad)
+    part = own_part(mesh, lengths)
+    own = {name: _at(name, x, part).detach().clone().requires_grad_() for name, x in followed.items()}
+    out = _part_out(call, own | {name: _at(name, x, part) for name, x in rest.items()}, feature_map, mesh)
+    grads = torch.autograd.grad(out, [*own.values(), *weights], grad[:, :, part], materialize_grads=True)
+    found = {"out": difference(out, whole[:, :, part])}
+    for name, one, truth in zip(own, grads, truths, strict=False):
+        found[name] = difference(one, truth[:, :, part])
+    for number, (one, truth) in enumerate(zip(grads[len(own) :], truths[len(own) :], strict=True)):
+        shared = one.clone()
+        dist.all_reduce(shared, group=mesh.get_group())
+        found[f"weight {number}"] = difference(shared, truth)
+    return found
+
+
+def _whole_state(feature_map: FeatureMap, key: Tensor, value: Tensor, **options: Any) -> linattn.State:
+    """One process's state; what queries would see is left out."""
+    query = torch.zeros_like(key)
+    if "gates" in options:
+        return gated_attention_with_state(query, key, value, feature_map, options.pop("gates"), **options).state
+    return linattn.linear_attention_with_state(query, key, value, feature_map, **options).state
+
+
+def state_errors(mesh: DeviceMesh, map_name: str, weights: str, lengths: tuple[int, ...]) -> dict[str, float]:
+    """How far the state of all ranks, and its gradients, are from one process's."""
+    feature_map, (followed, rest) = build(map_name).double(), Whole(map_name, weights=weights).tensors()
+    followed = {name: x.requires_grad_() for name, x in followed.items() if name != "query"}
+    options = _taken(followed | rest)
+    truth = _whole_state(feature_map, options.pop("key"), options.pop("value"), **options)
+    part = own_part(mesh, lengths)
+    own = {name: _at(name, x, part).detach().clone().requires_grad_() for name, x in followed.items()}
+    given = _taken(own | {name: _at(name, x, part) for name, x in rest.items()})
+    state = parallel.absorb(feature_map, given.pop("key"), given.pop("value"), mesh=mesh, **given)
+    grad = tokens(*total(truth, truth.m).shape, seed=9)
+    truths = torch.autograd.grad(total(truth, truth.m), list(followed.values()), grad)
+    # Each rank has the whole state, and the loss is that of one of them.
+    grads = torch.autograd.grad(total(state, truth.m), list(own.values()), grad / mesh.size())
+    found = {"state": difference(total(state, truth.m), total(truth, truth.m))}
+    return found | {
+        name: difference(one, whole[:, :, part]) for name, one, whole in zip(own, grads, truths, strict=True)
+    }
+
+
+class Counted(TorchDispatchMode):
+    """Every collective of torch that runs inside, with the bytes that a rank gives to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().split("::")[1].split(".")[0]
+            sizes = [
+                x.numel() * x.element_size() for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)
+            ]
+            # An output stands before the input of a collective that writes in place.
+            self.calls.append((name, sizes[-1] if sizes else 0))
+        return func(*args, **(kwargs or {}))
+
+
+def counted(
+    mesh: DeviceMesh, length: int, exact: str | None, *, by_heads: bool = False, asks: bool = False
+) -> list[list[tuple[str, int]]]:
+    """The collectives of a layer's forward and backward pass, on parts of `length` tokens."""
+    feature_map = linattn.feature_maps.FavorPlus(4, 4) if exact else linattn.feature_maps.EluPlusOne(4)
+    query, key, value = (tokens(1, 2, length, 4, seed=seed, dtype=torch.float32).requires_grad_() for seed in range(3))
+    rule = None if exact is None else parse_exact(exact)
+    attend: Any = parallel.linear_attention_by_heads if by_heads else parallel.linear_attention
+    options = {} if by_heads or asks else {"lengths": [length] * mesh.size()}
+    with Counted() as forward:
+        out = attend(query, key, value, feature_map, mesh=mesh, is_causal=True, exact=rule, **options)
+    with Counted() as backward:
+        out.sum().backward()
+    return [forward.calls, backward.calls]
+
+
+def refused(mesh: DeviceMesh, fault: str) -> str:
+    """What a call with a fault is told, before any collective."""
+    query, key, value = qkv(num_queries=6, num_keys=6)
+    options: dict[str, Any] = {"mesh": mesh, "enable_gqa": True}
+    feature_map: FeatureMap | None = build("FavorPlus")
+    attend: Any = parallel.linear_attention
+    if fault == "no mesh":
+        options["mesh"] = "sequence"
+    if fault == "statistics":
+        feature_map = build("Centred-call-FavorPlus")
+    if fault == "heavy":
+        options["exact"] = Exact(num_heavy=2)
+    if fault == "merged":
+        feature_map, options["exact"] = None, Exact(num_merged=2)
+    if fault == "lengths":
+        options |= {"exact": Exact(window=4), "lengths": (5, 5)}
+    if fault == "queries":
+        query, options["is_causal"] = query[:, :, :3], True
+    if fault == "gates and bias":
+        gates = Gates(tokens(2, 2, 6))
+        options |= {"gates": gates, "key_bias": tokens(2, 2, 6), "is_causal": True}
+    if fault in ("heads", "map of heads"):
+        attend = parallel.linear_attention_by_heads
+        feature_map = build("FavorPlus-per-head") if fault == "map of heads" else feature_map
+    try:
+        attend(query, key, value, feature_map, **options)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,105 @@
+"""Jobs of ranks: layers and language models on parts of sequences, held against whole ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from layers import HEAD_DIM, LAYERS, VOCABULARY, linear, softmax, text, tokens
+from linattn import Exact
+from linattn.feature_maps import FavorPlus, LearnedExponential
+from linattn.nn import Block, LinearLM
+from linattn.parallel import ContextParallel
+from linattn.positions import ForgetGate, Rotary
+from split_calls import difference, own_part
+
+LENGTH = 23
+
+
+def _shared(mesh: DeviceMesh, grads: list[Tensor]) -> list[Tensor]:
+    """Gradients of parameters, summed over the ranks."""
+    for grad in grads:
+        dist.all_reduce(grad, group=mesh.get_group())
+    return grads
+
+
+def layer_errors(
+    mesh: DeviceMesh, kind: str, is_causal: bool, masked: bool, lengths: tuple[int, ...], equal_lengths: bool
+) -> dict[str, float]:
+    """How far a layer's rows and gradients on this rank's part are from the whole layer's."""
+    layer = LAYERS[kind](is_causal=is_causal).double()
+    x, grad = tokens(2, sum(lengths), seed=1).requires_grad_(), tokens(2, sum(lengths), seed=2)
+    mask = (torch.arange(2 * sum(lengths)) * 7 % 11 < 8).view(2, -1) if masked else None
+    split = parallelize_module(copy.deepcopy(layer), mesh, ContextParallel(equal_lengths=equal_lengths))
+    out = layer(x, key_mask=mask)
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    truths = torch.autograd.grad(out, [x, *weights], grad, materialize_grads=True)
+    part = own_part(mesh, lengths)
+    own = x[:, part].detach().clone().requires_grad_()
+    found = split(own, key_mask=None if mask is None else mask[:, part])
+    weights = [weight for weight in split.parameters() if weight.requires_grad]
+    of_x, *grads = torch.autograd.grad(found, [own, *weights], grad[:, part], materialize_grads=True)
+    errors = {"out": difference(found, out[:, part]), "x": difference(of_x, truths[0][:, part])}
+    for number, (one, truth) in enumerate(zip(_shared(mesh, grads), truths[1:], strict=True)):
+        errors[f"weight {number}"] = difference(one, truth)
+    return errors
+
+
+def model() -> LinearLM:
+    """A hybrid with every kind of exchange: states, a window's neighbours, gates, keys for softmax."""
+    torch.manual_seed(5)
+    layers = [
+        linear(
+            LearnedExponential(HEAD_DIM, 8).double(), positions=Rotary(HEAD_DIM, require_relative=False), is_causal=True
+        ),
+        linear(FavorPlus(HEAD_DIM, 8), exact=Exact(window=2), gate=ForgetGate(12, 2).double(), is_causal=True),
+        softmax(positions=Rotary(HEAD_DIM), is_causal=True),
+    ]
+    return LinearLM(VOCABULARY, [Block(layer) for layer in layers]).double()
+
+
+def losses(mesh: DeviceMesh, over: str, steps: int, checkpointing: bool = False) -> list[float]:
+    """The losses of a training over data, over sequences, over both, or of this rank alone."""
+    parts = {"alone": (0, 1, 0, 1), "data": (*_place(mesh), 0, 1), "sequence": (0, 1, *_place(mesh))}
+    if over == "both":
+        parts["both"] = (*_place(mesh["data"]), *_place(mesh["sequence"]))
+    row, rows, column, columns = parts[over]
+    trained = model()
+    trained.gradient_checkpointing = checkpointing
+    if columns > 1:
+        own = mesh["sequence"] if over == "both" else mesh
+        parallelize_module(trained, own, {"blocks.*.attention": ContextParallel(equal_lengths=True)})
+    optimizer, found = torch.optim.AdamW(trained.parameters(), lr=1e-2), []
+    for step in range(steps):
+        texts = text(2, 17, seed=step % 2)
+        # Targets are shifted before they are split.
+        inputs, targets = (x.chunk(rows)[row].chunk(columns, 1)[column] for x in (texts[:, :-1], texts[:, 1:]))
+        logits = trained(inputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        whole = loss.detach().clone()
+        if over != "alone":
+            _average(mesh, [whole, *(x.grad for x in trained.parameters())])
+        optimizer.step()
+        found.append(float(whole))
+    return found
+
+
+def _place(mesh: DeviceMesh) -> tuple[int, int]:
+    """Which of how many."""
+    return (mesh.get_local_rank(), mesh.size()) if mesh.ndim == 1 else (0, 1)
+
+
+def _average(mesh: DeviceMesh, tensors: list[Any]) -> None:
+    """Means over the ranks that train."""
+    for x in tensors:
+        for group in mesh.get_all_groups():
+            dist.all_reduce(x, group=group)
+        x /= mesh.size()
