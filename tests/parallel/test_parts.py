@@ -6,7 +6,7 @@ import pytest
 
 from grid import MAPS, SOFTMAX_MAPS, build, takes_statistics_from_the_call
 from ranks import SIZES
-from split_calls import LENGTHS, Whole, errors, state_errors
+from split_calls import LENGTHS, Whole, compiled_errors, distributed_errors, errors, state_errors
 
 pytestmark = pytest.mark.xdist_group("ranks")
 # Rounding in float64 over some hundred additions; the grid's random maps have weights of very different sizes.
@@ -83,3 +83,16 @@ def test_every_rank_has_the_state_of_all(on_ranks, name, weights):
         for lengths in LENGTHS[size]:
             for found in on_ranks(size, state_errors, name, weights, lengths):
                 assert max(found.values()) <= BOUND, (size, lengths, found)
+
+
+@pytest.mark.parametrize("exact", [None, "window 4"])
+def test_a_compiled_call_is_one_graph(on_ranks, exact):
+    for found in on_ranks(2, compiled_errors, Whole("FavorPlus", exact=exact)):
+        assert max(found.values()) <= BOUND, found
+
+
+@pytest.mark.parametrize("dimension", ["batch", "heads"])
+def test_tensors_that_know_their_ranks(on_ranks, dimension):
+    """DTensors split over data or heads, and sequences split over another dimension of the mesh."""
+    for found in on_ranks((2, 2), distributed_errors, dimension):
+        assert found <= BOUND, found

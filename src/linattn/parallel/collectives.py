@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
         grad, of_anchor = grads
         found = grad.new_empty(grad.shape[1:])
         dist.reduce_scatter_single(found, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)
-        return None, found, of_anchor
+        return None, found, _tied(of_anchor, found)
 
 
 class _Exchange(torch.autograd.Function):
@@ -67,7 +67,8 @@ class _Exchange(torch.autograd.Function):
         """Send the gradients back."""
         grad, of_anchor = grads
         sent, received = ctx.sizes
-        return None, None, None, _swapped(ctx.ranks, grad, received, sent), of_anchor
+        found = _swapped(ctx.ranks, grad, received, sent)
+        return None, None, None, found, _tied(of_anchor, found)
 
 
 def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -75,3 +76,14 @@ def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[in
     found = x.new_empty(sum(received))
     dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=ranks.group)
     return found
+
+
+def _tied(of_anchor: Tensor, found: Tensor) -> Tensor:
+    """The anchor's gradient; to a compiler it depends on what was received.
+
+    A compiler leaves out a collective whose result no gradient needs, as on a rank without keys, and the other ranks
+    would wait for it.
+    """
+    if not torch.compiler.is_compiling():
+        return of_anchor
+    return of_anchor + (0 * found.sum()).nan_to_num().to(of_anchor.dtype)
