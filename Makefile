@@ -1,10 +1,11 @@
 # Two commands matter: `make demo` (set up, audit a real model, measure the claims) and `make test` (set up, all laws).
 PYTHON ?= python3
+PYTHONS ?= $(PYTHON)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check fmt bench readme clean
+.PHONY: demo test check fmt bench readme docs release clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/linattn audit --target 0.1 --out report
@@ -28,11 +29,20 @@ fmt: $(VENV)/dev.stamp
 readme: $(VENV)/demo.stamp
 	$(BIN)/python docs/write_tables.py --take
 
+# Into site/; to read it with its search: python -m http.server --directory site
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "the site is in site/; read it with: $(BIN)/python -m http.server --directory site"
+
+# PYTHONS: the oldest and the newest that are supported, where there are several.
+release: $(VENV)/dev.stamp
+	$(BIN)/python tests/release.py $(addprefix --python ,$(PYTHONS))
+
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) report
+	rm -rf $(VENV) report site dist
 
 # torch first: its pin decides which build everything else is resolved against.
 $(VENV)/torch.stamp: constraints.txt
@@ -42,6 +52,10 @@ $(VENV)/torch.stamp: constraints.txt
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[demo]'
+	touch $@
+
+$(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) -e '.[docs]'
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp

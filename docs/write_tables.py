@@ -1,6 +1,8 @@
-"""Write the figures of README.md and docs/claims.md.
+"""Write the figures of README.md and of the site: tables between markers, docs/claims.md, docs/cli.md and drawings.
 
     python docs/write_tables.py [--take]
+
+A line <!-- NAME --> and one <!-- end --> in README.md or any page of docs/ enclose the table of that name.
 
 From docs/figures.json, benchmarks/results.jsonl (make bench) and benchmarks/language_models.jsonl
 (benchmarks/language_models_at_equal_time.py). --take first takes docs/figures.json from
@@ -16,8 +18,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from draw_figures import drawings
 from linattn.lab.report import SOURCES, summarise_audit, summarise_claims
 from linattn.records.atomic import atomic_file
+from site_tables import claims_table, honest_table, misses_table, no_better_table, picture_words
+from write_cli import cli_page
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures.json"
@@ -83,6 +88,8 @@ def take_figures(report: Path) -> dict[str, Any]:
             "tokens": header.num_tokens,
             "text": header.text,
             "heads": header.num_layers * header.num_heads,
+            "head_dim": header.head_dim,
+            "value_dim": header.value_dim,
             "baselines": [
                 {"name": base.name, "error": base.error, "cosine": base.embedding_cosine} for base in summary.baselines
             ],
@@ -230,7 +237,7 @@ def claims_words(claims: dict[str, Any]) -> str:
     rows = [
         f"Measured by `linattn reproduce --{claims['setting']}`. Of {len(decisions)} claims {counts['holds']} hold and "
         f"{counts['fails']} fail, {counts['undecided']} are undecided; all of them, with their figures, are in "
-        f"[docs/claims.md](docs/claims.md). {SOURCES} Among those that fail:",
+        f"[the list of claims](../claims.md). {SOURCES} Among those that fail:",
         "",
         "| claim | source | what was measured |",
         "|---|---|---|",
@@ -274,37 +281,65 @@ def _figure(figure: float | dict[str, float], unit: str) -> str:
 
 
 def tables() -> dict[str, str]:
-    """What stands between the README's markers."""
+    """What stands between the markers, by their names."""
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    audit, claims = figures["audit"], figures["claims"]
     lines, trained = (
         [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
         for file in (RESULTS, LANGUAGE_MODELS)
     )
     return {
-        "audit": audit_table(figures["audit"]),
-        "plan": figures["audit"]["plan"],
+        "audit": audit_table(audit),
+        "plan": audit["plan"],
         "conversions": conversion_table(lines),
         "language_models": language_model_table(trained),
-        "claims": claims_words(figures["claims"]),
+        "claims": claims_words(claims),
         "benchmarks": benchmark_table(lines),
+        "picture": picture_words(audit),
+        "honest": honest_table(audit, lines, claims),
+        "crossover": claims_table(lines, "crossover_with_sdpa"),
+        "generation": claims_table(lines, "generation_costs_the_same_at_any_length"),
+        "error_over_length": claims_table(lines, "error_over_length"),
+        "misses": misses_table(lines),
+        "no_better_than_averaging": no_better_table(audit),
     }
+
+
+def pages() -> list[Path]:
+    """README.md and the pages of the site."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def written() -> dict[Path, str]:
     """The files as they should be."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for name, table in tables().items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not pattern.search(text):
-            sys.exit(f"README.md has no place for the table {name!r}")
-        text = pattern.sub(lambda match, table=table: match[1] + table + "\n" + match[2], text)
-    claims = json.loads(FIGURES.read_text(encoding="utf-8"))["claims"]
-    return {readme: text, ROOT / "docs" / "claims.md": claims_page(claims)}
+    found, placed, contents = {}, set(), tables()
+    pattern = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+    def fill(match: re.Match[str]) -> str:
+        """A marker with its table."""
+        if match[2] not in contents:
+            sys.exit(f"there is no table {match[2]!r}; there are {', '.join(contents)}")
+        placed.add(match[2])
+        return f"{match[1]}\n{contents[match[2]]}\n\n{match[3]}"
+
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if pattern.search(text):
+            found[page] = pattern.sub(fill, text)
+    if missing := contents.keys() - placed:
+        sys.exit(f"no page has a place for {', '.join(sorted(missing))}; write <!-- NAME --> and <!-- end --> into one")
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    docs = ROOT / "docs"
+    return {
+        **found,
+        docs / "claims.md": claims_page(figures["claims"]),
+        docs / "cli.md": cli_page(),
+        **{docs / "images" / name: text for name, text in drawings(figures["audit"]).items()},
+    }
 
 
 def main() -> None:
-    """Replace what stands between the README's markers, and the page of claims."""
+    """Take figures where they are asked for, and write everything that is made of them."""
     if sys.argv[1:] == ["--take"]:
         with atomic_file(FIGURES) as file:
             json.dump(take_figures(ROOT / "report"), file, indent=1, ensure_ascii=False)

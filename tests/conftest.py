@@ -62,7 +62,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how much of the grid the laws covered, and what was left out for want of a browser."""
     if shutil.which("chromium") is None:
-        terminalreporter.write_line("no browser: the report's page was not opened; apt-get install chromium")
+        terminalreporter.write_line(
+            "no browser: the pages of report and site were not opened; apt-get install chromium"
+        )
     covered: dict[str, set[str]] = {}
     for report in terminalreporter.stats.get("passed", []):
         for key, value in report.user_properties:

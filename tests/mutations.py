@@ -1,10 +1,14 @@
 """Deliberate faults, each of which the laws must catch: this script breaks copies of the source and says which did.
 
-Not a test of its own (it runs the laws once per fault, some minutes): it shows that the laws can fail.
+    python tests/mutations.py [PLACE …]
+
+A place is the beginning of a broken file's path below src/linattn, as in "training" or "nn/models.py"; all of them if
+left out. Not a test of its own (it runs the laws once per fault, some minutes): it shows that the laws can fail.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -19,8 +23,14 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> int:
     """The number of faults no law caught."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("places", nargs="*", metavar="PLACE", help="beginnings of paths below src/linattn")
+    places = tuple(parser.parse_args().places)
+    faults = [fault for fault in FAULTS if not places or fault.file.startswith(places)]
+    if not faults:
+        parser.error(f"no fault is at {', '.join(places)}; name the beginning of a path below src/linattn")
     survivors = 0
-    for fault in FAULTS:
+    for fault in faults:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "src"
             shutil.copytree(ROOT / "src", source)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from linattn.attention import Exact, linear_attention
-from linattn.planning.methods import parse_method, parse_without_map
+from linattn.planning.methods import parse_method
+from linattn.planning.no_map import NoMap
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,8 @@ from linattn.planning.methods import parse_method, parse_without_map
         "Centred(Balanced(FavorPlus)) + window 8",
         "Expansion + heavy 5",
         "Taylor(scale=100.0) + window 1",
+        "merged 128",
+        "window 24 + merged 8",
     ],
 )
 def test_round_trip(label):
@@ -39,19 +42,22 @@ def test_any_case_spacing_and_order():
     ("written", "words"),
     [
         ("Performer + window 16", "no feature map 'Performer'"),
-        ("Expansion + windows 16", "'windows 16' is no exact part; write window W or heavy G"),
+        ("Expansion + windows 16", "'windows 16' is no exact part; write window W or heavy G or merged C"),
         ("Expansion + window", "'window' is no exact part"),
         ("Expansion + heavy 0", "'heavy 0' is no exact part"),
         ("Expansion + heavy -2", "'heavy -2' is no exact part"),
         ("Expansion + window 16 + window 32", "has two parts 'window'"),
         ("Expansion + window 24", "the window must be a power of two, as 16 or 32, got 24"),
         ("Expansion +", "'' is no exact part"),
-        ("window 16", "not a feature map's written form"),
+        (
+            "window 16",
+            "leaves the keys that are not exact to nobody; write merged keys, as in 'window 32 + merged 128'",
+        ),
+        ("window 16 + Expansion", "'Expansion' is no exact part"),
         ("1 + 1", "'1' is no exact part"),
-        ("window 24 + merged 8", "has no map, and one is needed here: linattn.hf.linearize_ takes such a form"),
         ("Expansion + window 8 + merged 8", "leave the map out, as in 'window 8 + merged 8'"),
         ("Expansion + heavy 8 + merged 8", "leave num_heavy out and raise num_merged"),
-        ("Expansion + merged", "'merged' is no exact part; write window W or heavy G or merged C"),
+        ("Expansion + merged", "'merged' is no exact part"),
     ],
 )
 def test_refusals(written, words):
@@ -60,18 +66,27 @@ def test_refusals(written, words):
 
 
 def test_a_form_without_a_map_is_merged_keys():
-    assert parse_without_map("MERGED 192 +window 320") == Exact(window=320, num_merged=192)
-    for written in ("merged 5", "window 24 + merged 8"):
-        assert parse_without_map(written).label == written
-    for written in (
-        "Expansion",
-        "Expansion + window 8",
-        "window 8",
-        "heavy 8",
-        "window 8 + merged",
-        "merged 8 + merged 8",
-    ):
-        assert parse_without_map(written) is None
+    method = parse_method("MERGED 192 +window 320")
+    assert method.map is None
+    assert method.exact == Exact(window=320, num_merged=192)
+    assert not method.takes_features
+    assert not method.is_random
+    with pytest.raises(ValueError, match=r"window 320 \+ merged 192 has no map, got num_features=8"):
+        method.build(4, num_features=8, scale=0.5, seed=0)
+
+
+def test_merged_keys_attend_at_the_scale_they_are_built_for():
+    method = parse_method("merged 3")
+    q, k, v = torch.randn(1, 4, 9, 4), torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 3)
+    for scale in (0.5, 1.3):
+        built = method.build(4, num_features=None, scale=scale, seed=0)
+        assert isinstance(built, NoMap)
+        found = method.attend(built, q, k, v, is_causal=False)
+        wanted = linear_attention(2 * scale * q, k, v, None, enable_gqa=True, exact=method.exact)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            built.kernel(q, k.repeat_interleave(2, 1)).log(), scale * q @ k.repeat_interleave(2, 1).mT
+        )
 
 
 @pytest.mark.parametrize("written", ["Relu + window 16", "Taylor(order=1) + heavy 2", "Trigonometric + window 2"])

@@ -166,7 +166,8 @@ def _check_methods(plan: Plan) -> None:
         if label != EXACT:
             method = parse_method(label)
             _check_counts(**(vars(method.exact) if method.exact else {}))
-            check_size(method.map.name, {"head_dim": plan.head_dim, **dict(method.map.options)})
+            if method.map is not None:
+                check_size(method.map.name, {"head_dim": plan.head_dim, **dict(method.map.options)})
 
 
 def _check_counts(**counts: int | None) -> None:

@@ -146,13 +146,14 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     method = parse_method(config.method)
     widens = positions is not None and not isinstance(positions, CosineReweighting)
     width = positions.encoded_dim if positions is not None and widens else head_dim
-    num_features = config.num_features if method.map.takes_features else None
+    num_features = config.num_features if method.takes_features else None
     num_heads = num_kv_heads if config.per_head else None
     drawn = {"scale": head_dim**-0.5, "seed": config.seed + place, "num_heads": num_heads}
     feature_map = method.build(width, num_features=num_features, **drawn)
     # Methods are built frozen, to be measured; here a learned map trains with the model.
     feature_map.requires_grad_(True)
-    return LinearAttention(config.hidden_size, config.num_attention_heads, feature_map, exact=method.exact, **options)
+    given = None if method.map is None else feature_map
+    return LinearAttention(config.hidden_size, config.num_attention_heads, given, exact=method.exact, **options)
 
 
 def _written(text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

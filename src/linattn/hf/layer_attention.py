@@ -17,6 +17,7 @@ from linattn.attention import Exact, State, linear_attention, linear_attention_w
 from linattn.feature_maps import FeatureMap
 from linattn.nn.streams import KeptTokens, extended
 from linattn.planning import Plan
+from linattn.planning.no_map import NoMap
 
 ATTRIBUTE = "linear_attention"
 """Name of a `LayerAttention` in its attention module."""
@@ -121,7 +122,7 @@ class LayerAttention(nn.Module):
         self.plan: Plan | None = None
         self.groups: dict[str, HeadGroup | None] = {ALL_HEADS: HeadGroup("feature_map", exact)}
         if not isinstance(method, Plan):
-            self.feature_map = method
+            self.feature_map = None if isinstance(method, NoMap) else method
             return
         built = method.build()
         self.plan = replace(method, fitted={})
@@ -236,7 +237,7 @@ class LayerAttention(nn.Module):
     def _map(self, group: HeadGroup) -> FeatureMap | None:
         """The map of a group; None beside merged keys."""
         feature_map: FeatureMap | None = attrgetter(group.map_name)(self)
-        return feature_map
+        return None if isinstance(feature_map, NoMap) else feature_map
 
 
 def attention_of(module: nn.Module) -> LayerAttention | None:

@@ -35,7 +35,7 @@ def check_twin(model: LinearLMForCausalLM, method: Method | None) -> None:
             "one method"
         )
     _check_model(model)
-    if "scale" in dict(method.map.options):
+    if method.map is not None and "scale" in dict(method.map.options):
         raise ValueError(
             f"{method.label}: a LinearLM's maps have the scale D**-0.5 of its softmax; leave scale out of the method"
         )
@@ -108,11 +108,12 @@ def _settings(model: LinearLMForCausalLM, attentions: Mapping[str, LayerAttentio
 
 
 def _method(attention: LayerAttention) -> str:
-    """The written form of a map and its exact part."""
+    """The written form of a map and its exact part, or of merged keys."""
     group, feature_map = attention.groups[ALL_HEADS], attention.feature_map
     assert group is not None
     if feature_map is None:
-        raise ValueError(f"{attention.module_name} attends by merged keys, which a LinearLM has not; {_LINEARIZE}")
+        assert group.exact is not None
+        return group.exact.label
     default = feature_map.head_dim**-0.5
     scale = getattr(feature_map, "scale", default)
     if scale != default:

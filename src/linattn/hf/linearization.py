@@ -28,7 +28,7 @@ from linattn.hf.calibrating import Sample, calibrate_maps, calibrate_plans
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.planning import Plan
-from linattn.planning.methods import parse_method, parse_without_map
+from linattn.planning.methods import Method, parse_method
 
 # Where a model keeps what `restore_` needs, its former implementations and the hooks; copies and pickles have it too.
 _UNDO = "linattn_undo"
@@ -174,12 +174,8 @@ def linearize_(
         attentions = _attend_by_plans(model, chosen, plans, calibrate)
     else:
         if isinstance(feature_map, str):
-            merging = parse_without_map(feature_map)
-            if merging is None:
-                label = parse_method(feature_map).label
-                attentions = _attend_by_method(chosen, feature_map, num_features, seed)
-            else:
-                label, attentions = merging.label, _attend_by_merging(chosen, merging, num_features)
+            method = parse_method(feature_map)
+            label, attentions = method.label, _attend_by_method(chosen, method, num_features, seed)
         else:
             attentions = _attend_by_function(chosen, feature_map, exact)
         if calibrate is not None:
@@ -323,9 +319,11 @@ def _attend_by_plans(
     return [(found, LayerAttention(plan, found.name)) for found, plan in zip(chosen, plans, strict=True)]
 
 
-def _attend_by_method(chosen: list[AttentionModule], text: str, num_features: int | None, seed: int) -> list[Attending]:
-    """The attention of each layer by a written form."""
-    method, built = parse_method(text), []
+def _attend_by_method(
+    chosen: list[AttentionModule], method: Method, num_features: int | None, seed: int
+) -> list[Attending]:
+    """The attention of each layer by one method."""
+    built = []
     for found in chosen:
         # At the default scale whatever the module's: LayerAttention makes up the difference with each call.
         options = {"num_features": num_features, "scale": found.head_dim**-0.5, "seed": seed + found.number}
@@ -333,13 +331,6 @@ def _attend_by_method(chosen: list[AttentionModule], text: str, num_features: in
         feature_map = method.build(found.head_dim, **options).requires_grad_(True)
         built.append((found, LayerAttention(feature_map, found.name, exact=method.exact)))
     return built
-
-
-def _attend_by_merging(chosen: list[AttentionModule], exact: Exact, num_features: int | None) -> list[Attending]:
-    """The attention of each layer by merged keys."""
-    if num_features is not None:
-        raise ValueError(f"{exact.label!r} has no map, got num_features={num_features}; leave it out")
-    return [(found, LayerAttention(None, found.name, exact=exact)) for found in chosen]
 
 
 def _attend_by_function(

@@ -16,7 +16,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.nn._multihead import fill_, multihead_projections
 from linattn.nn.attention import Attention, Heads, QkNorm, Settings
 from linattn.nn.streams import Stream, kind_of
-from linattn.positions import Gate, Position, gated_attention_with_state
+from linattn.positions import Gate, Position, Rotary, gated_attention_with_state
 
 
 @final
@@ -31,7 +31,8 @@ class LinearAttention(Attention):
     Args:
         embed_dim: E.
         num_heads: H.
-        feature_map: the kernel, for the head width D; a part of the layer, trained and moved with it.
+        feature_map: the kernel, for the head width D; a part of the layer, trained and moved with it. None where merged
+            keys take its place, as with exact=Exact(window=64, num_merged=128).
         num_kv_heads: Hkv, groups of H / Hkv consecutive query heads share a key/value head; H if None.
         head_dim: D; E / H if None.
         is_causal: whether a token sees itself and earlier ones alone.
@@ -42,8 +43,8 @@ class LinearAttention(Attention):
         qk_norm: "rms" or "layer", a norm with weights of its own on each head's queries, and one on its keys; None for
             none.
         output_gate: multiply what heads attended to by sigmoid(x W_g + b_g).
-        exact: which keys are attended to exactly, beside the map; None for none. The blocks of a window hold masked
-            tokens too: with one, padding changes which keys are near.
+        exact: which keys are attended to exactly, beside the map, or merged; None for none. The blocks of a window
+            hold masked tokens too: with one, padding changes which keys are near.
         bias: whether the four projections have biases.
         device: of the parameters; map, positions and gate are moved there. None for torch's default, and these as they
             are.
@@ -51,8 +52,9 @@ class LinearAttention(Attention):
 
     Raises:
         TypeError: `feature_map` is no FeatureMap, `positions` no Position, `gate` no Gate.
-        ValueError: sizes do not fit each other, the map, the positions or the gate; the positions do not admit the map;
-            a gate in a layer that is not causal; unknown `qk_norm`.
+        ValueError: sizes do not fit each other, the map, the positions or the gate; the positions do not admit the map,
+            or merged keys without one (only Rotary does); a gate in a layer that is not causal; unknown `qk_norm`;
+            `feature_map` is None without merged keys, or is not beside them.
 
     Example:
         >>> import torch
@@ -75,7 +77,7 @@ class LinearAttention(Attention):
         self,
         embed_dim: int,
         num_heads: int,
-        feature_map: FeatureMap,
+        feature_map: FeatureMap | None,
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -93,17 +95,19 @@ class LinearAttention(Attention):
             num_kv_heads, head_dim, is_causal, positions, gate, qk_norm, output_gate, bias, device, dtype
         )
         super().__init__(embed_dim, num_heads, settings)
-        feature_map = self._bound(feature_map)
-        self.feature_map = feature_map if device is None else feature_map.to(device)
+        if feature_map is None:
+            self._check_without_map(exact)
+        bound = None if feature_map is None else self._bound(feature_map)
+        self.feature_map = bound if bound is None or device is None else bound.to(device)
         if exact is not None:
-            exact.check_call(feature_map, 1, 1, is_causal=is_causal)
+            exact.check_call(bound, 1, 1, is_causal=is_causal)
         self.exact = exact
 
     @classmethod
     def from_multihead_attention(
         cls,
         mha: nn.MultiheadAttention,
-        feature_map: FeatureMap,
+        feature_map: FeatureMap | None,
         *,
         is_causal: bool = False,
         exact: Exact | None = None,
@@ -113,7 +117,7 @@ class LinearAttention(Attention):
 
         Args:
             mha: with one set of weights for queries, keys and values or with separate ones, with biases or without.
-            feature_map: the kernel, for the width mha.embed_dim / mha.num_heads.
+            feature_map: the kernel, for the width mha.embed_dim / mha.num_heads; None as in the constructor.
             is_causal: as in the constructor: torch's layer is told with each call.
             exact: as in the constructor.
             batch_first: the layer takes (B, L, E) whatever torch's took. Where that was (L, B, E), say True here, and
@@ -180,6 +184,19 @@ class LinearAttention(Attention):
                 "state that it returned"
             )
         return state.kept
+
+    def _check_without_map(self, exact: Exact | None) -> None:
+        """Refuse to be without a map where nothing takes its place, or positions that need one."""
+        if exact is None:
+            raise TypeError(
+                "feature_map is None and so is exact: a map, as Expansion, or merged keys must take the keys; give "
+                "exact=Exact(window=64, num_merged=128) for merged ones"
+            )
+        if self.positions is not None and not isinstance(self.positions, Rotary):
+            raise ValueError(
+                f"merged keys stand for the softmax of q·k, which Rotary positions leave one, got "
+                f"{type(self.positions).__name__} beside feature_map=None; take Rotary, or a map"
+            )
 
     def _bound(self, feature_map: FeatureMap) -> FeatureMap:
         """The map to attend with, under the layer's positions; one for other heads is refused."""

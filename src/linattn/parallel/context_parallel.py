@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from linattn.feature_maps import FeatureMap
 from linattn.nn import Attention, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import Heads
 from linattn.nn.streams import KeptTokens
@@ -73,9 +74,20 @@ class ContextParallel(ParallelStyle):
             )
         ranks = Ranks.of(device_mesh)
         if isinstance(module, LinearAttention):
-            _check_alike(ranks, module.feature_map.fingerprint())
+            _check_alike(ranks, _feature_map(module).fingerprint())
         module.parts = SequenceParts(device_mesh, ranks, self.equal_lengths)
         return module
+
+
+def _feature_map(layer: LinearAttention) -> FeatureMap:
+    """The map of a layer; without one, what is merged depends on the keys' order over all ranks."""
+    if layer.feature_map is None:
+        raise ValueError(
+            f"ContextParallel is for layers with a feature map, got {layer.exact}: keys are merged one after "
+            "the other, over the whole sequence; take a map, or split by heads "
+            "(linattn.parallel.linear_attention_by_heads)"
+        )
+    return layer.feature_map
 
 
 def _check_alike(ranks: Ranks, fingerprint: str) -> None:
@@ -118,7 +130,7 @@ class SequenceParts:
             heads.query,
             heads.key,
             heads.value,
-            layer.feature_map,
+            _feature_map(layer),
             mesh=self.mesh,
             key_mask=heads.key_mask,
             gates=heads.gates,

@@ -2,6 +2,8 @@
 
 "Expansion(num_centres=16) + window 16 + heavy 32" attends through the expansion, except to near keys and to the 32
 heaviest, which get their softmax weights. "window 128 + merged 256" has no map: merged keys take its place.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from linattn.attention import Exact, linear_attention
-from linattn.attention.exact import parse_exact
+from linattn.attention.exact import begins_exact, parse_exact
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.planning.map_specs import MapSpec, parse_map
+from linattn.planning.no_map import NoMap
 
 # A plus outside brackets: "scale=1e+2" holds one inside.
 _PLUS = re.compile(r"\+(?![^(]*\))")
@@ -22,20 +25,35 @@ _PLUS = re.compile(r"\+(?![^(]*\))")
 
 @dataclass(frozen=True)
 class Method:
-    """A feature map still to be built, and the keys attended to exactly; None where the map takes all."""
+    """A feature map still to be built, and the keys attended to exactly or merged.
 
-    map: MapSpec
+    Attributes:
+        map: the map; None where merged keys take its place.
+        exact: the exact part; None where the map takes all keys.
+    """
+
+    map: MapSpec | None
     exact: Exact | None = None
 
     @property
     def label(self) -> str:
         """The written form, with exact names."""
-        return self.map.label if self.exact is None else f"{self.map.label} + {self.exact.label}"
+        return " + ".join(part.label for part in (self.map, self.exact) if part is not None)
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether the number of features is free; else the head width or an option fixes it, or there are none."""
+        return self.map is not None and self.map.takes_features
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the map is drawn from a seed."""
+        return self.map is not None and self.map.is_random
 
     def build(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
     ) -> FeatureMap:
-        """The map, not yet fitted, from `MapSpec.build`.
+        """The map, not yet fitted, from `MapSpec.build`; a `NoMap` where merged keys take its place.
 
         Raises ValueError if the map's weights cannot share a normaliser with exact attention, or as `MapSpec.build`.
 
@@ -43,6 +61,10 @@ class Method:
             >>> parse_method("Taylor(order=2)").build(4, num_features=None, scale=0.5, seed=0).num_features
             15
         """
+        if self.map is None:
+            if num_features is not None:
+                raise ValueError(f"{self.label} has no map, got num_features={num_features}; leave it out")
+            return NoMap(head_dim, scale)
         feature_map = self.map.build(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
         if self.exact is not None and not self.exact.takes(feature_map):
             raise ValueError(
@@ -63,7 +85,7 @@ class Method:
     ) -> Tensor:
         """`linattn.linear_attention` with this method's exact part and a map of `build`, fitted if it takes statistics.
 
-        Keys and values may have fewer heads than queries.
+        Keys and values may have fewer heads than queries. Without a map the temperature is that of the `NoMap`.
 
         Example:
             >>> import torch
@@ -73,11 +95,15 @@ class Method:
             >>> method.attend(feature_map, zero, zero, v, is_causal=False).flatten().tolist()
             [2.0, 2.0]
         """
+        if isinstance(feature_map, NoMap):
+            # The op has its own temperature there.
+            own = feature_map.head_dim**-0.5
+            query = query if feature_map.scale == own else query * (feature_map.scale / own)
         return linear_attention(
             query,
             key,
             value,
-            feature_map,
+            None if isinstance(feature_map, NoMap) else feature_map,
             key_mask=key_mask,
             is_causal=is_causal,
             enable_gqa=True,
@@ -86,47 +112,38 @@ class Method:
 
 
 def parse_method(text: str) -> Method:
-    """Read a method's written form: that of a map, then the parts of an exact rule, in any case and order.
+    """Read a method's written form: that of a map, or merged keys in its place, and the parts of an exact rule.
+
+    In any case; the exact part's parts in any order.
 
     Raises ValueError if the map's part is no map (`parse_map` says why), another part is no window and of no rule, a
-    part is written twice, the window is no power of two, or keys are merged, which leaves none to a map.
+    part is written twice, the window is no power of two beside a map, or keys are merged beside a map, which leaves
+    none to it.
 
     Example:
         >>> parse_method("expansion(num_centres=4)+HEAVY 8+window 16").label
         'Expansion(num_centres=4) + window 16 + heavy 8'
+        >>> parse_method("merged 128 + Window 32").label
+        'window 32 + merged 128'
     """
-    if parse_without_map(text) is not None:
-        raise ValueError(
-            f"{text!r} has no map, and one is needed here: linattn.hf.linearize_ takes such a form, and "
-            "linattn.linear_attention takes None for a map"
-        )
     written, *parts = _PLUS.split(text, maxsplit=1)
+    has_map = not begins_exact(written)
     try:
-        exact = parse_exact(parts[0]) if parts else None
+        exact = None if has_map and not parts else parse_exact(parts[0] if has_map else text)
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
-    if exact is not None and exact.num_merged:
+    merging = exact is not None and exact.num_merged > 0
+    if exact is not None and merging and has_map:
         raise ValueError(
             f"{text!r}: merged keys take every key that is not near and leave none to a map; leave the map out, as in "
             f"{exact.label!r}, or write heavy in place of merged"
         )
-    return Method(parse_map(written), exact)
-
-
-def parse_without_map(text: str) -> Exact | None:
-    """The exact part that a form without a map is, whose merged keys take the map's place; None for all other text.
-
-    Example:
-        >>> parse_without_map("merged 192 + Window 64").label
-        'window 64 + merged 192'
-        >>> parse_without_map("Expansion + window 64") is None
-        True
-    """
-    try:
-        exact = parse_exact(text)
-    except ValueError:
-        return None
-    return exact if exact.num_merged else None
+    if not has_map and not merging:
+        raise ValueError(
+            f"{text!r} leaves the keys that are not exact to nobody; write merged keys, as in "
+            "'window 32 + merged 128', or a map, as in 'Expansion + window 32'"
+        )
+    return Method(parse_map(written) if has_map else None, exact)
 
 
 def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:

@@ -99,7 +99,7 @@ def gated_attention_with_state(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap,
+    feature_map: FeatureMap | None,
     gates: Gates,
     state: State | None = None,
     *,
@@ -120,7 +120,7 @@ def gated_attention_with_state(
         query: (B, H, L, D): as many queries as keys.
         key: (B, Hkv, L, D).
         value: (B, Hkv, L, Dv).
-        feature_map: the kernel.
+        feature_map: the kernel; None where merged keys take its place.
         gates: of these tokens, as a `Gate` gives them; differentiable.
         state: what was seen before, as it was returned.
         key_mask: (B, L) bool, True = attend; a masked token neither enters nor makes others fade.

@@ -164,13 +164,13 @@ def test_words_of_targets(summary):
     assert fair.text.startswith(
         "The smallest state has FavorPlus (8 features): error 0.20 with 10 numbers kept per head"
     )
-    assert "The fewest operations has FavorPlus (16 features): error 0.20 with 20 numbers" in fair.text
+    assert "The fastest is FavorPlus (16 features): error 0.20 with 20 numbers" in fair.text
+    assert "It keeps 20 numbers per head, less than the 384 of the exact cache." in fair.text
     assert good.text.startswith("No method measured reaches it")
-    # 48 tokens of width 4 and 4: exact attention takes 2·48·8 operations.
-    assert "exact attention itself" not in fair.text
-    slow = replace(fast, flops_per_token=768)
-    fair, _ = advise(replace(summary, lines=(worse, slow, small))).targets
-    assert fair.text.endswith("At 48 tokens exact attention itself takes fewer, 768: this pays on longer texts.")
+    # What was timed counts before operations.
+    fair, _ = advise(replace(summary, lines=(worse, fast, replace(small, time_ratio=0.5)))).targets
+    assert "The fastest is" not in fair.text
+    assert "the whole model takes 0.50 × its time with softmax, at 48 tokens and batch 1" in fair.text
     broken = tuple(replace(line, error=replace(line.error, mean=math.nan)) for line in summary.lines)
     assert advise(replace(summary, lines=broken)).targets[0].text == "No method measured reaches it."
 
@@ -221,11 +221,11 @@ def test_a_curve_joins_what_nothing_beats(summary):
 
 def test_tables(summary):
     table = overview(summary)
-    assert table.rows[0][:5] == ("exact", "", "", "0.00", "0.00")
-    assert table.rows[1][:5] == ("uniform averaging", "", "", "0.80", "1.00")
-    assert table.rows[2] == ("FavorPlus", "8", "40", "1.00 ± 0.18", "1.25", "38%", "0.50", "0.600 ± 0.141")
+    assert table.rows[0][:6] == ("exact", "", "", "1.00", "0.00", "0.00")
+    assert table.rows[1][:6] == ("uniform averaging", "", "", "", "0.80", "1.00")
+    assert table.rows[2] == ("FavorPlus", "8", "40", "–", "1.00 ± 0.18", "1.25", "38%", "0.50", "0.600 ± 0.141")
     assert heads(summary).rows[2][:4] == ("FavorPlus", "8", "40", "288")
-    assert overview(summary, spreads=False).rows[2][3] == "1.00"
+    assert overview(summary, spreads=False).rows[2][4] == "1.00"
     assert end_to_end(summary).rows[0] == ("exact", "", "", "1.000", "1.000")
     assert end_to_end(summary).rows[4] == ("Taylor", "40", "1", "0.100", "0.050")
     assert heads(summary).rows[4][-2:] == ("–", "no better")
@@ -259,7 +259,7 @@ def test_the_page_loads_nothing(page):
 
 
 def test_the_page_escapes_what_it_was_given(page):
-    assert sum(tag == "script" for tag, _ in page.tags) == 2
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
     assert "alert(1)" in "".join(page.words)
 
 
@@ -268,9 +268,8 @@ def test_the_page_holds_the_heat_map(page):
     cells = json.loads(re.search(r"const cells = (.*);", script).group(1))
     assert set(cells) == {"FavorPlus · 8", "FavorPlus · 16", "Taylor · 40"}
     assert cells["FavorPlus · 8"] == [[1.0, 1.0], [1.0, 2.0]]
-    heat = page.figure("head-map")
-    assert heat["data"][0]["type"] == "heatmap"
-    assert heat["data"][0]["z"] == cells["FavorPlus · 16"]
+    ratios = [float(at["style"].removeprefix("--ratio: ")) for tag, at in page.tags if tag == "td" and "style" in at]
+    assert ratios == [ratio for row in cells["FavorPlus · 16"] for ratio in row]
     ids = {attributes.get("id") for _, attributes in page.tags}
     assert {"head-map", "state-frontier", "flops-frontier"} <= ids
     options = [attributes for tag, attributes in page.tags if tag == "option"]
@@ -282,19 +281,20 @@ def test_the_page_holds_the_frontier(page):
     limit = "matrix cut to a rank (SVD)"
     both = ["random features", "elementwise and polynomial maps"]
     baselines = ["averaging the values", "exact attention over 48 tokens"]
-    assert [trace["name"] for trace in state["data"]] == [*both, limit, *baselines]
-    assert [trace["name"] for trace in flops["data"]] == [*both, *baselines]
-    random = state["data"][0]
+    assert [curve["name"] for curve in state["curves"]] == [*both, limit, *baselines]
+    assert [curve["name"] for curve in flops["curves"]] == [*both, *baselines]
+    random = state["curves"][0]
     assert random["x"] == [40, 80]
     assert random["y"] == pytest.approx([1.0, 0.525])
-    assert random["customdata"] == ["FavorPlus · 8", "FavorPlus · 16"]
-    assert flops["data"][0]["x"] == [288, 576]
-    assert state["data"][2]["y"] == pytest.approx([0.5, 0.2])
-    assert state["data"][3]["y"] == pytest.approx([0.8, 0.8])
-    assert state["data"][4]["x"] == [48 * 8] * 2
-    assert flops["data"][3]["x"] == [2 * 48 * 8] * 2
-    for figure in (state, flops):
-        assert (figure["layout"]["xaxis"]["type"], figure["layout"]["yaxis"]["type"]) == ("log", "log")
+    assert random["tips"] == ["FavorPlus · 8, 40 numbers: 1.000", "FavorPlus · 16, 80 numbers: 0.525"]
+    assert flops["curves"][0]["x"] == [288, 576]
+    assert state["curves"][2]["y"] == pytest.approx([0.5, 0.2])
+    assert state["curves"][3]["y"] == pytest.approx([0.8, 0.8])
+    assert state["curves"][4]["x"] == [48 * 8] * 2
+    assert flops["curves"][3]["x"] == [2 * 48 * 8] * 2
+    for chart in (state, flops):
+        assert chart["x"]["is_logarithmic"]
+        assert chart["y"]["is_logarithmic"]
     assert "cut to its best rank" in page.text
 
 
@@ -302,7 +302,7 @@ def test_the_page_of_a_text_too_long_for_the_limit(summary, tmp_path):
     write_page(Report(audit=replace(summary, limits=())), tmp_path / "long.html")
     page = Page((tmp_path / "long.html").read_text(encoding="utf-8"))
     assert "The limit of the rank is left out" in page.text
-    assert "matrix cut to a rank (SVD)" not in {trace["name"] for trace in page.figure("state-frontier")["data"]}
+    assert "matrix cut to a rank (SVD)" not in {curve["name"] for curve in page.figure("state-frontier")["curves"]}
 
 
 def test_the_page_has_the_words_and_the_end_to_end_table(page):

@@ -20,7 +20,7 @@ from linattn.lab.bench.settings import Settings
 from linattn.lab.experiments import reproduction
 from linattn.lab.experiments.records import CLAIMS
 from linattn.lab.experiments.reproduction import Reproduction
-from linattn.lab.report import _render, write_report
+from linattn.lab.report import write_report
 from linattn.planning.methods import parse_method
 from pages import Page
 from trials import Trial
@@ -32,7 +32,7 @@ TITLES = {
 }
 DAMAGES = 35
 # Fields of an audit's header that files of earlier versions lack.
-OPTIONAL = ("target", "calibration", "left_out")
+OPTIONAL = ("target", "calibration", "left_out", "layers", "windowed", "longest")
 OTHERS = (None, True, "text", "", "nan", "inf", -1, 0, 1e308, -1e308, 1e-308, 10**15, 10**30, 10**400, [], {}, [[]])
 
 
@@ -59,9 +59,8 @@ def beside(name):
 
 
 @pytest.fixture
-def page_of(whole, tmp_path, monkeypatch):
-    """A function that writes the page of one file, its content replaced, and another; without plotly's script."""
-    monkeypatch.setattr(_render, "get_plotlyjs", lambda: "")
+def page_of(whole, tmp_path):
+    """A function that writes the page of one file, its content replaced, and another."""
 
     def of(name, content):
         other = beside(name)

@@ -15,6 +15,7 @@ from linattn.attention.exact.merged_keys import MergedKeys as MergedKeys
 from linattn.attention.exact.merged_keys import Merging as Merging
 from linattn.attention.exact.merged_keys import attend_causal_merging as attend_causal_merging
 from linattn.attention.exact.rule import Exact as Exact
+from linattn.attention.exact.rule import begins_exact as begins_exact
 from linattn.attention.exact.rule import check_exact as check_exact
 from linattn.attention.exact.rule import parse_exact as parse_exact
 from linattn.attention.exact.weighted_reading import Reading as Reading

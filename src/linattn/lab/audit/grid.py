@@ -30,6 +30,8 @@ DEFAULT_METHODS = (
     "Expansion(num_centres=16) + window 32",
     "Expansion(num_centres=16) + window 16 + heavy 32",
     "Expansion(num_centres=64) + window 32 + heavy 64",
+    "window 32 + merged 32",
+    "window 32 + merged 96",
 )
 
 # Seeds of two draws differ by more than any model has layers.
@@ -101,8 +103,8 @@ class AuditGrid:
             [('EluPlusOne', None, 0), ('FavorPlus', 64, 0), ('FavorPlus', 64, 1)]
         """
         for method in self.methods:
-            for num_features in self.features if method.map.takes_features else (None,):
-                for draw in range(self.draws if method.map.is_random else 1):
+            for num_features in self.features if method.takes_features else (None,):
+                for draw in range(self.draws if method.is_random else 1):
                     yield Configuration(method, num_features, draw, self.seed + draw * _SEEDS_PER_DRAW)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from linattn.lab.audit.records import AuditRow, HeadRow, ModelRow, RankRow
+from linattn.lab.audit.records import AuditRow, HeadRow, LengthsRow, ModelRow, RankRow, TimeRow
 
 # What rows were measured together: their kind, and what they are of.
 Group = tuple[str, str, int | None, int, int]
+# Kinds of which one row is a whole.
+_ALONE = ("model", "time", "lengths")
 
 
 class Kept:
@@ -39,13 +41,21 @@ class Kept:
         self._whole = {
             group
             for group, number in found.items()
-            if group[0] == "model" or (group[-1] < len(heads) and number == wanted[group[0]][group[-1]])
+            if group[0] in _ALONE or (group[-1] < len(heads) and number == wanted[group[0]][group[-1]])
         }
         self.rows = [row for row in rows if _group(row) in self._whole]
 
     def has_model(self, label: str, features: int | None, draw: int) -> bool:
         """Whether the whole model was measured."""
         return ("model", label, features, draw, 0) in self._whole
+
+    def has_time(self, label: str, features: int | None) -> bool:
+        """Whether the whole model was timed."""
+        return ("time", label, features, 0, 0) in self._whole
+
+    def has_lengths(self, label: str, features: int) -> bool:
+        """Whether a method was timed at growing lengths."""
+        return ("lengths", label, features, 0, 0) in self._whole
 
     def has_heads(self, label: str, features: int, draw: int, layer: int) -> bool:
         """Whether a layer's heads were."""
@@ -66,4 +76,6 @@ def _group(row: AuditRow) -> Group:
         return ("head", row.map, row.features, row.draw, row.layer)
     if isinstance(row, ModelRow):
         return ("model", row.map, row.features, row.draw, 0)
+    if isinstance(row, TimeRow | LengthsRow):
+        return ("time" if isinstance(row, TimeRow) else "lengths", row.map, row.features, 0, 0)
     return ("rank" if isinstance(row, RankRow) else "plan", "", None, 0, row.layer)

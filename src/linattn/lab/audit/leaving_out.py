@@ -48,6 +48,6 @@ def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: floa
 
 def _least_state(grid: AuditGrid, method: Method, head_dim: int, value_dim: int, scale: float) -> int:
     """Numbers the method keeps per head at the narrowest width measured."""
-    width = min(grid.features) if method.map.takes_features else None
+    width = min(grid.features) if method.takes_features else None
     feature_map = method.build(head_dim, num_features=width, scale=scale, seed=0)
     return state_numbers(method, feature_map, value_dim=value_dim)

@@ -22,9 +22,10 @@ from linattn.lab.audit.grid import AuditGrid, Configuration
 from linattn.lab.audit.kept import Kept
 from linattn.lab.audit.layer_rows import head_rows, rank_rows, ranks
 from linattn.lab.audit.leaving_out import unpayable
+from linattn.lab.audit.paying import time_lengths, time_model, worth_timing
 from linattn.lab.audit.planned import Planner
 from linattn.lab.audit.recording import record
-from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, AuditRow, Header, ModelRow, PlanRow
+from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, AuditRow, Header, LengthsRow, ModelRow, PlanRow, TimeRow
 from linattn.lab.audit.text import Text
 from linattn.lab.audit.truth import LayerTruth
 from linattn.lab.audit.work import Work
@@ -87,6 +88,7 @@ class Audit:
         watch.begin(f"Recording the attention of {loaded.name} to {length} tokens")
         recorded = record(self._model, self._inputs)
         self._output, calls = recorded.output, recorded.calls
+        self._first_call = calls[0]
         self._places = {call.module_name: place for place, call in enumerate(calls)}
         first = length // 2 if calls[0].is_causal else 0
         shapes = [(call.query.shape[-1], call.value.shape[-1]) for call in calls]
@@ -121,6 +123,7 @@ class Audit:
             left_out=left_out,
             layers=[call.layer for call in calls] if recorded.windowed else [],
             windowed=list(recorded.windowed),
+            longest=getattr(loaded.model.config, "max_position_embeddings", None),
         )
 
     def kept(self, rows: Sequence[AuditRow]) -> Kept:
@@ -151,18 +154,27 @@ class Audit:
         """Measure: the baselines and the ranks first, then for every configuration its heads and the whole model.
 
         Ranks are left out of texts with more than 1024 measured tokens, whose decompositions would take the most time.
+        Last, the methods that no other beats in error and time are timed at growing lengths.
 
         Cost: what `LayerTruth.rank_errors` costs; per configuration, for each layer what `LayerTruth.measure` costs,
-        and one forward pass.
+        and one forward pass; per method and width what `time_model` costs, and for some `time_lengths`.
 
         Args:
             kept: what need not be measured again; nothing of it is yielded.
             watch: told what begins and what is done.
 
         Returns:
-            An iterator that measures as it goes; a configuration's `ModelRow` is its last row. A plan's rows end it.
+            An iterator that measures as it goes; a configuration's `ModelRow` is its last row.
         """
         kept = self.kept([]) if kept is None else kept
+        found = list(kept.rows)
+        for row in self._errors(kept, watch):
+            found.append(row)
+            yield row
+        yield from self._time_lengths(worth_timing(found), kept, watch)
+
+    def _errors(self, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
+        """All but times at growing lengths."""
         watch.begin("Exact attention and averaging the values")
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
             if not kept.has_model(label, None, 0):
@@ -207,9 +219,11 @@ class Audit:
                 yield from head_rows(configuration, number, feature_map, layer, measured)
                 watch.advance(self._work.heads(configuration.method, feature_map))
         watch.pass_by(f"{words}, the whole model")
-        answer = self._linear(configuration.method, maps)
-        yield self._end_to_end(label, maps[0].num_features, draw, answer)
-        watch.advance(self._work.model(configuration.method, maps[0]))
+        answer, features = self._linear(configuration.method, maps), maps[0].num_features
+        if draw == 0 and not kept.has_time(label, features):
+            yield self._time(label, features, answer)
+        yield self._end_to_end(label, features, draw, answer)
+        watch.advance(self._work.model(configuration.method, maps[0], is_timed=draw == 0))
 
     def _measure_plans(self, planner: Planner, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
         """One row per head, then the whole model."""
@@ -238,6 +252,8 @@ class Audit:
             """One layer's plan."""
             return planner.plan(self._places[call.module_name]).attend(call.query, call.key, call.value)
 
+        if not kept.has_time(PLANNED, None):
+            yield self._time(PLANNED, None, answer)
         yield self._end_to_end(PLANNED, None, 0, answer)
         watch.advance(self._work.baseline)
 
@@ -253,7 +269,7 @@ class Audit:
             for layer in layers:
                 done = whole or kept.has_heads(label, sample.num_features, one.draw, layer)
                 yield work.heads(one.method, sample), done
-            yield work.model(one.method, sample), whole
+            yield work.model(one.method, sample, is_timed=one.draw == 0), whole
         if self._planned is not None:
             yield from ((work.plan, kept.has_plan(layer)) for layer in layers)
             yield work.baseline, kept.has_model(PLANNED, None, 0)
@@ -297,6 +313,14 @@ class Audit:
         self, label: str, features: int | None, draw: int, answer: Callable[[AttentionCall], Tensor]
     ) -> ModelRow:
         """The whole model under another attention, against its own output."""
+        output = self._under(answer)
+        first = self.header.first_measured
+        ours, exact = output[0, first:].double(), self._output[0, first:].double()
+        embedding = cosine(ours.mean(0), exact.mean(0))
+        return ModelRow(label, features, draw, float(embedding), float(cosine(ours, exact).mean()))
+
+    def _under(self, answer: Callable[[AttentionCall], Tensor]) -> Tensor:
+        """The whole model's output under another attention."""
 
         def answer_audited(call: AttentionCall) -> Tensor:
             """Layers with a window keep their softmax even where the text fits in."""
@@ -304,10 +328,32 @@ class Audit:
 
         with torch.no_grad(), intercept(self._model, answer_audited):
             output: Tensor = self._model(**self._inputs)[0]
-        first = self.header.first_measured
-        ours, exact = output[0, first:].double(), self._output[0, first:].double()
-        embedding = cosine(ours.mean(0), exact.mean(0))
-        return ModelRow(label, features, draw, float(embedding), float(cosine(ours, exact).mean()))
+        return output
+
+    def _time(self, label: str, features: int | None, answer: Callable[[AttentionCall], Tensor]) -> TimeRow:
+        """The whole model's time under another attention, and its own."""
+
+        def exact() -> None:
+            """The model as it is."""
+            with torch.no_grad():
+                self._model(**self._inputs)
+
+        ours, theirs = time_model(lambda: self._under(answer), exact)
+        return TimeRow(label, features, ours, theirs, torch.get_num_threads())
+
+    def _time_lengths(self, wanted: Sequence[tuple[str, int]], kept: Kept, watch: Watch) -> Iterator[LengthsRow]:
+        """From which length on methods are faster than softmax, on the first layer's heads."""
+        configurations = {
+            (one.method.label, self._sample(one).num_features): one
+            for one in self.grid.configurations()
+            if one.draw == 0
+        }
+        for label, features in wanted:
+            if not kept.has_lengths(label, features):
+                one = configurations[label, features]
+                watch.begin(f"{_words(one, self._sample(one), 1)}: from which length on it is faster")
+                answer = self._linear(one.method, [self._build(one, 0)])
+                yield time_lengths(label, features, answer, self._first_call)
 
     def _linear(self, method: Method, maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
         """A method with one map per layer."""
@@ -328,4 +374,4 @@ class Audit:
 def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
     """A configuration in words, for the progress shown."""
     words = f"{configuration.method.label}, {sample.num_features:,} features"
-    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.map.is_random else words
+    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.is_random else words

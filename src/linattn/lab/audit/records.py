@@ -38,6 +38,7 @@ class Header:
         left_out: why methods were not measured, by their written forms.
         layers: number in the model of each layer that is audited; empty where all are.
         windowed: names of the layers with a sliding window, which keep their own attention throughout.
+        longest: tokens that the model takes at most; null where its configuration does not say.
     """
 
     versions: dict[str, str]
@@ -62,6 +63,7 @@ class Header:
     left_out: dict[str, str] = field(default_factory=dict)
     layers: list[int] = field(default_factory=list)
     windowed: list[str] = field(default_factory=list)
+    longest: int | None = None
 
     def number(self, layer: int) -> int:
         """The number in the model of an audited layer, as rows count them."""
@@ -135,6 +137,44 @@ class ModelRow:
 
 
 @dataclass(frozen=True)
+class TimeRow:
+    """How long the whole model takes for the text, with every audited layer replaced and as it is.
+
+    Attributes:
+        map: the method's written form, or "planned".
+        features: the map's width; null where there is no single one.
+        seconds: of each timed pass under the method.
+        exact_seconds: the same of the model's own passes, taken in turn with those.
+        threads: torch's.
+    """
+
+    map: str
+    features: int | None
+    seconds: tuple[float, ...]
+    exact_seconds: tuple[float, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class LengthsRow:
+    """How long one layer's attention takes at growing lengths, medians, until a method is faster than softmax.
+
+    Attributes:
+        map: the method's written form.
+        features: the map's width.
+        lengths: L, ascending, the text's own first.
+        seconds: of a call under the method, at each length.
+        exact_seconds: the same for softmax.
+    """
+
+    map: str
+    features: int
+    lengths: tuple[int, ...]
+    seconds: tuple[float, ...]
+    exact_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class RankRow:
     """What no state of so many features could beat in the mean square of its weights: a head's matrix cut to a rank.
 
@@ -180,7 +220,14 @@ class PlanRow:
     flops_per_token: int
 
 
-AuditRow = HeadRow | ModelRow | RankRow | PlanRow
+AuditRow = HeadRow | ModelRow | TimeRow | LengthsRow | RankRow | PlanRow
 
-_KINDS: dict[str, type[AuditRow]] = {"head": HeadRow, "model": ModelRow, "rank": RankRow, "plan": PlanRow}
+_KINDS: dict[str, type[AuditRow]] = {
+    "head": HeadRow,
+    "model": ModelRow,
+    "time": TimeRow,
+    "lengths": LengthsRow,
+    "rank": RankRow,
+    "plan": PlanRow,
+}
 AUDIT: Form[Header, AuditRow] = Form("an audit", Header, _KINDS)

@@ -15,6 +15,8 @@ from linattn.planning.methods import Method
 _DECOMPOSITION = 20
 # A plan measures so many candidates on a layer.
 _CANDIDATES = 20
+# A model that is timed goes through the text so often, and so do the passes that it is compared with.
+_TIMED_PASSES = 5
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ class Work:
         rows = 4 * feature_map.num_features * (self.head_dim + self.num_rows)
         return one + rows + self.exact
 
-    def model(self, method: Method, feature_map: FeatureMap) -> float:
-        """A whole model."""
-        return self.num_layers * self._one(method, feature_map)
+    def model(self, method: Method, feature_map: FeatureMap, *, is_timed: bool) -> float:
+        """A whole model, once, or as often as its time takes."""
+        return self.num_layers * self._one(method, feature_map) * (_TIMED_PASSES if is_timed else 1)
 
     def _one(self, method: Method, feature_map: FeatureMap) -> float:
         """One layer's output."""

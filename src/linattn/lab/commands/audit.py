@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -15,7 +13,9 @@ from linattn.lab.audit.measuring import Audit
 from linattn.lab.audit.planned import Planner, second_half
 from linattn.lab.audit.records import AUDIT, Header
 from linattn.lab.audit.text import Text, read_text
+from linattn.lab.commands import _audit_options as options
 from linattn.lab.commands._audit_files import Files, measure
+from linattn.lab.commands.memory_audit import Asked, audit_memory
 from linattn.lab.commands.stages import stages
 from linattn.lab.commands.terminal import ending, interrupts, print_table, whole_numbers
 from linattn.lab.report import AuditSummary, Point, advise, overview, summarise_audit, write_report
@@ -23,43 +23,25 @@ from linattn.planning.methods import parse_method
 
 # From this many columns on the table has room for the spreads.
 _WIDE = 104
+_TOKENS = 512
 
 
 def audit(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A Hugging Face name, a folder or a GGUF file; the packaged MiniLM sentence encoder if left out."
-        ),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A text file in UTF-8; English prose that comes with Python if left out.")
-    ] = None,
-    maps: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--map", metavar="NAME", help='A method, as in "Expansion(num_centres=16) + window 16"; may be repeated.'
-        ),
-    ] = None,
-    features: Annotated[
-        str, typer.Option(metavar="R,R,…", help="Feature counts, for maps whose width is free.")
-    ] = "64,256",
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 512,
-    draws: Annotated[int, typer.Option(help="Draws per random map.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for audit.jsonl and index.html.")] = Path("report"),
-    target: Annotated[
-        float | None, typer.Option(help="Also plan a method for each head that meets this error, and measure the plan.")
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure anew what was measured; the old file is kept.")
-    ] = False,
-    plan_out: Annotated[
-        Path | None, typer.Option(help="File of the plan; plan.json beside the page if left out. Needs --target.")
-    ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="The text to plan on; the second half of the text if left out. Needs --target.")
-    ] = None,
+    model: options.Model = None,
+    text: options.TextFile = None,
+    maps: options.Maps = None,
+    features: options.Features = "64,256",
+    tokens: options.Tokens = None,
+    draws: options.Draws = 3,
+    seed: options.Seed = 0,
+    out: options.Out = Path("report"),
+    target: options.Target = None,
+    again: options.Again = False,
+    plan_out: options.PlanOut = None,
+    calibration: options.Calibration = None,
+    budget: options.Budget = None,
+    passages: options.Passages = 1,
+    contenders: options.Contenders = None,
 ) -> None:
     """Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.
 
@@ -67,9 +49,16 @@ def audit(
     taken: after an interruption the same command goes on. Another audit's file is kept aside.
     """
     console = Console()
+    if budget is not None:
+        asked = Asked(model, text, budget, tokens, passages, contenders, out, again, plan_out, calibration)
+        audit_memory(asked, {"--map": maps, "--target": target}, console)
+        return
+    tokens = _TOKENS if tokens is None else tokens
     records, plans = out / "audit.jsonl", plan_out or out / "plan.json"
     begun: list[Header] = []
     with ending("audit", console, lambda: _what_is_left(begun, out)), interrupts() as pressed:
+        if passages != 1 or contenders:
+            raise ValueError("--passages and --contender belong to --budget; give that too, as in --budget 256,512")
         if target is None and (plan_out or calibration):
             raise ValueError("--plan-out and --calibration belong to a plan; give --target too, as in --target 0.1")
         methods = tuple(parse_method(name) for name in maps) if maps else default_methods()

@@ -14,6 +14,11 @@ from linattn.lab.report.claims.summary import SOURCES as SOURCES
 from linattn.lab.report.claims.summary import ClaimsSummary as ClaimsSummary
 from linattn.lab.report.claims.summary import summarise_claims as summarise_claims
 from linattn.lab.report.claims.summary import verdict_table as verdict_table
+from linattn.lab.report.memory.summary import MemorySummary as MemorySummary
+from linattn.lab.report.memory.summary import summarise_memory as summarise_memory
+from linattn.lab.report.memory.words import conclusions as conclusions
+from linattn.lab.report.memory.words import lost as lost
+from linattn.lab.report.memory.words import table_at as table_at
 from linattn.lab.report.page import Report as Report
 from linattn.lab.report.page import write_page as write_page
 from linattn.lab.report.page import write_report as write_report

@@ -1,10 +1,11 @@
-"""Four questions a reader has a minute for, answered from what was measured."""
+"""Five questions a reader has a minute for, answered from what was measured."""
 
 from __future__ import annotations
 
 from linattn.lab.experiments.experiment import Status
 from linattn.lab.report._text import Point, number
 from linattn.lab.report.audit.advice import advise, best_line
+from linattn.lab.report.audit.paying import verdict
 from linattn.lab.report.audit.summary import AuditSummary, Line
 from linattn.lab.report.bench.summary import BenchSummary, conclude
 from linattn.lab.report.claims.summary import ClaimsSummary
@@ -12,10 +13,8 @@ from linattn.lab.report.claims.summary import ClaimsSummary
 _TEXTBOOK = "FavorPlus"
 
 
-def answers(
-    audit: AuditSummary | None, claims: ClaimsSummary | None, bench: BenchSummary | None
-) -> tuple[Point, Point, Point, Point]:
-    """Does it work, how wrong is it, what should I use, how fast is it.
+def answers(audit: AuditSummary | None, claims: ClaimsSummary | None, bench: BenchSummary | None) -> tuple[Point, ...]:
+    """Should I linearize this model, with what, what is lost, how fast is it elsewhere, and do the claims hold.
 
     Args:
         audit: of a model; None if there is none.
@@ -23,54 +22,53 @@ def answers(
         bench: on some shapes; None if there is none.
 
     Returns:
-        Four remarks; where nothing was measured, the command that would.
+        Remarks; where nothing was measured, the command that would.
 
     Example:
         >>> answers(None, None, None)[3].text
         'Not measured here: linattn bench.'
     """
     return (
-        Point("Does it work?", _works(audit, claims)),
-        Point("How wrong is it?", _errors(audit)),
-        Point("What should I use?", _choice(audit)),
-        Point("How fast is it?", conclude(bench)[0].text if bench else _missing("bench")),
+        Point("Should I linearize this model?", _missing("audit")) if audit is None else verdict(audit),
+        Point("With what?", _choice(audit)),
+        Point("What is lost?", _errors(audit)),
+        Point("How fast is it on other shapes?", _speed(bench)),
+        Point("Do the claims hold?", _claims(claims)),
     )
 
 
-def _works(audit: AuditSummary | None, claims: ClaimsSummary | None) -> str:
-    """How wrong a whole model is with the textbook's map and with the best one, and how many claims hold."""
-    parts = []
-    best = None if audit is None else best_line(audit.lines)
-    if audit is not None and best is not None:
-        exact, uniform = audit.baselines
-        textbook = _textbook(audit)
-        if textbook is not None:
-            parts.append(
-                f"On {audit.header.model} the textbook's random features ({textbook.map}, {textbook.features:,}) are "
-                f"{textbook.verdict} than averaging the values."
-            )
-        parts.append(
-            f"With {best.map} the whole model, untrained, keeps a cosine of {number(best.embedding_cosine.mean, 3)} to "
-            f"its exact embedding (averaging: {number(uniform.embedding_cosine, 3)}, exact: "
-            f"{number(exact.embedding_cosine, 3)})."
-        )
-    if claims is not None and claims.claims:
-        words: dict[Status, str] = {"holds": "borne out", "fails": "refuted", "undecided": "undecided"}
-        counts = [f"{claims.count(status)} {word}" for status, word in words.items() if claims.count(status)]
-        parts.append(f"Of {len(claims.claims)} claims made for linear attention: {', '.join(counts)}.")
-    return " ".join(parts) or _missing("reproduce")
+def _speed(bench: BenchSummary | None) -> str:
+    """The crossover, and of which method it is."""
+    return f"{bench.header.map}: {conclude(bench)[0].text}" if bench else _missing("bench")
+
+
+def _claims(claims: ClaimsSummary | None) -> str:
+    """How many claims hold."""
+    if claims is None or not claims.claims:
+        return _missing("reproduce")
+    words: dict[Status, str] = {"holds": "borne out", "fails": "refuted", "undecided": "undecided"}
+    counts = [f"{claims.count(status)} {word}" for status, word in words.items() if claims.count(status)]
+    return f"Of {len(claims.claims)} claims made for linear attention: {', '.join(counts)}."
 
 
 def _errors(audit: AuditSummary | None) -> str:
-    """The best method and the textbook's, between both baselines."""
+    """The best method and the textbook's, between both baselines, on heads and for the whole model."""
     best = None if audit is None else best_line(audit.lines)
     if audit is None or best is None:
         return _missing("audit")
+    exact, uniform = audit.baselines
     textbook = _textbook(audit)
-    beside = "" if textbook is None else f", {textbook.map} {number(textbook.error.mean)}"
-    return (
+    text = (
         f"Relative error of a head's output on {audit.header.model}: exact attention 0, {best.map} "
-        f"{number(best.error.mean)}, averaging the values {number(audit.baselines[1].error)}{beside}."
+        f"{number(best.error.mean)}, averaging the values {number(uniform.error)}. The whole model, untrained, keeps a "
+        f"cosine of {number(best.embedding_cosine.mean, 3)} to its exact embedding (averaging: "
+        f"{number(uniform.embedding_cosine, 3)}, exact: {number(exact.embedding_cosine, 3)})."
+    )
+    if textbook is None:
+        return text
+    return (
+        f"{text} The textbook's random features ({textbook.map}, {textbook.features:,}) have "
+        f"{number(textbook.error.mean)}: {textbook.verdict} than averaging."
     )
 
 

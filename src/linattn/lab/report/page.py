@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import plotly.graph_objects as go
-
 from linattn.lab.report._render import write_html
 from linattn.lab.report._text import Point
 from linattn.lab.report.answers import answers
@@ -17,8 +15,12 @@ from linattn.lab.report.audit.advice import advise, best_line
 from linattn.lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise_audit
 from linattn.lab.report.bench.figures import memory_curves, time_curves
 from linattn.lab.report.bench.summary import BenchSummary, conclude, length_table, summarise_bench
+from linattn.lab.report.charts import Chart
 from linattn.lab.report.claims.figures import alternative, claim_chart
 from linattn.lab.report.claims.summary import SOURCES, ClaimsSummary, summarise_claims
+from linattn.lab.report.memory import words
+from linattn.lab.report.memory.figures import kl_by_bytes, kl_by_position
+from linattn.lab.report.memory.summary import MemorySummary, summarise_memory
 
 T = TypeVar("T")
 
@@ -31,12 +33,14 @@ class Report:
         audit: how wrong the maps are on a model's heads.
         claims: what was said of linear attention, and what holds.
         bench: how fast it is.
+        memory: what a language model loses by a constant memory.
         unread: files that could not be read, with what is wrong with them.
     """
 
     audit: AuditSummary | None = None
     claims: ClaimsSummary | None = None
     bench: BenchSummary | None = None
+    memory: MemorySummary | None = None
     unread: tuple[Point, ...] = ()
 
 
@@ -49,12 +53,12 @@ class Section:
         values: what its template names.
     """
 
-    figures: Mapping[str, go.Figure]
+    figures: Mapping[str, Chart]
     values: Mapping[str, object]
 
 
 def write_report(folder: Path) -> Path:
-    """Write index.html from audit.jsonl, claims.jsonl and bench.jsonl of a folder, those of them that are there.
+    """Write index.html from audit.jsonl, memory.jsonl, claims.jsonl and bench.jsonl of a folder: those that are there.
 
     Args:
         folder: of the files. One that is damaged or of another version is named on the page, the others are shown.
@@ -69,14 +73,16 @@ def write_report(folder: Path) -> Path:
     audit = _read(folder / "audit.jsonl", summarise_audit, _draw_audit, unread)
     claims = _read(folder / "claims.jsonl", summarise_claims, _draw_claims, unread)
     bench = _read(folder / "bench.jsonl", summarise_bench, _draw_bench, unread)
+    memory = _read(folder / "memory.jsonl", summarise_memory, _draw_memory, unread)
     report = Report(
         audit=None if audit is None else audit[0],
         claims=None if claims is None else claims[0],
         bench=None if bench is None else bench[0],
+        memory=None if memory is None else memory[0],
         unread=tuple(unread),
     )
     page = folder / "index.html"
-    _write(report, [found[1] for found in (audit, claims, bench) if found is not None], page)
+    _write(report, [found[1] for found in (audit, claims, bench, memory) if found is not None], page)
     return page
 
 
@@ -97,13 +103,18 @@ def write_page(report: Report, path: Path) -> None:
         sections.append(_draw_audit(report.audit))
     if report.bench is not None:
         sections.append(_draw_bench(report.bench))
+    if report.memory is not None:
+        sections.append(_draw_memory(report.memory))
     _write(report, sections, path)
 
 
 def _write(report: Report, sections: Sequence[Section], path: Path) -> None:
     """The page of sections that are drawn."""
-    figures: dict[str, go.Figure] = {}
-    values: dict[str, object] = {"report": report, "answers": answers(report.audit, report.claims, report.bench)}
+    figures: dict[str, Chart] = {}
+    asked = answers(report.audit, report.claims, report.bench)
+    # What a constant memory loses comes before all else.
+    first = () if report.memory is None else (words.lost(report.memory),)
+    values: dict[str, object] = {"report": report, "answers": (*first, *asked)}
     for section in sections:
         figures |= section.figures
         values |= section.values
@@ -120,7 +131,6 @@ def _draw_audit(summary: AuditSummary) -> Section:
     """The audit's charts, and what its section names."""
     chosen = best_line(summary.lines) or summary.lines[0]
     figures = {
-        "head-map": head_map.head_map(summary, chosen),
         "state-frontier": frontier.state_frontier(summary),
         "flops-frontier": frontier.flops_frontier(summary),
     }
@@ -143,6 +153,18 @@ def _draw_bench(summary: BenchSummary) -> Section:
         figures["memory-curves"] = memory_curves(summary)
     values = {"points": conclude(summary), "table_of_lengths": length_table(summary), "memory_measured": measured}
     return Section(figures, values)
+
+
+def _draw_memory(summary: MemorySummary) -> Section:
+    """The charts of an audit of a constant memory, and what its section names."""
+    budget = summary.budgets[0] if summary.budgets else 0
+    values = {
+        "memory_lost": words.lost(summary),
+        "memory_points": words.conclusions(summary),
+        "memory_tables": {one: words.table_at(summary, one) for one in summary.budgets},
+        "memory_budget": budget,
+    }
+    return Section({"kl-by-bytes": kl_by_bytes(summary), "kl-by-position": kl_by_position(summary, budget)}, values)
 
 
 def _read(

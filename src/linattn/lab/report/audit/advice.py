@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from linattn.lab.report._text import Point, number
 from linattn.lab.report.audit.frontier import RANDOM, family
+from linattn.lab.report.audit.paying import TARGETS, costs
 from linattn.lab.report.audit.summary import SMALL_GAIN, AuditSummary, Line
-from linattn.planning.costs import exact_flops_per_token
 
-# Mean errors that are asked for: fair, and good.
-TARGETS = (0.3, 0.1)
 _NAMED_HEADS = 5
 
 
@@ -75,7 +73,7 @@ def best_line(lines: Iterable[Line]) -> Line | None:
 
 
 def _at_target(summary: AuditSummary, target: float) -> Point:
-    """The method that meets a mean error with the fewest numbers, and the one with the fewest operations."""
+    """The method that meets a mean error with the fewest numbers, and the fastest one."""
     heading = f"For a mean error of {target}"
     met = [line for line in summary.lines if line.error.mean <= target]
     if not met:
@@ -83,23 +81,12 @@ def _at_target(summary: AuditSummary, target: float) -> Point:
         nearest = f"; the least error has {_found(best)}" if best else ""
         return Point(heading, f"No method measured reaches it{nearest}.")
     small = min(met, key=lambda line: (line.state_numbers, line.flops_per_token))
-    fast = min(met, key=lambda line: (line.flops_per_token, line.state_numbers))
+    fast = min(met, key=lambda line: (line.time_ratio or math.inf, line.flops_per_token, line.state_numbers))
     cosine = number(small.embedding_cosine.mean, 3)
-    text = f"The smallest state has {_found(small)}; cosine of the embedding {cosine}."
+    text = f"The smallest state has {_found(small)}; cosine of the embedding {cosine}. {costs(summary, small)}"
     if fast is not small:
-        text += f" The fewest operations has {_found(fast)}."
-    return Point(heading, f"{text}{_against_exact(summary, fast)}")
-
-
-def _against_exact(summary: AuditSummary, fast: Line) -> str:
-    """A warning where exact attention takes fewer operations than the fastest method that meets a target."""
-    header = summary.header
-    exact = exact_flops_per_token(
-        header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
-    )
-    if fast.flops_per_token < exact:
-        return ""
-    return f" At {header.num_tokens:,} tokens exact attention itself takes fewer, {exact:,}: this pays on longer texts."
+        text += f" The fastest is {_found(fast)}. {costs(summary, fast)}"
+    return Point(heading, text)
 
 
 def _found(line: Line) -> str:

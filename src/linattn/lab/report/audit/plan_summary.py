@@ -24,6 +24,7 @@ class PlanSummary:
         heads: one row per head.
         model: the whole model with the plan in every layer.
         exact_flops: operations of exact attention per head and token, at the length measured.
+        time_ratio: the whole model's time over its time with softmax; None in files without times.
     """
 
     target: float
@@ -31,6 +32,7 @@ class PlanSummary:
     heads: tuple[PlanRow, ...]
     model: ModelRow
     exact_flops: int
+    time_ratio: float | None = None
 
     @property
     def approximate(self) -> tuple[PlanRow, ...]:
@@ -63,11 +65,12 @@ class PlanSummary:
         heads, ours = self.heads, self.approximate
         flops = sum(row.flops_per_token for row in heads) / len(heads)
         bound, cosine = TOLERANCE * self.target, self.model.embedding_cosine
+        time = "" if self.time_ratio is None else f" and {number(self.time_ratio)} × softmax's time for the whole model"
         text = (
             f"Of {len(heads)} heads, {len(heads) - len(ours)} stay exact and {len(ours)} are approximated, with "
-            f"{number(flops / self.exact_flops)} of exact attention's operations in all. Made on {self.calibration}, "
-            f"measured on this text: {self.kept:.0%} of all heads have an error of at most {number(bound)}; cosine of "
-            f"the embedding {number(cosine, 3)}."
+            f"{number(flops / self.exact_flops)} of exact attention's operations in all{time}. Made on "
+            f"{self.calibration}, measured on this text: {self.kept:.0%} of all heads have an error of at most "
+            f"{number(bound)}; cosine of the embedding {number(cosine, 3)}."
         )
         if self.foretold is None:
             return text

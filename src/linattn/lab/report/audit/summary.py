@@ -23,6 +23,8 @@ from linattn.lab.audit.records import (
     RankRow,
 )
 from linattn.lab.report.audit.plan_summary import PlanSummary
+from linattn.lab.report.audit.times import Times, times_of
+from linattn.lab.report.bench.summary import Crossover
 from linattn.planning.costs import exact_flops_per_token
 from linattn.planning.methods import parse_method
 
@@ -62,6 +64,8 @@ class Line:
         predicted_ratio: median over heads of the predicted error over averaging's; None without a closed form.
         embedding_cosine: of the whole model, to the exact one.
         token_cosine: of the whole model, mean over tokens.
+        time_ratio: the whole model's time over its time with softmax, medians; None in files without times.
+        crossover: from which length on one layer's attention is faster than softmax; None where that was not timed.
     """
 
     map: str
@@ -78,6 +82,8 @@ class Line:
     predicted_ratio: float | None
     embedding_cosine: MeanAndSpread
     token_cosine: MeanAndSpread
+    time_ratio: float | None = None
+    crossover: Crossover | None = None
 
     @property
     def ratio(self) -> float:
@@ -198,11 +204,11 @@ def summarise_audit(path: Path) -> AuditSummary:
             "yet; run the audit again"
         )
     _check_heads(path, header, heads.values())
-    reference = next(iter(heads.values()))
+    reference, times = next(iter(heads.values())), times_of(rows)
     return AuditSummary(
         header=header,
         lines=tuple(
-            _line(label, features, heads[label, features], models[label, features]) for label, features in heads
+            _line(label, features, heads[label, features], models[label, features], times) for label, features in heads
         ),
         baselines=(_exact(baselines[EXACT][0]), _uniform(baselines[UNIFORM][0], reference)),
         head_ratios={
@@ -211,7 +217,7 @@ def summarise_audit(path: Path) -> AuditSummary:
         },
         uniform_errors=_by_head(header, reference, lambda row: row.uniform_error),
         limits=_limits(rows),
-        planned=_planned(header, rows, planned),
+        planned=_planned(header, rows, planned, times),
         unfinished=_unfinished(header, models, planned),
     )
 
@@ -239,7 +245,7 @@ def _unfinished(
     return (*missing, *([PLANNED] if header.target is not None and not planned else []))
 
 
-def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow]) -> Line:
+def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow], times: Times) -> Line:
     """One map at one width."""
     draws: dict[int, list[HeadRow]] = {}
     for row in heads:
@@ -264,6 +270,8 @@ def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow
         predicted_ratio=_median_existing(row.predicted_ratio for row in heads),
         embedding_cosine=_mean_and_spread([row.embedding_cosine for row in models]),
         token_cosine=_mean_and_spread([row.token_cosine for row in models]),
+        time_ratio=times.ratios.get((label, features)),
+        crossover=times.crossovers.get((label, features)),
     )
 
 
@@ -295,7 +303,7 @@ def _limits(rows: Iterable[AuditRow]) -> tuple[Limit, ...]:
     )
 
 
-def _planned(header: Header, rows: Iterable[AuditRow], models: list[ModelRow]) -> PlanSummary | None:
+def _planned(header: Header, rows: Iterable[AuditRow], models: list[ModelRow], times: Times) -> PlanSummary | None:
     """The plan that was measured, if there was one."""
     if header.target is None or header.calibration is None or not models:
         return None
@@ -303,7 +311,8 @@ def _planned(header: Header, rows: Iterable[AuditRow], models: list[ModelRow]) -
         header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
     )
     heads = tuple(replace(row, layer=header.number(row.layer)) for row in rows if isinstance(row, PlanRow))
-    return PlanSummary(header.target, header.calibration, heads, models[0], exact)
+    ratio = times.ratios.get((PLANNED, None))
+    return PlanSummary(header.target, header.calibration, heads, models[0], exact, ratio)
 
 
 def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], float]) -> list[list[float]]:

@@ -30,7 +30,7 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
         >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> overview(summarise_audit(path)).rows[2]
-        ('Relu', '2', '6', '0.20', '0.25', '100%', '0.10', '0.900')
+        ('Relu', '2', '6', '–', '0.20', '0.25', '100%', '0.10', '0.900')
     """
     uniform = summary.baselines[1]
     show = with_spread if spreads else _mean_alone
@@ -39,6 +39,7 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
             name,
             "",
             "",
+            "1.00" if name == _BASELINES[0] else "",
             number(row.error),
             number(row.error / uniform.error),
             better,
@@ -52,6 +53,7 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
             line.map,
             f"{line.features:,}",
             f"{line.state_numbers:,}",
+            _optional(line.time_ratio),
             show(line.error),
             number(line.ratio),
             f"{line.better_heads:.0%}",
@@ -60,7 +62,17 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
         )
         for line in summary.lines
     ]
-    columns = ("map", "R", "numbers kept", "error", "error / uniform", "heads better", "total variation", "cosine")
+    columns = (
+        "map",
+        "R",
+        "numbers kept",
+        "time / softmax",
+        "error",
+        "error / uniform",
+        "heads better",
+        "total variation",
+        "cosine",
+    )
     return Table(columns, (*baselines, *lines), len(baselines))
 
 

@@ -1,0 +1,111 @@
+"""Merged keys, as the library's own exact part has them, and in few bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from linattn.attention import Exact, linear_attention
+from linattn.attention.exact import MergedKeys, attend_causal_merging
+from linattn.lab.contenders.contender import Contender, Sizes
+from linattn.lab.contenders.quantising import quantised, scale_bytes
+
+
+@dataclass(frozen=True)
+class Merged(Contender):
+    """`linattn.Exact(window=…, num_merged=…)`, and everything that its stream keeps."""
+
+    exact: Exact
+
+    kind = "merged keys"
+    source = "linattn.Exact"
+
+    @property
+    def label(self) -> str:
+        """Its written form."""
+        return self.exact.label
+
+    @classmethod
+    def within(cls, num_bytes: int, sizes: Sizes, near: float) -> Self:
+        """The most merged keys in so many bytes beside a window, whose two blocks take the share `near` of the keys."""
+        each = sizes.key_bytes + sizes.statistic_bytes
+        return cls(_split((num_bytes - moment_bytes(sizes)) // each, near))
+
+    def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
+        """Keys, values and biases of two blocks and of the merged keys, and the queries' moments."""
+        kept = min(2 * (self.exact.window or 0) + self.exact.num_merged, num_tokens)
+        return kept * (sizes.key_bytes + sizes.statistic_bytes) + moment_bytes(sizes)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """The op itself, at the model's own temperature."""
+        rows = query * (scale * query.shape[-1] ** 0.5)
+        return linear_attention(rows, key, value, None, is_causal=True, enable_gqa=True, exact=self.exact)
+
+
+@dataclass(frozen=True)
+class MergedInFewBits(Contender):
+    """Merged keys whose keys and values are rounded as they come, token by token, and again as they are merged."""
+
+    exact: Exact
+    bits: int = 4
+
+    kind = "merged keys in 4 bits"
+    source = "linattn.Exact; arXiv 2402.02750"
+
+    @property
+    def label(self) -> str:
+        """Its written form and the bits."""
+        return f"{self.exact.label}, {self.bits} bit"
+
+    @classmethod
+    def within(cls, num_bytes: int, sizes: Sizes, near: float) -> Self:
+        """The most merged keys in so many bytes, as `Merged.within`."""
+        return cls(_split((num_bytes - moment_bytes(sizes)) // cls._token_bytes(sizes, 4), near))
+
+    def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
+        """Codes, scales and biases, and the queries' moments."""
+        kept = min(2 * (self.exact.window or 0) + self.exact.num_merged, num_tokens)
+        return kept * self._token_bytes(sizes, self.bits) + moment_bytes(sizes)
+
+    @staticmethod
+    def _token_bytes(sizes: Sizes, bits: int) -> int:
+        """A key and its value in groups of channels, and its bias."""
+        codes = -(-(sizes.head_dim + sizes.value_dim) * bits // 8)
+        return codes + scale_bytes(sizes.head_dim) + scale_bytes(sizes.value_dim) + sizes.statistic_bytes
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Block by block, so that what was merged is rounded before it is read."""
+        rows = query.unflatten(1, (key.shape[1], -1))
+        key, value = (quantised(x, self.bits, -1) for x in (key, value))
+        kept, window, parts = MergedKeys.empty(self.exact, key, value), self.exact.window or 1, []
+        for start in range(0, key.shape[2], window):
+            stop = min(start + window, key.shape[2])
+            near = rows[:, :, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
+            found, kept = attend_causal_merging(*near, None, kept, scale, with_log=False)
+            merged = kept.merged
+            if merged.bias.shape[2]:
+                merged = merged._replace(
+                    key=quantised(merged.key, self.bits, -1), value=quantised(merged.value, self.bits, -1)
+                )
+            kept = replace(kept, merged=merged)
+            parts.append(found.out)
+        return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
+
+
+def moment_bytes(sizes: Sizes) -> int:
+    """Bytes of the weight, mean and scatter of a head's queries, and of the state's own exponent."""
+    return 2 * (1 + sizes.head_dim) * sizes.statistic_bytes
+
+
+def _split(num_keys: int, near: float) -> Exact:
+    """A window whose two blocks take the share `near` of so many keys, and merged keys for the rest."""
+    window = max(int(num_keys * near / 2), 1)
+    if num_keys - 2 * window < 1:
+        raise ValueError(
+            f"{max(num_keys, 0)} keys are left beside the queries' moments, too few for a window and merged keys; "
+            "give more bytes"
+        )
+    return Exact(window=window, num_merged=num_keys - 2 * window)

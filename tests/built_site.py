@@ -1,0 +1,68 @@
+"""The site, built into a folder of a test's own, and what its search finds there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from snippets import ROOT
+
+QUESTIONS = {
+    "which map should I use?": "concepts/maps.html|faq.html#which-map-should-i-use",
+    "how many features?": "concepts/maps.html#how-many-features|faq.html#how-many-features-do-i-need",
+    "is it causal?": "faq.html#does-it-do-causal-attention",
+    "does it handle padding?": "faq.html#how-do-i-handle-padding",
+    "my model has sliding windows": "faq.html#my-model-has-sliding-windows-what-happens-to-them",
+    "is it faster at my length?": "faq.html#is-it-faster-at-my-length",
+    "what is lost?": "faq.html#what-is-lost",
+    "GPU": "faq.html#does-it-run-on-a-gpu",
+    "how do I save a model?": "faq.html#how-do-i-save-a-model",
+    "how do I train a model?": "faq.html#how-do-i-train-a-model",
+}
+"""What a newcomer asks, and the places that answer it, any of which is to be among the first three hits."""
+
+
+def missing_tools() -> list[str]:
+    """What a build needs and is not installed."""
+    return [name for name in ("mkdocs", "material", "mkdocstrings") if find_spec(name) is None]
+
+
+def build(folder: Path) -> str:
+    """Build the site into a folder; what the builder says, warnings being errors."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"the site does not build: {ended.stdout}{ended.stderr}")
+    return ended.stderr
+
+
+class Search:
+    """The search of the site: the same index, fields, weights and query as those of its pages' script."""
+
+    def __init__(self, site: Path) -> None:
+        from lunr.builder import Builder
+        from lunr.pipeline import Pipeline
+        from lunr.stop_word_filter import stop_word_filter
+
+        found: dict[str, Any] = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+        self.docs = {doc["location"]: doc for doc in found["docs"]}
+        builder = Builder()
+        builder.ref("location")
+        for name, options in found["config"]["fields"].items():
+            builder.field(name, options["boost"])
+        Pipeline.registered_functions.setdefault("stopWordFilter", stop_word_filter)
+        builder.pipeline.add(stop_word_filter)
+        for doc in found["docs"]:
+            words = {"text": re.sub(r"<[^>]+>", " ", doc["text"]), "tags": " ".join(doc.get("tags", []))}
+            builder.add({**doc, **words}, {"boost": doc.get("boost", 1)})
+        self.index = builder.build()
+
+    def hits(self, question: str) -> list[str]:
+        """Addresses, the best first."""
+        words = re.findall(r"\w+", question.lower())
+        return [hit["ref"] for hit in self.index.search(" ".join(f"{word}*" for word in words))]

@@ -1,0 +1,218 @@
+"""Contenders against their definitions, written as loops over tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, normalize
+from torch.utils import _pytree as pytree
+
+from linattn import Exact, linear_attention, linear_attention_with_state
+from linattn.attention.exact.keys import Tokens
+from linattn.lab.contenders import at_budget
+from linattn.lab.contenders.attention_matching import AttentionMatching, compacted
+from linattn.lab.contenders.contender import Sizes
+from linattn.lab.contenders.eviction import SINKS
+from linattn.lab.contenders.expected_attention import ExpectedAttention
+from linattn.lab.contenders.h2o import H2O
+from linattn.lab.contenders.keydiff import KeyDiff
+from linattn.lab.contenders.kivi import Kivi
+from linattn.lab.contenders.merged import Merged
+from linattn.lab.contenders.moment_kv import MomentKV
+from linattn.lab.contenders.quantising import quantised
+from linattn.lab.contenders.tova import Tova
+from linattn.lab.contenders.uniform_sample import UniformSample
+from linattn.lab.contenders.windows import SinksAndWindow
+
+L, D, DV, G, SCALE = 60, 5, 3, 2, 0.7
+# Float64 sums of 60 terms, twice.
+CLOSE = 1e-10
+DRAW = torch.Generator().manual_seed(11)
+Q = torch.randn(1, G, L, D, generator=DRAW, dtype=torch.float64)
+K, V = (torch.randn(1, 1, L, width, generator=DRAW, dtype=torch.float64) for width in (D, DV))
+
+
+def softmax_of(query, places, bias=0.0):
+    """Weights (G, n) of one position's queries over keys by their places."""
+    return (SCALE * query @ K[0, 0, places].T + bias).softmax(-1)
+
+
+def evicting(num_keys, num_recent, num_sinks, worth):
+    """A cache that evicts a key after every token: worth(places, masses, latest weights, t) says what each is worth."""
+    held, mass, rows = [], torch.zeros(L, dtype=torch.float64), []
+    for t in range(L):
+        held.append(t)
+        weights = softmax_of(Q[0, :, t], held)
+        rows.append(weights @ V[0, 0, held])
+        mass[held] += weights.mean(0)
+        if len(held) > num_keys - 1:
+            value = worth(held, mass[held], weights.mean(0), t)
+            fair = [n for n, place in enumerate(held) if num_sinks <= place <= t - num_recent]
+            held.pop(min(fair, key=lambda n: value[n]))
+    return torch.stack(rows, 1)
+
+
+def anchor_distance(held, mass, latest, t):
+    key = normalize(K[0, 0, held], dim=-1)
+    return -cosine_similarity(key, key.mean(0, keepdim=True))
+
+
+def expected_weight(held, mass, latest, t):
+    """By moments summed up anew: queries of the last token count 1, of one before it exp(-1/600)."""
+    rows = (SCALE * Q[0, :, : t + 1]).transpose(0, 1).reshape(-1, D)
+    share = torch.exp(-(t - torch.arange(t + 1, dtype=torch.float64)) / 600).repeat_interleave(G)
+    share = share / share.sum()
+    mean = share @ rows
+    covariance = (rows - mean).T @ (share[:, None] * (rows - mean))
+    key = K[0, 0, held]
+    weight = (key @ mean + 0.5 * torch.einsum("nd,de,ne->n", key, covariance, key)).softmax(0)
+    return (weight + 0.02) * V[0, 0, held].norm(dim=-1)
+
+
+RULES = {
+    "H2O": (H2O(20, num_recent=10, block=1), lambda held, mass, latest, t: mass),
+    "TOVA": (Tova(20, block=1), lambda held, mass, latest, t: latest),
+    "KeyDiff": (KeyDiff(20, num_recent=8, block=1), anchor_distance),
+    "Expected Attention": (ExpectedAttention(20, num_recent=5, num_sinks=2, block=1), expected_weight),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_eviction(name):
+    rule, worth = RULES[name]
+    wanted = evicting(20, rule.num_recent, rule.num_sinks, worth)
+    assert (rule.attend(Q, K, V, SCALE)[0] - wanted).abs().max() < CLOSE
+
+
+def test_sinks_and_window():
+    found = SinksAndWindow(9, num_sinks=2).attend(Q, K, V, SCALE)
+    for t in range(L):
+        places = [p for p in range(t + 1) if p < 2 or p > t - 7]
+        wanted = softmax_of(Q[0, :, t], places) @ V[0, 0, places]
+        assert (found[0, :, t] - wanted).abs().max() < CLOSE
+
+
+def test_far_part_off_is_the_window_of_merged_keys_with_sinks():
+    found, merged = (at_budget(100, Sizes(8, 8)).contenders[kind] for kind in ("far part off", "merged keys, 65% near"))
+    assert found.num_keys == 2 * merged.exact.window + SINKS
+    assert torch.equal(found.attend(Q, K, V, SCALE), SinksAndWindow(found.num_keys).attend(Q, K, V, SCALE))
+
+
+def test_uniform_sample_weighs_by_how_many_were_left_out():
+    rule = UniformSample(20, num_recent=8, num_sinks=2, block=1)
+    found = rule.attend(Q, K, V, SCALE)
+    rank, held = torch.rand(L, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    for t in range(L):
+        held.append(t)
+        between = [p for p in held if 2 <= p < t - 8]
+        number = max(t - 8 - 2, 1)
+        shift = math.log(max(number / max(len(between), 1), 1))
+        bias = torch.tensor([shift if p in between else 0.0 for p in held], dtype=torch.float64)
+        wanted = softmax_of(Q[0, :, t], held, bias) @ V[0, 0, held]
+        assert (found[0, :, t] - wanted).abs().max() < CLOSE
+        if len(held) > 19:
+            held.remove(min((p for p in held if 2 <= p < t + 1 - 8), key=lambda p: rank[p]))
+
+
+def test_moments_of_what_is_evicted():
+    size = 20
+    found = MomentKV(size, block=1).attend(Q, K, V, SCALE)
+    held, gone, mass = [], [], torch.zeros(L, dtype=torch.float64)
+    for t in range(L):
+        held.append(t)
+        logits = SCALE * Q[0, :, t] @ K[0, 0, held].T
+        value = V[0, 0, held].expand(G, -1, -1)
+        if gone:
+            key, beyond = K[0, 0, gone], V[0, 0, gone]
+            far = SCALE * Q[0, :, t] @ key.mean(0) + math.log(len(gone))
+            covariance = (beyond - beyond.mean(0)).T @ (key - key.mean(0)) / len(gone)
+            first_order = beyond.mean(0) + SCALE * Q[0, :, t] @ covariance.T
+            logits = torch.cat((logits, far[:, None]), -1)
+            value = torch.cat((value, first_order[:, None]), 1)
+        weights = logits.softmax(-1)
+        assert (found[0, :, t] - (weights[:, None] @ value)[:, 0]).abs().max() < CLOSE
+        mass[held] += weights[:, : len(held)].mean(0)
+        if len(held) > size - 1:
+            worth = mass[held].clone()
+            if gone:
+                worth *= 1 - cosine_similarity(V[0, 0, held], V[0, 0, gone].mean(0, keepdim=True))
+            fair = [n for n, p in enumerate(held) if SINKS <= p < t + 1 - size // 2]
+            gone.append(held.pop(min(fair, key=lambda n: float(worth[n]))))
+
+
+def test_compaction_matches_what_its_queries_saw():
+    tokens = Tokens(K, V, torch.zeros(1, 1, L, dtype=torch.float64))
+    query = Q.unsqueeze(1)[:, :, :, :4]  # 8 rows, fewer than the 30 keys: both fits can be exact
+    few = compacted(query, tokens, 30, SCALE)
+
+    def saw(keys):
+        logits = SCALE * query[0, 0] @ keys.key[0, 0].T + keys.bias[0, 0]
+        return logits.softmax(-1) @ keys.value[0, 0], logits.logsumexp(-1)
+
+    (out, mass), (wanted_out, wanted_mass) = saw(few), saw(tokens)
+    assert few.key.shape[2] == 30
+    # The ridge leaves a thousandth of what is fitted; the mass's fit ends after 100 steps.
+    plain = tokens.pick(few.key.new_zeros(1, 1, 30).long() + torch.arange(30))
+    assert (out - wanted_out).norm() < 0.05 * (saw(plain)[0] - wanted_out).norm()
+    assert (mass - wanted_mass).abs().max() < 0.1 * (saw(plain)[1] - wanted_mass).abs().max()
+
+
+def test_compaction_keeps_the_keys_of_largest_mean_square_weight():
+    tokens = Tokens(K, V, torch.zeros(1, 1, L, dtype=torch.float64))
+    weights = (SCALE * Q[0, :, -9:].reshape(-1, D) @ K[0, 0].T).softmax(-1)
+    best = weights.square().mean(0).topk(7).indices.sort().values
+    few = compacted(Q.unsqueeze(1)[:, :, :, -9:], tokens, 7, SCALE)
+    assert torch.equal(few.key[0, 0], K[0, 0, best])
+
+
+def test_attention_matching_holds_no_more_than_its_room(monkeypatch):
+    rule, most = AttentionMatching(24, block=4), []
+
+    def counting(query, tokens, room, scale):
+        most.append(room)
+        return compacted(query, tokens, room, scale)
+
+    monkeypatch.setattr("linattn.lab.contenders.attention_matching.compacted", counting)
+    rule.attend(Q, K, V, SCALE)
+    assert most
+    assert set(most) == {24 - 4 - rule.num_recent}
+
+
+def test_kivi_reads_rounded_groups_and_whole_latest_tokens():
+    found = Kivi(4, 32).attend(Q.repeat(1, 1, 3, 1), *(x.repeat(1, 1, 3, 1) for x in (K, V)), SCALE)
+    key, value = (x[0, 0].repeat(3, 1) for x in (K, V))
+    coarse_key = torch.cat([quantised(part, 4, 0) for part in key.split(32)])
+    coarse_value = torch.stack([quantised(row, 4, 0) for row in value])
+    query = Q[0].repeat(1, 3, 1)
+    for t in (0, 31, 40, 70, 127, 130, 179):
+        near = max(t // 32 * 32 - 32, 0)
+        far = list(range(near)) if near <= 32 else list(range(32))  # room for one group: the first stays
+        keys = torch.cat((coarse_key[far], key[near : t + 1]))
+        values = torch.cat((coarse_value[far], value[near : t + 1]))
+        wanted = (SCALE * query[:, t] @ keys.T).softmax(-1) @ values
+        assert (found[0, :, t] - wanted).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rounding_is_within_half_a_level(bits):
+    x = torch.randn(3, 70, generator=DRAW, dtype=torch.float64)
+    found = quantised(x, bits, 1)
+    for start in (0, 32, 64):
+        part, other = x[:, start : start + 32], found[:, start : start + 32]
+        level = (part.amax(1) - part.amin(1)) / (2**bits - 1)
+        # Half a level; the zero point and, at the far end, all levels' rounding to 11 bits come on top.
+        allowed = level / 2 + 2**-11 * (part.abs().amax(1) + (part.amax(1) - part.amin(1)))
+        assert bool(((part - other).abs().amax(1) <= allowed).all())
+        assert all(len(row.unique()) <= 2**bits for row in other)
+
+
+def test_merged_is_the_op_with_the_bytes_of_its_state():
+    exact = Exact(window=6, num_merged=8)
+    rule, sizes = Merged(exact), Sizes(D, DV, 8)
+    wanted = linear_attention(Q * (SCALE * D**0.5), K, V, None, is_causal=True, enable_gqa=True, exact=exact)
+    assert torch.equal(rule.attend(Q, K, V, SCALE), wanted)
+    state = linear_attention_with_state(Q, K, V, None, enable_gqa=True, exact=exact).state
+    held = sum(x.nbytes for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor))
+    assert held == rule.num_bytes(sizes, L)  # 60 tokens are ten whole blocks: two are held

@@ -1,0 +1,57 @@
+"""The public names of all rooms, and those that the pages of the API have."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+from snippets import ROOT
+
+API = ROOT / "docs" / "api"
+# Rooms whose names are for the library's own use, as CONTRIBUTING.md says of them.
+INNER = {
+    "linattn.records",
+    "linattn.lab",
+    "linattn.attention.backends",
+    "linattn.attention.exact",
+    "linattn.lab.experiments",
+}
+
+
+def rooms() -> list[str]:
+    """Packages that export names."""
+    found = sorted((ROOT / "src" / "linattn").rglob("__init__.py"))
+    names = [".".join(path.parent.relative_to(ROOT / "src").parts) for path in found]
+    return [name for name in names if name not in INNER and exported(name)]
+
+
+def exported(room: str) -> list[str]:
+    """The names that a package's file exports by `X as X`, or defines, and that are linattn's own."""
+    path = ROOT / "src" / Path(*room.split(".")) / "__init__.py"
+    names = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("linattn"):
+            names += [one.asname for one in node.names if one.asname == one.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def documented() -> Counter[str]:
+    """The names that the pages ask mkdocstrings for."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in API.glob("*.md"))
+    return Counter(re.findall(r"(?m)^::: (\S+)$", text))
+
+
+def identity(name: str) -> object:
+    """What a dotted name stands for; modules and constants by their name in the module that defines them."""
+    room, _, last = name.rpartition(".")
+    return getattr(import_module(room), last)
+
+
+ROOMS = rooms()
+"""All rooms with public names."""

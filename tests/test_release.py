@@ -1,0 +1,70 @@
+"""What a release is made of: versions, contents and size of the wheel, and a wheel that computes by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from snippets import ROOT
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    """tests/release.py."""
+    spec = importlib.util.spec_from_file_location("release", ROOT / "tests" / "release.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def built(release: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel."""
+    if missing := [name for name in ("build", "hatchling") if find_spec(name) is None]:
+        pytest.skip(f"no wheel was built, for want of {' and '.join(missing)}: pip install 'linattn[release]'")
+    folder = tmp_path_factory.mktemp("dist")
+    release.build(folder)
+    return folder
+
+
+def test_all_files_have_the_version_of_the_source(release: ModuleType) -> None:
+    assert list(release.wrong_versions()) == []
+
+
+def test_the_wheel_holds_the_library_whole_and_nothing_else(release: ModuleType, built: Path) -> None:
+    assert list(release.wrong_contents(release.wheel_in(built))) == []
+
+
+def test_a_file_too_many_and_one_too_few_are_told_and_the_size(release, built, tmp_path, monkeypatch) -> None:
+    wheel = release.wheel_in(built)
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(tmp_path / wheel.name, "w") as new:
+        for name in old.namelist():
+            if name not in ("linattn/cli.py", "linattn/py.typed"):
+                new.writestr(name, old.read(name))
+        new.writestr("linattn/notes.txt", "")
+    told = "\n".join(release.wrong_contents(tmp_path / wheel.name))
+    assert "lacks linattn/cli.py" in told
+    assert "holds linattn/notes.txt, which is no source" in told
+    assert "no checker would read its types" in told
+    monkeypatch.setattr(release, "LARGEST_WHEEL", 1000)
+    assert "wanted at most 1,000: MISSED" in release.size_words(wheel)
+
+
+def test_the_wheel_computes_without_its_sources(release: ModuleType, built: Path, tmp_path: Path) -> None:
+    """Unpacked into a folder of its own, beside a torch that is installed."""
+    with zipfile.ZipFile(release.wheel_in(built)) as archive:
+        archive.extractall(tmp_path)
+    script = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(Path(torch.__file__).parents[1])!r}]; {release._COMPUTES}"
+    )
+    ended = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert str(tmp_path) in ended.stdout
