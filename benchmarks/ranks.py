@@ -86,10 +86,10 @@ def error(mesh: DeviceMesh, length: int, kind: str, is_causal: bool) -> float:
     return max(relative_error(x, y) for x, y in pairs)
 
 
-def timed(mesh: DeviceMesh, length: int, is_causal: bool, repeats: int) -> dict[str, list[float]]:
-    """Seconds, in turn: the first rank alone on its own part; all on theirs, each by itself; all on one sequence.
+def timed(mesh: DeviceMesh, length: int, is_causal: bool, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds by the clock and of the processor, in turn, forward and backward.
 
-    Forward and backward; and the exchange of one state each way.
+    The first rank alone on its own part; all on theirs, each by itself; all on one sequence; the exchange of a state.
     """
     inputs = [x[:, :_HEADS].detach().requires_grad_() for x in tokens(length)]
     grad, feature_map = tokens(length, seed=1)[0][:, :_HEADS], favor()
@@ -99,21 +99,21 @@ def timed(mesh: DeviceMesh, length: int, is_causal: bool, repeats: int) -> dict[
 
     alone = forward_and_backward(itself, inputs, grad)
     split = forward_and_backward(lambda *qkv: attend(mesh, list(qkv), "states", is_causal=is_causal), inputs, grad)
-    is_first = mesh.get_local_rank() == 0
     contenders = {
-        "one": alone if is_first else lambda: None,
+        "one": alone if mesh.get_local_rank() == 0 else lambda: None,
         "each by itself": alone,
         "one sequence": split,
         "exchange": lambda: _exchanged(mesh),
     }
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for repeat in range(repeats + 1):
         for name, run in contenders.items():
             dist.barrier()
-            start = time.perf_counter()
+            begun = time.perf_counter(), time.process_time()
             run()
+            ended = time.perf_counter(), time.process_time()
             if repeat:
-                found[name].append(time.perf_counter() - start)
+                found[name].append((ended[0] - begun[0], ended[1] - begun[1]))
     return found
 
 

@@ -45,7 +45,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Sum over the readers."""
-        grad, of_anchor = grads
+        grad, of_anchor = _tied(*grads), grads[1]
         found = grad.new_empty(grad.shape[1:])
         dist.reduce_scatter_single(found, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)
         return None, found, _tied(of_anchor, found)
@@ -65,7 +65,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the gradients back."""
-        grad, of_anchor = grads
+        grad, of_anchor = _tied(*grads), grads[1]
         sent, received = ctx.sizes
         found = _swapped(ctx.ranks, grad, received, sent)
         return None, None, None, found, _tied(of_anchor, found)
@@ -78,12 +78,12 @@ def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[in
     return found
 
 
-def _tied(of_anchor: Tensor, found: Tensor) -> Tensor:
-    """The anchor's gradient; to a compiler it depends on what was received.
+def _tied(x: Tensor, to: Tensor) -> Tensor:
+    """The first tensor; to a compiler it depends on the second.
 
-    A compiler leaves out a collective whose result no gradient needs, as on a rank without keys, and the other ranks
-    would wait for it.
+    A compiler moves a collective whose input is a constant into the forward pass, as on a rank that reads no state, and
+    leaves out one whose result no gradient needs, as on a rank without keys; the others would wait for it.
     """
     if not torch.compiler.is_compiling():
-        return of_anchor
-    return of_anchor + (0 * found.sum()).nan_to_num().to(of_anchor.dtype)
+        return x
+    return x + (0 * to.sum()).nan_to_num().to(x.dtype)
