@@ -1,7 +1,7 @@
 """Claim: two ranks with 65,536 tokens each take at most 1/0.95 of the time of one process with 65,536 tokens.
 
 2 heads, D = 64, 256 features, float32, forward and backward, one thread per rank; the slower rank counts. Speed is by
-the clock, in which other work on the machine is too; work is the processor's time, waiting left out. "each by itself" is
+the clock, other work on the machine included; work is the processor's time, waiting left out. "each by itself" is
 two processes at once that exchange nothing: what the machine itself loses. Causally each rank but the last absorbs its
 keys once more, before the fold that reads them, and that is in the figures.
 """
