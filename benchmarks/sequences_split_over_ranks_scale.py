@@ -13,7 +13,7 @@ import statistics
 from measuring import ratios, record, require
 from ranks import error, on_ranks, timed
 
-LENGTH, REPEATS = 65_536, 5
+LENGTH, REPEATS = 65_536, 3
 
 
 def verified() -> float:
