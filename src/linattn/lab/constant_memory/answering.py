@@ -128,7 +128,10 @@ def sizes_of(calls: Sequence[AttentionCall]) -> Sizes:
 
     Raises ValueError if they are not.
     """
-    found = {(call.key.shape[-1], call.value.shape[-1], call.key.element_size()) for call in calls}
+    found = {
+        (call.key.shape[-1], call.value.shape[-1], call.key.element_size(), call.query.shape[1] // call.key.shape[1])
+        for call in calls
+    }
     if len(found) != 1:
         raise ValueError(f"budgets want layers of one width; these have {sorted(found)}: audit another model")
     return Sizes(*found.pop())
