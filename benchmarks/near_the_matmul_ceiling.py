@@ -1,11 +1,11 @@
 """Claim: a forward pass takes little more time than its own matrix products do, and so does one with its backward pass.
 
-The products alone run over the same blocks, in the same shapes, on buffers written over block by block, beside the call
-in the same run: what is above 1 is passes over memory, exponentials, and Python. Unlike a share of the rate of one
-large product, the ratio means the same on any processor. Forward, bidirectional: features of keys and queries, the
+The products alone run over the same blocks, in the same shapes, on buffers written over block by block, beside the
+call in the same run: what is above 1 is passes over memory, exponentials, and Python. Unlike a share of the rate of
+one large product, the ratio means the same on any processor. Forward, bidirectional: features of keys and queries, the
 keys' sums and the queries' reading, 8·D·R FLOPs per token and head; causal adds a block's own weights, features by
-features and weights by values. Backward: those of `BIDIRECTIONAL_BACKWARD` and `CAUSAL_BACKWARD`. 8 heads,
-D = Dv = 64, float32.
+features and weights by values. Backward: those of `BIDIRECTIONAL_BACKWARD` and `CAUSAL_BACKWARD`. 8 heads, D = Dv = 64,
+float32.
 """
 
 from __future__ import annotations

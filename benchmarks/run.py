@@ -18,7 +18,7 @@ import measuring
 from result_file import put_in_place, read_rows, write_rows
 
 HERE = Path(__file__).parent
-NOT_CLAIMS = {"run", "measuring", "result_file"}
+NOT_CLAIMS = {"run", "measuring", "ranks", "result_file"}
 # Hours: run by itself.
 LONG = {"language_models_at_equal_time"}
 ONE = "--one"

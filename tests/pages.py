@@ -32,7 +32,7 @@ class Page(HTMLParser):
         return " ".join("".join(self.words).split())
 
     def figure(self, name: str) -> dict[str, Any]:
-        """The chart of this id, as the page hands it to plotly."""
+        """The chart of this id, as the page hands it to its script."""
         line = next(line for line in self.scripts[-1].splitlines() if line.startswith("const figures = "))
         found = re.search(f'"{name}": ', line)
         assert found is not None, f"the page draws no {name}"

@@ -6,6 +6,7 @@ from faults import (
     attention,
     biases,
     calls,
+    constant_memory,
     convert,
     feature_maps,
     lab,
@@ -33,5 +34,6 @@ FAULTS = (
     *training.FAULTS,
     *convert.FAULTS,
     *lab.FAULTS,
+    *constant_memory.FAULTS,
     *whole_models.FAULTS,
 )

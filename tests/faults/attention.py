@@ -9,7 +9,7 @@ BLOCKED = "attention/backends/blocked/"
 FAULTS = (
     Fault(
         "add an epsilon to the denominator",
-        BLOCKED + "passes.py",
+        BLOCKED + "rows.py",
         "    den.copy_(total.reshape(den.shape))",
         "    total = total + 1e-6\n    den.copy_(total.reshape(den.shape))",
         "tests/laws/test_truth.py",
@@ -45,16 +45,44 @@ FAULTS = (
     Fault(
         "no guard against jumps",
         BLOCKED + "causal.py",
-        "_MAX_JUMP = 60.0",
+        "_MAX_JUMP = 60.0 - FLOOR",
         "_MAX_JUMP = 1e30",
         "tests/laws/test_causality.py",
     ),
     Fault(
         "allow jumps up to the limit of float32",
         BLOCKED + "causal.py",
-        "_MAX_JUMP = 60.0",
+        "_MAX_JUMP = 60.0 - FLOOR",
         "_MAX_JUMP = 84.0",
         "tests/laws/test_causality.py",
+    ),
+    Fault(
+        "take any power for bounded",
+        BLOCKED + "bounded.py",
+        "return term.flatten(2).amin(-1) >= powers.lowest_term(LIMIT)",
+        "return term.flatten(2).amin(-1) >= -torch.inf",
+        "tests/laws/test_bounded.py",
+    ),
+    Fault(
+        "one head's size decides for all",
+        BLOCKED + "bounded.py",
+        "    if not bool(fits.any()):",
+        "    fits = fits.all() & fits\n    if not bool(fits.any()):",
+        "tests/laws/test_bounded.py",
+    ),
+    Fault(
+        "let values of any size into sums of powers",
+        BLOCKED + "bounded.py",
+        "MAX_VALUE = 2.0**40",
+        "MAX_VALUE = 2.0**127",
+        "tests/laws/test_bounded.py",
+    ),
+    Fault(
+        "keep bounded sums of any size",
+        BLOCKED + "bounded.py",
+        "(low >= math.exp(-FLOOR))",
+        "(low >= 0)",
+        "tests/laws/test_bounded.py",
     ),
     Fault(
         "do not rescale the state when the maximum rises",
@@ -82,7 +110,7 @@ FAULTS = (
     ),
     Fault(
         "forget the normaliser's gradient",
-        BLOCKED + "passes.py",
+        BLOCKED + "rows.py",
         "torch.sub(self.grad_den.unsqueeze(-1).masked_fill(dead, 0), from_out)",
         "self.grad_den.unsqueeze(-1).masked_fill(dead, 0)",
         "tests/laws/test_gradient.py",

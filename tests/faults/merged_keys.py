@@ -6,56 +6,79 @@ from faults.fault import Fault
 
 EXACT = "attention/exact/"
 MERGING, MERGED = "tests/laws/test_merging.py", "tests/laws/test_merged_keys.py"
+EVERYWHERE = "tests/laws/test_merged_everywhere.py"
 
 FAULTS = (
     Fault(
         "leave the mean query out of a merged key's bias",
         EXACT + "merging.py",
-        "safe.log() + peak - key @ mean.unsqueeze(-1)",
-        "safe.log() + peak",
+        "means.weighted(means.log_mass - (means.key @ mean.unsqueeze(-1)).squeeze(-1))",
+        "means.weighted(means.log_mass)",
         MERGING,
     ),
     Fault(
         "round the biases of keys that stay alone",
         EXACT + "merging.py",
-        "torch.where(size == 1, alone, bias)",
+        "torch.where(self.size == 1, self.own, bias)",
         "bias",
         MERGING,
     ),
     Fault(
         "measure keys without the queries",
         EXACT + "merging.py",
-        "key @ moments.covariance @ key.mT",
-        "key @ key.mT",
+        "(tokens.key - centre) * moments.spread.unsqueeze(2)",
+        "tokens.key - centre",
         MERGING,
     ),
     Fault(
         "merge the nearest keys whatever their masses",
         EXACT + "partitioning.py",
-        "inertia * distance, torch.inf",
-        "distance, torch.inf",
+        "(least + square).clamp(min=0) * mass * (joining / torch.where(there, mass + joining, 1))",
+        "(least + square).clamp(min=0)",
         MERGING,
     ),
     Fault(
         "put a cluster's centre at its first key",
         EXACT + "partitioning.py",
-        "torch.where(is_pair, joining / (own + joining), 0)",
-        "torch.zeros_like(own)",
-        MERGING,
+        "return joined, centres(clusters.point, clusters.mass, joined, room)",
+        "alone = centres(clusters.point, clusters.mass, torch.where(stays, joined, room), room)\n"
+        "    return joined, alone._replace(mass=centres(clusters.point, clusters.mass, joined, room).mass)",
+        MERGING + "::test_rounds_are_nearly_as_good_as_pairs_one_by_one",
     ),
     Fault(
         "merge absent keys",
         EXACT + "partitioning.py",
-        "alive = log_weight != -torch.inf",
-        "alive = log_weight == log_weight",
+        "return torch.where(absent, num_clusters, number), centres",
+        "return number.clamp(max=num_clusters - 1), centres",
         MERGING,
     ),
     Fault(
-        "take the queries' second moment for their covariance",
-        EXACT + "query_moments.py",
-        "scatter = self.scatter + apart.mT @ apart + between",
-        "scatter = self.scatter + rows.flatten(2, 3).mT @ rows.flatten(2, 3)",
+        "let a seed stand for itself alone",
+        EXACT + "partitioning.py",
+        "standing = root.gather(-1, place) * reach[:, -1:] / number",
+        "standing = root.gather(-1, place).square()",
         MERGING,
+    ),
+    Fault(
+        "take the queries' second moment for their variance",
+        EXACT + "query_moments.py",
+        "rows - mean[:, :, None, None], 0)",
+        "rows, 0)",
+        MERGING,
+    ),
+    Fault(
+        "keep the mean query's bias for a sample's cluster",
+        EXACT + "merged_everywhere.py",
+        "means.weighted(means.log_mass - logits.logsumexp(2))",
+        "means.weighted(means.log_mass - logits.mean(2))",
+        EVERYWHERE,
+    ),
+    Fault(
+        "let padding change the sample",
+        EXACT + "merged_everywhere.py",
+        "number.clamp(min=size)",
+        "number",
+        MERGED,
     ),
     Fault(
         "let queries count less with every call of a stream",
@@ -79,11 +102,11 @@ FAULTS = (
         MERGED,
     ),
     Fault(
-        "count the neighbouring block twice",
-        EXACT + "merged_everywhere.py",
-        "(0, 0, 0, 0, 2, 0)",
-        "(0, 0, 0, 0, 1, 0)",
-        MERGED,
+        "count the neighbours twice",
+        EXACT + "merged_window.py",
+        "remainder, value = 1 - remainder, clusters.value.unsqueeze(2) - value",
+        "remainder, value = 1 - 0 * remainder, clusters.value.unsqueeze(2) - 0 * value",
+        EVERYWHERE,
     ),
     Fault(
         "keep merged keys in the tokens' precision",

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import sys
-for name in "triton transformers accelerate tensorboard plotly jinja2 typer rich scipy numpy".split():
+for name in "triton transformers accelerate tensorboard jinja2 typer rich scipy numpy".split():
     sys.modules[name] = None
 import torch, linattn, linattn.planning.choosing, linattn.planning.measures, linattn.planning.methods
 x = torch.randn(1, 2, 70, 8, requires_grad=True)

@@ -14,10 +14,6 @@ from torch.utils import _pytree as pytree
 import linattn
 from grid import qkv, relative_error, tokens
 from linattn import Exact
-from linattn.attention.exact import merged_everywhere as everywhere
-from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging import clusters, merged
-from linattn.attention.exact.query_moments import QueryMoments
 
 LENGTH = 61
 PARTS = (Exact(4, num_merged=6), Exact(1, num_merged=3), Exact(7, num_merged=20), Exact(8, num_merged=1))
@@ -176,42 +172,6 @@ def test_the_fused_kernel_and_the_formed_weights_agree(exact: Exact, is_causal: 
     given = qkv(num_queries=LENGTH, num_keys=LENGTH)
     part = linattn.linear_partial(*given, None, is_causal=is_causal, enable_gqa=True, exact=exact)
     torch.testing.assert_close(part.out, attend(*given, exact, is_causal=is_causal), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("window", [1, 4, 16])
-def test_a_block_reads_the_clusters_without_its_neighbours(window: int) -> None:
-    """As merged anew for each block with its neighbours absent: no key counts twice."""
-    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
-    exact, scale = Exact(window, num_merged=9), key.shape[-1] ** -0.5
-    grouped, live = query.unflatten(1, (2, 2)), torch.ones(2, 1, LENGTH, dtype=torch.bool)
-    keys = Tokens(key, value, torch.zeros(2, 2, LENGTH, dtype=key.dtype))
-    moments = QueryMoments.empty(key).add(grouped, live, scale)
-    mass = everywhere._mass(grouped, live, keys, scale)
-    number = clusters(keys, moments, mass, 9)
-    block = torch.arange(LENGTH) // window
-    for i in range(LENGTH):
-        near = (block - block[i]).abs() <= 1
-        far = merged(
-            keys._replace(bias=keys.bias.masked_fill(near, -torch.inf)), number.masked_fill(near, 9), moments.mean, 9
-        )
-        seen = far.then(Tokens(key[:, :, near], value[:, :, near], keys.bias[..., near]))
-        logits = scale * grouped[:, :, :, i] @ seen.key.mT + seen.bias.unsqueeze(2)
-        truth = (torch.softmax(logits, -1) @ seen.value).flatten(1, 2)
-        torch.testing.assert_close(attend(query, key, value, exact)[:, :, i], truth, rtol=1e-10, atol=1e-10)
-
-
-def test_long_calls_put_keys_into_clusters_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer keys at once the error is of the same size, and enough clusters still lose nothing."""
-    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
-    truth = linattn.softmax_attention(query, key, value, enable_gqa=True)
-    error = relative_error(attend(query, key, value, Exact(num_merged=12)), truth)
-    monkeypatch.setattr(everywhere, "_STEP", 5)
-    mask = torch.ones(2, LENGTH, dtype=torch.bool)
-    mask[1, 13:] = False
-    assert relative_error(attend(query, key, value, Exact(num_merged=12)), truth) < 1.5 * error
-    found = attend(query, key, value, Exact(num_merged=13), key_mask=mask)[1]
-    wanted = linattn.softmax_attention(query, key, value, enable_gqa=True, key_mask=mask)[1]
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_the_size_of_a_stream_s_state_does_not_grow() -> None:

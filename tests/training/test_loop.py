@@ -229,7 +229,7 @@ def test_accelerators_of_others(training, monkeypatch):
     Accelerator(cpu=True)
     train(training(Point(), seconds=2.0), None, quiet)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(ValueError, match="runs in one process, got 2"):
+    with pytest.raises(ValueError, match="a launcher started 2 processes, and no group of them was made"):
         train(training(Point()), None, quiet)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps._digest import digest_of_weights
+from linattn.feature_maps._powers import Powers
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
@@ -158,6 +159,10 @@ class FeatureMap(nn.Module, ABC):
 
         A factor such as exp(|k|²/2) overflows on its own; kept as a logarithm it shares the running maximum.
         """
+        return None
+
+    def powers(self, dtype: torch.dtype) -> Powers | None:
+        """Exponents of an exponential map as products and a term of each row; None where they are not of that form."""
         return None
 
     @abstractmethod

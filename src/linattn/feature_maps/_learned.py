@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from linattn.feature_maps._arguments import check_count, temperature
 from linattn.feature_maps._base import FeatureMap, features
-from linattn.feature_maps._random_base import multiplied
+from linattn.feature_maps._powers import multiplied
 
 
 class Exponents(nn.Module):

@@ -216,14 +216,3 @@ class RandomFeatureMap(FeatureMap):
             if saved is None:
                 self.projection = self._draw().to(self.projection.device)
         self._prepare()
-
-
-def multiplied(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """x·weights, (..., L, D) and (D, R) or (H, D, R), written into `out`, rows of which may lie apart."""
-    if weights.dim() == 2 and x.is_contiguous():
-        torch.mm(x.view(-1, x.shape[-1]), weights, out=out.view(-1, out.shape[-1]))
-    elif out.is_contiguous():
-        torch.matmul(x, weights.expand(*x.shape[:-2], -1, -1), out=out)
-    else:
-        out.copy_(torch.matmul(x, weights))
-    return out

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import log_mean_exp
-from linattn.feature_maps._random_base import RandomFeatureMap, multiplied
+from linattn.feature_maps._powers import Powers, multiplied
+from linattn.feature_maps._random_base import RandomFeatureMap
 
 
 class SoftmaxEstimator(RandomFeatureMap):
@@ -50,6 +51,7 @@ class ExponentialEstimator(SoftmaxEstimator):
     """φ(x) = exp(W·x̃ - |x̃|²/2 + b), b a constant of each feature."""
 
     exponential = True
+    _powers: dict[torch.dtype, Powers]
 
     def query(self, x: Tensor) -> Tensor:
         """Exponents of the features: (..., L, D) -> (..., L, R)."""
@@ -67,9 +69,29 @@ class ExponentialEstimator(SoftmaxEstimator):
         x, weights = self._operands(x)
         return torch.matmul(grad, weights.mT).addcmul_(x, grad.sum(-1, keepdim=True), value=-self.scale)
 
+    def powers(self, dtype: torch.dtype) -> Powers | None:
+        """The exponents taken apart, once after each change of W; None where W was swapped for one call."""
+        if self._prepared_from is not self.projection:
+            return None
+        if dtype not in self._powers:
+            with torch.inference_mode(False), torch.no_grad():
+                weights, own = self._prepared[torch.float64], self._own_constants()
+                is_paired = self.features_per_row == 2
+                self._powers[dtype] = Powers.of(weights, own, self.scale, self._constant(), is_paired, dtype)
+        return self._powers[dtype]
+
+    def _prepare(self) -> None:
+        """Forget the exponents taken apart."""
+        super()._prepare()
+        self._powers = {}
+
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃."""
         return exponents.sub_(self._half_square(x, -self._constant()))
+
+    def _own_constants(self) -> Tensor | None:
+        """What differs from feature to feature in b, (1, R) or (H, 1, R) in float64; None for nothing."""
+        return None
 
     def _constant(self) -> float:
         """b, where it is the same for all features."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import hyperbolic_variance
-from linattn.feature_maps._random_base import multiplied
+from linattn.feature_maps._powers import multiplied
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 
 

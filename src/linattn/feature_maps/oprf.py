@@ -116,11 +116,18 @@ class Oprf(ExponentialEstimator, FittedMap):
         """The same, and A|w|² where lengths differ."""
         self._fitted()
         exponents = super()._shifted_(exponents, x, weights)
-        if self.lengths == "fixed":
-            return exponents
-        # A|w|² from the weights √(scale·(1 - 4A))·w themselves: D·R operations, nothing beside the product with x.
+        # D·R operations, nothing beside the product with x.
+        return exponents if self.lengths == "fixed" else exponents.add_(self._tilted(weights))
+
+    def _tilted(self, weights: Tensor) -> Tensor:
+        """A|w|² from the weights √(scale·(1 - 4A))·w."""
         squares = weights.square().sum(-2, keepdim=True)
-        return exponents.add_(squares * (self.tilt / (self.scale * (1 - 4 * self.tilt))))
+        return squares * (self.tilt / (self.scale * (1 - 4 * self.tilt)))
+
+    def _own_constants(self) -> Tensor | None:
+        """A|w|² where lengths differ."""
+        self._fitted()
+        return None if self.lengths == "fixed" else self._tilted(self._prepared[torch.float64])
 
     def _constant(self) -> float:
         """The logarithm of φ's constant factor."""

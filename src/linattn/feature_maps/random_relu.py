@@ -14,7 +14,8 @@ from torch import Tensor
 from linattn.feature_maps._arguments import check_number
 from linattn.feature_maps._draw import Draw, Lengths
 from linattn.feature_maps._moments import chi_moment_ratio
-from linattn.feature_maps._random_base import RandomFeatureMap, multiplied
+from linattn.feature_maps._powers import multiplied
+from linattn.feature_maps._random_base import RandomFeatureMap
 
 
 @final

@@ -148,10 +148,14 @@ class Sderf(ExponentialEstimator, FittedMap):
         """The same, and wᵀA w + ¼·log det(I - 4A)."""
         self._check_heads(x, self.tilt.shape[0] if self.tilt.dim() == 3 else 1)
         swapped = self._prepared_from is not self.projection
-        own = self._own_constants(self.projection).to(x.dtype) if swapped else self._constants[x.dtype]
+        own = self._constants_of(self.projection).to(x.dtype) if swapped else self._constants[x.dtype]
         return super()._shifted_(exponents, x, weights).add_(own)
 
-    def _own_constants(self, projection: Tensor) -> Tensor:
+    def _own_constants(self) -> Tensor:
+        """wᵀA w + ¼·log det(I - 4A)."""
+        return self._constants_of(self.projection)
+
+    def _constants_of(self, projection: Tensor) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A) of each row, (1, R) or (Hkv, 1, R)."""
         quadratic = ((projection @ self.tilt) * projection).sum(-1)
         constants: Tensor = quadratic + torch.linalg.slogdet(self._stretch)[1].unsqueeze(-1) / 2
@@ -166,7 +170,7 @@ class Sderf(ExponentialEstimator, FittedMap):
         super()._prepare()
         if self._tilt is not None:
             with torch.inference_mode(False), torch.no_grad():
-                constants = self._own_constants(self.projection)
+                constants = self._constants_of(self.projection)
                 self._constants = {torch.float64: constants, torch.float32: constants.to(torch.float32)}
 
     def _set_second_moment(self, moment: Tensor) -> None:

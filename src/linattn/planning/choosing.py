@@ -18,8 +18,9 @@ from linattn.planning.methods import Method, fit, parse_method
 from linattn.planning.plans import EXACT, HeadPlan, Plan
 
 _PARTS = ("", " + window 16", " + window 32", " + window 16 + heavy 32", " + window 32 + heavy 64")
+_MERGED = ("merged 32", "merged 64", "merged 128", "window 16 + merged 32", "window 32 + merged 96")
 _MAPS = tuple(f"Expansion(num_centres={count}{order})" for order in ("", ", order=2") for count in (1, 4, 16, 64))
-CANDIDATES = tuple(f"{name}{part}" for name in _MAPS for part in _PARTS)
+CANDIDATES = (*(f"{name}{part}" for name in _MAPS for part in _PARTS), *_MERGED)
 """Written forms of the methods a plan chooses from unless told otherwise; "exact" is always among them."""
 
 # A method that passes is more often lucky than unlucky on its sample: it must meet this share of the target.
@@ -107,10 +108,11 @@ def plan(
         key: (B, Hkv, L, D), H a multiple of Hkv.
         value: (B, Hkv, L, Dv).
         target_error: relative error of a head's output to be met, > 0; or
-        max_features: the most features of a map, > 0. One of both.
+        max_features: the most features of a map, > 0; merged keys, which have none, are left out. One of both.
         is_causal: whether later keys are hidden.
         scale: factor of q·k in the exponent; D**-0.5 if None.
-        candidates: written forms of methods, widths included; `CANDIDATES` if None.
+        candidates: written forms of methods, widths included; `CANDIDATES` if None, causally those of them that merge
+            keys having a window.
         num_tokens: the length the plan is for, which decides where exact attention takes fewer operations; L if None.
         fixed_maps: whether maps are fitted beforehand, as for a model that is converted, and never learn from a call;
             causal ones never do.
@@ -136,8 +138,8 @@ def plan(
     exact_flops = exact_flops_per_token(length, is_causal=is_causal, **dims)
     ladder = [
         one
-        for one in _ladder(CANDIDATES if candidates is None else candidates, sample)
-        if one.flops < exact_flops and (max_features is None or one.num_features <= max_features)
+        for one in _ladder(_usual(is_causal=is_causal) if candidates is None else candidates, sample)
+        if one.flops < exact_flops and (max_features is None or 0 < one.num_features <= max_features)
     ]
     chosen = _choose(sample, ladder, None if target_error is None else MARGIN * target_error)
     estimates, fitted = _settle(sample, chosen)
@@ -201,6 +203,12 @@ def _sampled(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_caus
     return _Sample(query, key, value, rows, torch.cat(exact, 1), known.to(query.device), scale, is_causal)
 
 
+def _usual(*, is_causal: bool) -> list[str]:
+    """The candidates unless told otherwise, those that a causal call refuses left out."""
+    methods = map(parse_method, CANDIDATES)
+    return [one.label for one in methods if not is_causal or one.exact is None or one.exact.window is not None]
+
+
 def _uniform_errors(sample: _Sample) -> list[float]:
     """The error of averaging the values, by head."""
     heads, length = sample.query.shape[1:3]
@@ -216,7 +224,7 @@ def _ladder(labels: Sequence[str], sample: _Sample) -> list[_Candidate]:
         if method.takes_features:
             raise ValueError(f"{method.label} leaves its width open; write num_features=… into every candidate")
         feature_map = method.build(sample.query.shape[-1], num_features=None, scale=sample.scale, seed=0)
-        numbers = state_numbers(method, feature_map, value_dim=width)
+        numbers = state_numbers(method, feature_map, value_dim=width, is_causal=sample.is_causal)
         flops = flops_per_token(method, feature_map, value_dim=width, is_causal=sample.is_causal)
         found.append(_Candidate(method, feature_map.num_features, numbers, flops))
     return sorted(found, key=lambda one: (one.flops, one.numbers))

@@ -2,21 +2,27 @@
 
 Counts, not timings: exponentials, comparisons and the division are left out, a multiply-add is two operations.
 
-Letters: L tokens, D head width, Dv value width, R features, M exponents, C centres, F = R/C, W window, G heavy keys.
+Letters: L tokens, D head width, Dv value width, R features, M exponents, C centres, F = R/C, W window, G heavy keys, N
+merged keys.
 """
 
 from __future__ import annotations
 
+from linattn.attention import Exact
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.planning.methods import Method
 
+# The fewest queries by whose attention an encoder's keys are merged.
+_SAMPLE = 64
 
-def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int) -> int:
+
+def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int, is_causal: bool = True) -> int:
     """Numbers in a head's state, whatever the length of the text.
 
-        R·(Dv + 1) + M + (2W + G)·(D + Dv)
+        R·(Dv + 1) + M + (2W + G + N)·(D + Dv)                    S, z and maxima of the map; exact and merged keys
+        N, and causally 2·D + 1                                   beside merged keys: biases, statistics of the queries
 
-    S and z of the map, its running maxima, and the keys and values of the window's two blocks and of the heavy keys.
+    The window's keys are those of two blocks. `is_causal` matters to merged keys alone: a stream keeps statistics.
 
     Example:
         >>> from linattn.feature_maps import Expansion
@@ -26,7 +32,9 @@ def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int) ->
     """
     kept = 0 if method.exact is None else method.exact.cost(is_causal=True).kept
     sums = feature_map.num_features * (value_dim + 1) + feature_map.num_exponents
-    return sums + kept * (feature_map.head_dim + value_dim)
+    merged = 0 if method.exact is None else method.exact.num_merged
+    beside = merged + (2 * feature_map.head_dim + 1 if merged and is_causal else 0)
+    return sums + kept * (feature_map.head_dim + value_dim) + beside
 
 
 def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, is_causal: bool) -> int:
@@ -34,7 +42,12 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
 
         maps with centres    2·C·D + 2·C·F·(Dv + 1) + 2·F·(Dv + 1)     exponents, absorbing, reading one centre
         other maps           4·R·D + 4·R·(Dv + 1)                      features of query and key, absorbing and reading
-        exact part           2·(3W + G)·(D + Dv), causal 2·(2W + G)·(D + Dv)
+        exact part           2·(3W + G + N)·(D + Dv), causal 2·(2W + G + N)·(D + Dv)
+        merging, causal      2·(N + W)²·D/W + 2·(N + W)·(D + Dv)/W + 4·D
+        merging              2·(64 + N)·D + 2·N·Dv + 2·(D + Dv)
+
+    Keys are merged without causality by what 64 queries attend to, and join the nearest of N clusters; the few hundred
+    keys that these are made of at first are left out, since their number does not grow with the text.
 
     A bidirectional window computes the map's part twice, once before the window and once after it. Bidirectional heavy
     keys also need the column masses: the keys are mapped once for z and once for the masses, the queries once between,
@@ -61,7 +74,20 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
     if method.exact is None:
         return count
     added = method.exact.cost(is_causal=is_causal)
-    return added.map_folds * count + added.column_masses * masses + 2 * added.seen * (head_dim + value_dim)
+    seen = 2 * added.seen * (head_dim + value_dim) + _merging(method.exact, head_dim, value_dim, is_causal=is_causal)
+    return added.map_folds * count + added.column_masses * masses + seen
+
+
+def _merging(exact: Exact, head_dim: int, value_dim: int, *, is_causal: bool) -> int:
+    """Operations per token by which keys are merged."""
+    if not exact.num_merged:
+        return 0
+    both = head_dim + value_dim
+    if not is_causal:
+        return 2 * _SAMPLE * head_dim + 2 * exact.num_merged * both + 2 * both
+    window = exact.window or 1
+    pool = exact.num_merged + window
+    return (2 * pool**2 * head_dim + 2 * pool * both) // window + 4 * head_dim
 
 
 def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> int:

@@ -15,9 +15,11 @@ from linattn.hf import LinearLMForCausalLM
 from linattn.nn import RedrawSchedule
 from linattn.pretraining.config import TrainConfig
 from linattn.pretraining.corpus import Corpus
-from linattn.pretraining.scoring import UNIFORM, Score, bits_per_byte, frequency_bits, score, windows
+from linattn.pretraining.scoring import UNIFORM, Score, bits, bits_per_byte, frequency_bits, score, windows
+from linattn.pretraining.sharing import Share
 from linattn.training import (
     Notify,
+    Processes,
     Seconds,
     Trained,
     Training,
@@ -68,6 +70,7 @@ def pretrain(
     *,
     work: Path | None = None,
     notify: Notify | None = None,
+    num_parts: int = 1,
 ) -> Pretraining:
     """Train a language model on a corpus, in place, and leave it with the weights that were best on validation texts.
 
@@ -86,13 +89,18 @@ def pretrain(
             was cut off, this one goes on from its last whole checkpoint. None keeps everything in memory.
         notify: called after each step with the training's name, the share of its budget that is spent, and its
             progress, whose losses are bits per byte.
+        num_parts: inside `linattn.training.launched`, into how many parts each text is cut, for as many processes; the
+            others share the texts of a step. The losses are those of one process up to rounding, and a training goes
+            on with any number of processes and parts.
 
     Returns:
-        A `Pretraining`. Ctrl-C during training ends it early, with the best weights so far in the model.
+        A `Pretraining`, the same in all processes. Ctrl-C during training ends it early, with the best weights so far
+        in the model.
 
     Raises:
         ValueError: the model has not 256 tokens, or weights of another dtype than float32; `work` holds a training
-            with other settings; a redraw is asked for where no map is random.
+            with other settings; a redraw is asked for where no map is random; processes and parts do not divide the
+            batch and the context.
         RuntimeError: the loss, or a gradient, is not finite.
         OSError: `work` cannot be written.
 
@@ -108,18 +116,24 @@ def pretrain(
     Source: Radford et al. 2019 (GPT-2) for the task; Al-Rfou et al. 2019 (arXiv 1808.04444) for bytes.
     """
     _check(model)
-    training = _training(model, corpus, config)
-    with alone_in(work):
+    share = Share(Processes.of_this_run(), num_parts)
+    share.check(config.context, config.batch_size)
+    training = _training(model, corpus, config, share)
+    # The first process writes for all.
+    work = work if share.processes.is_first else None
+    with alone_in(work), share.among(model):
         folder = None if work is None else WorkFolder(work, _identity(model, corpus, config), kind="training")
         if folder is not None:
             folder.claim()
         trained = train(training, folder, notify or (lambda *_: None))
     model.train(False)
     test = windows(corpus.test, config.context, _TEST_BYTES)
+    judged = share.processes.from_first(score(model, test) if share.processes.is_first else None)
+    assert judged is not None
     return Pretraining(
         config=config,
-        trained=trained,
-        test=score(model, test),
+        trained=share.processes.from_first(trained),
+        test=judged,
         uniform_bits=UNIFORM,
         frequency_bits=frequency_bits(corpus.training, test[:, 1:]),
         num_training_bytes=len(corpus.training),
@@ -128,22 +142,22 @@ def pretrain(
     )
 
 
-def _training(model: LinearLMForCausalLM, corpus: Corpus, config: TrainConfig) -> Training:
+def _training(model: LinearLMForCausalLM, corpus: Corpus, config: TrainConfig, share: Share) -> Training:
     """The loss of a step and of a look."""
     sizes = {"context": config.context, "batch_size": config.batch_size, "seed": config.seed}
     looked_at = windows(corpus.validation, config.context, _LOOK_BYTES)
     redraw = _redrawing(model, config)
 
     def loss(step: int) -> Tensor:
-        """Bits per byte on the step's windows."""
+        """Bits per byte on this process's share of the step's windows."""
         redraw(step)
         model.train()
-        return bits_per_byte(model, corpus.batch(step, **sizes)).mean()
+        return bits_per_byte(model, share.of(corpus.batch(step, **sizes))).mean()
 
     def validate() -> float:
         """Bits per byte on validation texts."""
         model.train(False)
-        return score(model, looked_at).bits
+        return share.mean(bits(model, share.of(looked_at)))
 
     return Training(
         name="training",

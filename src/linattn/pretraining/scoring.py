@@ -63,13 +63,20 @@ def bits_per_byte(model: LinearLMForCausalLM, batch: Tensor) -> Tensor:
 
 def score(model: LinearLMForCausalLM, batch: Tensor) -> Score:
     """The bits per byte of a model on windows (n, L + 1), read one by one, by octaves of the position too."""
-    with torch.no_grad():
-        bits = torch.cat([bits_per_byte(model, window) for window in batch.split(1)]).double().cpu()
-    means = bits.mean(1)
-    length = bits.shape[1]
+    found = bits(model, batch)
+    means = found.mean(1)
+    length = found.shape[1]
     error = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else math.nan
-    octaves = tuple((first, end, float(bits[:, first:end].mean())) for first, end in _octaves(length))
-    return Score(float(bits.mean()), error, octaves, bits.numel())
+    octaves = tuple((first, end, float(found[:, first:end].mean())) for first, end in _octaves(length))
+    return Score(float(found.mean()), error, octaves, found.numel())
+
+
+def bits(model: LinearLMForCausalLM, batch: Tensor) -> Tensor:
+    """`bits_per_byte` without gradients, of windows that are read one by one: (n, L), float64, on the CPU."""
+    found = [batch.new_zeros(0, batch.shape[1] - 1).double()]
+    with torch.no_grad():
+        found += [bits_per_byte(model, window).double().cpu() for window in batch.split(1) if len(window)]
+    return torch.cat(found)
 
 
 def frequency_bits(training: Tensor, text: Tensor) -> float:

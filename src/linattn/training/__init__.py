@@ -15,4 +15,6 @@ from linattn.training.loop import Notify as Notify
 from linattn.training.loop import Trained as Trained
 from linattn.training.loop import Training as Training
 from linattn.training.loop import train as train
+from linattn.training.processes import Processes as Processes
+from linattn.training.processes import launched as launched
 from linattn.training.progress import Progress as Progress

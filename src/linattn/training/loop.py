@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linattn.training.budgets import Budget
 from linattn.training.checkpoints import WorkFolder
+from linattn.training.processes import Processes
 from linattn.training.progress import Progress
 
 # Between two checkpoints, at most.
@@ -68,6 +69,8 @@ class Trained:
     stopped: bool
 
 
+_Found = tuple[Progress, dict[str, Tensor]]
+
 Notify = Callable[[str, float, Progress], None]
 """Called after each step with the training's name, the share of its budget that is spent, and how far it has come."""
 
@@ -80,9 +83,13 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
     length of their own, and a model that is nearly right has less far to go. The least validation loss chooses the
     weights, those before the first step included.
 
+    In several processes (`launched`) each has its own loss, whose mean over all is the training's: gradients are
+    averaged, and the first process writes `work`, which the others give as None, reads the clock, and ends the training
+    for all. A checkpoint is one process's, and any number of them goes on from it.
+
     Ctrl-C ends the training after the current step, as if its time were over; so does a KeyboardInterrupt from
     `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if
-    Accelerate was started with several processes or another precision than float32.
+    Accelerate found a launcher's processes of which no group was made, or another precision than float32.
 
     Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW; Accelerate's documentation.
     """
@@ -93,11 +100,13 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
             try:
                 run.go(pressed)
             except KeyboardInterrupt:
-                # Raised by `notify`.
+                # Raised in a step.
                 pressed.append(signal.SIGINT)
             training.model.load_state_dict(run.best)
         finally:
-            accelerator.end_training()
+            # Not end_training, which would end the processes' group too.
+            for tracker in accelerator.trackers:
+                tracker.finish()
             accelerator.free_memory()
             training.model.zero_grad()
             # Accelerate's own mark: with it, another accelerator would pass the model over without a word.
@@ -137,15 +146,18 @@ class _Run:
 
     def __init__(self, training: Training, accelerator: Accelerator, work: WorkFolder | None, notify: Notify) -> None:
         self._training, self._accelerator, self._work, self._notify = training, accelerator, work, notify
+        self._processes = Processes.of_this_run()
         groups = [{"params": list(parameters), "lr": rate} for parameters, rate in training.parameters]
         optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
-        _, self._optimizer = accelerator.prepare(training.model, optimizer)
-        found = None if work is None else work.resume(training.name, accelerator)
+        # The model is not wrapped: the loss calls it itself, and gradients are averaged here.
+        accelerator.prepare_model(training.model, evaluation_mode=True)
+        self._optimizer = accelerator.prepare_optimizer(optimizer)
+        found = self._shared(None if work is None else work.resume(training.name, accelerator))
         # Curves of steps that are lost are taken back.
         logging = {} if found is None else {"purge_step": found[0].step + 1}
         accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
         if found is None:
-            loss = training.validate()
+            loss = self._processes.from_first(training.validate())
             if not math.isfinite(loss):
                 raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
             found = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
@@ -155,31 +167,47 @@ class _Run:
         lowered = min(1.0, math.sqrt(max(self.progress.first, 0.0)))
         self._rates = [rate * lowered for _, rate in training.parameters]
 
-    def go(self, pressed: Sequence[int]) -> None:
+    def _shared(self, found: _Found | None) -> _Found | None:
+        """What the first process resumed, with its model's and its optimiser's state, on all."""
+        if self._processes.size == 1:
+            return found
+        parts = self._training.model, self._optimizer
+        found, states = self._processes.from_first((found, [part.state_dict() for part in parts]))
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
+        return found
+
+    def go(self, pressed: list[int]) -> None:
         """Steps and looks until the budget is spent, or something is pressed."""
         budget = self._training.budget
         looked = saved = self.progress
-        while budget.share(self.progress) < 1 and not pressed:
-            start = time.perf_counter()
-            self._step()
-            self._spend(start)
+        while self._goes_on(pressed):
+            self._timed(self._step)
             is_look_due = budget.is_look_due(self.progress, looked)
             if is_look_due:
-                start = time.perf_counter()
-                self._look()
-                self._spend(start)
+                self._timed(self._look)
                 # What a resumed training begins with, so that it goes on as this one does.
                 looked = self.progress
             if is_look_due or self.progress.seconds - saved.seconds >= _SECONDS:
-                start = time.perf_counter()
-                self._save()
-                self._spend(start)
+                self._timed(self._save)
                 saved = self.progress
-            self._notify(self._training.name, min(budget.share(self.progress), 1.0), self.progress)
+            try:
+                self._notify(self._training.name, min(budget.share(self.progress), 1.0), self.progress)
+            except KeyboardInterrupt:
+                # All processes end after the same step.
+                pressed.append(signal.SIGINT)
 
-    def _spend(self, start: float) -> None:
-        """Count the time since."""
-        self.progress = replace(self.progress, seconds=self.progress.seconds + time.perf_counter() - start)
+    def _goes_on(self, pressed: list[int]) -> bool:
+        """Whether there is another step, as the first process has it."""
+        is_pressed = self._processes.from_first(bool(pressed))
+        return self._training.budget.share(self.progress) < 1 and not is_pressed
+
+    def _timed(self, do: Callable[[], None]) -> None:
+        """Do something, and count its time, as the first process has it: what follows depends on it."""
+        start = time.perf_counter()
+        do()
+        seconds = self._processes.from_first(self.progress.seconds + time.perf_counter() - start)
+        self.progress = replace(self.progress, seconds=seconds)
 
     def _step(self) -> None:
         """One step of the optimiser."""
@@ -190,8 +218,10 @@ class _Run:
         loss = self._training.loss(step)
         self._optimizer.zero_grad()
         self._accelerator.backward(loss)
-        value = float(loss.detach())
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        mean = loss.detach().clone()
+        self._processes.average_([mean, *(one.grad for one in parameters if one.grad is not None)])
+        value = float(mean)
         norm = float(self._accelerator.clip_grad_norm_(parameters, _CLIP) or 0.0)
         if not math.isfinite(norm):
             raise RuntimeError(
@@ -204,7 +234,7 @@ class _Run:
 
     def _look(self) -> None:
         """The validation loss; the best weights are kept."""
-        loss = self._training.validate()
+        loss = self._processes.from_first(self._training.validate())
         if loss < self.progress.best:
             self.best = _tensors(self._training.model)
         self.progress = replace(self.progress, loss=loss, best=min(self.progress.best, loss))
@@ -236,8 +266,11 @@ def _accelerator(work: WorkFolder | None) -> Accelerator:
     logs = None if work is None else work.logs
     log_with = None if logs is None else "tensorboard"
     accelerator = Accelerator(device_placement=False, mixed_precision="no", log_with=log_with, project_dir=logs)
-    if accelerator.num_processes > 1:
-        raise ValueError(f"training runs in one process, got {accelerator.num_processes}; start it without a launcher")
+    if accelerator.num_processes not in (1, Processes.of_this_run().size):
+        raise ValueError(
+            f"a launcher started {accelerator.num_processes} processes, and no group of them was made; start without a "
+            "launcher, or make one with linattn.training.launched"
+        )
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     return accelerator

@@ -16,10 +16,10 @@ def test_defaults_are_their_own_labels(label):
 def test_fixed_maps_are_measured_once():
     wanted = AuditGrid(default_methods(), features=(64, 256), draws=3, seed=5)
     found = [(c.method.label, c.num_features, c.draw) for c in wanted.configurations()]
-    free = [method for method in default_methods() if method.map.takes_features]
-    fixed = [method for method in default_methods() if not method.map.takes_features]
-    drawn = sum(3 if method.map.is_random else 1 for method in fixed)
-    assert all(method.map.is_random for method in free)
+    free = [method for method in default_methods() if method.takes_features]
+    fixed = [method for method in default_methods() if not method.takes_features]
+    drawn = sum(3 if method.is_random else 1 for method in fixed)
+    assert all(method.is_random for method in free)
     assert len(found) == len(set(found)) == len(free) * 2 * 3 + drawn
     assert ("FavorPlus", 256, 2) in found
     assert ("Expansion(num_centres=16, order=2)", None, 0) in found

@@ -28,10 +28,11 @@ LABELS = (
     "Centred(Balanced(Sderf))",
     "Centred(Balanced(Nystrom(num_features=8)))",
     "Expansion(num_centres=4)",
+    "window 4 + merged 8",
 )
 WANTED = AuditGrid(tuple(map(parse_method, LABELS)), features=(8, 16), draws=2, seed=1)
-OWN_WIDTH = {"Centred(Taylor(order=1))": 9, "Expansion(num_centres=4)": 36}
-DRAWN_ONCE = ("EluPlusOne", "Centred(Taylor(order=1))", "Expansion(num_centres=4)")
+OWN_WIDTH = {"Centred(Taylor(order=1))": 9, "Expansion(num_centres=4)": 36, "window 4 + merged 8": 0}
+DRAWN_ONCE = ("EluPlusOne", "Centred(Taylor(order=1))", "Expansion(num_centres=4)", "window 4 + merged 8")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,8 @@ def test_rows_are_complete(audited, folder, family, causal):
     wanted = {
         (label, width, draw)
         for label in LABELS
-        for width in ((8, 16) if parse_method(label).map.takes_features else (OWN_WIDTH.get(label, 8),))
-        for draw in range(2 if parse_method(label).map.is_random else 1)
+        for width in ((8, 16) if parse_method(label).takes_features else (OWN_WIDTH.get(label, 8),))
+        for draw in range(2 if parse_method(label).is_random else 1)
     }
     models = [row for row in rows if isinstance(row, ModelRow)]
     assert [row.map for row in models[:2]] == ["exact", "uniform"]
@@ -90,10 +91,10 @@ def test_figures_are_in_their_ranges(audited, family):
         assert all(math.isfinite(value) for value in numbers if isinstance(value, float))
         if isinstance(row, HeadRow):
             method = parse_method(row.map)
-            width = row.features if method.map.takes_features else None
+            width = row.features if method.takes_features else None
             built = method.build(8, num_features=width, scale=1.0, seed=0)
-            assert row.state_numbers == state_numbers(method, built, value_dim=8)
             causal = audited_header.is_causal
+            assert row.state_numbers == state_numbers(method, built, value_dim=8, is_causal=causal)
             assert row.flops_per_token == flops_per_token(method, built, value_dim=8, is_causal=causal)
             assert row.uniform_error > 0
             assert 0 <= row.uniform_total_variation <= 1

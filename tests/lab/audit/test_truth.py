@@ -60,7 +60,7 @@ def test_rows_are_those_that_make_the_output(label, is_causal):
     recorded = call(is_causal=is_causal)
     truth = LayerTruth(recorded, first=0, num_rows=LENGTH)
     method = parse_method(label)
-    feature_map = method.build(6, num_features=16 if method.map.takes_features else None, scale=0.5, seed=0)
+    feature_map = method.build(6, num_features=16 if method.takes_features else None, scale=0.5, seed=0)
     fit(feature_map, recorded.query, recorded.key)
     measured = truth.measure(method, feature_map)
     rows = truth._rows(method, feature_map)

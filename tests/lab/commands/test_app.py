@@ -14,7 +14,7 @@ import linattn
 from linattn.lab.commands.app import COMMANDS, app
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
-HEAVY = ("transformers", "accelerate", "plotly", "jinja2", "numpy.random", "linattn.hf", "linattn.convert", "rich.live")
+HEAVY = ("transformers", "accelerate", "jinja2", "numpy.random", "linattn.hf", "linattn.convert", "rich.live")
 IMPORTED = """
 import sys
 from linattn.cli import main
@@ -40,7 +40,7 @@ def test_version_and_help_import_no_heavy_package(words):
 
 
 HF, TRAINING = {"transformers", "linattn.hf"}, {"accelerate", "tensorboard", "linattn.convert"}
-PAGE = {"plotly", "jinja2", "linattn.lab.report"}
+PAGE = {"jinja2", "linattn.lab.report"}
 BENCH = "bench --lengths 16 --features 8 --heads 1 --head-dim 4 --repeats 1 --no-memory --out"
 
 
@@ -72,7 +72,7 @@ def test_a_subcommand_imports_what_it_needs_and_no_more(tmp_path, words, needed,
             "linattn convert: linattn.convert trains transformers models, and accelerate is missing",
         ),
         ("audit", "transformers", "linattn audit: linattn.hf reads transformers models, and transformers is missing"),
-        ("bench", "plotly", "linattn: the command needs plotly, not installed here: pip install 'linattn[lab]'"),
+        ("bench", "jinja2", "linattn: the command needs jinja2, not installed here: pip install 'linattn[lab]'"),
         ("bench", "accelerate", ""),
     ],
 )

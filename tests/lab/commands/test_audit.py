@@ -299,8 +299,8 @@ def test_a_real_interrupt(folder, prose, tmp_path):
 
 
 def test_missing_extras_are_named(monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("typer", "plotly") else object())
-    with pytest.raises(SystemExit, match=r"needs typer, plotly, not installed here: pip install 'linattn\[lab\]'"):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("typer", "jinja2") else object())
+    with pytest.raises(SystemExit, match=r"needs typer, jinja2, not installed here: pip install 'linattn\[lab\]'"):
         cli.main()
 
 

@@ -8,11 +8,18 @@ from importlib.util import find_spec
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from gguf_models import MERGES, TOKENS, tiny, write_gguf
-from linattn.hf import LinearLMConfig, LinearLMForCausalLM, linearize_, load_language_model, save_pretrained
+from linattn.hf import (
+    ByteTokenizer,
+    LinearLMConfig,
+    LinearLMForCausalLM,
+    linearize_,
+    load_language_model,
+    save_pretrained,
+)
 from linattn.lab.commands.app import app
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
@@ -135,3 +142,56 @@ def test_refusals(tmp_path, folder):
         result = run(folder(family), "--prompt", "a")
         assert (result.exit_code, result.stdout) == (1, "")
         assert f"holds a {kind}, which does not predict a next token" in result.stderr
+
+
+BESIDE = (
+    r"1 global layers by window \d+ \+ merged \d+: they keep at most ([\d,]+) bytes, ([\d,]+) after ([\d,]+) tokens; "
+    r"exact attention keeps ([\d,]+) of them, ([\d,]+) in all, and writes [\d.,]+ tokens a second here"
+)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A folder with a model of bytes, one of whose two layers attends to all tokens."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=256, head_dim=8, num_hidden_layers=2, layer_types=kinds, sliding_window=8, eos_token_id=None, **sizes
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    ByteTokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_budget_bounds_the_cache_and_is_told_beside_the_exact_one(hybrid):
+    found = {}
+    for number in (30, 90):
+        result = run(hybrid, "--prompt", "abc", "--tokens", number, "--temperature", "0", "--budget", "40")
+        assert result.exit_code == 0, result.stderr
+        beside = re.search(BESIDE, " ".join(result.stderr.split()))
+        found[number] = [told(result)[2], *(int(x.replace(",", "")) for x in beside.groups())]
+    held, most, kept, length, exactly, whole = found[90]
+    assert (length, exactly) == (93, 93 * 64)
+    # Of a window of 8 a layer keeps 7 keys, and its width as one number of 8 bytes.
+    assert whole == exactly + 7 * 64 + 8
+    assert most <= 40 * 64
+    assert kept == most
+    # The last token drawn is not read; a block of the window may have just begun.
+    assert held <= most + 7 * 64 + 8
+    assert found[30][1] == most
+
+
+def test_a_budget_of_all_tokens_writes_the_exact_text(hybrid):
+    words = (hybrid, "--prompt", "abc", "--tokens", "20", "--temperature", "0")
+    exact, bounded = run(*words), run(*words, "--budget", "200")
+    assert bounded.stdout_bytes == exact.stdout_bytes
+
+
+def test_a_budget_that_the_moments_use_up(hybrid, of_bytes):
+    result = run(hybrid, "--prompt", "abc", "--budget", "3")
+    assert result.exit_code == 1
+    assert "give more bytes" in " ".join(result.stderr.split())
+    result = run(of_bytes, "--prompt", "abc", "--budget", "30")
+    assert result.exit_code == 1

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from linattn.hf import ByteTokenizer
 from linattn.lab.commands.app import app
 from linattn.lab.constant_memory.measuring import MemoryAudit
+from linattn.lab.constant_memory.planning import read_memory_plans
 from linattn.lab.constant_memory.records import MEMORY
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
@@ -93,3 +94,19 @@ def test_refusals(run, words, says):
     result = run(*words)
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())
+
+
+def test_a_plan_is_made_once_and_measured_on_the_other_half(run, tmp_path):
+    words = ("--budget", "48", "--tokens", "64", "--plan-out", str(tmp_path / "plan.json"))
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    (plan,) = read_memory_plans(tmp_path / "plan.json")
+    assert plan.calibration.startswith("second half of")
+    header, rows = MEMORY.read(tmp_path / "out" / "memory.jsonl")
+    assert header.text.startswith("first half of")
+    assert [row.label for row in rows if row.contender == "planned"] == [plan.label]
+    assert "Planning at 48 keys" in result.output
+    assert f"The plan ({plan.label}) has" in " ".join(result.output.split())
+    again = run(*words)
+    assert "Planning" not in again.output
+    assert "5 of 5 figures were measured before" in again.output

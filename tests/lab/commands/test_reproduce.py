@@ -69,7 +69,7 @@ def test_a_run(run, kept, tmp_path, trials):
     assert "the largest area is 9" in result.output
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert "linattn reproduce second --again" in page.text
-    assert page.figure("chart-first")["data"][0]["y"] == [1, 4, 9]
+    assert page.figure("chart-first")["curves"][0]["y"] == [1, 4, 9]
 
 
 def test_the_list_measures_nothing(run, trials, tmp_path):

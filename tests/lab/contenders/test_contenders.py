@@ -42,7 +42,6 @@ def test_the_budget_is_used(kind):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "bit" not in kind])
 def test_room_for_all_tokens_is_softmax_attention(kind):
     q, k, v = tensors()
-    # A window alone sees its own block and the one before.
     found = contender(kind, 8 * LARGE).attend(q, k, v, SCALE)
     exact = softmax_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
     assert (found - exact).abs().max() < CLOSE
@@ -79,8 +78,8 @@ def test_values_that_are_all_alike_stay(kind):
 
 def test_a_budget_too_small_says_so():
     shelf = at_budget(64, Sizes(256, 256))
-    assert set(shelf.left_out) >= {"MomentKV", "merged keys, 65% near", "Expected Attention"}
-    assert "give" in shelf.left_out["merged keys, 65% near"]
+    assert set(shelf.left_out) >= {"MomentKV", "Expected Attention"}
+    assert "give" in at_budget(2, Sizes(256, 256)).left_out["merged keys, 65% near"]
     assert not set(shelf.left_out) & set(shelf.contenders)
 
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from linattn import Exact, linear_attention, linear_attention_with_state
 from linattn.attention.exact.keys import Tokens
+from linattn.lab.contenders import at_budget
 from linattn.lab.contenders.attention_matching import AttentionMatching, compacted
 from linattn.lab.contenders.contender import Sizes
 from linattn.lab.contenders.eviction import SINKS
@@ -23,7 +24,7 @@ from linattn.lab.contenders.moment_kv import MomentKV
 from linattn.lab.contenders.quantising import quantised
 from linattn.lab.contenders.tova import Tova
 from linattn.lab.contenders.uniform_sample import UniformSample
-from linattn.lab.contenders.windows import SinksAndWindow, WindowAlone
+from linattn.lab.contenders.windows import SinksAndWindow
 
 L, D, DV, G, SCALE = 60, 5, 3, 2, 0.7
 # Float64 sums of 60 terms, twice.
@@ -93,12 +94,10 @@ def test_sinks_and_window():
         assert (found[0, :, t] - wanted).abs().max() < CLOSE
 
 
-def test_window_alone_sees_two_blocks():
-    found = WindowAlone(8).attend(Q, K, V, SCALE)
-    for t in range(L):
-        places = list(range(max(t // 8 * 8 - 8, 0), t + 1))
-        wanted = softmax_of(Q[0, :, t], places) @ V[0, 0, places]
-        assert (found[0, :, t] - wanted).abs().max() < CLOSE
+def test_far_part_off_is_the_window_of_merged_keys_with_sinks():
+    found, merged = (at_budget(100, Sizes(8, 8)).contenders[kind] for kind in ("far part off", "merged keys, 65% near"))
+    assert found.num_keys == 2 * merged.exact.window + SINKS
+    assert torch.equal(found.attend(Q, K, V, SCALE), SinksAndWindow(found.num_keys).attend(Q, K, V, SCALE))
 
 
 def test_uniform_sample_weighs_by_how_many_were_left_out():

@@ -53,17 +53,17 @@ def test_a_file_that_is_no_run(tmp_path):
 
 def test_the_chart(summary):
     chart = claim_chart(summary.claims[0])
-    area, expected, uniform = chart.data
-    assert list(area.x) == [1, 2, 3, 4, 5]
-    assert list(area.y) == [1, 4, 9, 16, 25]
-    assert list(area.error_y.array) == [1.0] * 5  # two standard errors of a half
-    assert list(expected.y) == [1.25, 4.25, 9.25, 16.25, 25.25]
-    assert (expected.line.dash, expected.showlegend) == ("dash", False)
-    assert (uniform.name, list(uniform.y)) == (UNIFORM, [7.0])
-    assert (chart.layout.xaxis.type, chart.layout.yaxis.type) == ("log", "linear")
+    area, expected, uniform, exact = chart.curves
+    assert area.x == (1, 2, 3, 4, 5)
+    assert area.y == (1, 4, 9, 16, 25)
+    assert area.low == (0, 3, 8, 15, 24)  # two standard errors of a half
+    assert area.high == (2, 5, 10, 17, 26)
+    assert expected.y == (1.25, 4.25, 9.25, 16.25, 25.25)
+    assert (expected.dash, expected.is_listed, expected.colour) == ("dash", False, area.colour)
+    assert (uniform.name, uniform.y, uniform.colour) == (UNIFORM, (7.0,), None)
+    assert (chart.x.is_logarithmic, chart.y.is_logarithmic) == (True, False)
     # Exact attention, the other baseline, is the line at 0.
-    assert [shape.y0 for shape in chart.layout.shapes] == [0]
-    assert chart.layout.annotations[0].text == EXACT
+    assert (exact.name, exact.x, exact.y) == (EXACT, (1, 5), (0, 0))
 
 
 def test_a_chart_of_cases_and_of_what_is_not_finite(summary):
@@ -74,12 +74,12 @@ def test_a_chart_of_cases_and_of_what_is_not_finite(summary):
         FigureRow("first", "a<b", 1, 2.0, None, None, 0.0),
     )
     chart = claim_chart(replace(claim, decision=decision, rows=rows))
-    (trace,) = chart.data
-    assert trace.mode == "markers"
-    assert list(trace.y) == [None, 2.0]
-    assert list(trace.customdata) == ["small &amp; &lt;wide>", "large"]
-    assert list(chart.layout.xaxis.ticktext) == ["small &amp; &lt;wide>", "large"]
-    assert not chart.layout.shapes
+    (curve,) = chart.curves
+    assert (curve.dash, curve.marks) == (None, "shape")
+    assert curve.y == (None, 2.0)
+    assert curve.tips == ("a<b, small & <wide>: inf", "a<b, large: 2")
+    assert chart.x.ticks == ((0, "small & <wide>"), (1, "large"))
+    assert chart.x.ends == (-0.5, 1.5)
 
 
 def test_the_chart_in_words(summary):

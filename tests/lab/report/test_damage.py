@@ -20,7 +20,7 @@ from linattn.lab.bench.settings import Settings
 from linattn.lab.experiments import reproduction
 from linattn.lab.experiments.records import CLAIMS
 from linattn.lab.experiments.reproduction import Reproduction
-from linattn.lab.report import _render, write_report
+from linattn.lab.report import write_report
 from linattn.planning.methods import parse_method
 from pages import Page
 from trials import Trial
@@ -59,9 +59,8 @@ def beside(name):
 
 
 @pytest.fixture
-def page_of(whole, tmp_path, monkeypatch):
-    """A function that writes the page of one file, its content replaced, and another; without plotly's script."""
-    monkeypatch.setattr(_render, "get_plotlyjs", lambda: "")
+def page_of(whole, tmp_path):
+    """A function that writes the page of one file, its content replaced, and another."""
 
     def of(name, content):
         other = beside(name)

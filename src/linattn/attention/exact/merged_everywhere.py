@@ -1,8 +1,8 @@
-"""Merged keys with every key in view; letters as in exact/__init__.py, C merged keys, N = ⌈L/w⌉ blocks.
+"""Merged keys with every key in view; letters as in exact/__init__.py, C merged keys, S sampled queries.
 
-All keys of the call are put into C clusters. With a window each block of queries reads those clusters as they are
-without the keys of its own block and of both neighbours, which it sees as they are: their sums over the blocks before
-and over those after are added up, and nothing is subtracted.
+All keys of the call are put into C clusters, by what a sample of the queries attends to. With a window each block of
+queries reads those clusters without what the keys of its own block and of both neighbours have in them, and these
+keys as they are (`merged_window`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens, picked
-from linattn.attention.exact.merging import clusters, merged, tilt
-from linattn.attention.exact.query_moments import QueryMoments
+from linattn.attention.exact.merged_window import read_beside_neighbours
+from linattn.attention.exact.merging import cluster_means
+from linattn.attention.exact.partitioning import partition, seeds
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading, read
-from linattn.attention.softmax import exponentials, inert, softmax_weights
+from linattn.attention.softmax import inert
 
-# Queries whose attention is the keys' mass, evenly spaced among those that there are.
-_SAMPLE = 64
-# Keys that join the clusters at once, or as many as there are clusters: cost is quadratic within, linear beyond.
-_STEP = 1024
+# Queries whose attention is the keys' mass: as many as keep their logits within these, and no fewer than that.
+_SAMPLED, _FEWEST = 2**17, 64
+# Keys that clusters are made of at first, or so many times the clusters; all others join the nearest.
+_SEEDS, _SEEDS_PER_CLUSTER = 512, 4
+_ROUNDS = 6
+# How much values count beside keys when distances are taken, against their own spread.
+_VALUES = 0.5
+# Logits held at once.
+_CHUNK = 2**22
 
 
 def attend_all_merging(
@@ -33,83 +39,101 @@ def attend_all_merging(
     *,
     with_log: bool,
 ) -> Reading:
-    """Rows over all keys, O(L·(C + 3w)·(D + Dv) + L·(C + 1024)·D) per head; with a window O(L·C/w·(D + Dv)) memory."""
+    """Rows over all keys; per head O(L·(2C + S)·D + L·C·Dv) time, with a window O(L·w·(D + Dv)) more."""
     key, value = inert(bias, key, value)
     given = query.new_zeros(1, 1, 1, dtype=torch.promote_types(key.dtype, torch.float32)) if bias is None else bias
     tokens = Tokens(key, value, given.expand(key.shape[:3]))
     tokens = Tokens(*(x.to(given.dtype) for x in tokens))
+    if key.shape[2] <= exact.num_merged:
+        return read(query, tokens, scale, is_causal=False, with_log=with_log)
     # Where they are the same tokens, a masked one's query counts as little as its key.
     live = (
         tokens.bias != -torch.inf
         if query.shape[3] == key.shape[2]
         else query.new_ones(*key.shape[:2], query.shape[3], dtype=torch.bool)
     )
-    moments = QueryMoments.empty(key).add(query, live, scale)
-    if key.shape[2] <= exact.num_merged:
-        return read(query, tokens, scale, is_causal=False, with_log=with_log)
-    number = _clusters(tokens, moments, _mass(query, live, tokens, scale), exact.num_merged)
+    sample, there = _sampled(query, live, key.shape[2])
+    log_mass, log_normalizer = _mass(sample, there, tokens, scale)
+    with torch.no_grad():
+        number = _clusters(tokens, _spread(sample, there) * scale, log_mass, exact.num_merged)
+    means = cluster_means(tokens, number, log_mass, exact.num_merged)
+    # What the sample attends to a cluster on average is what it attends to the members.
+    logits = (sample * scale) @ means.key.mT - log_normalizer.unsqueeze(-1)
+    few = means.weighted(means.log_mass - logits.logsumexp(2))
     if exact.window is None:
-        few = merged(tokens, number, moments.mean, exact.num_merged)
         return read(query, few, scale, is_causal=False, with_log=with_log)
-    far = _without_neighbours(tokens, number, moments.mean, exact.num_merged, exact.window)
-    parts = []
-    for place, rows in enumerate(query.split(exact.window, 3)):
-        near = tokens.cut(max(place - 1, 0) * exact.window, (place + 2) * exact.window)
-        seen = Tokens(*(x[:, :, place] for x in far)).then(near)
-        parts.append(read(rows, seen, scale, is_causal=False, with_log=with_log))
-    return Reading.joined(parts)
+    return read_beside_neighbours(query, tokens, few, number, means.share, exact.window, scale, with_log=with_log)
 
 
-def _mass(query: Tensor, live: Tensor, tokens: Tokens, scale: float) -> Tensor:
-    """The logarithm (B, H, L) of what a sample of the queries attends to each key."""
-    with torch.no_grad():
-        live = live.expand(*query.shape[:2], -1)
-        size = min(max(_SAMPLE // query.shape[2], 1), live.shape[-1])
-        places = torch.arange(size, device=query.device) * live.sum(-1, keepdim=True) // max(size, 1)
-        # The queries that there are come first, in their order.
-        index = (~live).byte().argsort(dim=-1, stable=True).gather(-1, places)
-        sample = picked(query.movedim(2, 3).flatten(3), index).unflatten(-1, query.shape[2::2]).flatten(2, 3)
-        weights, _ = softmax_weights(sample, tokens.key, tokens.bias.unsqueeze(2), scale)
-        return weights.sum(2).log()
+def _sampled(query: Tensor, live: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Queries (B, H, S, D), evenly spaced among those that there are, of at least float32, and which are (B, H, S)."""
+    live = live.expand(*query.shape[:2], -1)
+    size = max(_SAMPLED // num_keys, _FEWEST) // query.shape[2]
+    size, number = min(max(size, 1), live.shape[-1]), live.sum(-1, keepdim=True)
+    # Each of them once where they are fewer.
+    places = torch.arange(size, device=query.device) * number.clamp(min=size) // max(size, 1)
+    # The queries that there are come first, in their order.
+    index = (~live).byte().argsort(dim=-1, stable=True).gather(-1, places)
+    there = (places < number).unsqueeze(-1).expand(-1, -1, -1, query.shape[2]).flatten(2)
+    found = picked(query.movedim(2, 3).flatten(3), index).unflatten(-1, query.shape[2::2]).flatten(2, 3)
+    found = torch.where(there.unsqueeze(-1), found, 0)
+    return found.to(torch.promote_types(query.dtype, torch.float32)), there
 
 
-def _clusters(tokens: Tokens, moments: QueryMoments, log_mass: Tensor, num_merged: int) -> Tensor:
-    """The number (B, H, L) of each key's cluster, `num_merged` for absent ones; keys join step by step."""
-    step = max(_STEP, num_merged)
-    number = clusters(tokens.cut(0, step), moments, log_mass[..., :step], num_merged)
-    with torch.no_grad():
-        for start in range(step, tokens.bias.shape[2], step):
-            few = merged(tokens.cut(0, start), number, moments.mean, num_merged)
-            place = torch.arange(num_merged, device=number.device).unsqueeze(-1)
-            few_mass = torch.where(number.unsqueeze(2) == place, log_mass[..., None, :start], -torch.inf).logsumexp(-1)
-            mass = torch.cat((few_mass, log_mass[..., start : start + step]), -1)
-            pool = few.then(tokens.cut(start, start + step))
-            again = clusters(pool, moments, mass, num_merged)
-            former = torch.cat((again[..., :num_merged], torch.full_like(again[..., :1], num_merged)), -1)
-            number = torch.cat((former.gather(-1, number), again[..., num_merged:]), -1)
-    return number
+def _mass(sample: Tensor, there: Tensor, tokens: Tokens, scale: float) -> tuple[Tensor, Tensor]:
+    """Logarithms (B, H, L) of what the sample attends to each key, -inf for absent ones; its normalisers' (B, H, S).
 
-
-def _without_neighbours(tokens: Tokens, number: Tensor, mean: Tensor, num_merged: int, window: int) -> Tokens:
-    """The clusters as each block of queries reads them (B, H, N, C, ·); free places have bias -inf.
-
-    A key whose weight underflows beside its cluster's largest is lost with it, where that one is a neighbour.
+    Queries that are not there, or see no key, attend to nothing: their normaliser is infinite.
     """
-    place = torch.arange(num_merged, device=number.device).unsqueeze(-1)
-    log_weight = tilt(tokens, mean).unsqueeze(2)
-    weights, peak = exponentials(torch.where(number.unsqueeze(2) == place, log_weight, -torch.inf))
-    one = tokens.key.new_ones(*tokens.key.shape[:3], 1)
-    short = -tokens.key.shape[2] % window
-    weights = torch.nn.functional.pad(weights, (0, short)).unflatten(3, (-1, window)).movedim(3, 2)
-    rows = torch.nn.functional.pad(torch.cat((tokens.key, tokens.value, one), -1), (0, 0, 0, short))
-    sums = weights @ rows.unflatten(2, (-1, window))
-    total = _sums_two_before(sums) + _sums_two_before(sums.flip(2)).flip(2)
-    safe = torch.where(total[..., -1:] == 0, 1, total[..., -1:])
-    key, value, _ = (total / safe).split((tokens.key.shape[-1], tokens.value.shape[-1], 1), -1)
-    bias = safe.squeeze(-1).log() + peak.movedim(3, 2) - (key @ mean[:, :, None, :, None]).squeeze(-1)
-    return Tokens(key, value, torch.where(total[..., -1] == 0, -torch.inf, bias))
+    absent = tokens.bias == -torch.inf
+    # Queries that see no key are given all of them, so that no row is without a number, and nothing is kept of it.
+    bias = torch.where(absent & ~absent.all(-1, keepdim=True), -torch.inf, torch.where(absent, 0, tokens.bias))
+    rows, (batch, heads) = max(_CHUNK // max(bias.numel(), 1), 1), bias.shape[:2]
+    mass, logs = torch.zeros_like(bias), []
+    for some, seen in zip(sample.split(rows, 2), there.split(rows, 2), strict=True):
+        logits = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), some.flatten(0, 1) * scale, tokens.key.flatten(0, 1).mT)
+        logits = logits.view(batch, heads, *logits.shape[1:])
+        logs.append(torch.where(seen & ~absent.all(-1, keepdim=True), logits.logsumexp(-1), torch.inf))
+        mass = mass + (seen.to(bias.dtype).unsqueeze(2) @ torch.softmax(logits, -1)).squeeze(2)
+    # A key that nobody in the sample sees is still there.
+    log_mass = mass.clamp(min=torch.finfo(mass.dtype).tiny).log()
+    return torch.where(absent, -torch.inf, log_mass), torch.cat(logs, 2)
 
 
-def _sums_two_before(sums: Tensor) -> Tensor:
-    """Of blocks (B, H, N, ·, ·), the sums over those two or more before."""
-    return torch.nn.functional.pad(sums, (0, 0, 0, 0, 2, 0))[:, :, : sums.shape[2]].cumsum(2)
+def _spread(sample: Tensor, there: Tensor) -> Tensor:
+    """Standard deviations (B, H, D) of the sampled queries' coordinates."""
+    seen = there.unsqueeze(-1)
+    number = seen.sum(2, keepdim=True).clamp(min=1)
+    mean = sample.sum(2, keepdim=True) / number
+    return (torch.where(seen, sample - mean, 0).square().sum(2) / number.squeeze(2)).sqrt()
+
+
+def _clusters(tokens: Tokens, spread: Tensor, log_mass: Tensor, num_merged: int) -> Tensor:
+    """The number (B, H, L) of each key's cluster, C for absent ones: that of the nearest of the seeds' clusters.
+
+    Keys are measured by what queries of this spread see, and by value.
+    """
+    num_seeds = max(_SEEDS, _SEEDS_PER_CLUSTER * num_merged)
+    if log_mass.shape[2] > num_seeds:
+        place, standing = seeds(log_mass, num_merged, num_seeds)
+        pool = tokens.pick(place)
+    else:
+        pool, standing = tokens, log_mass
+    share = torch.softmax(standing, -1).nan_to_num(0.0).unsqueeze(-1)
+    # Around their means: differences of large products would lose digits.
+    mean_key, mean_value = ((share * x).sum(2, keepdim=True) for x in pool[:2])
+    key, value = (pool.key - mean_key) * spread.unsqueeze(2), pool.value - mean_value
+    wide, narrow = ((share * x.square()).sum((2, 3)) for x in (key, value))
+    worth = (_VALUES * (wide / torch.where(narrow == 0, 1, narrow)).sqrt())[..., None, None]
+    few = partition(torch.cat((key, value * worth), -1), standing, num_merged, _ROUNDS)
+    means = cluster_means(pool, few, standing, num_merged)
+    parts = (means.key - mean_key) * spread.unsqueeze(2).square(), (means.value - mean_value) * worth.square()
+    own = ((means.key - mean_key) * parts[0]).sum(-1) + ((means.value - mean_value) * parts[1]).sum(-1)
+    shift = (mean_key * parts[0]).sum(-1) + (mean_value * parts[1]).sum(-1)
+    near = torch.where(means.size == 0, -torch.inf, -own / 2 - shift).flatten(0, 1).unsqueeze(1)
+    numbers = []
+    for k, v in zip(*(x.flatten(0, 1).split(max(_CHUNK // (4 * num_merged), 1), 1) for x in tokens[:2]), strict=True):
+        found = torch.baddbmm(near, k, parts[0].flatten(0, 1).mT)
+        numbers.append(torch.baddbmm(found, v, parts[1].flatten(0, 1).mT).argmax(-1))
+    number = torch.cat(numbers, 1).view(log_mass.shape)
+    return torch.where(log_mass == -torch.inf, num_merged, number)

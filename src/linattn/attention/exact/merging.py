@@ -5,38 +5,32 @@ A weighted key adds exp(q·k + β) to the denominator and exp(q·k + β)·v to t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.partitioning import partition
+from linattn.attention.exact.partitioning import partition, sums
 from linattn.attention.exact.query_moments import QueryMoments
-from linattn.attention.softmax import exponentials
 
 
 def reduced(tokens: Tokens, moments: QueryMoments, num_merged: int) -> Tokens:
-    """At most `num_merged` weighted keys in place of these (B, H, n, ·); O(n²·D + n·D²).
+    """At most `num_merged` weighted keys in place of these (B, H, n, ·); O(n²·D + n·Dv).
 
-    The pairs that are merged are those of least Ward cost in the metric of the queries' covariance, with the weights at
-    the mean query for masses. Which they are is a constant for gradients.
+    Merged are those of least Ward cost in the metric of the queries' variances, with the weights at the mean query for
+    masses. Which they are is a constant for gradients.
     """
     if tokens.bias.shape[2] <= num_merged:
         return tokens
-    log_weight = tilt(tokens, moments.mean).detach()
-    return merged(tokens, clusters(tokens, moments, log_weight, num_merged), moments.mean, num_merged)
-
-
-def clusters(tokens: Tokens, moments: QueryMoments, log_mass: Tensor, num_merged: int) -> Tensor:
-    """The number (B, H, n) of each key's cluster, `num_merged` for absent ones."""
     with torch.no_grad():
         log_weight = tilt(tokens, moments.mean)
         # Around their mean: differences of large products would lose digits.
-        key = tokens.key - tokens.key.mean(2, keepdim=True)
-        products = key @ moments.covariance @ key.mT
-        squares = products.diagonal(dim1=-2, dim2=-1)
-        distance = squares.unsqueeze(-1) + squares.unsqueeze(-2) - products - products.mT
-        found: Tensor = partition(distance, log_weight, log_mass, num_merged)
-    return found
+        there = (tokens.bias != -torch.inf).unsqueeze(-1)
+        centre = torch.where(there, tokens.key, 0).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp(min=1)
+        point = (tokens.key - centre) * moments.spread.unsqueeze(2)
+        number = partition(point, log_weight, num_merged, num_rounds=1)
+    return merged(tokens, number, moments.mean, num_merged)
 
 
 def tilt(tokens: Tokens, mean: Tensor) -> Tensor:
@@ -50,19 +44,46 @@ def merged(tokens: Tokens, number: Tensor, mean: Tensor, num_merged: int) -> Tok
         k = Σ p_i k_i,   v = Σ p_i v_i,   β = log Σ exp(t_i) - q̄·k,   p = softmax(t) within the cluster, t = q̄·k + β
 
     At the mean query q̄ the denominator, its gradient in q, and the numerator are those of the keys merged. Several
-    merges at one mean query are one: only who is with whom matters. O(n·C·(D + Dv)) for C clusters; differentiable in
-    keys, values, biases and the mean query.
+    merges at one mean query are one: only who is with whom matters. O(n·(D + Dv)); differentiable in keys, values,
+    biases and the mean query.
     """
-    place = torch.arange(num_merged, device=number.device)
-    member = number.unsqueeze(2) == place.unsqueeze(-1)  # (B, H, C, n)
-    log_weight = tilt(tokens, mean)
-    weights, peak = exponentials(torch.where(member, log_weight.unsqueeze(2), -torch.inf))
-    total = weights.sum(-1, keepdim=True)
+    means = cluster_means(tokens, number, tilt(tokens, mean), num_merged)
+    return means.weighted(means.log_mass - (means.key @ mean.unsqueeze(-1)).squeeze(-1))
+
+
+class ClusterMeans(NamedTuple):
+    """Clusters by their members' weights; those without members are 0."""
+
+    key: Tensor  # (B, H, C, D), means
+    value: Tensor  # (B, H, C, Dv)
+    log_mass: Tensor  # (B, H, C), logarithms of the sums of weights
+    share: Tensor  # (B, H, n), of each member in its cluster's
+    size: Tensor  # (B, H, C), numbers of members
+    own: Tensor  # (B, H, C), sums of the members' biases
+
+    def weighted(self, bias: Tensor) -> Tokens:
+        """As weighted keys with these biases (B, H, C); free places have bias -inf.
+
+        A key that stays alone keeps its own to the bit, however often it is looked at.
+        """
+        bias = torch.where(self.size == 0, -torch.inf, torch.where(self.size == 1, self.own, bias))
+        return Tokens(self.key, self.value, bias)
+
+
+def cluster_means(tokens: Tokens, number: Tensor, log_weight: Tensor, num_clusters: int) -> ClusterMeans:
+    """The means of clusters, by number (B, H, n), with weights exp(log_weight), -inf for absent keys."""
+    peak = log_weight.new_full((*number.shape[:2], num_clusters + 1), -torch.inf)
+    peak = peak.scatter_reduce(-1, number, log_weight.detach(), "amax")
+    peak = torch.where(peak == -torch.inf, 0, peak)
+    weight = (log_weight - peak.gather(-1, number)).exp().unsqueeze(-1)
+    there = (number < num_clusters).unsqueeze(-1)
+    counts = torch.cat((weight, there.to(weight.dtype), torch.where(there, tokens.bias.unsqueeze(-1), 0)), -1)
+    rows = weight * tokens.key, weight * tokens.value, counts
+    key, value, counts = (sums(x.flatten(0, 1), number.flatten(0, 1), num_clusters) for x in rows)
+    key, value, counts = (x.unflatten(0, number.shape[:2]) for x in (key, value, counts))
+    total, size, own = counts.split(1, -1)
     safe = torch.where(total == 0, 1, total)
-    shares = weights / safe
-    key, value = shares @ tokens.key, shares @ tokens.value
-    bias = (safe.log() + peak - key @ mean.unsqueeze(-1)).squeeze(-1)
-    # A key that stays alone keeps its bias to the bit, however often it is looked at.
-    alone = torch.where(member, tokens.bias.unsqueeze(2), 0).sum(-1)
-    size = member.sum(-1)
-    return Tokens(key, value, torch.where(size == 0, -torch.inf, torch.where(size == 1, alone, bias)))
+    # Absent keys have weight 0 whatever they are divided by.
+    share = weight.squeeze(-1) / safe.squeeze(-1).gather(-1, number.clamp(max=num_clusters - 1))
+    log_mass = safe.squeeze(-1).log() + peak[..., :num_clusters]
+    return ClusterMeans(key / safe, value / safe, log_mass, share, size.squeeze(-1), own.squeeze(-1))

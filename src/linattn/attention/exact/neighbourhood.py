@@ -30,7 +30,7 @@ def near(
     parts, mass = [], None
     for start in range(0, max(length, 1), size):
         stop = min(start + size, length)
-        chunk = _Chunk(start, -(-(stop - start) // window), window, is_causal)
+        chunk = Chunk(start, -(-(stop - start) // window), window, is_causal)
         k, v = chunk.around(tokens.key), chunk.around(tokens.value)
         rows = by_block(query[..., start:stop, :], chunk.num_blocks, window)
         weights, log = softmax_weights(rows, k, chunk.bias(tokens.bias, groups), scale)
@@ -47,7 +47,7 @@ def near(
     return joined(parts), mass[..., window : window + length]
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """Consecutive blocks of queries and the keys around them."""
 
     start: int

@@ -1,124 +1,146 @@
-"""Which keys are merged: agglomerative clustering by Ward's criterion, all heads at once.
+"""Which keys are merged: the light ones join the nearest heavier ones, all heads at once.
 
-Letters: N heads of all rows of a batch, n keys.
+Letters: N heads of all rows of a batch, n keys, P width of a point, C clusters.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-# Weights below exp(-60) of the largest count as that: their distances still say which of them go together.
+# Masses below exp(-60) of the largest count as that: their distances still say which of them go together.
 _FAINTEST = -60.0
-# In place of distances that are no finite numbers, so that an infinite key is merged last, and the search ends.
-_FARTHEST = 1e30
+# In place of coordinates that are no finite numbers, so that an infinite key is merged last.
+_FARTHEST = 1e15
+# Distances held at once.
+_CHUNK = 2**20
 
 
-class _Clusters:
-    """Clusters of keys so far, each at the place of its first key; changed in place, O(n²) per round and no more."""
+class Centres(NamedTuple):
+    """Clusters by their centres (N, C, P) and masses (N, C), 0 where there is none."""
 
-    def __init__(self, distance: Tensor, weight: Tensor, mass: Tensor, alive: Tensor) -> None:
-        self.number = torch.arange(alive.shape[1], device=alive.device)
-        self.rows = torch.arange(alive.shape[0], device=alive.device).unsqueeze(-1)
-        self.distance = distance  # (N, n, n), squared, between the clusters' centres; symmetric to the bit
-        self.weight = weight  # (N, n), of its centre among others
-        self.mass = mass  # (N, n), by which a displacement is dear
-        self.alive = alive  # (N, n), whether there is a cluster at this place
-        self.place = self.number.expand(alive.shape)  # (N, n), of each key's cluster
-        self.cost = self._costs(self.number.expand(alive.shape), distance)
-
-    def merge_nearest(self, most: Tensor) -> None:
-        """Merge pairs that are each other's nearest, at most `most` (N,) of a head, the cheapest."""
-        cost, partner = self.cost.min(-1)
-        mutual = (partner.gather(-1, partner) == self.number) & self.alive
-        first = mutual & (self.number < partner)
-        order = torch.where(first, cost, torch.inf).argsort(dim=-1, stable=True)
-        first &= order.argsort(dim=-1) < most.unsqueeze(-1)
-        absorbed = mutual & (partner < self.number) & first.gather(-1, partner)
-        self.place = torch.where(absorbed, partner, self.number).gather(-1, self.place)
-        self.alive = self.alive & ~absorbed
-        # As many places for every head; where a head has fewer pairs, some of its clusters stay as they are.
-        place = order[:, : int(first.sum(-1).max())]
-        is_pair = first.gather(-1, place)
-        self._move(place, torch.where(is_pair, partner.gather(-1, place), place), is_pair)
-
-    def _move(self, place: Tensor, other: Tensor, is_pair: Tensor) -> None:
-        """Put the clusters at places (N, k) where the means of theirs and the others' centres are, if pairs."""
-        own, joining = self.weight.gather(-1, place), self.weight.gather(-1, other)
-        share = torch.where(is_pair, joining / (own + joining), 0)
-        gap = share * (1 - share) * self.distance[self.rows, place, other]
-        rows = self.distance[self.rows, place]
-        rows = rows + share.unsqueeze(-1) * (self.distance[self.rows, other] - rows) - gap.unsqueeze(-1)
-        # Between two centres that both moved.
-        wide = place.unsqueeze(1).expand(-1, place.shape[1], -1)
-        near, far = rows.gather(2, wide), rows.gather(2, other.unsqueeze(1).expand_as(wide))
-        both = near + share.unsqueeze(1) * (far - near) - gap.unsqueeze(1)
-        rows = rows.scatter(2, wide, (both + both.mT) / 2).clamp(min=0)
-        self.distance[self.rows, place] = rows
-        self.distance.mT[self.rows, place] = rows
-        for kept in (self.weight, self.mass):
-            more = torch.where(is_pair, kept.gather(-1, other), 0)
-            kept.scatter_add_(-1, place, more)
-        # First the others', which are gone or, in place of a pair, the same.
-        for places, costs in ((other, torch.full_like(rows, torch.inf)), (place, self._costs(place, rows))):
-            self.cost[self.rows, places] = costs
-            self.cost.mT[self.rows, places] = costs
-
-    def _costs(self, place: Tensor, distance: Tensor) -> Tensor:
-        """Ward's criterion (N, k, n) of merging clusters with others, by their distances; inf where one is none."""
-        # m₁m₂/(m₁ + m₂) by its inverse: products of faint masses would be 0.
-        light = 1 / self.mass
-        inertia = 1 / (light.gather(-1, place).unsqueeze(-1) + light.unsqueeze(1))
-        both = self.alive.gather(-1, place).unsqueeze(-1) & self.alive.unsqueeze(1)
-        return torch.where(both & (place.unsqueeze(-1) != self.number), inertia * distance, torch.inf)
+    point: Tensor
+    mass: Tensor
 
 
-def partition(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_clusters: int) -> Tensor:
-    """Put keys into at most so many clusters by merging the pairs that cost least, O(n²) per round of pairs.
+def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: int) -> Tensor:
+    """Put keys into at most so many clusters, the cheapest first; O(n²·P) time.
 
-        cost = m₁m₂/(m₁ + m₂) · |c₁ - c₂|²,   c the mean of a cluster's keys by their weights, m its mass
+        cost = m₁m₂/(m₁ + m₂) · |x₁ - x₂|²,   x₂ the nearest of all that are heavier than x₁
 
-    A round merges pairs that are each other's nearest; pairs one by one, down to a single cluster, would be the same
-    ones, since Ward's criterion never falls by merging. No round merges more than half of what is too much, the
-    cheapest pairs: merged ones may go with others for less than what dear pairs cost.
+    In each round those that cost least join the heavier one that is nearest to them, and it what it joins; a cluster
+    stands at the mean of its members by their masses. Every round but the last takes away half of what is too much:
+    clusters go together for less than what dear keys cost. How much is computed depends on shapes alone.
 
     Args:
-        distance: (..., n, n), squared, symmetric to rounding.
-        log_weight: (..., n); -inf for absent keys, which are in no cluster.
-        log_mass: (..., n), relative to any constant.
+        point: (..., n, P), between which distances are taken.
+        log_mass: (..., n), relative to any constant; -inf for absent keys, which are in no cluster.
         num_clusters: at least 1.
+        num_rounds: at least 1.
 
     Returns:
-        (..., n) integers: the number of each key's cluster, by the first keys' order; num_clusters for absent keys.
+        (..., n) integers: the number of each key's cluster; num_clusters for absent keys. Where there are no more keys
+        than that, the number is the place.
 
-    Source: Ward 1963 (doi 10.1080/01621459.1963.10500845); Murtagh 1983 for pairs that are each other's nearest.
+    Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost.
     """
-    # How many rounds there are depends on the data, which neither the compiler nor torch.vmap may look at.
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(distance):
-        # Imported here: a custom operator takes torch's compiler along.
-        from linattn.attention.exact.opaque_partition import opaque_partition
-
-        found: Tensor = opaque_partition(distance, log_weight, log_mass, num_clusters)
-        return found
-    return partition_plain(distance, log_weight, log_mass, num_clusters)
+    shape, size = log_mass.shape, max(_CHUNK // max(log_mass.shape[-1] ** 2, 1), 1)
+    pairs = zip(point.flatten(0, -3).split(size), log_mass.flatten(0, -2).split(size), strict=True)
+    parts = [_merged_down(Centres(finite(x), relative(logs)), num_clusters, num_rounds)[0] for x, logs in pairs]
+    return torch.cat(parts).view(shape)
 
 
-def partition_plain(distance: Tensor, log_weight: Tensor, log_mass: Tensor, num_clusters: int) -> Tensor:
-    """The same for plain tensors, which may be looked at."""
-    shape = log_weight.shape
-    distance = distance.reshape(-1, *distance.shape[-2:]).nan_to_num(_FARTHEST, _FARTHEST).clamp(0, _FARTHEST)
-    log_weight, log_mass = (x.reshape(-1, shape[-1]) for x in (log_weight, log_mass))
-    alive = log_weight != -torch.inf
-    weight, mass = (_relative(x, alive) for x in (log_weight, log_mass))
-    clusters = _Clusters((distance + distance.mT) / 2, weight, mass, alive)
-    while bool(((excess := clusters.alive.sum(-1) - num_clusters) > 0).any()):
-        clusters.merge_nearest((excess + 1) // 2)
-    rank = (clusters.alive.cumsum(-1) - 1).gather(-1, clusters.place)
-    return torch.where(alive, rank, num_clusters).reshape(shape)
+def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, Tensor]:
+    """Some of the keys (..., n) by number (..., num_seeds), and the logarithms of the masses that they stand for.
+
+    Among them are the heaviest ones. Of the others they are drawn, evenly and without chance, in proportion to the
+    root of their masses, and stand for these, some perhaps more than once. Heads without so many keys have all theirs.
+    """
+    shape, mass = log_mass.shape[:-1], relative(log_mass.flatten(0, -2))
+    most = mass.topk(num_seeds)
+    heaviest = most.indices[:, :num_heaviest]
+    root = mass.scatter(-1, heaviest, 0).sqrt()
+    reach, number = root.cumsum(-1), num_seeds - num_heaviest
+    steps = (torch.arange(number, device=mass.device) + 0.5) / number
+    place = torch.searchsorted(reach, reach[:, -1:] * steps).clamp(max=mass.shape[1] - 1)
+    # Each stands for a step of the sum of roots.
+    standing = root.gather(-1, place) * reach[:, -1:] / number
+    few = (mass > 0).sum(-1, keepdim=True) <= num_seeds
+    place = torch.where(few, most.indices, torch.cat((heaviest, place), -1))
+    standing = torch.where(few, most.values, torch.cat((most.values[:, :num_heaviest], standing), -1))
+    return place.unflatten(0, shape), standing.log().unflatten(0, shape)
 
 
-def _relative(logs: Tensor, alive: Tensor) -> Tensor:
-    """Exponentials (N, n) of the present keys' logarithms relative to the largest."""
+def finite(point: Tensor) -> Tensor:
+    """Coordinates that are finite and whose squares are."""
+    return point.nan_to_num(_FARTHEST, _FARTHEST, -_FARTHEST).clamp(-_FARTHEST, _FARTHEST)
+
+
+def relative(logs: Tensor) -> Tensor:
+    """Exponentials (N, n) of the present keys' logarithms relative to the largest; 0 for absent keys."""
+    alive = logs != -torch.inf
     logs = torch.where(alive, logs.nan_to_num(0.0), -torch.inf)
     peak = logs.amax(-1, keepdim=True)
-    return torch.where(alive, logs - peak, 0).clamp(min=_FAINTEST).exp()
+    return torch.where(alive, torch.where(alive, logs - peak, 0).clamp(min=_FAINTEST).exp(), 0)
+
+
+def _merged_down(centres: Centres, num_clusters: int, num_rounds: int) -> tuple[Tensor, Centres]:
+    """All rounds: the number (N, n) of each key's cluster, and the clusters."""
+    num_keys, absent = centres.mass.shape[1], centres.mass == 0
+    number = torch.arange(num_keys, device=absent.device).expand(absent.shape)
+    for left in reversed(range(num_rounds)):
+        excess = centres.mass.shape[1] - num_clusters
+        if excess <= 0:
+            break
+        joined, centres = _round(centres, num_clusters, num_clusters + (excess // 2 if left else 0), bool(left))
+        # One place more, for those that are gone.
+        gone = joined.new_full((*joined.shape[:1], 1), centres.mass.shape[1])
+        number = torch.cat((joined, gone), -1).gather(-1, number)
+    return torch.where(absent, num_clusters, number), centres
+
+
+def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> tuple[Tensor, Centres]:
+    """One round that leaves no more than `room` clusters: the new number (N, n) of each, in the order of those left.
+
+    How many join others is a matter of each head's own number of clusters, whatever is absent beside them.
+    """
+    order = clusters.mass.argsort(dim=-1, descending=True, stable=True)
+    mass = clusters.mass.gather(-1, order)
+    point = clusters.point.gather(1, order.unsqueeze(-1).expand_as(clusters.point))
+    number, there = torch.arange(mass.shape[1], device=mass.device), mass > 0
+    excess = (there.sum(-1, keepdim=True) - num_clusters).clamp(min=0)
+    square = point.square().sum(-1)
+    distance = torch.baddbmm(square.unsqueeze(1), point, point.mT, alpha=-2)
+    least, heavier = distance.masked_fill_(number.unsqueeze(-1) <= number, torch.inf).min(-1)
+    joining = mass.gather(-1, heavier)
+    cost = (least + square).clamp(min=0) * mass * (joining / torch.where(there, mass + joining, 1))
+    # The heaviest stays; absent ones join none.
+    cost = torch.where(there & (number > 0), cost, torch.inf)
+    rank = cost.argsort(dim=-1, stable=True).argsort(dim=-1)
+    joins = rank < (excess - excess // 2 if by_half else excess)
+    root = torch.where(joins, heavier, number)
+    # No chain is longer than those that join.
+    for _ in range((mass.shape[1] - num_clusters).bit_length()):
+        root = root.gather(-1, root)
+    # Back in the order given.
+    root = torch.empty_like(order).scatter(-1, order, order.gather(-1, root))
+    stays = torch.empty_like(joins).scatter(-1, order, there & ~joins)
+    joined = torch.where(stays, stays.cumsum(-1) - 1, room).gather(-1, root)
+    return joined, centres(clusters.point, clusters.mass, joined, room)
+
+
+def centres(point: Tensor, mass: Tensor, number: Tensor, num_clusters: int) -> Centres:
+    """The clusters' means by mass, of points (N, n, P) by number (N, n)."""
+    total = sums(mass.unsqueeze(-1), number, num_clusters)
+    mean = sums(point * mass.unsqueeze(-1), number, num_clusters) / torch.where(total == 0, 1, total)
+    return Centres(mean, total.squeeze(-1))
+
+
+def sums(x: Tensor, number: Tensor, num_clusters: int) -> Tensor:
+    """Sums (N, C, ·) over each cluster's members of (N, n, ·), by number (N, n); those of another number go nowhere."""
+    rows = number.shape[0]
+    place = number + (num_clusters + 1) * torch.arange(rows, device=number.device).unsqueeze(-1)
+    found = x.new_zeros(rows * (num_clusters + 1), x.shape[2]).index_add(0, place.flatten(), x.flatten(0, 1))
+    return found.view(rows, num_clusters + 1, x.shape[2])[:, :num_clusters]

@@ -1,4 +1,4 @@
-"""Running mean and covariance of a head's queries, by which keys are merged; letters as in exact/__init__.py."""
+"""Running mean and variances of a head's queries, by which keys are merged; letters as in exact/__init__.py."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ class QueryMoments(NamedTuple):
     """Weight, mean and scatter of queries times the scale, per key/value head: the queries of a group share it.
 
     Kept around the mean, so that no large squares are subtracted. Gradients follow the mean, by which keys are
-    weighed; the scatter only says which keys are merged, and is a constant.
+    weighed; the scatter only says which keys are merged, and is a constant. The variances of the coordinates say that
+    as well as the whole covariance does, in D numbers.
     """
 
     weight: Tensor  # (B, H), their number, earlier ones counting less
     mean: Tensor  # (B, H, D), 0 before the first query
-    scatter: Tensor  # (B, H, D, D), Σ (q - mean)(q - mean)ᵀ
+    scatter: Tensor  # (B, H, D), Σ (q - mean)²
 
     @classmethod
     def empty(cls, key: Tensor) -> QueryMoments:
         """Of no queries, for keys like these (B, H, L, D)."""
         dtype = torch.promote_types(key.dtype, torch.float32)
         mean = key.new_zeros(*key.shape[:2], key.shape[-1], dtype=dtype)
-        return cls(mean.new_zeros(key.shape[:2]), mean, mean.new_zeros(*mean.shape, key.shape[-1]))
+        return cls(mean.new_zeros(key.shape[:2]), mean, torch.zeros_like(mean))
 
     def add(self, query: Tensor, live: Tensor, scale: float) -> QueryMoments:
-        """With queries (B, H, G, n, D) too, but for those of tokens that are not live (B, H or 1, n); O(G·n·D²)."""
-        rows = torch.where(live[:, :, None, :, None], query.to(self.mean.dtype) * scale, 0)
+        """With queries (B, H, G, n, D) too, but for those of tokens that are not live (B, H or 1, n); O(G·n·D)."""
+        there = live[:, :, None, :, None]
+        rows = torch.where(there, query.to(self.mean.dtype) * scale, 0)
         number = live.sum(-1).to(self.mean.dtype) * query.shape[2]  # (B, H or 1)
         mean = rows.sum((2, 3)) / number.clamp(min=1).unsqueeze(-1)
         with torch.no_grad():
-            apart = torch.where(live[:, :, None, :, None], rows - mean[:, :, None, None], 0).flatten(2, 3)
-            step = (mean - self.mean).unsqueeze(-1)
+            apart = torch.where(there, rows - mean[:, :, None, None], 0)
             weight = self.weight + number
             share = number / torch.where(weight == 0, 1, weight)
-            between = (self.weight * share)[..., None, None] * (step @ step.mT)
-            scatter = self.scatter + apart.mT @ apart + between
+            between = (self.weight * share).unsqueeze(-1) * (mean - self.mean).square()
+            scatter = self.scatter + apart.square().sum((2, 3)) + between
         return QueryMoments(weight, self.mean + share.unsqueeze(-1) * (mean - self.mean), scatter)
 
     def decay(self, num_tokens: int) -> QueryMoments:
@@ -50,6 +51,6 @@ class QueryMoments(NamedTuple):
         return QueryMoments(self.weight * factor, self.mean, self.scatter * factor)
 
     @property
-    def covariance(self) -> Tensor:
-        """(B, H, D, D); 0 before the first query."""
-        return self.scatter / torch.where(self.weight == 0, 1, self.weight)[..., None, None]
+    def spread(self) -> Tensor:
+        """Standard deviations (B, H, D) of the coordinates; 0 before the first query."""
+        return (self.scatter / torch.where(self.weight == 0, 1, self.weight).unsqueeze(-1)).sqrt()

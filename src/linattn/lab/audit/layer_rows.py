@@ -21,7 +21,7 @@ def head_rows(
     """One row per head of a layer."""
     seed = configuration.first_seed + layer if configuration.method.is_random else None
     method, value_dim = configuration.method, truth.call.value.shape[-1]
-    numbers = state_numbers(method, feature_map, value_dim=value_dim)
+    numbers = state_numbers(method, feature_map, value_dim=value_dim, is_causal=truth.call.is_causal)
     flops = flops_per_token(method, feature_map, value_dim=value_dim, is_causal=truth.call.is_causal)
     for head in range(len(measured.error)):
         yield HeadRow(

@@ -32,10 +32,11 @@ Target = Annotated[
 ]
 Again = Annotated[bool, typer.Option("--again", help="Measure anew what was measured; the old file is kept.")]
 PlanOut = Annotated[
-    Path | None, typer.Option(help="File of the plan; plan.json beside the page if left out. Needs --target.")
+    Path | None,
+    typer.Option(help="File of the plan; plan.json beside the page if left out. Needs --target or --budget."),
 ]
 Calibration = Annotated[
-    Path | None, typer.Option(help="The text to plan on; the second half of the text if left out. Needs --target.")
+    Path | None, typer.Option(help="The text to plan on; the second half of the text if left out. Needs a plan.")
 ]
 Budget = Annotated[
     str | None,

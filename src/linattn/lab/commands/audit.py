@@ -50,8 +50,8 @@ def audit(
     """
     console = Console()
     if budget is not None:
-        others = {"--map": maps, "--target": target, "--plan-out": plan_out, "--calibration": calibration}
-        audit_memory(Asked(model, text, budget, tokens, passages, contenders, out, again), others, console)
+        asked = Asked(model, text, budget, tokens, passages, contenders, out, again, plan_out, calibration)
+        audit_memory(asked, {"--map": maps, "--target": target}, console)
         return
     tokens = _TOKENS if tokens is None else tokens
     records, plans = out / "audit.jsonl", plan_out or out / "plan.json"

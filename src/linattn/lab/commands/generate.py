@@ -23,6 +23,7 @@ from linattn.hf import (
     stream_tokens,
 )
 from linattn.lab.commands.terminal import ending
+from linattn.lab.constant_memory.limiting import Limit, exact_pace, limit_
 
 
 def generate(
@@ -40,15 +41,24 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 draws as the model says.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of so much probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Bound what each global layer of a softmax model keeps to the bytes of N keys, by merging keys.",
+        ),
+    ] = None,
 ) -> None:
-    """Go on with a text, token by token, in constant memory where the model's attention is linear.
+    """Go on with a text, token by token, in constant memory where the model's attention is linear or has a budget.
 
-    The text goes to the standard output; how fast it came, and what the model kept of it, to the standard error.
+    The text goes to the standard output; how fast it came, and what the model kept of it, to the standard error: with a
+    budget, beside what the exact cache would take.
     """
     console = Console(stderr=True)
     written: list[int] = []
     with ending("generate", console, lambda: f"{len(written):,} tokens were written."):
         loaded = load_language_model(model)
+        limit = None if budget is None else limit_(loaded.model, budget)
         tokens: Tensor = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
         draws, cache = torch.Generator().manual_seed(seed), new_cache(loaded.model)
         start = time.perf_counter()
@@ -62,7 +72,9 @@ def generate(
             sys.stdout.write(text)
             sys.stdout.flush()
         sys.stdout.write("\n")
-    _tell(console, tokens.shape[1], len(written), times, cache_bytes(cache))
+        _tell(console, tokens.shape[1], len(written), times, cache_bytes(cache))
+        if limit is not None:
+            _tell_beside_exact(console, loaded, limit, tokens.shape[1] + len(written))
 
 
 def _texts(loaded: LoadedModel, prompt: list[int], stream: Iterator[Tensor], written: list[int]) -> Iterator[str]:
@@ -82,5 +94,16 @@ def _tell(console: Console, num_read: int, num_written: int, times: list[float],
     console.print(
         f"{num_read:,} tokens read and the first written after {times[1] - times[0]:.1f} s, {num_written:,} written, "
         f"{pace:,.1f} a second; the cache holds {num_bytes:,} bytes",
+        highlight=False,
+    )
+
+
+def _tell_beside_exact(console: Console, loaded: LoadedModel, limit: Limit, num_tokens: int) -> None:
+    """What the model's own attention takes at this length."""
+    kept, exactly, pace = limit.kept(num_tokens), limit.exactly(num_tokens), exact_pace(loaded.model, num_tokens)
+    console.print(
+        f"{limit.num_layers} global layers by {limit.exact.label}: they keep at most {limit.kept(2**62):,} bytes, "
+        f"{kept:,} after {num_tokens:,} tokens; exact attention keeps {exactly:,} of them, {pace.num_bytes:,} in all, "
+        f"and writes {1 / pace.seconds:,.1f} tokens a second here",
         highlight=False,
     )

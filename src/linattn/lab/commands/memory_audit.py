@@ -11,10 +11,11 @@ from rich.markup import escape
 
 from linattn.hf import load_language_model
 from linattn.lab.asides import asides, set_aside
-from linattn.lab.audit.text import read_text
+from linattn.lab.audit.text import Text, read_text
 from linattn.lab.commands.stages import Stages, stages
 from linattn.lab.commands.terminal import ending, interrupts, print_table, whole_numbers
 from linattn.lab.constant_memory.measuring import MemoryAudit
+from linattn.lab.constant_memory.planning import MemoryPlan, read_memory_plans, write_memory_plans
 from linattn.lab.constant_memory.records import MEMORY, MemoryRow
 from linattn.lab.pace import Pace
 from linattn.lab.report import MemorySummary, conclusions, lost, summarise_memory, table_at, write_report
@@ -35,6 +36,8 @@ class Asked:
         contenders: names; None for all.
         out: folder of the files.
         again: whether to measure anew what was measured.
+        plan_out: file of plans to be made and measured; None for none.
+        calibration: the text to plan on; None for the second half of the text.
     """
 
     model: str | None
@@ -45,6 +48,8 @@ class Asked:
     contenders: list[str] | None
     out: Path
     again: bool
+    plan_out: Path | None
+    calibration: Path | None
 
 
 def audit_memory(asked: Asked, others: Mapping[str, object], console: Console) -> None:
@@ -62,6 +67,8 @@ def audit_memory(asked: Asked, others: Mapping[str, object], console: Console) -
             raise ValueError(f"{', '.join(senseless)} and --budget are of two audits; leave one out")
         with stages(console) as watch:
             measured = _begun(asked, watch)
+            if asked.plan_out is not None:
+                _plan(measured, asked, asked.plan_out, watch)
             kept = [] if asked.again else _earlier(measured, records, watch)
             watch.pace = Pace(len(measured.wanted()), done=len(kept))
             MEMORY.extend(records, measured.header, kept, _rows(measured, kept, watch, pressed))
@@ -76,10 +83,48 @@ def _begun(asked: Asked, watch: Stages) -> MemoryAudit:
     if asked.model is None:
         raise ValueError("--budget is for causal language models; name one, as in linattn audit gemma-3-270m")
     budgets = whole_numbers(asked.budget, "--budget", "256,512,1024")
+    if asked.calibration is not None and asked.plan_out is None:
+        raise ValueError("--calibration belongs to a plan; give --plan-out too, as in --plan-out plan.json")
     watch.begin(f"Loading {asked.model}")
     loaded, text = load_language_model(asked.model), read_text(asked.text)
     tokens = _TOKENS if asked.tokens is None else asked.tokens
-    return MemoryAudit(loaded, text, budgets, num_tokens=tokens, num_passages=asked.passages, kinds=asked.contenders)
+    calibration = None if asked.plan_out is None else _calibration(asked)
+    if calibration is not None and asked.calibration is None:
+        text = Text(f"first half of {text.source}", text.content[: len(text.content) // 2])
+    return MemoryAudit(
+        loaded,
+        text,
+        budgets,
+        num_tokens=tokens,
+        num_passages=asked.passages,
+        kinds=asked.contenders,
+        calibration=calibration,
+    )
+
+
+def _calibration(asked: Asked) -> Text:
+    """The text that plans are made on, of which nothing is measured."""
+    if asked.calibration is not None:
+        return read_text(asked.calibration)
+    text = read_text(asked.text)
+    return Text(f"second half of {text.source}", text.content[len(text.content) // 2 :])
+
+
+def _plan(measured: MemoryAudit, asked: Asked, file: Path, watch: Stages) -> None:
+    """A plan at every budget, those of the file kept where they are of the same."""
+    text = _calibration(asked)
+    try:
+        found = {plan.budget: plan for plan in read_memory_plans(file)}
+    except (OSError, ValueError):
+        found = {}
+    plans: list[MemoryPlan] = []
+    for budget in measured.header.budgets:
+        plan = found.get(budget)
+        if plan is None or asked.again or not measured.is_of(plan, text):
+            plan = measured.plan(text, budget, watch)
+        plans.append(plan)
+        write_memory_plans(file, plans)
+        measured.take(plan)
 
 
 def _rows(measured: MemoryAudit, kept: Sequence[MemoryRow], watch: Stages, pressed: list[int]) -> Iterator[MemoryRow]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +27,7 @@ from linattn.pretraining import (
 from linattn.pretraining.card import model_card, position_table, score_table, training_in_words
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
-from linattn.training import Progress
+from linattn.training import Processes, Progress, launched
 
 _PARTS = 20
 _Text = Annotated[
@@ -66,15 +68,16 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="At its largest.")] = 4e-3,
     redraw: Annotated[int | None, typer.Option(metavar="N", help="Redraw random maps every N steps.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, draws and the order of texts.")] = 0,
+    parts: Annotated[int, typer.Option(metavar="N", help="Under torchrun: cut each text for N processes.")] = 1,
 ) -> None:
     """Train a language model of bytes with linear or softmax attention, and say how many bits a byte costs.
 
     Documents are split by file; figures are of files that were not trained on. Ctrl-C ends the training and keeps the
-    best so far; after anything worse the same command goes on where it was.
+    best so far; after anything worse the same command goes on where it was. Under torchrun the texts of a step are
+    dealt out to the processes, or each text is cut into parts for some of them; any number of processes goes on.
     """
-    console = Console()
     out = out.resolve()
-    with new_folder("train", "training a model", console, out) as work:
+    with launched() as processes, _output(processes, out) as (console, work):
         config = TrainConfig(
             context=context,
             batch_size=batch,
@@ -106,10 +109,21 @@ def train(
         with training_progress(
             console, "Reading and measuring", lambda progress: _pace(progress, bytes_per_step), parts=_PARTS
         ) as notify:
-            found = pretrain(model, corpus, config, work=work, notify=notify)
-        finish(work, out, lambda draft: _write(model, found, draft))
-    _print(console, found)
-    console.print(f"Written: {escape(str(out))}", highlight=False)
+            found = pretrain(model, corpus, config, work=work, notify=notify, num_parts=parts)
+        if work is not None:
+            finish(work, out, lambda draft: _write(model, found, draft))
+        _print(console, found, out)
+
+
+@contextmanager
+def _output(processes: Processes, out: Path) -> Iterator[tuple[Console, Path | None]]:
+    """A console, and the folder for unfinished work; of several processes only the first has these."""
+    if not processes.is_first:
+        yield Console(quiet=True), None
+        return
+    console = Console()
+    with new_folder("train", "training a model", console, out) as work:
+        yield console, work
 
 
 def _gate(gate: str | None, gated: str, pattern: str) -> str | None:
@@ -149,10 +163,11 @@ def _attention(config: LinearLMConfig) -> str:
     return f"{count} blocks, {' and '.join(words)}; positions: {config.positions}, gate: {config.gate}"
 
 
-def _print(console: Console, found: Pretraining) -> None:
-    """Both tables, and what they are about."""
+def _print(console: Console, found: Pretraining, out: Path) -> None:
+    """Both tables, what they are about, and where the model is."""
     print_table(console, score_table(found))
     print_table(console, position_table(found))
     console.print(f"{training_in_words(found)}.", markup=False, highlight=False)
     if found.trained.stopped:
         console.print("Training was interrupted; the best weights until then were kept.", highlight=False)
+    console.print(f"Written: {escape(str(out))}", highlight=False)

@@ -25,10 +25,12 @@ from linattn.lab.constant_memory.answering import (
 )
 from linattn.lab.constant_memory.measures import Bins, distance, head_errors
 from linattn.lab.constant_memory.passages import TokenText
+from linattn.lab.constant_memory.planning import CANDIDATES, PLAIN, MemoryPlan, TrialRecord, choose
 from linattn.lab.constant_memory.recall import Task, tasks
 from linattn.lab.constant_memory.records import (
     BASELINE,
     EXACT,
+    PLANNED,
     UNIFORM,
     MemoryHeader,
     MemoryRow,
@@ -36,7 +38,7 @@ from linattn.lab.constant_memory.records import (
     RecallRow,
     key_of,
 )
-from linattn.lab.contenders import KINDS, Contender, at_budget
+from linattn.lab.contenders import KINDS, at_budget
 from linattn.lab.pace import Silent, Watch
 
 _SILENT = Silent()
@@ -88,6 +90,12 @@ class Passage:
         with self._beginning.replayed():
             return log_probabilities(self._model, self._tokens, positions, answer)[0]
 
+    def kl(self, answer: Answer) -> float:
+        """The mean KL divergence of the last tokens' distributions from the exact ones."""
+        last = self.num_measured
+        found = distance(self._exact[-last:], self.read(answer, last), self._following[-last:])
+        return float(found.kl.mean())
+
     def row(self, number: int, entry: Entry, outputs: Sequence[Tensor]) -> PassageRow:
         """One contender's figures; `outputs` are its answers to the exact model's calls."""
         found = distance(self._exact, self._exact if entry.name == EXACT else self.read(entry.answer), self._following)
@@ -125,6 +133,7 @@ class MemoryAudit:
         num_tokens: int = 4096,
         num_passages: int = 1,
         kinds: Sequence[str] | None = None,
+        calibration: Text | None = None,
     ) -> None:
         """Find the global layers, the passages and the recall tasks; nothing is measured yet.
 
@@ -137,6 +146,7 @@ class MemoryAudit:
             num_tokens: of a passage; recall tasks have half as many.
             num_passages: evenly spaced in the text.
             kinds: of contenders, among `KINDS`; None for all.
+            calibration: the text that plans will be made on, for the header; None for no plans.
 
         Raises:
             ValueError: if the model is no language model, the text too short, or a budget or kind senseless.
@@ -179,13 +189,66 @@ class MemoryAudit:
             budgets=list(budgets),
             kinds=list(kinds or KINDS),
             left_out=left_out | without_room,
+            calibration=None if calibration is None else calibration.source,
         )
 
-    def entry(self, name: str, budget: int, label: str, contenders: Sequence[Contender]) -> Entry:
-        """A contender for each global layer, in order."""
-        kept = sum(one.num_bytes(self._sizes, self.header.num_tokens) for one in contenders)
-        answer = self._layers.by(dict(enumerate(contenders)))
-        return Entry(name, label, budget, kept * self.header.num_key_heads, answer)
+    def plan(self, text: Text, budget: int, watch: Watch = _SILENT) -> MemoryPlan:
+        """A contender for each global layer at a budget, chosen by KL on the first passage of a text.
+
+        Cost: two forward passes, one per candidate, and one per global layer.
+
+        Args:
+            text: one that is not measured.
+            budget: in exact keys.
+            watch: told what is tried.
+
+        Returns:
+            A `MemoryPlan`, whose KL is the plain window's or lower.
+
+        Raises:
+            ValueError: if the text is too short.
+        """
+        header = self.header
+        shelf = at_budget(budget, self._sizes, CANDIDATES).contenders
+        content = TokenText.of(self._loaded, text)
+        tokens = content.passage(content.starts(header.num_tokens, 1)[0], header.num_tokens)
+        passage = Passage(self._loaded, self._layers, tokens, header.num_measured)
+
+        def measure(choices: tuple[str, ...]) -> float:
+            """The KL of one candidate for each layer."""
+            labels = list(dict.fromkeys(shelf[name].label for name in choices))
+            watch.begin(f"Planning at {budget:,} keys: {', '.join(labels)}")
+            return passage.kl(self._layers.by({place: shelf[name] for place, name in enumerate(choices)}))
+
+        trials = choose(list(shelf), len(self._layers.names), measure)
+        return MemoryPlan(
+            model=header.model,
+            budget=budget,
+            num_tokens=header.num_tokens,
+            calibration=text.source,
+            calibration_sha256=text.sha256,
+            layers=header.layers,
+            choices=list(trials[0].choices),
+            labels=[shelf[name].label for name in trials[0].choices],
+            kl=trials[0].kl,
+            window_kl=next(trial.kl for trial in trials if set(trial.choices) == {PLAIN}),
+            trials=[TrialRecord(list(trial.choices), trial.kl) for trial in trials],
+        )
+
+    def is_of(self, plan: MemoryPlan, text: Text) -> bool:
+        """Whether a plan was made for this model and length, on this text."""
+        header = self.header
+        wanted = header.model, header.num_tokens, header.layers, text.sha256
+        return wanted == (plan.model, plan.num_tokens, plan.layers, plan.calibration_sha256)
+
+    def take(self, plan: MemoryPlan) -> None:
+        """Measure a plan too, after all contenders."""
+        shelf = at_budget(plan.budget, self._sizes, CANDIDATES).contenders
+        chosen = [shelf[name] for name in plan.choices]
+        kept = sum(one.num_bytes(self._sizes, self.header.num_tokens) for one in chosen)
+        answer = self._layers.by(dict(enumerate(chosen)))
+        entry = Entry(PLANNED, plan.label, plan.budget, kept * self.header.num_key_heads, answer)
+        self.entries.append(entry)
 
     def wanted(self) -> list[tuple[str, str, int]]:
         """What is measured of what, in order."""

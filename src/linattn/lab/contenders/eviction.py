@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import picked
-from linattn.attention.exact.query_moments import QueryMoments
 from linattn.attention.softmax import causal_mask, softmax_weights
 from linattn.lab.contenders.contender import Contender, Sizes
+from linattn.lab.contenders.query_moments import QueryMoments
 
 BLOCK = 16
 """Tokens between two evictions."""
@@ -127,8 +127,7 @@ class Eviction(Contender):
             parts.append((weights @ held.value.to(weights.dtype).unsqueeze(2)).to(query.dtype))
             held = held._replace(mass=held.mass + weights.sum(3).mean(2), latest=weights[:, :, :, -1].mean(2))
             if self.judges_by_queries:
-                live = torch.ones(1, 1, stop - start, dtype=torch.bool, device=key.device)
-                moments = moments.decay(stop - start).add(block, live, scale)
+                moments = moments.add(block, scale)
             held = self._evicted(held, moments, scale, stop)
         return torch.cat(parts, 3).flatten(1, 2)
 

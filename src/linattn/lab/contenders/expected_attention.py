@@ -7,9 +7,9 @@ from typing import Self
 
 from torch import Tensor
 
-from linattn.attention.exact.query_moments import QueryMoments
 from linattn.lab.contenders.contender import Sizes
 from linattn.lab.contenders.eviction import SINKS, Eviction, Held
+from linattn.lab.contenders.query_moments import QueryMoments
 
 # Share that a key's value has whatever its expected weight: the paper's.
 _EPSILON = 0.02

@@ -97,7 +97,7 @@ class MergedInFewBits(Contender):
 
 def moment_bytes(sizes: Sizes) -> int:
     """Bytes of the weight, mean and scatter of a head's queries, and of the state's own exponent."""
-    return (2 + sizes.head_dim + sizes.head_dim**2) * sizes.statistic_bytes
+    return 2 * (1 + sizes.head_dim) * sizes.statistic_bytes
 
 
 def _split(num_keys: int, near: float) -> Exact:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from linattn.lab.contenders.attention_matching import AttentionMatching
 from linattn.lab.contenders.contender import Contender, Sizes
+from linattn.lab.contenders.eviction import SINKS
 from linattn.lab.contenders.expected_attention import ExpectedAttention
 from linattn.lab.contenders.h2o import H2O
 from linattn.lab.contenders.keydiff import KeyDiff
@@ -16,15 +17,15 @@ from linattn.lab.contenders.merged import Merged, MergedInFewBits
 from linattn.lab.contenders.moment_kv import MomentKV
 from linattn.lab.contenders.tova import Tova
 from linattn.lab.contenders.uniform_sample import UniformSample
-from linattn.lab.contenders.windows import SinksAndWindow, WindowAlone
+from linattn.lab.contenders.windows import FarPartOff, SinksAndWindow
 
 NEAR = (0.35, 0.65)
 """Shares of merged keys' room that the window takes, of which one is measured each."""
 
 
-def _far_off(num_bytes: int, sizes: Sizes, near: float) -> WindowAlone:
+def _far_off(num_bytes: int, sizes: Sizes, near: float) -> FarPartOff:
     """The window of merged keys in so many bytes, without them."""
-    return WindowAlone(Merged.within(num_bytes, sizes, near).exact.window or 1)
+    return FarPartOff(2 * (Merged.within(num_bytes, sizes, near).exact.window or 1) + SINKS)
 
 
 KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
@@ -45,7 +46,7 @@ KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
 """By name, what makes the largest contender of a kind from a number of bytes and a layer's sizes.
 
 Two kinds are controls that decide about merged keys: "sinks + window" has the far part's bytes in exact keys, "far part
-off" has nothing in its place, beside the wider of the windows.
+off" has but the sinks in its place, beside the wider of the windows.
 """
 
 

@@ -9,9 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from linattn.attention.exact.query_moments import QueryMoments
 from linattn.lab.contenders.contender import Sizes
 from linattn.lab.contenders.eviction import SINKS, Eviction, Held
+from linattn.lab.contenders.query_moments import QueryMoments
 
 _SEED = 0
 

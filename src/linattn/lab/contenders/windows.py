@@ -8,7 +8,6 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from linattn.attention import softmax_attention
 from linattn.lab.contenders.contender import Contender, Sizes
 from linattn.lab.contenders.eviction import SINKS
 
@@ -61,13 +60,11 @@ class SinksAndWindow(Contender):
 
 
 @dataclass(frozen=True)
-class WindowAlone(Contender):
-    """Blocks of w keys: a query sees its own up to itself and the one before; the far part of merged keys switched off.
+class FarPartOff(SinksAndWindow):
+    """The window of merged keys with the first keys beside it, as sinks are always kept, and nothing else.
 
-    Its bytes are those of the window alone: this is a control, and stands below its budget.
+    Its bytes are those of these keys alone: this is a control, and stands below its budget.
     """
-
-    window: int
 
     kind = "far part off"
     source = "a control"
@@ -75,21 +72,7 @@ class WindowAlone(Contender):
     @property
     def label(self) -> str:
         """Its name with its sizes."""
-        return f"window {self.window}, far part off"
-
-    def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
-        """Two blocks of keys and values."""
-        return min(2 * self.window, num_tokens) * sizes.key_bytes
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Block by block."""
-        parts = []
-        for start in range(0, key.shape[2], self.window):
-            stop, first = min(start + self.window, key.shape[2]), max(start - self.window, 0)
-            near = key[:, :, first:stop], value[:, :, first:stop]
-            rows = query[:, :, start:stop]
-            parts.append(softmax_attention(rows, *near, is_causal=True, scale=scale, enable_gqa=True))
-        return torch.cat(parts, 2)
+        return f"{super().label}, far part off"
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:

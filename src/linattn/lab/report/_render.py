@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from plotly.offline import get_plotlyjs
 
+from linattn.lab.report.charts import Chart
 from linattn.records.atomic import atomic_file
+from linattn.records.fields import to_json
 
 
-def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], values: Mapping[str, object]) -> None:
+def write_html(path: Path, template: str, figures: Mapping[str, Chart], values: Mapping[str, object]) -> None:
     """Fill a template and write it, scripts and styles inside; the page forbids itself every network access.
 
     Args:
@@ -26,8 +25,8 @@ def write_html(path: Path, template: str, figures: Mapping[str, go.Figure], valu
     Raises:
         OSError: if the file cannot be written.
     """
-    drawn = {name: json.loads(figure.to_json()) for name, figure in figures.items()}
-    page = _environment().get_template(template).render({**values, "figures": drawn, "plotly": get_plotlyjs()})
+    drawn = {name: to_json(figure) for name, figure in figures.items()}
+    page = _environment().get_template(template).render({**values, "figures": drawn})
     with atomic_file(path) as file:
         file.write(page)
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import plotly.graph_objects as go
-
 from linattn.lab.report._render import write_html
 from linattn.lab.report._text import Point
 from linattn.lab.report.answers import answers
@@ -17,6 +15,7 @@ from linattn.lab.report.audit.advice import advise, best_line
 from linattn.lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise_audit
 from linattn.lab.report.bench.figures import memory_curves, time_curves
 from linattn.lab.report.bench.summary import BenchSummary, conclude, length_table, summarise_bench
+from linattn.lab.report.charts import Chart
 from linattn.lab.report.claims.figures import alternative, claim_chart
 from linattn.lab.report.claims.summary import SOURCES, ClaimsSummary, summarise_claims
 from linattn.lab.report.memory import words
@@ -54,7 +53,7 @@ class Section:
         values: what its template names.
     """
 
-    figures: Mapping[str, go.Figure]
+    figures: Mapping[str, Chart]
     values: Mapping[str, object]
 
 
@@ -111,7 +110,7 @@ def write_page(report: Report, path: Path) -> None:
 
 def _write(report: Report, sections: Sequence[Section], path: Path) -> None:
     """The page of sections that are drawn."""
-    figures: dict[str, go.Figure] = {}
+    figures: dict[str, Chart] = {}
     asked = answers(report.audit, report.claims, report.bench)
     # What a constant memory loses comes before all else.
     first = () if report.memory is None else (words.lost(report.memory),)
@@ -132,7 +131,6 @@ def _draw_audit(summary: AuditSummary) -> Section:
     """The audit's charts, and what its section names."""
     chosen = best_line(summary.lines) or summary.lines[0]
     figures = {
-        "head-map": head_map.head_map(summary, chosen),
         "state-frontier": frontier.state_frontier(summary),
         "flops-frontier": frontier.flops_frontier(summary),
     }

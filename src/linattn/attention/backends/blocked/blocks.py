@@ -35,15 +35,29 @@ class Running:
         if self._owned:
             self.S.mul_(decay.unsqueeze(-1))
             self.z.mul_(decay)
+            self.m.copy_(c)
         else:
             self.S, self.z, self._owned = self.S * decay.unsqueeze(-1), self.z * decay, True
-        self.m = c
+            self.m = c.clone(memory_format=torch.contiguous_format)
+
+    def own(self) -> Sums:
+        """The sums, as views that follow them from now on; in memory of their own."""
+        if not self._owned:
+            kept = torch.contiguous_format
+            self.S, self.z, self.m = (x.clone(memory_format=kept) for x in (self.S, self.z, self.m))
+            self._owned = True
+        return self.views()
 
     def fold_in(self, phi_k: Tensor, value: Tensor) -> None:
         """S <- S + φ(k)ᵀv and z <- z + Σ φ(k) of a block (B, H, n, ·), relative to the exponent."""
         phi_k = phi_k.flatten(0, 1)
         self.S.baddbmm_(phi_k.mT, value.flatten(0, 1))
         self.z.add_(phi_k.sum(-2))
+
+    def fold_in_weighted(self, phi_k: Tensor, weight: Tensor, weighted: Tensor) -> None:
+        """The same of features (B·H, n, R) whose keys weigh u (B·H, n), and of u·v (B·H, n, Dv)."""
+        self.S.baddbmm_(phi_k.mT, weighted)
+        self.z.unsqueeze(-2).baddbmm_(weight.unsqueeze(-2), phi_k)
 
     def views(self) -> Sums:
         """The sums now, as views."""

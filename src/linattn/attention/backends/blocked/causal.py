@@ -17,7 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks, causal_mask, num_blocks
+from linattn.attention.backends.blocked.bounded import FLOOR, bounded_powers, by_head, stretches, whole
+from linattn.attention.backends.blocked.bounded_causal import BoundedGradients, BoundedRows
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
@@ -31,13 +34,14 @@ from linattn.attention.backends.blocked.features import (
 )
 from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
-from linattn.attention.backends.blocked.passes import SavedRows, empty_rows, saved_rows, store_rows, times_z
 from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, sums_of
+from linattn.attention.backends.blocked.rows import SavedRows, empty_rows, rows_of, saved_rows, store_rows, times_z
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
-# A denominator may shrink to exp(-60): far above float32's smallest normal number, exp(-87).
-_MAX_JUMP = 60.0
+# A denominator may shrink to exp(-60), far above float32's smallest normal number, exp(-87): by so much, and by what z
+# of bounded keys lies below 1.
+_MAX_JUMP = 60.0 - FLOOR
 
 # The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
 SEGMENT = 16
@@ -50,13 +54,29 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
         fold = GroupedRows(feature_map, inputs, span)
     else:
         fold = JointRows(feature_map, inputs, span)
+    powers = bounded_powers(feature_map, inputs.query, inputs.S)
+    bounded = BoundedRows(powers, fold) if powers is not None and isinstance(fold, JointRows) else None
     state, rows, kept = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S), empty_checkpoints(inputs, span)
-    for index, block in enumerate(causal_blocks(inputs, span)):
-        if index and index % SEGMENT == 0:
+    is_bounded = no_bounds(inputs, span)
+    for index, segment in enumerate(segments(inputs, span)):
+        if index:
             for target, now in zip(kept, state.views(), strict=True):
-                target[:, index // SEGMENT - 1] = now
+                target[:, index - 1] = now
+        general = partial(_advance, fold, segment, state, rows)
+        if bounded is None:
+            general()
+            continue
+        found, sums = bounded.segment(segment, state), state.own()
+        advance = partial(bounded.advance, segment, found, state, rows)
+        is_bounded[:, index] = by_head(found.fits, advance, general, sums, rows_of(rows, whole(segment)))
+        bounded.is_hopeful &= ~found.fits | is_bounded[:, index]
+    return CausalOutputs(*rows, *state.sums(), *kept, is_bounded)
+
+
+def _advance(fold: JointRows | GroupedRows, segment: list[slice], state: Running, rows: Rows) -> None:
+    """Fold a segment in and store its rows, whatever its tokens."""
+    for block in segment:
         store_rows(rows, block, *fold.advance(block, state))
-    return CausalOutputs(*rows, *state.sums(), *kept)
 
 
 def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
@@ -68,14 +88,35 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
         fold = GroupedGradients(feature_map, saved, span)
     else:
         fold = JointGradients(feature_map, saved, span)
+    powers = bounded_powers(feature_map, inputs.query, inputs.S)
+    bounded = BoundedGradients(powers, fold, saved) if powers is not None and isinstance(fold, JointGradients) else None
     tokens = TokenGradients(*(x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value)))
     S, z = (x.clone(memory_format=torch.contiguous_format) for x in (saved.grads.S, saved.grads.z))
-    cut = causal_blocks(inputs, span)
-    for index in reversed(range(-(-len(cut) // SEGMENT))):
+    for index, segment in reversed(list(enumerate(segments(inputs, span)))):
         before = outputs.kept(index) if index else sums_of(inputs)
-        for visit in reversed(_segment_states(fold, cut[index * SEGMENT : (index + 1) * SEGMENT], before)):
-            S, z = fold.pull(visit, S, z, tokens)
+        general = partial(_pull, fold, segment, before, S, z, tokens)
+        if bounded is None:
+            general()
+            continue
+        pull, fits = partial(bounded.pull, segment, before, S, z, tokens), outputs.is_bounded[:, index]
+        by_head(fits, pull, general, (S, z), [*tokens.of(whole(segment)), *fold.of_bias.of(whole(segment))])
     return Gradients((*tokens, S, z), fold.of_bias.total, fold.back.finish())
+
+
+def _pull(
+    fold: JointGradients | GroupedGradients,
+    segment: list[slice],
+    before: Sums,
+    S: Tensor,
+    z: Tensor,
+    tokens: TokenGradients,
+) -> None:
+    """Write the gradients of the sums before a segment over those after it; its tokens' are stored."""
+    for visit in reversed(_segment_states(fold, segment, before)):
+        found = fold.pull(visit, S, z, tokens)
+        for target, x in zip((S, z), found, strict=True):
+            if x is not target:
+                target.copy_(x)
 
 
 def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice], before: Sums) -> list[BlockState]:
@@ -95,15 +136,21 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
     return found
 
 
-def causal_blocks(inputs: Causal, span: int) -> list[slice]:
-    """The blocks of the forward and the backward pass."""
-    return blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
+def segments(inputs: Causal, span: int) -> list[list[slice]]:
+    """The blocks of the forward and the backward pass, in segments."""
+    return stretches(blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span), SEGMENT)
 
 
 def empty_checkpoints(inputs: Causal, span: int) -> Sums:
     """Memory for the sums before every segment but the first, which are given: (B, K, H, …)."""
     num_kept = max(num_blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span) - 1, 0) // SEGMENT
     return Sums(*(x.new_empty(x.shape[0], num_kept, *x.shape[1:]) for x in sums_of(inputs)))
+
+
+def no_bounds(inputs: Causal, span: int) -> Tensor:
+    """(B, K + 1, H) bool: no segment of any head has bounded features."""
+    num_segments = -(-num_blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span) // SEGMENT)
+    return inputs.S.new_zeros(inputs.S.shape[0], num_segments, inputs.S.shape[1], dtype=torch.bool)
 
 
 class JointRows:
@@ -196,7 +243,7 @@ class JointGradients(JointRows):
     def __init__(self, feature_map: FeatureMap, saved: Saved, span: int) -> None:
         super().__init__(feature_map, saved.inputs, span)
         self.back, self._saved = MapGradients(feature_map, saved.tensors, at_once=SEGMENT), saved
-        self.of_bias = BiasGradient(saved.inputs.bias, wanted=saved.bias_grad)
+        self.of_bias = BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
 
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
         """Those of S and z before a block, from those after it, which may be written over; its tokens' are stored."""

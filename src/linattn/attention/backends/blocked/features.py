@@ -88,6 +88,12 @@ class KeyBlocks:
         """(B, H, n, Dv)."""
         return self._space.rows("v", self._inputs.value[:, :, block], self.masked(block))
 
+    def weighted_values(self, block: slice, weight: Tensor) -> Tensor:
+        """u·v for weights u (B, H, n): (B·H, n, Dv)."""
+        value = self.values(block)
+        weighted = torch.mul(value, weight.unsqueeze(-1), out=self._space.buffer("weighted", *value.shape))
+        return weighted.flatten(0, 1)
+
     def features(self, block: slice, x: Tensor | None = None, slot: str = "") -> Keys:
         """Their features times exp(bias); x are the keys, where they are loaded."""
         x, bias = self.tokens(block) if x is None else x, self.bias(block)
@@ -143,20 +149,31 @@ def query_gradient(grad_phi: Tensor, phi_q: Tensor, c: Tensor, reference: Tensor
 
 
 class BiasGradient:
-    """The gradient `total` of the keys' biases (B, H or 1, L), block by block; None where none is wanted."""
+    """The gradient of the keys' biases (B, H or 1, L), head by head and block by block; None where none is wanted."""
 
-    def __init__(self, bias: Tensor | None, *, wanted: bool) -> None:
-        self.total = torch.zeros_like(bias) if wanted and bias is not None else None
+    def __init__(self, bias: Tensor | None, num_heads: int, *, wanted: bool) -> None:
+        self._is_shared = bias is not None and bias.shape[1] == 1
+        # (B, H, L)
+        self.of_heads = bias.new_zeros(bias.shape[0], num_heads, bias.shape[2]) if wanted and bias is not None else None
+
+    @property
+    def total(self) -> Tensor | None:
+        """That of the biases as they were given."""
+        if self.of_heads is None:
+            return None
+        return self.of_heads.sum(1, keepdim=True) if self._is_shared else self.of_heads
+
+    def of(self, block: slice) -> list[Tensor]:
+        """A view (B, H, n) of a block's, where any is wanted."""
+        return [] if self.of_heads is None else [self.of_heads[..., block]]
 
     def store(self, block: slice, masked: Tensor | None, of_log: Tensor) -> None:
         """That of a block, from the gradient of its keys' exponents (B, H, n) or (B, H, n, M)."""
-        if self.total is None:
+        if self.of_heads is None:
             return
-        if of_log.ndim > self.total.ndim:
+        if of_log.ndim > self.of_heads.ndim:
             of_log = of_log.sum(-1)
-        if self.total.shape[1] == 1:
-            of_log = of_log.sum(1, keepdim=True)
-        self.total[..., block] = of_log if masked is None else of_log.masked_fill(masked, 0)
+        self.of_heads[..., block] = of_log if masked is None else of_log.masked_fill(masked, 0)
 
 
 def store_queries(target: Tensor, grad: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked import causal, passes
+from linattn.attention.backends.blocked import absorbing, causal, reading
 from linattn.attention.backends.blocked.records import (
     Absorb,
     Causal,
@@ -45,10 +45,10 @@ class Fold(NamedTuple):
 
 
 FOLDS = {
-    "absorb": Fold(passes.absorb, passes.absorb_backward, Absorb, Sums),
-    "read": Fold(passes.read, passes.read_backward, Read, Rows),
+    "absorb": Fold(absorbing.absorb, absorbing.absorb_backward, Absorb, Sums),
+    "read": Fold(reading.read, reading.read_backward, Read, Rows),
     "causal": Fold(causal.forward, causal.backward, Causal, CausalOutputs),
-    "mass": Fold(passes.mass, None, Causal, MassOutputs),
+    "mass": Fold(reading.mass, None, Causal, MassOutputs),
 }
 
 

@@ -47,6 +47,10 @@ class TokenGradients(NamedTuple):
     key: Tensor  # (B, H, L, D)
     value: Tensor  # (B, H, L, Dv)
 
+    def of(self, block: slice) -> list[Tensor]:
+        """Views of a block's."""
+        return [self.query[..., block, :], self.key[:, :, block], self.value[:, :, block]]
+
     def store_query(self, block: slice, grad: Tensor) -> None:
         """Write (B, H, G·n, D)."""
         store_queries(self.query[..., block, :], grad)
@@ -99,7 +103,7 @@ class GroupedGradients(GroupedRows):
     def __init__(self, feature_map: GroupedFeatureMap, saved: Saved, span: int) -> None:
         super().__init__(feature_map, saved.inputs, span)
         self.back, self._grads = MapGradients(feature_map, saved.tensors), saved.grads
-        self.of_bias = BiasGradient(saved.inputs.bias, wanted=saved.bias_grad)
+        self.of_bias = BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
 
     def safe_heads(self, *_: object) -> None:
         """Everywhere: no rows share an exponent."""
@@ -109,8 +113,8 @@ class GroupedGradients(GroupedRows):
         block, given, masked = visit.block, self.tokens(visit.block), self.keys.masked(visit.block)
         leaves = [x.detach().requires_grad_() for x in (*given[:3], visit.before.S, visit.before.z)]
         bias = given.bias
-        if bias is not None and self.of_bias.total is not None:
-            bias = bias.detach().requires_grad_()
+        if bias is not None and self.of_bias.of_heads is not None:
+            bias = bias.detach().expand(given.key.shape[:-1]).requires_grad_()
             leaves.append(bias)
         query, key, value, S, z = leaves[:5]
         with torch.enable_grad():

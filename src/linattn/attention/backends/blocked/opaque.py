@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked import fold
-from linattn.attention.backends.blocked.causal import empty_checkpoints
-from linattn.attention.backends.blocked.passes import empty_rows
+from linattn.attention.backends.blocked.causal import empty_checkpoints, no_bounds
+from linattn.attention.backends.blocked.rows import empty_rows
 from linattn.feature_maps._base import live_map
 
 
@@ -34,7 +34,7 @@ def _(name: str, span: int, handle: int, names: str, inputs: list[Tensor], tenso
     if name == "absorb":
         return state
     rows = list(empty_rows(given.query, given.S))
-    return rows if name == "read" else [*rows, *state, *empty_checkpoints(given, span)]
+    return rows if name == "read" else [*rows, *state, *empty_checkpoints(given, span), no_bounds(given, span)]
 
 
 # Not a custom_op: the fold pulls the map back with autograd, which a custom_op switches off around its body.

@@ -54,6 +54,7 @@ class CausalOutputs(NamedTuple):
     S_kept: Tensor  # (B, K, H, R, Dv)
     z_kept: Tensor  # (B, K, H, R)
     m_kept: Tensor  # (B, K, H, M)
+    is_bounded: Tensor  # (B, K + 1, H) bool: segments and heads of bounded features
 
     def kept(self, index: int) -> Sums:
         """The sums before a segment but the first."""

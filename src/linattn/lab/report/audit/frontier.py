@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-import plotly.graph_objects as go
-
 from linattn.feature_maps import FEATURE_MAPS, LearnedMap, RandomFeatureMap
-from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS
 from linattn.lab.report.audit.summary import AuditSummary, Line
+from linattn.lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, baseline, drawable
 from linattn.planning.costs import exact_flops_per_token, exact_state_numbers
 from linattn.planning.methods import parse_method
 
@@ -37,34 +35,37 @@ def family(label: str) -> str:
     return f"{kind}, with exact part" if method.exact else kind
 
 
-def state_frontier(summary: AuditSummary) -> go.Figure:
+def state_frontier(summary: AuditSummary) -> Chart:
     """Error against the numbers kept per head, with the limit of the rank."""
     header = summary.header
-    figure = _curves(summary, lambda line: line.state_numbers, "numbers")
+    curves = _curves(summary, lambda line: line.state_numbers, "numbers")
     if summary.limits:
-        figure.add_trace(
-            go.Scatter(
-                name="matrix cut to a rank (SVD)",
-                x=[limit.state_numbers for limit in summary.limits],
-                y=[limit.error for limit in summary.limits],
-                mode="lines",
-                line={"color": GREY, "width": 2, "dash": "dash"},
-                customdata=[limit.rank for limit in summary.limits],
-                hovertemplate="rank %{customdata}, %{x:,} numbers: %{y:.3f}<extra>limit</extra>",
+        curves.append(
+            Curve(
+                "matrix cut to a rank (SVD)",
+                tuple(limit.state_numbers for limit in summary.limits),
+                tuple(drawable(limit.error, is_logarithmic=True) for limit in summary.limits),
+                tuple(
+                    f"rank {limit.rank:,}, {limit.state_numbers:,} numbers: {limit.error:.3f}"
+                    for limit in summary.limits
+                ),
+                None,
+                "dash",
+                "none",
             )
         )
     exact = exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)
-    return _laid_out(figure, summary, exact, "numbers kept per head")
+    return _chart(curves, summary, exact, "numbers kept per head")
 
 
-def flops_frontier(summary: AuditSummary) -> go.Figure:
+def flops_frontier(summary: AuditSummary) -> Chart:
     """Error against the operations per head and token."""
     header = summary.header
-    figure = _curves(summary, lambda line: line.flops_per_token, "FLOPs")
+    curves = _curves(summary, lambda line: line.flops_per_token, "FLOPs")
     exact = exact_flops_per_token(
         header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
     )
-    return _laid_out(figure, summary, exact, "FLOPs per head and token")
+    return _chart(curves, summary, exact, "FLOPs per head and token")
 
 
 def least(lines: Iterable[Line], size: Callable[[Line], int]) -> list[Line]:
@@ -76,62 +77,41 @@ def least(lines: Iterable[Line], size: Callable[[Line], int]) -> list[Line]:
     return found
 
 
-def _curves(summary: AuditSummary, size: Callable[[Line], int], unit: str) -> go.Figure:
+def _curves(summary: AuditSummary, size: Callable[[Line], int], unit: str) -> list[Curve]:
     """One curve through the best of each family."""
     families: dict[str, list[Line]] = {}
     for line in summary.lines:
         families.setdefault(family(line.map), []).append(line)
-    figure = go.Figure()
+    curves = []
     for place, (name, lines) in enumerate(families.items()):
-        best, colour = least(lines, size), COLOURS[place % len(COLOURS)]
-        exact = name.endswith("exact part")
-        figure.add_trace(
-            go.Scatter(
-                name=name,
-                x=[size(line) for line in best],
-                y=[line.error.mean for line in best],
-                mode="lines+markers",
-                line={"color": colour, "width": 2, "dash": "dot" if exact else "solid"},
-                marker={"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 9, "color": colour},
-                customdata=[f"{line.map} · {line.features:,}" for line in best],
-                hovertemplate="%{customdata}<br>%{x:,} " + unit + ": %{y:.3f}<extra></extra>",
+        best = least(lines, size)
+        tips = (f"{line.map} · {line.features:,}, {size(line):,} {unit}: {line.error.mean:.3f}" for line in best)
+        curves.append(
+            Curve(
+                name,
+                tuple(size(line) for line in best),
+                tuple(drawable(line.error.mean, is_logarithmic=True) for line in best),
+                tuple(tips),
+                place % NUM_COLOURS,
+                "dot" if name.endswith("exact part") else "solid",
             )
         )
-    return figure
+    return curves
 
 
-def _laid_out(figure: go.Figure, summary: AuditSummary, exact: int, title: str) -> go.Figure:
+def _chart(curves: Sequence[Curve], summary: AuditSummary, exact: int, title: str) -> Chart:
     """Both baselines and logarithmic axes."""
-    sizes = [x for trace in figure.data for x in trace.x]
-    errors = [y for trace in figure.data for y in trace.y]
+    sizes = [x for curve in curves for x in curve.x]
+    errors = [y for curve in curves for y in curve.y if y is not None]
     uniform = summary.baselines[1].error
-    figure.add_trace(_line("averaging the values", [min(sizes), max(*sizes, exact)], [uniform, uniform], "dot"))
-    figure.add_trace(
-        _line(
-            f"exact attention over {summary.header.num_tokens:,} tokens",
-            [exact, exact],
-            [min(errors), uniform],
-            "dashdot",
-        )
-    )
-    figure.update_layout(
-        height=540,
-        margin={"l": 60, "r": 12, "t": 12, "b": 52},
-        xaxis={"title": {"text": title}, "type": "log", "exponentformat": "none"},
-        yaxis={"title": {"text": "relative output error"}, "type": "log", "exponentformat": "none"},
-        legend={"orientation": "h", "y": -0.18, "yanchor": "top"},
-        meta={"narrow_height": 760},
-    )
-    return figure
-
-
-def _line(name: str, x: Sequence[float], y: Sequence[float], dash: str) -> go.Scatter:
-    """A baseline; a trace, since it is to stand in the legend."""
-    return go.Scatter(
-        name=name,
-        x=list(x),
-        y=list(y),
-        mode="lines",
-        line={"color": GREY, "width": 2, "dash": dash},
-        hovertemplate=f"{name}<extra></extra>",
+    tokens = f"exact attention over {summary.header.num_tokens:,} tokens"
+    return Chart(
+        (
+            *curves,
+            baseline("averaging the values", [min(sizes), max(*sizes, exact)], [uniform] * 2, "dot"),
+            baseline(tokens, [exact] * 2, [min(errors, default=uniform), uniform], "dashdot"),
+        ),
+        Axis(title, is_logarithmic=True),
+        Axis("relative output error", is_logarithmic=True),
+        height=440,
     )

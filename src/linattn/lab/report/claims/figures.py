@@ -1,48 +1,39 @@
-"""A claim's chart, as a plotly figure without colours of its background: the page adds those of its theme."""
+"""A claim's chart."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from textwrap import wrap
-from typing import Any
-
-import plotly.graph_objects as go
 
 from linattn.lab.experiments.experiment import EXACT, UNIFORM, FigureRow
 from linattn.lab.experiments.records import Decision
-from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS, tick_texts
+from linattn.lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, Dash, baseline, drawable, ticks
 from linattn.lab.report.claims.summary import Claim
 
 # Bars are drawn twice as long as a standard error.
 _BAR = 2
-_LEGEND_LINE = 22
-_TITLE_WIDTH = 40
-_NAME_WIDTH = 16
 # More abscissae than these are told by round numbers.
 _MOST_TICKS = 12
 
 
-def claim_chart(claim: Claim) -> go.Figure:
+def claim_chart(claim: Claim) -> Chart:
     """All figures of a claim: one curve per series, what is expected dashed in its colour, baselines in grey."""
-    decision = claim.decision
-    figure = go.Figure()
-    curves: dict[str, list[FigureRow]] = {}
+    decision, curves = claim.decision, list[Curve]()
+    series: dict[str, list[FigureRow]] = {}
     for row in claim.rows:
-        curves.setdefault(row.series, []).append(row)
+        series.setdefault(row.series, []).append(row)
     place = 0
-    for name, rows in curves.items():
+    for name, rows in series.items():
         if _is(name, EXACT) or _is(name, UNIFORM):
-            figure.add_trace(_baseline(name, rows, decision))
+            curves.append(_baseline(name, rows, decision))
             continue
-        colour, symbol = COLOURS[place % len(COLOURS)], SYMBOLS[place % len(SYMBOLS)]
-        figure.add_trace(_measured(name, rows, decision, colour, symbol))
+        curves.append(_measured(name, rows, decision, place % NUM_COLOURS))
         if any(row.expected is not None for row in rows):
-            figure.add_trace(_expected(name, rows, decision, colour))
+            curves.append(_expected(name, rows, decision, place % NUM_COLOURS))
         place += 1
-    if UNIFORM in curves and not any(_is(name, EXACT) for name in curves) and not decision.log_y:
-        figure.add_hline(0, line={"color": GREY, "width": 2}, annotation_text=EXACT)
-    return _laid_out(figure, claim)
+    if UNIFORM in series and not any(_is(name, EXACT) for name in series) and not decision.log_y:
+        ends = [row.x for row in claim.rows]
+        curves.append(baseline(EXACT, [min(ends), max(ends)], [0, 0], "solid"))
+    return Chart(tuple(curves), _abscissae(claim), Axis(decision.y, decision.log_y), height=340)
 
 
 def alternative(claim: Claim) -> str:
@@ -52,49 +43,57 @@ def alternative(claim: Claim) -> str:
     return f"Chart of {decision.y} against {decision.x}: {', '.join(curves)}. {decision.figure}"
 
 
-def _measured(name: str, rows: Sequence[FigureRow], decision: Decision, colour: str, symbol: str) -> go.Scatter:
+def _measured(name: str, rows: Sequence[FigureRow], decision: Decision, colour: int) -> Curve:
     """One series with bars of two standard errors."""
-    bars = [_BAR * row.standard_error if row.standard_error else None for row in rows]
-    return go.Scatter(
-        name=name,
-        x=[row.x for row in rows],
-        y=[_finite(row.value) for row in rows],
-        mode="markers" if decision.names or len(rows) == 1 else "lines+markers",
-        line={"color": colour, "width": 2},
-        marker={"symbol": symbol, "size": 8, "color": colour},
-        error_y={"array": bars, "thickness": 1.5, "width": 4} if any(bars) else None,
-        customdata=[_where(row, decision) for row in rows],
-        hovertemplate="%{customdata}: %{y:.4~g}<extra>" + _escaped(name) + "</extra>",
+    ends = {
+        sign: tuple(
+            drawable(row.value + sign * _BAR * row.standard_error, is_logarithmic=decision.log_y)
+            if row.standard_error
+            else None
+            for row in rows
+        )
+        for sign in (-1, 1)
+    }
+    has_bars = any(end is not None for end in (*ends[-1], *ends[1]))
+    return Curve(
+        name,
+        tuple(row.x for row in rows),
+        _ordinates([row.value for row in rows], decision),
+        tuple(f"{name}, {_where(row, decision)}: {row.value:,.4g}" for row in rows),
+        colour,
+        None if decision.names or len(rows) == 1 else "solid",
+        low=ends[-1] if has_bars else (),
+        high=ends[1] if has_bars else (),
     )
 
 
-def _expected(name: str, rows: Sequence[FigureRow], decision: Decision, colour: str) -> go.Scatter:
+def _expected(name: str, rows: Sequence[FigureRow], decision: Decision, colour: int) -> Curve:
     """What theory, or the claim, says of a series."""
-    known = [row for row in rows if row.expected is not None]
-    lone = decision.names or len(known) == 1
-    return go.Scatter(
-        name=f"{name}: expected",
-        x=[row.x for row in known],
-        y=[_finite(row.expected) for row in known],
-        mode="markers" if lone else "lines",
-        line={"color": colour, "width": 2, "dash": "dash"},
-        marker={"symbol": "line-ew-open", "size": 18, "color": colour, "line": {"width": 2}},
-        customdata=[_where(row, decision) for row in known],
-        hovertemplate="%{customdata}: %{y:.4~g} expected<extra>" + _escaped(name) + "</extra>",
-        showlegend=False,
+    known = [(row, row.expected) for row in rows if row.expected is not None]
+    is_alone = bool(decision.names) or len(known) == 1
+    return Curve(
+        f"{name}: expected",
+        tuple(row.x for row, _ in known),
+        _ordinates([expected for _, expected in known], decision),
+        tuple(f"{name}, {_where(row, decision)}: {expected:,.4g} expected" for row, expected in known),
+        colour,
+        None if is_alone else "dash",
+        "stroke" if is_alone else "none",
+        is_listed=False,
     )
 
 
-def _baseline(name: str, rows: Sequence[FigureRow], decision: Decision) -> go.Scatter:
+def _baseline(name: str, rows: Sequence[FigureRow], decision: Decision) -> Curve:
     """Exact attention, or averaging the values."""
-    return go.Scatter(
-        name=name,
-        x=[row.x for row in rows],
-        y=[_finite(row.value) for row in rows],
-        mode="markers" if decision.names else "lines+markers",
-        line={"color": GREY, "width": 2, "dash": "dot" if _is(name, UNIFORM) else "solid"},
-        marker={"symbol": "line-ew-open", "size": 14, "color": GREY, "line": {"width": 2}},
-        hovertemplate="%{y:.4~g}<extra>" + _escaped(name) + "</extra>",
+    dash: Dash | None = None if decision.names else "dot" if _is(name, UNIFORM) else "solid"
+    return Curve(
+        name,
+        tuple(row.x for row in rows),
+        _ordinates([row.value for row in rows], decision),
+        tuple(f"{name}: {row.value:,.4g}" for row in rows),
+        None,
+        dash,
+        "stroke",
     )
 
 
@@ -103,58 +102,23 @@ def _is(name: str, baseline: str) -> bool:
     return name == baseline or name.startswith(f"{baseline},")
 
 
-def _laid_out(figure: go.Figure, claim: Claim) -> go.Figure:
-    """Axes, and a legend that is given the room it takes: above, where no name of a case can run into it."""
-    decision = claim.decision
-    shown = sum(trace.showlegend is not False for trace in figure.data)
-    figure.update_layout(
-        height=360 + _LEGEND_LINE * math.ceil(shown / 2),
-        margin={"l": 64, "r": 12, "t": 12, "b": 52},
-        xaxis={**_axis(decision.x, decision.log_x), **_abscissae(claim)},
-        yaxis=_axis(decision.y, decision.log_y),
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        showlegend=shown > 1,
-        meta={"narrow_height": 400 + _LEGEND_LINE * shown},
-    )
-    return figure
+def _ordinates(values: Sequence[float], decision: Decision) -> tuple[float | None, ...]:
+    """A chart has no place for what is not finite."""
+    return tuple(drawable(value, is_logarithmic=decision.log_y) for value in values)
 
 
-def _axis(title: str, logarithmic: bool) -> dict[str, Any]:
-    """Its kind, and a title that does not run out of the chart."""
-    kind = "log" if logarithmic else "linear"
-    text = _folded(title, _TITLE_WIDTH)
-    return {"type": kind, "exponentformat": "power", "title": {"text": text}, "automargin": True}
-
-
-def _abscissae(claim: Claim) -> dict[str, Any]:
+def _abscissae(claim: Claim) -> Axis:
     """Ticks: names of cases, or the abscissae themselves where they are few and the axis logarithmic."""
-    names = claim.decision.names
+    decision, names = claim.decision, claim.decision.names
     if names:
-        texts = [_folded(name, _NAME_WIDTH) for name in names]
-        return {"tickvals": list(range(len(names))), "ticktext": texts, "range": [-0.5, len(names) - 0.5]}
+        return Axis(decision.x, is_logarithmic=False, ticks=tuple(enumerate(names)), ends=(-0.5, len(names) - 0.5))
     found = sorted({row.x for row in claim.rows})
-    if claim.decision.log_x and len(found) <= _MOST_TICKS:
-        return {"tickvals": found, "ticktext": tick_texts(found)}
-    return {}
+    named = ticks(found) if decision.log_x and len(found) <= _MOST_TICKS else ()
+    return Axis(decision.x, decision.log_x, named)
 
 
 def _where(row: FigureRow, decision: Decision) -> str:
     """An abscissa in words."""
     if decision.names and 0 <= row.x < len(decision.names):
-        return _escaped(decision.names[int(row.x)])
+        return decision.names[int(row.x)]
     return f"{row.x:,.6g}"
-
-
-def _finite(value: float | None) -> float | None:
-    """A chart has no place for what is not finite."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _folded(text: str, width: int) -> str:
-    """Broken into lines, which plotly does not do."""
-    return "<br>".join(map(_escaped, wrap(text, width)))
-
-
-def _escaped(text: str) -> str:
-    """Plotly reads texts as HTML."""
-    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import math
-
-import plotly.graph_objects as go
+from collections.abc import Sequence
 
 from linattn.lab.constant_memory.records import EXACT, UNIFORM
-from linattn.lab.report._drawing import COLOURS, GREY, SYMBOLS
-from linattn.lab.report.memory.summary import MemoryLine, MemorySummary
+from linattn.lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, baseline, drawable
+from linattn.lab.report.memory.summary import MemorySummary
 
 
-def kl_by_bytes(summary: MemorySummary) -> go.Figure:
+def kl_by_bytes(summary: MemorySummary) -> Chart:
     """KL divergence against the bytes kept, one curve per contender; the dotted line is averaging the values."""
-    figure = go.Figure()
+    curves = []
     for place, name in enumerate(_names(summary)):
         lines = [line for line in summary.lines if line.contender == name and line.passages]
         lines.sort(key=lambda line: line.num_bytes)
-        figure.add_trace(_curve(place, name, [line.num_bytes for line in lines], lines, "%{x:,} bytes"))
+        points = [(line.num_bytes, line.kl) for line in lines]
+        curves.append(_curve(place, name, points, [f"{x:,} bytes" for x, _ in points]))
     uniform = summary.line(UNIFORM)
     ends = [line.num_bytes for line in summary.lines if line.budget and line.passages]
     if uniform is not None and uniform.passages and ends:
-        figure.add_trace(_baseline([min(ends), max(ends)], uniform.kl))
-    return _laid_out(figure, "bytes kept in all global layers")
+        curves.append(baseline("averaging the values", [min(ends), max(ends)], [uniform.kl] * 2, "dot"))
+    return _chart(curves, "bytes kept in all global layers")
 
 
-def kl_by_position(summary: MemorySummary, budget: int) -> go.Figure:
+def kl_by_position(summary: MemorySummary, budget: int) -> Chart:
     """KL divergence along a passage at one budget, one curve per contender."""
-    figure, ends = go.Figure(), summary.header.ends
+    curves = []
     for place, name in enumerate(_names(summary)):
         line = summary.line(name, budget)
-        if line is None or not line.passages:
-            continue
-        measured = [(end, kl) for end, kl in zip(ends, line.kl_by_position, strict=True) if math.isfinite(kl)]
-        figure.add_trace(_trace(place, name, [end for end, _ in measured], [kl for _, kl in measured], "up to %{x:,}"))
-    return _laid_out(figure, "position in the passage, tokens")
+        if line is not None and line.passages:
+            points = list(zip(summary.header.ends, line.kl_by_position, strict=True))
+            curves.append(_curve(place, name, points, [f"up to {end:,}" for end, _ in points]))
+    return _chart(curves, "position in the passage, tokens")
 
 
 def _names(summary: MemorySummary) -> list[str]:
@@ -43,40 +41,19 @@ def _names(summary: MemorySummary) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _curve(place: int, name: str, x: list[int], lines: list[MemoryLine], where: str) -> go.Scatter:
-    """One contender's KL; budgets at which nothing is lost lie below any logarithmic axis."""
-    return _trace(place, name, x, [line.kl for line in lines], where)
-
-
-def _trace(place: int, name: str, x: list[int], y: list[float], where: str) -> go.Scatter:
-    """One contender."""
-    colour = COLOURS[place % len(COLOURS)]
-    return go.Scatter(
-        name=name,
-        x=x,
-        y=[value if value > 0 else None for value in y],
-        mode="lines+markers",
-        line={"color": colour, "width": 2, "dash": "solid" if place < len(COLOURS) else "dot"},
-        marker={"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 8, "color": colour},
-        hovertemplate=f"{name}<br>{where}: %{{y:.4f}}<extra></extra>",
+def _curve(place: int, name: str, points: Sequence[tuple[int, float]], where: Sequence[str]) -> Curve:
+    """One contender; where nothing is lost the point lies below any logarithmic axis."""
+    return Curve(
+        name,
+        tuple(x for x, _ in points),
+        tuple(drawable(y, is_logarithmic=True) for _, y in points),
+        tuple(f"{name}, {words}: {y:.4f}" for (_, y), words in zip(points, where, strict=True)),
+        place % NUM_COLOURS,
+        "solid" if place < NUM_COLOURS else "dot",
     )
 
 
-def _baseline(x: list[int], kl: float) -> go.Scatter:
-    """Averaging the values."""
-    name = "averaging the values"
-    style = {"color": GREY, "width": 2, "dash": "dot"}
-    return go.Scatter(name=name, x=x, y=[kl, kl], mode="lines", line=style, hovertemplate=f"{name}<extra></extra>")
-
-
-def _laid_out(figure: go.Figure, title: str) -> go.Figure:
+def _chart(curves: Sequence[Curve], title: str) -> Chart:
     """Logarithmic axes."""
-    figure.update_layout(
-        height=540,
-        margin={"l": 60, "r": 12, "t": 12, "b": 52},
-        xaxis={"title": {"text": title}, "type": "log", "exponentformat": "none"},
-        yaxis={"title": {"text": "KL from the exact model, nats"}, "type": "log", "exponentformat": "none"},
-        legend={"orientation": "h", "y": -0.18, "yanchor": "top"},
-        meta={"narrow_height": 760},
-    )
-    return figure
+    kl = Axis("KL from the exact model, nats", is_logarithmic=True)
+    return Chart(tuple(curves), Axis(title, is_logarithmic=True), kl, height=440)

@@ -1,55 +1,26 @@
 const root = document.documentElement;
 const system = matchMedia("(prefers-color-scheme: dark)");
-const NARROW = 600, NAME_WIDTH = 36;
-const drawn = new Set();
 
-// Plotly does not break long names, and a narrow page would cut them off.
-function folded(name) {
-  if (innerWidth >= NARROW || !name) return name;
-  const lines = [""];
-  for (const word of name.split(" ")) {
-    if ((lines.at(-1) + word).length > NAME_WIDTH) lines.push("");
-    lines[lines.length - 1] += (lines.at(-1) ? " " : "") + word;
-  }
-  return lines.join("<br>");
+// A chart is drawn when it is seen, or printed: those in closed details have no width before.
+const places = Object.keys(figures).map((id) => document.getElementById(id));
+const seen = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) if (isIntersecting) draw(target, figures[target.id]);
+}, { rootMargin: "400px" });
+const resized = new ResizeObserver((entries) => requestAnimationFrame(() => {
+  for (const { target } of entries) if (target.dataset.width && target.clientWidth) draw(target, figures[target.id]);
+}));
+for (const place of places) {
+  place.style.minHeight = `${figures[place.id].height}px`;
+  seen.observe(place);
+  resized.observe(place);
 }
-
-function themed(layout) {
-  const style = getComputedStyle(root);
-  const [ink, rule, tint] = ["--ink", "--rule", "--tint"].map((name) => style.getPropertyValue(name).trim());
-  const axis = { gridcolor: rule, zerolinecolor: rule, linecolor: rule };
-  // Where the page is narrow, a long legend takes the room of the chart.
-  const height = innerWidth < NARROW && layout.meta ? layout.meta.narrow_height : layout.height;
-  return { ...layout, height, template: {}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-           font: { color: ink, family: "system-ui, sans-serif" },
-           hoverlabel: { bgcolor: tint, bordercolor: rule, font: { color: ink } },
-           xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } };
-}
-
-function draw(id) {
-  const { data, layout } = figures[id];
-  const traces = data.map((trace) => ({ ...trace, name: folded(trace.name) }));
-  Plotly.react(id, traces, themed(layout), { responsive: true, displayModeBar: false });
-  drawn.add(id);
-}
-
-function redraw() {
-  for (const id of drawn) draw(id);
-}
-
-// Charts in closed details have no width yet: they are drawn when they are opened.
-for (const id of Object.keys(figures)) {
-  const details = document.getElementById(id).closest("details");
-  if (!details) draw(id);
-  else details.addEventListener("toggle", () => { if (details.open) draw(id); });
-}
+addEventListener("beforeprint", () => { for (const place of places) if (place.clientWidth) draw(place, figures[place.id]); });
 
 function show(theme) {
   root.dataset.theme = theme;
   const other = theme === "dark" ? "light" : "dark";
   document.getElementById("theme").textContent = other === "dark" ? "Dark" : "Light";
   document.getElementById("theme").setAttribute("aria-label", `Switch to ${other} colours`);
-  redraw();
 }
 
 document.getElementById("theme").addEventListener("click", () => show(root.dataset.theme === "dark" ? "light" : "dark"));
@@ -58,7 +29,13 @@ show(system.matches ? "dark" : "light");
 
 const choice = document.getElementById("choice");
 if (choice) {
-  choice.addEventListener("change", () => { figures["head-map"].data[0].z = cells[choice.value]; draw("head-map"); });
+  choice.addEventListener("change", () => {
+    const ratios = cells[choice.value].flat();
+    document.querySelectorAll("#head-map td").forEach((cell, number) => {
+      cell.style.setProperty("--ratio", ratios[number] ?? 2);
+      cell.textContent = ratios[number] === null ? "–" : ratios[number].toFixed(2);
+    });
+  });
 }
 
 // Numbers are compared as numbers, what is no number as text and last.

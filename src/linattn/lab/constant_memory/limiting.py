@@ -1,0 +1,114 @@
+"""A language model's memory bounded to a budget of bytes, and what the exact cache takes beside it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linattn.attention import Exact
+from linattn.hf import AttentionCall, PreTrainedModel, cache_bytes, filled_cache, is_linearized, linearize_, restore_
+from linattn.lab.constant_memory.answering import GlobalLayers, log_probabilities, recording, sizes_of
+from linattn.lab.contenders import Sizes
+from linattn.lab.contenders.merged import Merged
+from linattn.lab.contenders.shelf import NEAR
+
+_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What `limit_` did.
+
+    Attributes:
+        exact: the window and the merged keys of every global layer.
+        num_layers: how many there are.
+        num_key_heads: key/value heads of each.
+        sizes: of their keys and values.
+    """
+
+    exact: Exact
+    num_layers: int
+    num_key_heads: int
+    sizes: Sizes
+
+    def kept(self, num_tokens: int) -> int:
+        """Bytes that the global layers keep of so many tokens at most."""
+        return self.num_layers * self.num_key_heads * Merged(self.exact).num_bytes(self.sizes, num_tokens)
+
+    def exactly(self, num_tokens: int) -> int:
+        """Bytes that exact attention keeps of them in these layers."""
+        return self.num_layers * self.num_key_heads * self.sizes.key_bytes * num_tokens
+
+
+def limit_(model: PreTrainedModel, budget: int, *, near: float = NEAR[-1]) -> Limit:
+    """Bound what the global layers of a language model keep, in place, by merged keys behind a window.
+
+    Cost: one step of the model, and `linattn.hf.linearize_`.
+
+    Args:
+        model: a causal language model with softmax attention.
+        budget: bytes per layer and key/value head, said in exact keys and their values; biases and the queries' moments
+            are paid from it too.
+        near: share of the keys that the window's two blocks take; what it is best at, `linattn audit --budget` says.
+
+    Returns:
+        A `Limit`; `linattn.hf.restore_` takes it off again.
+
+    Raises:
+        ValueError: if the budget leaves no room beside the queries' moments, or the model is linearized already.
+    """
+    if is_linearized(model):
+        raise ValueError(f"{type(model).__name__} is linearized already, and keeps what it keeps; leave the budget out")
+    layers, probe = GlobalLayers.of(model), list[AttentionCall]()
+    one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    log_probabilities(model, one, torch.zeros(1, dtype=torch.long), recording(layers, probe))
+    sizes = sizes_of(probe)
+    exact = Merged.within(budget * sizes.key_bytes, sizes, near).exact
+    linearize_(model, feature_map=exact.label, layers=layers.numbers)
+    return Limit(exact, len(layers.names), probe[0].key.shape[1], sizes)
+
+
+@dataclass(frozen=True)
+class ExactPace:
+    """What exact attention takes at a length.
+
+    Attributes:
+        num_bytes: of the whole cache, sliding windows included.
+        seconds: per token, the median of some.
+    """
+
+    num_bytes: int
+    seconds: float
+
+
+def exact_pace(model: PreTrainedModel, num_tokens: int) -> ExactPace:
+    """The time of a token and the bytes of the cache with so many tokens before it, under the model's own attention.
+
+    Cost: some steps of the model, and the exact cache's memory.
+
+    Args:
+        model: one that `limit_` bounded; it is as it was before when this returns.
+        num_tokens: the length.
+
+    Returns:
+        An `ExactPace`.
+    """
+    restore_(model)
+    cache, token = filled_cache(model, num_tokens), torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    held = cache_bytes(cache)
+    times = []
+    for _ in range(_STEPS):
+        start = time.perf_counter()
+        _step(model, token, cache)
+        times.append(time.perf_counter() - start)
+    return ExactPace(held, statistics.median(times))
+
+
+def _step(model: PreTrainedModel, token: Tensor, cache: object) -> None:
+    """One token."""
+    with torch.no_grad():
+        model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)

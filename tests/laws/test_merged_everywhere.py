@@ -1,0 +1,88 @@
+"""What merged keys are where every key is in view: a sample's attention is kept, and no key counts twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import linattn
+from grid import qkv, relative_error
+from linattn import Exact
+from linattn.attention.exact import merged_everywhere as everywhere
+from linattn.attention.exact.merging import ClusterMeans
+
+LENGTH = 61
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, exact: Exact, **options: object) -> Tensor:
+    """The op without a map."""
+    return linattn.linear_attention(query, key, value, None, enable_gqa=True, exact=exact, **options)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_no_key_counts_twice(window: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block reads its neighbours as they are, and of the clusters the shares of all other keys."""
+    found: list[tuple[Tensor, ClusterMeans, Tensor]] = []
+    weighted = ClusterMeans.weighted
+
+    def noted(means: ClusterMeans, bias: Tensor) -> object:
+        """What the call made of its keys."""
+        few = weighted(means, bias)
+        found.append((means.share, means, few.bias))
+        return few
+
+    monkeypatch.setattr(ClusterMeans, "weighted", noted)
+    clusters, numbers = everywhere._clusters, []
+    monkeypatch.setattr(everywhere, "_clusters", lambda *given: numbers.append(clusters(*given)) or numbers[-1])
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH, scale=scale)
+    out = attend(query, key, value, Exact(window, num_merged=9)).unflatten(1, (2, 2))
+    (share, means, bias), (number,) = found[-1], numbers
+    place = torch.arange(LENGTH) // window
+    near = (place.unsqueeze(-1) - place).abs() <= 1
+    grouped = query.unflatten(1, (2, 2)) * key.shape[-1] ** -0.5
+    cluster = grouped @ means.key.mT.unsqueeze(2) + bias[:, :, None, None]
+    own = torch.take_along_dim(cluster, number[:, :, None, None], -1) + share[:, :, None, None].log()
+    logits = torch.where(near, grouped @ key.mT.unsqueeze(2), own)
+    truth = torch.softmax(logits, -1) @ value.unsqueeze(2)
+    torch.testing.assert_close(out, truth, rtol=1e-7, atol=1e-7)
+
+
+def test_long_calls_draw_the_keys_that_clusters_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is of the same size, and enough clusters still lose nothing."""
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
+    truth = linattn.softmax_attention(query, key, value, enable_gqa=True)
+    error = relative_error(attend(query, key, value, Exact(num_merged=12)), truth)
+    monkeypatch.setattr(everywhere, "_SEEDS", 20)
+    monkeypatch.setattr(everywhere, "_SEEDS_PER_CLUSTER", 2)
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[1, 13:] = False
+    assert relative_error(attend(query, key, value, Exact(num_merged=12)), truth) < 1.5 * error
+    found = attend(query, key, value, Exact(num_merged=13), key_mask=mask)[1]
+    wanted = linattn.softmax_attention(query, key, value, enable_gqa=True, key_mask=mask)[1]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sample_attends_to_a_cluster_what_it_attends_to_the_members(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On average, by the exact normalisers; and the values' sum by these weights is kept."""
+    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH, scale=1.5)
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(1)) > 0.3 if masked else None
+    few = []
+    monkeypatch.setattr(
+        everywhere, "read", lambda query, tokens, *_, **__: few.append(tokens) or everywhere.Reading(query, None)
+    )
+    attend(query, key, value, Exact(num_merged=9), key_mask=mask)
+    merged, grouped = few[0], query.unflatten(1, (2, 2)) * key.shape[-1] ** -0.5
+    bias = torch.zeros(2, 1, LENGTH) if mask is None else torch.where(mask, 0, -torch.inf).unsqueeze(1)
+    logits = grouped @ key.mT.unsqueeze(2) + bias[:, :, None, None]
+    weights = (grouped @ merged.key.mT.unsqueeze(2) + merged.bias[:, :, None, None]) - logits.logsumexp(-1, True)
+    live = torch.ones(2, LENGTH) if mask is None else mask.double()
+    count = live[:, None, None, :, None]
+    ours = (weights.exp() * count).sum((2, 3)).unsqueeze(-2) @ merged.value
+    exact = (torch.softmax(logits, -1) * count).sum((2, 3)).unsqueeze(-2)
+    torch.testing.assert_close((weights.exp() * count).sum((2, 3, 4)), exact.sum((-1, -2)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, exact @ value, rtol=1e-12, atol=1e-12)
