@@ -38,7 +38,7 @@ readme: $(VENV)/demo.stamp
 
 # Into site/; to read it with its search: python -m http.server --directory site
 docs: $(VENV)/docs.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "the site is in site/; read it with: $(BIN)/python -m http.server --directory site"
 
 # PYTHONS: the oldest and the newest that are supported, where there are several.

@@ -33,8 +33,8 @@ def missing_tools() -> list[str]:
 
 
 def build(folder: Path) -> str:
-    """Build the site into a folder; what the builder says, warnings being errors."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    """Build the site into a folder; what the builder says, warnings being errors, which --quiet would not count."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise RuntimeError(f"the site does not build: {ended.stdout}{ended.stderr}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     assert len(links) > 20
     assert [link for link in links if "://" not in link and not (README.parent / link).exists()] == []
+
+
+def test_every_extra_is_told_with_what_it_adds():
+    extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    told = dict(re.findall(r"\| `([\w-]+)` \| (.*?) \|", (README.parent / "docs" / "install.md").read_text()))
+    assert set(told) == set(extras)
+    assert told["lab"].split(", ") == [one.partition(">=")[0] for one in extras["lab"]]
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Kernel attention in linear time that always says how wrong it is."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from linattn import feature_maps as feature_maps
 from linattn import nn as nn
-from linattn import parallel as parallel
 from linattn import positions as positions
 from linattn.attention import Attended as Attended
 from linattn.attention import Exact as Exact
@@ -22,4 +24,14 @@ from linattn.planning import plan as plan
 from linattn.planning import read_plans as read_plans
 from linattn.planning import write_plans as write_plans
 
+if TYPE_CHECKING:
+    from linattn import parallel as parallel
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """`linattn.parallel`, imported when it is asked for: it loads torch's distributed tensors, half of torch again."""
+    if name == "parallel":
+        return import_module("linattn.parallel")
+    raise AttributeError(f"module 'linattn' has no attribute {name!r}")

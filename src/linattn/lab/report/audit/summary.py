@@ -146,8 +146,8 @@ class AuditSummary:
         header: its circumstances.
         lines: one per map and width, in the order measured.
         baselines: exact, then uniform.
-        head_ratios: per map and width, error over uniform error of [layer][head], mean over draws.
-        uniform_errors: error of averaging of [layer][head].
+        head_ratios: per map and width, error over uniform error of `[layer][head]`, mean over draws.
+        uniform_errors: error of averaging of `[layer][head]`.
         limits: of the attention matrices cut to a rank, narrowest first; none where the text was too long for them.
         planned: a plan, measured; None where there was none.
         unfinished: methods of which some width or draw is not measured yet, in the order they will be; "planned" for
