@@ -5,10 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+FIRST_LOOK := --map "merged 128 + window 32" --map "Expansion(num_centres=16) + window 16 + heavy 32" \
+  --map "merged 128" --map "Expansion(num_centres=16)" --map "Expansion(num_centres=1)" --map FavorPlus --map EluPlusOne
+
 .PHONY: demo test check fmt bench readme docs release clean
 
+# A page to read as soon as there can be one, best methods first; speed and claims are added to it meanwhile.
 demo: $(VENV)/demo.stamp
-	$(BIN)/linattn audit --target 0.1 --out report
+	$(BIN)/linattn audit --draws 1 --features 256 $(FIRST_LOOK) --out report
+	@echo "Open report/index.html: speed and claims are added to it while you read."
 	$(BIN)/linattn bench --lengths 512,2048,8192 --repeats 3 --no-memory --out report
 	$(BIN)/linattn reproduce --quick --out report
 
@@ -27,7 +32,9 @@ fmt: $(VENV)/dev.stamp
 	$(BIN)/ruff format --quiet src tests benchmarks docs
 
 readme: $(VENV)/demo.stamp
-	$(BIN)/python docs/write_tables.py --take
+	$(BIN)/linattn audit --target 0.1 --out report/figures
+	$(BIN)/linattn reproduce --quick --out report/figures
+	$(BIN)/python docs/write_tables.py --take report/figures
 
 # Into site/; to read it with its search: python -m http.server --directory site
 docs: $(VENV)/docs.stamp
@@ -44,8 +51,9 @@ bench: $(VENV)/bench.stamp
 clean:
 	rm -rf $(VENV) report site dist
 
-# torch first: its pin decides which build everything else is resolved against.
+# torch first: its pin decides which build everything else is resolved against. A minute or three, most of it downloads.
 $(VENV)/torch.stamp: constraints.txt
+	@echo "Setting up $(VENV): torch first, then what the command needs"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	touch $@

@@ -1,12 +1,12 @@
 """Write the figures of README.md and of the site: tables between markers, docs/claims.md, docs/cli.md and drawings.
 
-    python docs/write_tables.py [--take]
+    python docs/write_tables.py [--take REPORT]
 
 A line <!-- NAME --> and one <!-- end --> in README.md or any page of docs/ enclose the table of that name.
 
 From docs/figures.json, benchmarks/results.jsonl (make bench) and benchmarks/language_models.jsonl
 (benchmarks/language_models_at_equal_time.py). --take first takes docs/figures.json from
-report/audit.jsonl and report/claims.jsonl (make demo), which are too large to be kept.
+audit.jsonl and claims.jsonl of a folder (`make readme` measures them), which are too large to be kept.
 """
 
 from __future__ import annotations
@@ -344,12 +344,16 @@ def written() -> dict[Path, str]:
 
 def main() -> None:
     """Take figures where they are asked for, and write everything that is made of them."""
-    if sys.argv[1:] == ["--take"]:
-        with atomic_file(FIGURES) as file:
-            json.dump(take_figures(ROOT / "report"), file, indent=1, ensure_ascii=False)
-            file.write("\n")
-    elif sys.argv[1:]:
-        sys.exit(f"write_tables.py knows --take alone, got {' '.join(sys.argv[1:])}")
+    match sys.argv[1:]:
+        case []:
+            pass
+        case ["--take", report]:
+            figures = take_figures(Path(report))
+            with atomic_file(FIGURES) as file:
+                json.dump(figures, file, indent=1, ensure_ascii=False)
+                file.write("\n")
+        case others:
+            sys.exit(f"write_tables.py knows --take REPORT alone, got {' '.join(others)}")
     for path, content in written().items():
         with atomic_file(path) as file:
             file.write(content)

@@ -1,7 +1,4 @@
-"""Running mean and covariance of a head's queries, for rules that take queries to be normally distributed.
-
-Letters: B batch, H key/value heads, G query heads per key/value head, D head width.
-"""
+"""Running mean and covariance of the queries, by which Expected Attention judges keys; letters as in __init__.py."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class QueryMoments(NamedTuple):
     Kept around the mean, so that no large squares are subtracted.
     """
 
-    weight: Tensor  # (B, H), their number, earlier ones counting less
+    weight: float  # their number, earlier ones counting less
     mean: Tensor  # (B, H, D), 0 before the first query
     scatter: Tensor  # (B, H, D, D), Σ (q - mean)(q - mean)ᵀ
 
@@ -30,28 +27,20 @@ class QueryMoments(NamedTuple):
         """Of no queries, for keys like these (B, H, L, D)."""
         dtype = torch.promote_types(key.dtype, torch.float32)
         mean = key.new_zeros(*key.shape[:2], key.shape[-1], dtype=dtype)
-        return cls(mean.new_zeros(key.shape[:2]), mean, mean.new_zeros(*mean.shape, key.shape[-1]))
+        return cls(0.0, mean, mean.new_zeros(*mean.shape, key.shape[-1]))
 
-    def add(self, query: Tensor, live: Tensor, scale: float) -> QueryMoments:
-        """With queries (B, H, G, n, D) too, but for those of tokens that are not live (B, H or 1, n); O(G·n·D²)."""
-        rows = torch.where(live[:, :, None, :, None], query.to(self.mean.dtype) * scale, 0)
-        number = live.sum(-1).to(self.mean.dtype) * query.shape[2]  # (B, H or 1)
-        mean = rows.sum((2, 3)) / number.clamp(min=1).unsqueeze(-1)
-        with torch.no_grad():
-            apart = torch.where(live[:, :, None, :, None], rows - mean[:, :, None, None], 0).flatten(2, 3)
-            step = (mean - self.mean).unsqueeze(-1)
-            weight = self.weight + number
-            share = number / torch.where(weight == 0, 1, weight)
-            between = (self.weight * share)[..., None, None] * (step @ step.mT)
-            scatter = self.scatter + apart.mT @ apart + between
-        return QueryMoments(weight, self.mean + share.unsqueeze(-1) * (mean - self.mean), scatter)
-
-    def decay(self, num_tokens: int) -> QueryMoments:
-        """As they count so many tokens later."""
-        factor = math.exp(-num_tokens / _MEMORY)
-        return QueryMoments(self.weight * factor, self.mean, self.scatter * factor)
+    def add(self, query: Tensor, scale: float) -> QueryMoments:
+        """With queries (B, H, G, n, D) too, n ≥ 1, after the others have faded by their n tokens; O(G·n·D²)."""
+        rows = query.to(self.mean.dtype).flatten(2, 3) * scale
+        fade = math.exp(-query.shape[3] / _MEMORY)
+        before, number = self.weight * fade, rows.shape[2]
+        mean = rows.mean(2)
+        apart, step = rows - mean.unsqueeze(2), (mean - self.mean).unsqueeze(-1)
+        share = number / (before + number)
+        scatter = self.scatter * fade + apart.mT @ apart + before * share * (step @ step.mT)
+        return QueryMoments(before + number, self.mean + share * (mean - self.mean), scatter)
 
     @property
     def covariance(self) -> Tensor:
         """(B, H, D, D); 0 before the first query."""
-        return self.scatter / torch.where(self.weight == 0, 1, self.weight)[..., None, None]
+        return self.scatter / max(self.weight, 1.0)
