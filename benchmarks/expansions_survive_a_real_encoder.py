@@ -16,9 +16,9 @@ import linattn
 from linattn.feature_maps import Expansion
 from linattn.hf import AttentionCall, capture, intercept, load
 from linattn.lab.audit.text import read_text
-from linattn.lab.timing import spread
 from linattn.planning import methods as parsed
 from linattn.planning.measures import relative_error, uniform_average
+from linattn.planning.timing import spread
 from measuring import record, verified_method
 
 NUM_TEXTS, NUM_TOKENS = 6, 512

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import linattn
-from linattn.attention.backends.blocked.blocks import blocks
+from linattn.attention.backends.blocked.blocks import blocks, by_columns
 from measuring import (
     HEAD_DIM,
     HEADS,
@@ -75,6 +75,7 @@ class Products:
         self._buffers = {name: 1e-3 * torch.randn(HEADS, *shape) for name, shape in kinds.items()}
         self._buffers["dr"] = self._buffers["dr"][:1].expand(HEADS, -1, -1)
         self._results = {a + b: torch.zeros(HEADS, rows[a], rows[b]) for a in "nrd" for b in "nrd"}
+        self._results["rd"] = by_columns(self._results["rd"])
         self._products = [self._product(name) for name, _ in names]
 
     def __call__(self) -> None:

@@ -1,6 +1,6 @@
 """Claim: a layer on several ranks sends the same bytes at 8,192 and at 65,536 tokens per rank; others send tokens.
 
-8 heads, D = 64, 64 features, float32, causal, forward and backward; the bytes that leave the rank which sends most,
+4 heads, D = 64, 64 features, float32, causal, forward and backward; the bytes that leave the rank which sends most,
 counted at torch's own collectives. "states": `parallel.linear_attention`; "window": the same with a window of 64
 tokens; "heads": `parallel.linear_attention_by_heads` (Ulysses); "keys": all keys and values to every rank that sees
 them, as ring attention and the softmax layers of a hybrid have it.

@@ -1,16 +1,19 @@
 """Claim: two ranks with 65,536 tokens each take at most 1/0.95 of the time of one process with 65,536 tokens.
 
-8 heads, D = 64, 256 features, float32, forward and backward, one thread per rank; the slower rank counts. "each by
-itself" is two processes at once that exchange nothing: what the machine itself loses. Causally each rank but the last
-absorbs its keys once more, before the fold that reads them, and that is in the figure.
+2 heads, D = 64, 256 features, float32, forward and backward, one thread per rank; the slower rank counts. Speed is by
+the clock, other work on the machine included; work is the processor's time, waiting left out. "each by itself" is
+two processes at once that exchange nothing: what the machine itself loses. Causally each rank but the last absorbs its
+keys once more, before the fold that reads them, and that is in the figures.
 """
 
 from __future__ import annotations
 
+import statistics
+
 from measuring import ratios, record, require
 from ranks import error, on_ranks, timed
 
-LENGTH, REPEATS = 65_536, 5
+LENGTH, REPEATS = 65_536, 3
 
 
 def verified() -> float:
@@ -25,16 +28,19 @@ def main() -> None:
     wrong = verified()
     for is_causal in (False, True):
         first, second = on_ranks(2, timed, LENGTH, is_causal, REPEATS)
-        slower = {name: [max(pair) for pair in zip(first[name], second[name], strict=True)] for name in first}
         direction = "causal" if is_causal else "bidirectional"
-        for baseline, words in (("one", "one process"), ("each by itself", "two processes that exchange nothing")):
+        for place, words in enumerate(("speed", "work")):
+            slower = {
+                name: [max(mine[place], other[place]) for mine, other in zip(first[name], second[name], strict=True)]
+                for name in first
+            }
             record(
-                f"{direction} attention on two ranks, speed over that of {words} with as many tokens each",
-                figure=ratios(slower[baseline] if baseline != "one" else first["one"], slower["one sequence"]),
+                f"{direction} attention on two ranks, {words} over that of one process with as many tokens as each",
+                figure=ratios([times[place] for times in first["one"]], slower["one sequence"]),
                 unit="×",
                 bound=">= 0.95",
                 error=wrong,
-                seconds={name: sorted(times)[len(times) // 2] for name, times in slower.items()},
+                seconds={name: statistics.median(times) for name, times in slower.items()},
             )
 
 

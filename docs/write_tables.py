@@ -21,6 +21,7 @@ from typing import Any
 from draw_figures import drawings
 from linattn.lab.report import SOURCES, summarise_audit, summarise_claims
 from linattn.records.atomic import atomic_file
+from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
 from site_tables import claims_table, honest_table, misses_table, no_better_table, picture_words
 from write_cli import cli_page
 
@@ -300,6 +301,9 @@ def tables() -> dict[str, str]:
         "crossover": claims_table(lines, "crossover_with_sdpa"),
         "generation": claims_table(lines, "generation_costs_the_same_at_any_length"),
         "error_over_length": claims_table(lines, "error_over_length"),
+        "ranks_bytes": ranks_bytes(lines),
+        "ranks_scale": ranks_scale(lines),
+        "ranks_simulation": ranks_simulation(lines),
         "misses": misses_table(lines),
         "no_better_than_averaging": no_better_table(audit),
     }

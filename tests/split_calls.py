@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import local_map
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import linattn
@@ -138,6 +140,42 @@ def errors(mesh: DeviceMesh, call: Whole, lengths: tuple[int, ...]) -> dict[str,
         dist.all_reduce(shared, group=mesh.get_group())
         found[f"weight {number}"] = difference(shared, truth)
     return found
+
+
+def compiled_errors(mesh: DeviceMesh, call: Whole) -> dict[str, float]:
+    """How far a compiled call's rows and gradients are from an eager one's, in one graph."""
+    feature_map, (followed, _) = call.map(), call.tensors()
+    part = own_part(mesh, LENGTHS[2][0])
+    own = {name: _at(name, x, part).clone().requires_grad_() for name, x in followed.items()}
+    options = {"mesh": mesh, "is_causal": True, "enable_gqa": True, "exact": call.rule(), "lengths": LENGTHS[2][0]}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return parallel.linear_attention(query, key, value, feature_map, **options)
+
+    found = {}
+    truth, compiled = attend(**own), torch.compile(attend, backend="aot_eager", fullgraph=True)(**own)
+    grad = tokens(*truth.shape, seed=9)
+    grads = (torch.autograd.grad(out, list(own.values()), grad) for out in (compiled, truth))
+    for name, one, other in zip(("out", *own), (compiled, *next(grads)), (truth, *next(grads)), strict=True):
+        found[name] = difference(one, other)
+    return found
+
+
+def distributed_errors(mesh: DeviceMesh, dimension: str) -> float:
+    """How far the rows of DTensors, split over data or heads, are from those of the whole."""
+    query, key, value = qkv()
+    truth = linattn.linear_attention(query, key, value, build("FavorPlus"), is_causal=True, enable_gqa=True)
+    over, along = mesh["data"], mesh["sequence"]
+    part = own_part(along, LENGTHS[2][0])
+    placements = [Shard(0 if dimension == "batch" else 1)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        options = {"mesh": along, "is_causal": True, "enable_gqa": True}
+        return parallel.linear_attention(query, key, value, build("FavorPlus"), **options)
+
+    given = [distribute_tensor(x[:, :, part], over, placements) for x in (query, key, value)]
+    found = local_map(attend, placements, (placements,) * 3, device_mesh=over)(*given)
+    return difference(found.full_tensor(), truth[:, :, part])
 
 
 def _whole_state(feature_map: FeatureMap, key: Tensor, value: Tensor, **options: Any) -> linattn.State:

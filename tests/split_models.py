@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import HEAD_DIM, LAYERS, VOCABULARY, linear, softmax, text, tokens
@@ -64,7 +65,9 @@ def model() -> LinearLM:
     return LinearLM(VOCABULARY, [Block(layer) for layer in layers]).double()
 
 
-def losses(mesh: DeviceMesh, over: str, steps: int, checkpointing: bool = False) -> list[float]:
+def losses(
+    mesh: DeviceMesh, over: str, steps: int, *, checkpointing: bool = False, sharded: bool = False
+) -> list[float]:
     """The losses of a training over data, over sequences, over both, or of this rank alone."""
     parts = {"alone": (0, 1, 0, 1), "data": (*_place(mesh), 0, 1), "sequence": (0, 1, *_place(mesh))}
     if over == "both":
@@ -75,6 +78,10 @@ def losses(mesh: DeviceMesh, over: str, steps: int, checkpointing: bool = False)
     if columns > 1:
         own = mesh["sequence"] if over == "both" else mesh
         parallelize_module(trained, own, {"blocks.*.attention": ContextParallel(equal_lengths=True)})
+    if sharded:
+        for block in trained.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(trained, mesh=mesh)
     optimizer, found = torch.optim.AdamW(trained.parameters(), lr=1e-2), []
     for step in range(steps):
         texts = text(2, 17, seed=step % 2)
@@ -86,7 +93,8 @@ def losses(mesh: DeviceMesh, over: str, steps: int, checkpointing: bool = False)
         loss.backward()
         whole = loss.detach().clone()
         if over != "alone":
-            _average(mesh, [whole, *(x.grad for x in trained.parameters())])
+            # fully_shard has averaged the gradients.
+            _average(mesh, [whole] if sharded else [whole, *(x.grad for x in trained.parameters())])
         optimizer.step()
         found.append(float(whole))
     return found

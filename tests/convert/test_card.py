@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.convert import Agreement, Conversion, LayerError, Stage, Trained
-from linattn.convert.card import kept_in_words, layer_table, model_card, stage_table
+from linattn.convert import Agreement, Conversion, LayerError, Speed, Stage, Trained
+from linattn.convert.card import kept_in_words, layer_table, model_card, speed_in_words, stage_table
 from linattn.hf import LayerReport, Linearization
 
 
@@ -129,3 +129,18 @@ def test_the_card_and_the_worst_head_are_those_of_the_stage_that_was_kept():
     assert layer_table(conversion).rows == (("layer.0", "0.8000", "0.1250", "0.2500", "0.3750", "0.5000"),)
     # Conversions that name no stage are those of their last.
     assert kept_in_words(replace(conversion, kept="")) == "Kept: distilled"
+
+
+def test_time_beside_the_originals(conversion):
+    """The middle pass of each; a model that is slower is not said to pay."""
+    assert speed_in_words(conversion) == ""
+    slow = Speed(4, 1512, (9.0, 5.0, 1.0), (2.0, 2.0, 3.0), 2, "cpu")
+    text = speed_in_words(replace(conversion, speed=slow))
+    assert text.startswith("Time: 4 texts of 1,512 tokens take 2.50 × the original model's time (cpu, 2 threads). ")
+    assert "do not use the converted model to save time here" in text
+    assert text in model_card(replace(conversion, speed=slow), "tiny")
+    fast = replace(slow, exact_seconds=(10.0, 10.0, 10.0))
+    assert speed_in_words(replace(conversion, speed=fast)).endswith(
+        "take 0.50 × the original model's time (cpu, 2 threads)."
+    )
+    assert replace(conversion, speed=fast) == conversion

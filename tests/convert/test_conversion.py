@@ -95,6 +95,8 @@ def test_the_model_is_left_at_its_best_stage(build, batches, ticking, tmp_path, 
         found = convert_(model, batches, replace(CONFIG, feature_map=written), work=tmp_path / "work")
         assert names(found) == ["uniform", "unconverted", "calibrated", "converted"]
         assert found.kept == found.result.name == kept
+        assert (found.speed.batch_size, found.speed.num_tokens) == tuple(batches[0]["input_ids"].shape)
+        assert len(found.speed.seconds) == len(found.speed.exact_seconds) == 3
         with torch.no_grad():
             exact, ours = ([run(one, batches[number]) for number in (7, 15)] for one in (teacher, model))
         assert agreement(ours, exact) == measured[kept].agreement

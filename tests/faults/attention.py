@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "let a step forget the old state",
         BLOCKED + "__init__.py",
-        "z = phi.addcmul_(z, decay)",
-        "z = phi",
+        "torch.addcmul(S, phi.unsqueeze(-1), v), z + phi",
+        "torch.addcmul(S, phi.unsqueeze(-1), v), phi",
         "tests/laws/test_fold.py",
     ),
     Fault(

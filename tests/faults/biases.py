@@ -18,8 +18,8 @@ FAULTS = (
     Fault(
         "give a bias of all heads the gradient of the first",
         BLOCKED + "features.py",
-        "of_log = of_log.sum(1, keepdim=True)",
-        "of_log = of_log[:, :1]",
+        "self.of_heads.sum(1, keepdim=True)",
+        "self.of_heads[:, :1]",
         LAWS,
     ),
     Fault(

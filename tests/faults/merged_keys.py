@@ -38,6 +38,13 @@ FAULTS = (
         MERGING,
     ),
     Fault(
+        "weigh keys by the mean query of all heads",
+        EXACT + "merging.py",
+        "logits = moments.means @",
+        "logits = moments.mean.unsqueeze(2) @",
+        MERGING,
+    ),
+    Fault(
         "put a cluster's centre at its first key",
         EXACT + "partitioning.py",
         "return joined, centres(clusters.point, clusters.mass, joined, room)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -28,3 +30,20 @@ def test_pulled_back_as_autograd_does(map_name: str) -> None:
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         (expected,) = torch.autograd.grad(out, x, grad)
         torch.testing.assert_close(pull(x.detach(), grad.clone()), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("map_name", [name for name in CAUSAL_MAPS if build(name).powers(torch.float64) is not None])
+def test_exponents_taken_apart_are_the_exponents(map_name: str) -> None:
+    """Powers of two and a term of each row, bounded by the rows' lengths."""
+    feature_map, x = build(map_name), tokens(2, 2, 11, 8)
+    powers, exponents = feature_map.powers(torch.float64), feature_map.query(x)
+    p, term = powers.write(x, torch.full_like(exponents, torch.nan)) * math.log(2), powers.term(x).unsqueeze(-1)
+    torch.testing.assert_close(p + term, exponents, rtol=1e-12, atol=1e-12)
+    # Whatever the limit, rows with a power above it lie below the lowest term that is let through.
+    for limit in (0.5, 1.0, 2.0):
+        beyond = p.abs().amax(-1) > limit
+        assert beyond.any()
+        assert (term.squeeze(-1) < powers.lowest_term(limit).expand(2).unsqueeze(-1))[beyond].all()
+    grad = torch.randn(exponents.shape, generator=torch.Generator().manual_seed(1), dtype=exponents.dtype)
+    pulled = powers.vjp(x, grad, grad.sum(-1, keepdim=True))
+    torch.testing.assert_close(pulled, feature_map.query_vjp(x, grad), rtol=1e-12, atol=1e-12)

@@ -143,6 +143,18 @@ def test_rounds_are_nearly_as_good_as_pairs_one_by_one() -> None:
     assert (ours / ward).mean() < 1.1
 
 
+def test_what_one_head_of_a_group_attends_to_is_dear() -> None:
+    """Two heads that look opposite ways: of three pairs the widest goes, to which neither attends."""
+    places = [[9.0, 0.0], [9.0, 1.0], [0.0, 5.0], [0.0, 6.2], [-9.0, 0.0], [-9.0, 1.1]]
+    key = torch.tensor(places, dtype=torch.float64).view(1, 1, 6, 2)
+    query = torch.tensor([[1.0, 0.1], [-1.0, 0.1], [1.0, -0.1], [-1.0, -0.1]], dtype=torch.float64)
+    query = query.view(2, 2, 2).transpose(0, 1).reshape(1, 1, 2, 2, 2)
+    moments = QueryMoments.empty(key).add(query, torch.ones(1, 1, 2, dtype=torch.bool), 1.0)
+    few = reduced(Tokens(key, key, torch.zeros(1, 1, 6).double()), moments, 5)
+    kept = [bool((few.key[0, 0] == key[0, 0, i]).all(-1).any()) for i in range(6)]
+    assert kept == [True, True, False, False, True, True]
+
+
 def test_seeds_are_the_heaviest_and_stand_for_the_others() -> None:
     """Drawn in proportion to the root of their masses; together they have the mass of all."""
     log_mass = tokens(1, 3, 4000, seed=1)
@@ -197,7 +209,7 @@ def test_absent_keys_never_merge() -> None:
 
 @pytest.mark.parametrize("sizes", [[50], [1] * 50, [7, 0, 20, 23]], ids=str)
 def test_moments_are_those_of_all_queries_however_they_came(sizes: list[int]) -> None:
-    """Mean and spread of the live queries of a group, times the scale, far from the origin too."""
+    """Means and spread of the live queries of a group, times the scale, far from the origin too."""
     query = tokens(2, 2, 3, 50, 4) + 1e4
     live = torch.rand(2, 1, 50, generator=torch.Generator().manual_seed(7)) > 0.3
     moments = QueryMoments.empty(query[:, :, 0])
@@ -205,17 +217,19 @@ def test_moments_are_those_of_all_queries_however_they_came(sizes: list[int]) ->
         moments = moments.add(part.masked_fill(~seen[:, :, None, :, None], torch.nan), seen, 0.5)
     for b, h in itertools.product(range(2), range(2)):
         rows = 0.5 * query[b, h][:, live[b, 0]].flatten(0, 1)
-        assert moments.weight[b, h] == len(rows)
+        assert moments.weight[b, h] == len(rows) / 3
+        own = 0.5 * query[b, h][:, live[b, 0]].mean(1)
+        torch.testing.assert_close(moments.means[b, h], own, rtol=1e-12, atol=0)
         torch.testing.assert_close(moments.mean[b, h], rows.mean(0), rtol=1e-12, atol=0)
         wanted = rows.std(0, correction=0)
         torch.testing.assert_close(moments.spread[b, h], wanted, rtol=1e-8, atol=1e-8)
 
 
 def test_earlier_queries_count_less() -> None:
-    """As if they were fewer: 1/e after 600 tokens."""
+    """As if they were fewer: 1/e after 150 tokens."""
     early, late = tokens(1, 1, 1, 8, 3), tokens(1, 1, 1, 8, 3, seed=1) + 1
     live = torch.ones(1, 1, 8, dtype=torch.bool)
-    moments = QueryMoments.empty(early[:, :, 0]).add(early, live, 1.0).decay(600).add(late, live, 1.0)
+    moments = QueryMoments.empty(early[:, :, 0]).add(early, live, 1.0).decay(150).add(late, live, 1.0)
     share = 1 / (1 + torch.e)
     mean = share * early.mean(3) + (1 - share) * late.mean(3)
     torch.testing.assert_close(moments.mean, mean[:, :, 0], rtol=1e-12, atol=1e-12)

@@ -37,3 +37,9 @@ def test_blocks_that_are_recomputed_exchange_again(on_ranks):
     whole, *_ = on_ranks(2, losses, "sequence", 3)
     for found in on_ranks(2, losses, "sequence", 3, checkpointing=True):
         assert found == pytest.approx(whole, abs=1e-12)
+
+
+def test_weights_that_are_sharded_train_alike(on_ranks):
+    whole, *_ = on_ranks(2, losses, "sequence", 4)
+    for found in on_ranks(2, losses, "sequence", 4, sharded=True):
+        assert found == pytest.approx(whole, abs=1e-12)

@@ -69,6 +69,20 @@ def kept_in_words(conversion: Conversion) -> str:
     return f"Kept: {_WORDS[result.name]}, since {work} made it {effect}: {measure} {figures} against {kept:.{digits}f}"
 
 
+def speed_in_words(conversion: Conversion) -> str:
+    """The model's time beside the original's, and what follows: sentences; empty where it was not measured."""
+    speed = conversion.speed
+    if speed is None:
+        return ""
+    text = (
+        f"Time: {speed.batch_size} texts of {speed.num_tokens:,} tokens take {speed.ratio:.2f} × the original model's "
+        f"time ({speed.device}, {speed.threads} threads)."
+    )
+    if speed.ratio < 1:
+        return text
+    return f"{text} At this length softmax is faster, and exact: do not use the converted model to save time here."
+
+
 def method_table(conversion: Conversion) -> Table:
     """How many heads have which method, exact attention first, then the most frequent; empty where all share one."""
     counts = Counter(method for layer in conversion.heads for method in layer)
@@ -93,7 +107,7 @@ def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> 
         f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
         "nothing was fitted to or trained on, against the original model:",
         stage_table(conversion).markdown(),
-        f"{kept_in_words(conversion)}.",
+        " ".join(filter(None, (f"{kept_in_words(conversion)}.", speed_in_words(conversion)))),
         "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
         layer_table(conversion).markdown(),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.running import to_device
 from linattn.convert.samples import Samples
+from linattn.convert.speed import Speed, measure_speed
 from linattn.convert.stages import BASELINE, Stage, best, measure, measure_uniform
 from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
@@ -54,6 +55,7 @@ class Conversion:
             share `method`.
         kept: name of the stage that the model was left at, the best of them (`linattn.convert.stages.best`); empty for
             the last.
+        speed: its time beside the original's; None where it was not measured. Of no account in comparisons.
     """
 
     method: str
@@ -65,6 +67,7 @@ class Conversion:
     stopped: bool
     heads: tuple[tuple[str, ...], ...] = ()
     kept: str = ""
+    speed: Speed | None = field(default=None, compare=False)
 
     @property
     def result(self) -> Stage:
@@ -118,6 +121,7 @@ class Course:
             stopped=self._stopped,
             heads=tuple(tuple(head.method for head in made.heads) for made in self._plans),
             kept=kept,
+            speed=measure_speed(self._model, teacher, self._samples.held_out[0]),
         )
 
     def _by_one_method(

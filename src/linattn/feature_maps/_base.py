@@ -101,7 +101,8 @@ class FeatureMap(nn.Module, ABC):
 
     def read_fingerprint(self, followed: Collection[str]) -> str:
         """`fingerprint`, outside a graph: values are read."""
-        names = [name for name, _ in self.named_parameters() if name not in followed]
+        has_any = self._parameters or self._modules  # torch's iterator costs a decoding step more than the rest
+        names = [name for name, _ in self.named_parameters() if name not in followed] if has_any else []
         digest = self._tensor_digest(names)
         return f"{self!r} with weights {digest}" if digest else repr(self)
 

@@ -18,7 +18,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     A decoding step asks twice; torch's own iterators would cost it a tenth of its time.
     """
     seen = set()
-    for prefix, child in module.named_modules():
+    for prefix, child in module.named_modules() if module._modules else (("", module),):
         # A replica's parameters are plain tensors with a gradient; torch keeps their names here.
         former = vars(child).get("_former_parameters", {})
         for name, tensor in (*child._parameters.items(), *child._buffers.items(), *former.items()):

@@ -45,10 +45,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Sum over the readers."""
-        grad, of_anchor = grads
+        grad, of_anchor = _tied(*grads), grads[1]
         found = grad.new_empty(grad.shape[1:])
         dist.reduce_scatter_single(found, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)
-        return None, found, of_anchor
+        return None, found, _tied(of_anchor, found)
 
 
 class _Exchange(torch.autograd.Function):
@@ -65,9 +65,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the gradients back."""
-        grad, of_anchor = grads
+        grad, of_anchor = _tied(*grads), grads[1]
         sent, received = ctx.sizes
-        return None, None, None, _swapped(ctx.ranks, grad, received, sent), of_anchor
+        found = _swapped(ctx.ranks, grad, received, sent)
+        return None, None, None, found, _tied(of_anchor, found)
 
 
 def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -75,3 +76,14 @@ def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[in
     found = x.new_empty(sum(received))
     dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=ranks.group)
     return found
+
+
+def _tied(x: Tensor, to: Tensor) -> Tensor:
+    """The first tensor; to a compiler it depends on the second.
+
+    A compiler moves a collective whose input is a constant into the forward pass, as on a rank that reads no state, and
+    leaves out one whose result no gradient needs, as on a rank without keys; the others would wait for it.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    return x + (0 * to.sum()).nan_to_num().to(x.dtype)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from linattn.attention import Exact, State, linear_attention_with_state
 from linattn.attention._check import check_map, checked
+from linattn.attention.backends import Call, choose
+from linattn.attention.bound_map import bind, outside_autocast
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.states import Span
 from linattn.positions import Gates, gate_bias, gated_attention_with_state
@@ -102,11 +104,10 @@ class Part(NamedTuple):
 
     def read(self, feature_map: FeatureMap, state: State, backend: str) -> Tensor:
         """The rows over a state's keys alone, (B, H, Lq, Dv)."""
-        none = slice(0)
-        key, value = self.key[:, :, none], self.value[:, :, none]
-        return linear_attention_with_state(
-            self.query, key, value, feature_map, state, enable_gqa=True, backend=backend
-        ).out
+        query = self.query.unflatten(1, (self.key.shape[1], -1))
+        call = self._call(feature_map, query, None)
+        with outside_autocast(query.device):
+            return choose(backend, call).read(call, state.sums).out.flatten(1, 2)
 
     @property
     def key_mask(self) -> Tensor | None:
@@ -115,8 +116,14 @@ class Part(NamedTuple):
 
     def _after(self, feature_map: FeatureMap, before: State, bias: Tensor | None, backend: str) -> State:
         """The state after the keys."""
-        tokens = self.query[:, :, :0], self.key, self.value, feature_map, before
-        return linear_attention_with_state(*tokens, key_bias=bias, enable_gqa=True, backend=backend).state
+        call = self._call(feature_map, self.key.unsqueeze(2), bias)
+        with outside_autocast(self.key.device):
+            return State(*choose(backend, call).absorb(call, before.sums), before.built_with)
+
+    def _call(self, feature_map: FeatureMap, query: Tensor, bias: Tensor | None) -> Call:
+        """The keys, and queries (B, Hkv, G, L, D), as backends take them."""
+        bound = bind(feature_map, self.key, self.key, is_causal=True)
+        return Call(bound, query, self.key, self.value, bias, is_causal=True)
 
 
 def _cut(gates: Gates, at: slice) -> Gates:

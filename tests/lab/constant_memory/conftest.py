@@ -11,6 +11,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
 )
 
 from linattn.hf import ByteTokenizer, LoadedModel
@@ -42,6 +44,9 @@ def tiny():
         elif family == "llama":
             sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2}
             model = LlamaForCausalLM(LlamaConfig(**sizes))
+        elif family == "windowed":
+            sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 16}
+            model = MistralForCausalLM(MistralConfig(**sizes))
         else:
             sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
             model = BertModel(BertConfig(**sizes, num_hidden_layers=2))

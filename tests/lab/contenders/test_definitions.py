@@ -210,7 +210,7 @@ def test_rounding_is_within_half_a_level(bits):
 
 def test_merged_is_the_op_with_the_bytes_of_its_state():
     exact = Exact(window=6, num_merged=8)
-    rule, sizes = Merged(exact), Sizes(D, DV, 8)
+    rule, sizes = Merged(exact), Sizes(D, DV, 8, Q.shape[1] // K.shape[1])
     wanted = linear_attention(Q * (SCALE * D**0.5), K, V, None, is_causal=True, enable_gqa=True, exact=exact)
     assert torch.equal(rule.attend(Q, K, V, SCALE), wanted)
     state = linear_attention_with_state(Q, K, V, None, enable_gqa=True, exact=exact).state

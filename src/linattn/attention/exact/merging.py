@@ -18,18 +18,19 @@ from linattn.attention.exact.query_moments import QueryMoments
 def reduced(tokens: Tokens, moments: QueryMoments, num_merged: int) -> Tokens:
     """At most `num_merged` weighted keys in place of these (B, H, n, ·); O(n²·D + n·Dv).
 
-    Merged are those of least Ward cost in the metric of the queries' variances, with the weights at the mean query for
-    masses. Which they are is a constant for gradients.
+    Merged are those of least Ward cost in the metric of the queries' variances, with what the mean queries of the
+    group's heads attend to for masses. Which they are is a constant for gradients.
     """
     if tokens.bias.shape[2] <= num_merged:
         return tokens
     with torch.no_grad():
-        log_weight = tilt(tokens, moments.mean)
+        logits = moments.means @ tokens.key.mT + tokens.bias.unsqueeze(2)
+        log_mass = torch.log_softmax(logits, -1).logsumexp(2).masked_fill(tokens.bias == -torch.inf, -torch.inf)
         # Around their mean: differences of large products would lose digits.
         there = (tokens.bias != -torch.inf).unsqueeze(-1)
         centre = torch.where(there, tokens.key, 0).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp(min=1)
         point = (tokens.key - centre) * moments.spread.unsqueeze(2)
-        number = partition(point, log_weight, num_merged, num_rounds=1)
+        number = partition(point, log_mass, num_merged, num_rounds=1)
     return merged(tokens, number, moments.mean, num_merged)
 
 

@@ -42,16 +42,18 @@ class Exact:
     ones first:
 
         k = p₁k₁ + p₂k₂,   v = p₁v₁ + p₂v₂,   β = log(exp t₁ + exp t₂) - q̄·k,   t = q̄·k + β,   p = softmax(t₁, t₂)
-        cost = m₁m₂/(m₁ + m₂)·(k₁ - k₂)ᵀΣ(k₁ - k₂),   m = exp t
+        cost = m₁m₂/(m₁ + m₂)·(k₁ - k₂)ᵀΣ(k₁ - k₂),   m what the mean queries of the group's heads attend to
 
     What is lost is of second order in (q - q̄)·(k₁ - k₂); heavy keys are dear to merge and stay. With as many merged
     keys as tokens it is softmax attention. Causally each block merges by what earlier queries say, and with C merged
-    keys a stream keeps 2·window + C keys, C biases, and 2D + 1 numbers about its queries, per key/value head; per token
-    O((2·window + C)·(D + Dv) + (C + window)²/window·D) time. Without causality the attention of an evenly spaced
-    sample of all queries is in the place of exp t and of the mean query: p is a key's share of it, and β such that the
-    sample attends to the cluster what it attends to the members; O(L·(64 + C)·(D + Dv)) time. Up to 2,048 keys the
-    sample has as many queries as keep 2¹⁷ logits, beyond 64: where rows are padded further, it is a smaller one. Which
-    keys are merged is a constant for gradients; they flow through merged keys, values and biases, and what weighs them.
+    keys a stream keeps 2·window + C keys, C biases, and (G + 1)·D + 1 numbers about the queries of its G heads, per
+    key/value head; per token O((2·window + C)·(D + Dv) + (C + window)²/window·D) time.
+
+    Without causality an evenly spaced sample of all queries is in the place of the mean queries: p is a key's share of
+    what the sample attends to, and β such that it attends to a cluster what it attends to the members;
+    O(L·(64 + C)·(D + Dv)) time. Up to 2,048 keys the sample has as many queries as keep 2¹⁷ logits, beyond 64: rows
+    that are padded to more have a smaller one. Which keys are merged is a constant for gradients; they flow through
+    merged keys, values and biases, and through what weighs them.
 
     A subclass that overrides `score` or `rank` is another rule of eviction: it says which keys are the heavy ones. It
     needs a `word` of its own for its written form, and nothing else: `torch.load` and `linattn.plan` know it then.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linattn.hf import AttentionCall
 from linattn.lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
-from linattn.lab.timing import seconds
+from linattn.planning.timing import seconds
 
 LINEAR, EXACT = "linear", "exact"
 # A pass that takes longer is timed once.

@@ -14,9 +14,9 @@ from linattn.lab.bench.errors import NUM_VERIFIED, verify
 from linattn.lab.bench.records import BenchHeader, LengthRow
 from linattn.lab.bench.settings import Settings
 from linattn.lab.circumstances import processor, versions
-from linattn.lab.timing import seconds
 from linattn.planning.costs import exact_flops_per_token, flops_per_token
 from linattn.planning.methods import parse_method
+from linattn.planning.timing import seconds
 
 _EXACT_LIMIT = 60.0
 

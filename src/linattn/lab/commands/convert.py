@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
-from linattn.convert.card import kept_in_words, layer_table, method_in_words, method_table, model_card, stage_table
+from linattn.convert.card import (
+    kept_in_words,
+    layer_table,
+    method_in_words,
+    method_table,
+    model_card,
+    speed_in_words,
+    stage_table,
+)
 from linattn.hf import LinearLMForCausalLM, LoadedModel, is_sentence_transformer, load, save_pretrained
 from linattn.lab.audit.text import read_text
 from linattn.lab.commands.new_folder import finish, new_folder
@@ -111,6 +119,7 @@ def _print(console: Console, conversion: Conversion) -> None:
         highlight=False,
     )
     console.print(f"{kept_in_words(conversion)}.", markup=False, highlight=False)
+    console.print(speed_in_words(conversion), markup=False, highlight=False)
     if conversion.heads:
         print_table(console, method_table(conversion))
         console.print(f"The layers attend by {method_in_words(conversion)}.", markup=False, highlight=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.hf import AttentionCall, PreTrainedModel, intercept
-from linattn.hf.linearization import global_layers
+from linattn.hf.linearization import choose_layers
 from linattn.lab.contenders import Contender, Sizes
 
 Answer = Callable[[AttentionCall], Tensor]
@@ -33,8 +33,8 @@ class GlobalLayers:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> GlobalLayers:
-        """Those of a causal model."""
-        found = global_layers(model)
+        """Those of a causal model; ValueError where it has none."""
+        found = choose_layers(model)
         names, numbers = zip(*((layer.module_name, layer.layer) for layer in found.replaced), strict=True)
         return cls(names, numbers, tuple(layer.module_name for layer in found.kept))
 
@@ -128,7 +128,10 @@ def sizes_of(calls: Sequence[AttentionCall]) -> Sizes:
 
     Raises ValueError if they are not.
     """
-    found = {(call.key.shape[-1], call.value.shape[-1], call.key.element_size()) for call in calls}
+    found = {
+        (call.key.shape[-1], call.value.shape[-1], call.key.element_size(), call.query.shape[1] // call.key.shape[1])
+        for call in calls
+    }
     if len(found) != 1:
         raise ValueError(f"budgets want layers of one width; these have {sorted(found)}: audit another model")
     return Sizes(*found.pop())

@@ -17,11 +17,13 @@ class Sizes:
         head_dim: D.
         value_dim: Dv.
         number_bytes: bytes of a number in keys and values.
+        num_groups: G, query heads of a key/value head.
     """
 
     head_dim: int
     value_dim: int
     number_bytes: int = 4
+    num_groups: int = 1
 
     @property
     def statistic_bytes(self) -> int:

@@ -8,10 +8,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from linattn.attention import Exact, linear_attention
+from linattn.attention import Exact, linear_attention, softmax_attention
 from linattn.attention.exact import MergedKeys, attend_causal_merging
 from linattn.lab.contenders.contender import Contender, Sizes
-from linattn.lab.contenders.quantising import quantised, scale_bytes
+from linattn.lab.contenders.quantising import GROUP, quantised, scale_bytes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,12 @@ class Merged(Contender):
 
 @dataclass(frozen=True)
 class MergedInFewBits(Contender):
-    """Merged keys whose keys and values are rounded as they come, token by token, and again as they are merged."""
+    """Merged keys whose keys and values are rounded as they come, token by token, and again as they are merged.
+
+    Keys have channels that are large in every token, which is why KIVI rounds them channel by channel; merged keys have
+    no groups of tokens, so that here a channel's mean and deviation are taken from the first 32 tokens, and keys are
+    rounded relative to these. The first 32 queries read the tokens as they are.
+    """
 
     exact: Exact
     bits: int = 4
@@ -63,12 +68,17 @@ class MergedInFewBits(Contender):
     @classmethod
     def within(cls, num_bytes: int, sizes: Sizes, near: float) -> Self:
         """The most merged keys in so many bytes, as `Merged.within`."""
-        return cls(_split((num_bytes - moment_bytes(sizes)) // cls._token_bytes(sizes, 4), near))
+        return cls(_split((num_bytes - cls._shared_bytes(sizes)) // cls._token_bytes(sizes, 4), near))
 
     def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
-        """Codes, scales and biases, and the queries' moments."""
+        """Codes, scales and biases, the queries' moments, and the channels' means and deviations."""
         kept = min(2 * (self.exact.window or 0) + self.exact.num_merged, num_tokens)
-        return kept * self._token_bytes(sizes, self.bits) + moment_bytes(sizes)
+        return kept * self._token_bytes(sizes, self.bits) + self._shared_bytes(sizes)
+
+    @staticmethod
+    def _shared_bytes(sizes: Sizes) -> int:
+        """What is kept once per head."""
+        return moment_bytes(sizes) + 2 * sizes.head_dim * sizes.number_bytes
 
     @staticmethod
     def _token_bytes(sizes: Sizes, bits: int) -> int:
@@ -78,8 +88,19 @@ class MergedInFewBits(Contender):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Block by block, so that what was merged is rounded before it is read."""
-        rows = query.unflatten(1, (key.shape[1], -1))
-        key, value = (quantised(x, self.bits, -1) for x in (key, value))
+        rows, first = query.unflatten(1, (key.shape[1], -1)), key[:, :, :GROUP]
+        mean, spread = first.mean(2, keepdim=True), first.std(2, keepdim=True, correction=0)
+        spread = torch.where(spread == 0, 1, spread)
+
+        def rounded(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            """As they are kept."""
+            relative = quantised((keys - mean) / spread, self.bits, -1)
+            return relative * spread + mean, quantised(values, self.bits, -1)
+
+        whole = softmax_attention(
+            query[:, :, :GROUP], first, value[:, :, :GROUP], is_causal=True, scale=scale, enable_gqa=True
+        )
+        key, value = rounded(key, value)
         kept, window, parts = MergedKeys.empty(self.exact, key, value), self.exact.window or 1, []
         for start in range(0, key.shape[2], window):
             stop = min(start + window, key.shape[2])
@@ -87,17 +108,17 @@ class MergedInFewBits(Contender):
             found, kept = attend_causal_merging(*near, None, kept, scale, with_log=False)
             merged = kept.merged
             if merged.bias.shape[2]:
-                merged = merged._replace(
-                    key=quantised(merged.key, self.bits, -1), value=quantised(merged.value, self.bits, -1)
-                )
+                keys, values = rounded(merged.key, merged.value)
+                merged = merged._replace(key=keys, value=values)
             kept = replace(kept, merged=merged)
             parts.append(found.out)
-        return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
+        out = torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
+        return torch.cat((whole, out[:, :, GROUP:]), 2)
 
 
 def moment_bytes(sizes: Sizes) -> int:
-    """Bytes of the weight, mean and scatter of a head's queries, and of the state's own exponent."""
-    return 2 * (1 + sizes.head_dim) * sizes.statistic_bytes
+    """Bytes of the weight, means and variances of a head's queries, and of the state's own exponent."""
+    return (2 + (1 + sizes.num_groups) * sizes.head_dim) * sizes.statistic_bytes
 
 
 def _split(num_keys: int, near: float) -> Exact:

@@ -79,7 +79,7 @@ def at_budget(num_keys: int, sizes: Sizes, kinds: tuple[str, ...] = tuple(KINDS)
     Example:
         >>> shelf = at_budget(512, Sizes(64, 64))
         >>> shelf.contenders["sinks + window"].label, shelf.contenders["merged keys, 65% near"].label
-        ('sinks 4 + window 508', 'window 154 + merged 167')
+        ('sinks 4 + window 508', 'window 164 + merged 179')
         >>> at_budget(64, Sizes(256, 256)).left_out["MomentKV"]
         'holds -65 keys in the bytes of 64, beside what it keeps of all others; it wants 32: give more bytes'
     """

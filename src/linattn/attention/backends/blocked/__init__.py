@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Call, Rows
-from linattn.attention.backends.blocked.blocks import exponential_, is_masked
+from linattn.attention.backends.blocked.blocks import is_masked
 from linattn.attention.backends.blocked.fold import is_followed, run
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
 from linattn.attention.bound_map import outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
+
+# How far a single token's exponents may exceed those of the sums before these are moved.
+_RISE = 20.0
 
 
 class Blocked:
@@ -73,11 +76,14 @@ class Blocked:
 def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     """The row of one token, and the sums after it: those of absorb and read, for calls too small for blocks.
 
-    A step costs as much in calls as in arithmetic, hence one product for queries and key where the map allows, and one
-    pass over the state for both its terms.
+    A step costs as much in calls as in arithmetic, hence one product for queries and key where the map allows, one pass
+    over the state to write it and one to read it. The exponents stay unless a key exceeds one by _RISE, which late in a
+    sequence is rare: sums may be exp(_RISE) larger for it.
     """
     query, key, value, S, z, m, bias = inputs
-    q, k, v = query.squeeze(3).to(S.dtype), key.to(S.dtype), value.to(S.dtype)
+    q, k, v = query.squeeze(3), key, value
+    if query.dtype != S.dtype:
+        q, k, v = q.to(S.dtype), k.to(S.dtype), v.to(S.dtype)
     if bias is not None:
         k, v = (x.masked_fill(is_masked(bias).unsqueeze(-1), 0) for x in (k, v))
     t, key_output = _both(feature_map, q, k)
@@ -87,23 +93,27 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
         log = m.new_zeros(()).expand(m.shape) if weight is None else weight
     if bias is not None:
         log = log + bias
-    c = torch.maximum(m, log)
-    phi, decay = exponential_(log - c), exponential_(m - c)
+    phi = log - m
+    if phi.amax().item() > _RISE:
+        # Head by head and feature by feature: those below keep their bits.
+        c = torch.where(phi > _RISE, log, m)
+        decay = (m - c).exp_()
+        S, z, m, phi = S * decay.unsqueeze(-1), z * decay, c, log - c
+    phi = phi.exp_()
     if linear is not None:
         phi = linear * phi
-    S = torch.mul(phi.unsqueeze(-1), v).addcmul_(S, decay.unsqueeze(-1))
-    z = phi.addcmul_(z, decay)
+    S, z = torch.addcmul(S, phi.unsqueeze(-1), v), z + phi
     if feature_map.exponential:
-        t = t + c.unsqueeze(-2)
+        t = t.add_(m.unsqueeze(-2))
         reference = t.amax(-1, keepdim=True)
-        t = exponential_(t.sub_(reference))
+        t = t.sub_(reference).exp_()
     else:
-        reference = c.unsqueeze(-2).expand(*t.shape[:-1], 1)
+        reference = m.unsqueeze(-2).expand(*t.shape[:-1], 1)
     den, num = torch.linalg.vecdot(t, z.unsqueeze(-2)).unsqueeze(-1), torch.matmul(t, S)
     # An exponential map gives every key weight: only a masked one can leave a row without any.
     sees_key = feature_map.exponential and bias is None
-    out = num.div_(den if sees_key else den.masked_fill(den == 0, torch.inf))
-    return Rows(out.unsqueeze(3).to(query.dtype), den, reference), Sums(S, z, c)
+    out = num.div_(den if sees_key else den.masked_fill(den == 0, torch.inf)).unsqueeze(3)
+    return Rows(out if query.dtype == S.dtype else out.to(query.dtype), den, reference), Sums(S, z, m)
 
 
 def _both(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

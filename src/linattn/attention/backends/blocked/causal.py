@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks, causal_mask, num_blocks
+from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks, by_columns, causal_mask, num_blocks
 from linattn.attention.backends.blocked.bounded import FLOOR, bounded_powers, by_head, stretches, whole
 from linattn.attention.backends.blocked.bounded_causal import BoundedGradients, BoundedRows
 from linattn.attention.backends.blocked.features import (
@@ -91,7 +91,7 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
     powers = bounded_powers(feature_map, inputs.query, inputs.S)
     bounded = BoundedGradients(powers, fold, saved) if powers is not None and isinstance(fold, JointGradients) else None
     tokens = TokenGradients(*(x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value)))
-    S, z = (x.clone(memory_format=torch.contiguous_format) for x in (saved.grads.S, saved.grads.z))
+    S, z = by_columns(saved.grads.S), saved.grads.z.clone(memory_format=torch.contiguous_format)
     for index, segment in reversed(list(enumerate(segments(inputs, span)))):
         before = outputs.kept(index) if index else sums_of(inputs)
         general = partial(_pull, fold, segment, before, S, z, tokens)
@@ -100,7 +100,7 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
             continue
         pull, fits = partial(bounded.pull, segment, before, S, z, tokens), outputs.is_bounded[:, index]
         by_head(fits, pull, general, (S, z), [*tokens.of(whole(segment)), *fold.of_bias.of(whole(segment))])
-    return Gradients((*tokens, S, z), fold.of_bias.total, fold.back.finish())
+    return Gradients((*tokens, S.contiguous(), z), fold.of_bias.total, fold.back.finish())
 
 
 def _pull(

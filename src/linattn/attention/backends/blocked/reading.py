@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.blocks import Workspace, blocks
+from linattn.attention.backends.blocked.blocks import Workspace, blocks, by_columns
 from linattn.attention.backends.blocked.bounded import (
     bounded_powers,
     by_head,
@@ -155,7 +155,7 @@ class BlockGradients(BlockReader):
         super().__init__(feature_map, saved.inputs)
         self._saved, self._back = saved, MapGradients(feature_map, saved.tensors)
         query, S, z, _ = self.inputs
-        self._query, self._grad_S, self._grad_z = query.new_empty(query.shape), zeros_of(S), zeros_of(z)
+        self._query, self._grad_S, self._grad_z = query.new_empty(query.shape), by_columns(zeros_of(S)), zeros_of(z)
 
     def gradients(self) -> Gradients:
         """Those of all inputs."""
@@ -164,7 +164,7 @@ class BlockGradients(BlockReader):
                 self._pull(stretch)
             else:
                 self._pull_by_head(self.powers, stretch)
-        return Gradients((self._query, self._grad_S, self._grad_z), None, self._back.finish())
+        return Gradients((self._query, self._grad_S.contiguous(), self._grad_z), None, self._back.finish())
 
     def _pull_by_head(self, powers: Powers, stretch: list[slice]) -> None:
         """A stretch, bounded in the heads where the forward pass was."""

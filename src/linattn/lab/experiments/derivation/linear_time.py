@@ -18,7 +18,7 @@ from linattn.feature_maps import FavorPlus
 from linattn.lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn.lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn.lab.experiments.judging import decide, in_series, slope, value_at
-from linattn.lab.timing import seconds, spread
+from linattn.planning.timing import seconds, spread
 
 CLAIM = "Linear attention reduces the complexity from O(N²) to O(N)."
 SOURCE = 'derivation, section "Why Is Expanding |q+k|² the Key?"'

@@ -26,7 +26,7 @@ from linattn.lab.experiments.performer._figure_3 import (
     series,
     verify,
 )
-from linattn.lab.timing import seconds
+from linattn.planning.timing import seconds
 
 CLAIM = "The time of the Performer grows linearly with the length, that of the Transformer quadratically."
 SOURCE = "Performer paper (arXiv 2009.14794), section 4.1 and figure 3, attention alone, on a CPU"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from linattn.lab.report.bench.summary import BenchSummary
 from linattn.lab.report.charts import Axis, Chart, Curve, baseline, drawable, ticks
-from linattn.lab.timing import spread
+from linattn.planning.timing import spread
 
 _CONTENDERS = ("linear attention", "exact attention")
 

@@ -10,7 +10,7 @@ from statistics import linear_regression
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
 from linattn.lab.report._text import Point, number
-from linattn.lab.timing import spread
+from linattn.planning.timing import spread
 from linattn.records.tables import Table
 
 _MISSING = "—"

@@ -1,0 +1,104 @@
+"""Faults of parts of a sequence on several ranks."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+ROOM = "parallel/"
+PARTS, COLLECTIVES, MODELS = (f"tests/parallel/test_{name}.py" for name in ("parts", "collectives", "models"))
+
+FAULTS = (
+    Fault(
+        "let a rank read its own keys twice",
+        ROOM + "functional.py",
+        "joined(every[: ranks.rank], nothing)",
+        "joined(every[: ranks.rank + 1], nothing)",
+        PARTS,
+    ),
+    Fault(
+        "leave the last rank's keys out where all are seen",
+        ROOM + "functional.py",
+        "if is_causal and ranks.is_last else part",
+        "if ranks.is_last else part",
+        PARTS,
+    ),
+    Fault(
+        "let the exponents of all states be the first one's",
+        ROOM + "states.py",
+        "of_m.detach(), like.state.built_with",
+        "like.state.m, like.state.built_with",
+        PARTS,
+    ),
+    Fault(
+        "keep what came before from fading",
+        ROOM + "states.py",
+        "self.state.decay(later.log_decay).merge(later.state)",
+        "self.state.merge(later.state)",
+        PARTS,
+    ),
+    Fault(
+        "give a rank the gradients of its own loss alone",
+        ROOM + "collectives.py",
+        "dist.reduce_scatter_single(found, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)",
+        "dist.reduce_scatter_single(grad.new_empty(grad.shape[1:]), grad.flatten(0, 1).contiguous(), "
+        "group=ctx.ranks.group); found = grad[ctx.ranks.rank].clone()",
+        PARTS,
+    ),
+    Fault(
+        "send no gradients of a window's tokens back",
+        ROOM + "collectives.py",
+        "found = _swapped(ctx.ranks, grad, received, sent)",
+        "found = 0 * _swapped(ctx.ranks, grad, received, sent)",
+        PARTS,
+    ),
+    Fault(
+        "count a window's blocks from each part's start",
+        ROOM + "windows.py",
+        "[max(start // window - 1, 0) * window for start in starts]",
+        "[max(start - window, 0) for start in starts]",
+        PARTS,
+    ),
+    Fault(
+        "let a part's last rows miss the block after them",
+        ROOM + "windows.py",
+        "min((-(-end // window) + 1) * window, starts[-1])",
+        "min(-(-end // window) * window, starts[-1])",
+        PARTS,
+    ),
+    Fault(
+        "mix up the heads of queries that were dealt out",
+        ROOM + "by_heads.py",
+        "torch.cat([rows.view(shape) for rows in flat.split(received)], 1)",
+        "torch.cat([rows.view(shape) for rows in flat.split(received)][::-1], 1)",
+        PARTS,
+    ),
+    Fault(
+        "exchange states once more",
+        ROOM + "functional.py",
+        "    part, nothing = part._replace(query=query)",
+        "    gathered(ranks, [own.absorbed(feature_map, backend)], query)\n"
+        "    part, nothing = part._replace(query=query)",
+        COLLECTIVES,
+    ),
+    Fault(
+        "begin the positions of every part at 0",
+        ROOM + "context_parallel.py",
+        "[: self.ranks.rank].sum(0)",
+        "[:0].sum(0)",
+        MODELS,
+    ),
+    Fault(
+        "take parts of equal lengths to be one token longer",
+        ROOM + "context_parallel.py",
+        "self.ranks.rank * length, device",
+        "self.ranks.rank * (length + 1), device",
+        MODELS,
+    ),
+    Fault(
+        "forget the gates of keys that softmax is sent",
+        ROOM + "context_parallel.py",
+        "gate_bias(before.gates, key_mask=key_mask).key_bias",
+        "0 * gate_bias(before.gates, key_mask=key_mask).key_bias",
+        MODELS,
+    ),
+)
