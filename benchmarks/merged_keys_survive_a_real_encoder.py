@@ -12,10 +12,10 @@ import torch
 
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept, load
 from linattn.lab.audit.text import read_text
-from linattn.lab.timing import spread
 from linattn.planning.costs import state_numbers
 from linattn.planning.measures import relative_error, uniform_average
 from linattn.planning.methods import Method, parse_method
+from linattn.planning.timing import spread
 from measuring import record, require
 
 NUM_TEXTS, NUM_TOKENS = 6, 512
