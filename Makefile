@@ -18,7 +18,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/linattn reproduce --quick --out report
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check --quiet src tests benchmarks docs
