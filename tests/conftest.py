@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from grid import Case
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # The laws' tensors are small: one thread each, so that parallel workers do not fight over cores.
 torch.set_num_threads(1)
@@ -21,6 +25,19 @@ def _strict_world() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium, one for all pages of a worker; what needs it is not collected where it is missing."""
+    from playwright.sync_api import sync_playwright
+
+    # Nothing but the pages: no sandbox for root, no look-ups of the browser's own.
+    switches = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=switches)
+        yield found
+        found.close()
 
 
 @pytest.fixture

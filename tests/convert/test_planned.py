@@ -153,7 +153,7 @@ def test_work_is_gone_on_with_and_other_targets_are_refused(bert, tmp_path, monk
     restore_(bert)
     monkeypatch.setattr(course, "make_plans", None)
     again = convert_(bert, batches(), config(), work=tmp_path)
-    assert asdict(again) == asdict(first)
+    assert asdict(replace(again, speed=None)) == asdict(replace(first, speed=None))
     restore_(bert)
     with pytest.raises(ValueError, match=r"other settings \(feature_map: .*target_error: 0.2, now 0.3\)"):
         convert_(bert, batches(), config(0.3), work=tmp_path)

@@ -10,8 +10,8 @@ from split_models import layer_errors, losses
 
 pytestmark = pytest.mark.xdist_group("ranks")
 PARTS = {2: (9, 14), 3: (11, 0, 12), 4: (1, 9, 6, 7)}
-# Heavy keys are chosen over all of a sequence.
-KINDS = [kind for kind in LAYERS if kind != "window"]
+# Heavy and merged keys are chosen over all of a sequence.
+KINDS = [kind for kind in LAYERS if kind not in ("window", "window-merged")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -22,6 +22,11 @@ def test_layers(on_ranks, kind):
                 assert max(found.values()) <= 1e-12, (size, is_causal, found)
     for found in on_ranks(2, layer_errors, kind, True, False, (8, 8), True):
         assert max(found.values()) <= 1e-12, found
+
+
+def test_merged_keys_are_refused(on_ranks):
+    with pytest.raises(RuntimeError, match="linear_attention_by_heads"):
+        on_ranks(2, layer_errors, "window-merged", True, False, (8, 8), True)
 
 
 def test_a_model_trains_alike_however_it_is_split(on_ranks):

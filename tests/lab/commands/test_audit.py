@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from linattn import cli
 from linattn.hf import load
 from linattn.lab.audit.measuring import Audit
-from linattn.lab.audit.records import AUDIT, HeadRow
+from linattn.lab.audit.records import AUDIT, HeadRow, LengthsRow, TimeRow
 from linattn.lab.audit.truth import LayerTruth
 from linattn.lab.commands.app import app
 from linattn.lab.report import summarise_audit
@@ -76,7 +76,8 @@ def test_audit(run, tmp_path, family):
     assert header.maps == ["FavorPlus", "Centred(Taylor(order=1))"]
     heads = 2 * 4
     ranks = 6 if family == "bert" else 5
-    assert len(rows) == 2 + ranks * heads + (2 * 2 + 1) * (heads + 1)
+    assert len(without_times(rows)) == 2 + ranks * heads + (2 * 2 + 1) * (heads + 1)
+    assert sum(isinstance(row, TimeRow) for row in rows) == 3
     assert "uniform averaging" in result.output
     assert "Up to 80 numbers per head, what 8 random features keep" in result.output
     assert str(tmp_path / "out" / "index.html") in result.output.replace("\n", "")
@@ -128,6 +129,11 @@ def figures(path):
     return rows
 
 
+def without_times(rows):
+    """All but what depends on the machine."""
+    return [row for row in rows if not isinstance(row, TimeRow | LengthsRow)]
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """The methods measured on a layer, in order."""
@@ -141,25 +147,27 @@ def measured(monkeypatch):
     return found
 
 
-# Two baselines, five ranks of two layers of four heads, then for each method two layers of heads and the whole model.
-@pytest.mark.parametrize("number", [0, 1, 2, 5, 44, 46, 50, 51, 52, 58, 60])
+# Two baselines, five ranks of two layers of four heads, then for each method two layers of heads, the model's time
+# and the whole model; times at growing lengths come last.
+@pytest.mark.parametrize("number", [0, 1, 2, 5, 44, 46, 50, 51, 52, 53, 56, 60, 61, 62])
 def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, measured, number):
     words = ["--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "1"]
     file = tmp_path / "out" / "audit.jsonl"
     run(*words)
     whole = figures(file)
-    assert len(whole) == 60
+    assert len(without_times(whole)) == 60
     file.unlink()
     ends(number)
     result = run(*words)
     assert result.exit_code == 130
     assert ("the same command goes on from there" in result.output) == (number > 0)
-    assert figures(file) == whole[:number]
+    assert without_times(figures(file)) == without_times(whole[:number])
     ends(None)
     measured.clear()
     assert run(*words).exit_code == 0
-    assert set(figures(file)) == set(whole)
-    layers = (max(number - 42, 0) // 4, max(number - 51, 0) // 4)
+    assert set(without_times(figures(file))) == set(without_times(whole))
+    assert [type(row) for row in figures(file)].count(TimeRow) == 2
+    layers = (max(number - 42, 0) // 4, max(number - 52, 0) // 4)
     assert measured == ["FavorPlus"] * max(2 - layers[0], 0) + ["Relu"] * max(2 - layers[1], 0)
     assert sorted(path.name for path in file.parent.iterdir()) == ["audit.jsonl", "index.html"]
 
@@ -167,12 +175,14 @@ def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, m
 def test_a_finished_audit_is_measured_anew_when_asked_for(run, tmp_path, measured):
     file = tmp_path / "out" / "audit.jsonl"
     run("--map", "Relu")
-    before = file.read_bytes()
+    before, rows = file.read_bytes(), figures(file)
     assert run("--map", "Relu").exit_code == 0
+    assert file.read_bytes() == before
     assert measured == ["Relu"] * 2
     assert run("--map", "Relu", "--again").exit_code == 0
     assert measured == ["Relu"] * 4
-    assert file.read_bytes() == before == file.with_name("audit.1.jsonl").read_bytes()
+    assert without_times(figures(file)) == without_times(rows)
+    assert file.with_name("audit.1.jsonl").read_bytes() == before
 
 
 def test_an_interrupt_leaves_a_page_of_what_is_measured(run, tmp_path, ends):

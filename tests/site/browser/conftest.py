@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium")
 collect_ignore_glob = [] if CHROMIUM else ["test_*.py"]
-
-# Nothing but the pages: no sandbox for root, no look-ups of the browser's own.
-_SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
 class _Silent(SimpleHTTPRequestHandler):
@@ -39,23 +36,14 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture(scope="session")
-def site_browser() -> Iterator[Browser]:
-    """One browser for all pages."""
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=_SWITCHES)
-        yield found
-        found.close()
-
-
 @pytest.fixture
-def visit(site_browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
+def visit(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
     """A function that opens a page; whatever its console says, or it asks another host for, fails the test."""
     complaints: list[str] = []
     pages: list[Page] = []
 
     def at(name: str, width: int = 1280, theme: str = "light") -> Page:
-        page = site_browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
         page.on("console", lambda message: complaints.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
         page.on("request", lambda one: None if one.url.startswith(address) else complaints.append(one.url))

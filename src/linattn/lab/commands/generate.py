@@ -49,7 +49,7 @@ def generate(
         ),
     ] = None,
 ) -> None:
-    """Go on with a text, token by token, in constant memory where the model's attention is linear or has a budget.
+    """Go on with a text, token by token, in constant memory where attention is linear or has a budget.
 
     The text goes to the standard output; how fast it came, and what the model kept of it, to the standard error: with a
     budget, beside what the exact cache would take.

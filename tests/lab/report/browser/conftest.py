@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 from typer.testing import CliRunner
 
 from linattn.lab.commands.app import app
@@ -15,8 +15,6 @@ from linattn.lab.commands.app import app
 CHROMIUM = shutil.which("chromium")
 collect_ignore_glob = [] if CHROMIUM else ["test_*.py"]
 
-# Nothing but the page: no sandbox for root, no look-ups of the browser's own.
-_SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 _CLAIMS = ("constant-time-lookup", "query-costs-r", "elementwise-exp-is-softmax")
 
 
@@ -41,15 +39,6 @@ def report(folder: Callable[[str], Path], prose: str, tmp_path_factory: pytest.T
         result = CliRunner().invoke(app, [*words, *where])
         assert result.exit_code == 0, result.output
     return out / "index.html"
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """One browser for all pages."""
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=_SWITCHES)
-        yield found
-        found.close()
 
 
 @pytest.fixture

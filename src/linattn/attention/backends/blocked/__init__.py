@@ -94,7 +94,7 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     if bias is not None:
         log = log + bias
     phi = log - m
-    if phi.amax().item() > _RISE:
+    if phi.numel() and phi.amax().item() > _RISE:
         # Head by head and feature by feature: those below keep their bits.
         c = torch.where(phi > _RISE, log, m)
         decay = (m - c).exp_()
