@@ -175,6 +175,13 @@ def test_words_of_targets(summary):
     assert advise(replace(summary, lines=broken)).targets[0].text == "No method measured reaches it."
 
 
+def test_a_method_without_a_map_has_no_width(summary):
+    line = replace(summary.lines[1], map="merged 8", features=0)
+    advice = advise(replace(summary, lines=(line,), head_ratios={("merged 8", 0): [[0.5, 0.5], [0.5, 1.0]]}))
+    assert "Take merged 8: relative output error 0.53" in advice.budgets[1].text
+    assert "has merged 8: error 0.53 with" in advice.targets[0].text
+
+
 def test_words_when_a_choice_by_head_or_another_method_is_better(summary):
     fixed = summary.lines[2]
     small = replace(fixed, state_numbers=90, embedding_cosine=replace(fixed.embedding_cosine, mean=0.95))

@@ -373,5 +373,6 @@ class Audit:
 
 def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
     """A configuration in words, for the progress shown."""
-    words = f"{configuration.method.label}, {sample.num_features:,} features"
+    width = f", {sample.num_features:,} features" if sample.num_features else ""
+    words = f"{configuration.method.label}{width}"
     return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.is_random else words

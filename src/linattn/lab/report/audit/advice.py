@@ -92,7 +92,7 @@ def _at_target(summary: AuditSummary, target: float) -> Point:
 def _found(line: Line) -> str:
     """A method with its error and its costs."""
     return (
-        f"{line.map} ({line.features:,} features): error {number(line.error.mean)} with {line.state_numbers:,} numbers "
+        f"{line.words}: error {number(line.error.mean)} with {line.state_numbers:,} numbers "
         f"kept per head and {line.flops_per_token:,} FLOPs per token"
     )
 
@@ -149,7 +149,7 @@ def _at_budget(summary: AuditSummary, width: int, numbers: int) -> Point:
     best = best_line(affordable)
     if best is None:
         return Point(heading, "No method measured keeps so few.")
-    found = f"{best.map} ({best.features:,} features): relative output error {number(best.error.mean)}"
+    found = f"{best.words}: relative output error {number(best.error.mean)}"
     against = f"averaging the values {number(best.uniform_error)}"
     if best.verdict == "no better":
         first = (

@@ -86,6 +86,11 @@ class Line:
     crossover: Crossover | None = None
 
     @property
+    def words(self) -> str:
+        """The method with its width, where it has a map."""
+        return f"{self.map} ({self.features:,} features)" if self.features else self.map
+
+    @property
     def ratio(self) -> float:
         """Mean error over that of averaging uniformly."""
         return _over(self.error.mean, self.uniform_error)
