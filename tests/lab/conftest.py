@@ -32,6 +32,12 @@ for width in (8, 64):
     )
 
 
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audits of tiny models look for the length from which a method pays no further than here: it takes seconds."""
+    monkeypatch.setattr("linattn.lab.audit.paying._MOST_TOKENS", 256)
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A function giving the folder of one family's model with a tokenizer."""

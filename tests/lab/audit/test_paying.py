@@ -50,6 +50,7 @@ def test_lengths_double_until_the_method_is_faster(call, monkeypatch, linear, ex
         return longer.query
 
     monkeypatch.setattr(paying, "seconds", seconds)
+    monkeypatch.setattr(paying, "_MOST_TOKENS", 65_536)
     monkeypatch.setattr(AttentionCall, "softmax", lambda self: self.query)
     row = paying.time_lengths("Relu", 4, answer, call)
     assert row.lengths == tuple(seen) == lengths

@@ -19,7 +19,7 @@ from linattn.lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
 from linattn.planning.timing import seconds
 
 LINEAR, EXACT = "linear", "exact"
-# A pass that takes longer is timed once.
+# A call that takes longer is timed once.
 _LONG_SECONDS = 0.5
 _REPEATS = 3
 # No call of exact attention that would take longer is begun, nor one over more tokens.
@@ -61,7 +61,7 @@ def time_lengths(
     The recorded tokens are repeated to the length: how long they take does not depend on what they hold. Ends where
     softmax would take more than 2 s, or at 65,536 tokens.
 
-    Cost: four calls of each kind at each length; the last takes about as long as all before.
+    Cost: four calls of each kind at each length, two where calls take long; the last take about as long as all before.
 
     Args:
         label: the method's written form.
@@ -74,17 +74,19 @@ def time_lengths(
     """
     length = call.query.shape[2]
     points: list[tuple[int, float, float]] = []
+    repeats = _REPEATS
     while length <= _MOST_TOKENS:
         longer = replace(call, query=_repeated(call.query, length), key=_repeated(call.key, length))
         longer = replace(longer, value=_repeated(call.value, length), key_mask=None)
         with torch.no_grad():
-            found = seconds({LINEAR: partial(answer, longer), EXACT: longer.softmax}, repeats=_REPEATS)
+            found = seconds({LINEAR: partial(answer, longer), EXACT: longer.softmax}, repeats=repeats)
         ours, theirs = (statistics.median(found[name]) for name in (LINEAR, EXACT))
         points.append((length, ours, theirs))
         # Twice the tokens are four times the pairs.
         if ours < theirs or 4 * theirs > _MOST_SECONDS:
             break
         length *= 2
+        repeats = 1 if max(ours, theirs) > _LONG_SECONDS / 2 else _REPEATS
     lengths, linear, exact = zip(*points, strict=True)
     return LengthsRow(label, features, lengths, linear, exact)
 
