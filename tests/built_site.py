@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,6 @@ QUESTIONS = {
     "how do I train a model?": "faq.html#how-do-i-train-a-model",
 }
 """What a newcomer asks, and the places that answer it, any of which is to be among the first three hits."""
-
-
-def missing_tools() -> list[str]:
-    """What a build needs and is not installed."""
-    return [name for name in ("mkdocs", "material", "mkdocstrings") if find_spec(name) is None]
 
 
 def build(folder: Path) -> str:

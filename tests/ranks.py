@@ -88,6 +88,7 @@ def _serve(rank: int, store: Path, pipe: Connection) -> None:
         try:
             torch.manual_seed(0)
             answer = False, job(meshes[shape], *arguments, **options)
+        # Whatever a job raises fails its test, in the process that asked, and leaves this rank to serve the next.
         except Exception:
             answer = True, traceback.format_exc()
         pipe.send(answer)

@@ -6,7 +6,6 @@ import importlib.util
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -28,8 +27,6 @@ def release() -> ModuleType:
 @pytest.fixture(scope="module")
 def built(release: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel."""
-    if missing := [name for name in ("build", "hatchling") if find_spec(name) is None]:
-        pytest.skip(f"no wheel was built, for want of {' and '.join(missing)}: pip install 'linattn[release]'")
     folder = tmp_path_factory.mktemp("dist")
     release.build(folder)
     return folder

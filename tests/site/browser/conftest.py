@@ -20,7 +20,7 @@ collect_ignore_glob = [] if CHROMIUM else ["test_*.py"]
 class _Silent(SimpleHTTPRequestHandler):
     """A server of files that tells nothing."""
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name is http.server's
+    def log_message(self, *_: Any) -> None:
         """Nothing."""
 
 

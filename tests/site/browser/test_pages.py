@@ -21,6 +21,7 @@ def test_nothing_runs_out_of_a_page(visit, name):
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
 
 
+# No package of Python's has axe-core: CI installs it, and who has no npm runs the other tests.
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core: npm install --no-save axe-core@4.14.1")
 @pytest.mark.parametrize(
     ("name", "width", "theme"),
