@@ -72,6 +72,19 @@ def test_a_long_pass_is_timed_once(monkeypatch, first, repeats):
     assert asked == [1, repeats]
 
 
+def test_only_methods_that_no_other_beats_are_worth_timing():
+    """Neither one that is slower and worse, nor one that averaging beats, nor one whose error is not finite."""
+
+    def rows(name, error, seconds):
+        """A method on one head, where averaging has 0.8."""
+        head = HeadRow(0, 0, name, 4, 0, None, error, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
+        return [head, TimeRow(name, 4, (seconds,), (1.0,), 1)]
+
+    found = [*rows("good", 0.2, 2.0), *rows("fast", 0.5, 1.0), *rows("beaten", 0.4, 3.0), *rows("idle", 0.79, 0.1)]
+    found += rows("broken", float("nan"), 0.1)
+    assert paying.worth_timing(found) == [("fast", 4), ("good", 4)]
+
+
 def test_an_audit_times_every_method_once_and_the_best_at_growing_lengths(folder, prose):
     """One row per method and width whatever the draws; what was timed before is not timed again."""
     wanted = AuditGrid((parse_method("FavorPlus"), parse_method("Expansion(num_centres=4)")), (8, 16), draws=2)
