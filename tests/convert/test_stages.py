@@ -134,13 +134,16 @@ def test_predictions_count_by_token(build):
     exact = outputs(model, texts)
     linearize_(model, feature_map="LearnedExponential", num_features=8)
     ours = outputs(model, texts)
-    terms = [
-        (b.logits.double().softmax(-1) * (b.logits.double().log_softmax(-1) - a.logits.double().log_softmax(-1)))
-        .sum(-1)
-        .flatten()
-        for a, b in zip(ours, exact, strict=True)
-    ]
-    assert agreement(ours, exact).divergence == pytest.approx(float(torch.cat(terms).mean()), rel=1e-9)
+    terms, surprise = [], []
+    with torch.no_grad():
+        for text, a, b in zip(texts, ours, exact, strict=True):
+            log_q, log_p = (model.lm_head(x.states[-1]).double().log_softmax(-1) for x in (a, b))
+            terms.append((log_p.exp() * (log_p - log_q)).sum(-1).flatten())
+            surprise.append(-log_q[0, :-1].gather(-1, text["input_ids"][0, 1:, None]).flatten())
+    found = agreement(ours, exact)
+    assert found.divergence == pytest.approx(float(torch.cat(terms).mean()), rel=1e-9)
+    assert found.perplexity == pytest.approx(float(torch.cat(surprise).mean().exp()), rel=1e-9)
+    assert found.exact_perplexity == agreement(exact, exact).perplexity != found.perplexity
 
 
 def test_models_without_states_of_tokens_are_refused(build, batches):

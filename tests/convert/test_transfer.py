@@ -8,6 +8,7 @@ import torch
 from linattn.convert.calibration import build_maps, record
 from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.losses import distillation, row_divergence
+from linattn.convert.predictions import token_divergence
 from linattn.convert.running import run
 from linattn.convert.samples import from_batches
 from linattn.convert.transfer import transfer
@@ -121,8 +122,8 @@ def test_long_texts_beside_a_short_one(learning, clock):
 )
 def test_distillation_makes_the_outputs_the_teachers(learning, clock, family, written):
     teacher, student, maps, _, samples = learning(family, written)
-    options = {"seconds": STEPS, "learning_rate": 3e-3, "map_learning_rate": 2e-3}
-    training = distil(student, maps, teacher, samples, **options)
+    weights = list(student.parameters()), 3e-3
+    training = distil(student, weights, maps, teacher, samples, seconds=STEPS, map_learning_rate=2e-3)
     assert [rate for _, rate in training.parameters] == [3e-3, 2e-3][: 1 + (family == "llama")]
     grouped = [id(weight) for weights, _ in training.parameters for weight in weights]
     assert sorted(grouped) == sorted(map(id, student.parameters()))
@@ -132,10 +133,10 @@ def test_distillation_makes_the_outputs_the_teachers(learning, clock, family, wr
     losses = []
     for batch in samples.validation:
         theirs = teacher_outputs(teacher, batch)
-        assert (theirs.logits is not None) == (family == "llama")
-        assert not theirs.last.requires_grad
+        assert (theirs.predictions is not None) == (family == "llama")
+        assert not theirs.states[-1].requires_grad
         with torch.no_grad():
             ours = run(student, batch)
-        logits = {"student_logits": ours.logits, "teacher_logits": theirs.logits}
-        losses.append(float(distillation(ours.states, theirs.states, theirs.live, **logits)))
+            divergence = token_divergence(ours.predictions, theirs.predictions) if family == "llama" else None
+        losses.append(float(distillation(ours.states, theirs.states, theirs.live, divergence)))
     assert sum(losses) / len(losses) == pytest.approx(found.best_loss)

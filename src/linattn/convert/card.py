@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from linattn.convert.course import Conversion
 from linattn.convert.stages import Stage
@@ -16,12 +17,13 @@ _WORDS = {
     "converted": "distilled",
 }
 _WORK = {"calibrated": "calibrating", "converted": "distilling"}
-# Heading and exact value of each figure of an `Agreement`; the last two exist of some models alone.
+# Heading and exact value of each figure of an `Agreement`; the last ones exist of some models alone.
 _MEASURES = {
     "embedding_cosine": ("embedding cosine", 1.0),
     "token_cosine": ("token cosine", 1.0),
     "rank_correlation": ("rank correlation", 1.0),
     "divergence": ("prediction KL", 0.0),
+    "perplexity": ("perplexity", None),
 }
 # By whether the folder is a plain one of transformers.
 _LOADING = {
@@ -41,7 +43,9 @@ def stage_table(conversion: Conversion) -> Table:
         for name, words in _MEASURES.items()
         if any(getattr(stage.agreement, name) is not None for stage in stages)
     }
-    rows = [("exact attention", *(_number(exact) for _, exact in measured.values()))]
+    # The original model's perplexity is a figure of its own, of every stage the same.
+    own = stages[-1].agreement.exact_perplexity
+    rows = [("exact attention", *(_number(own if exact is None else exact) for _, exact in measured.values()))]
     rows += [(_WORDS[stage.name], *(_number(getattr(stage.agreement, name)) for name in measured)) for stage in stages]
     return Table(("stage", *(words for words, _ in measured.values())), tuple(rows), baselines=2)
 
@@ -90,10 +94,11 @@ def method_table(conversion: Conversion) -> Table:
     return Table(("method", "heads"), tuple((method, str(count)) for method, count in rows))
 
 
-def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> str:
+def model_card(conversion: Conversion, name: str, more: Sequence[str] = (), *, is_plain: bool = False) -> str:
     """The model card of a converted model, as Markdown; `name` is that of the model it was made from.
 
-    A plain model's folder is one that transformers' own classes read as the linear model it is.
+    A plain model's folder is one that transformers' own classes read as the linear model it is. `more` paragraphs come
+    after the figures of the whole model.
     """
     steps = ", ".join(
         f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
@@ -108,6 +113,7 @@ def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> 
         "nothing was fitted to or trained on, against the original model:",
         stage_table(conversion).markdown(),
         " ".join(filter(None, (f"{kept_in_words(conversion)}.", speed_in_words(conversion)))),
+        *more,
         "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
         layer_table(conversion).markdown(),
     ]

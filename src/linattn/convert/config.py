@@ -27,13 +27,17 @@ class ConvertConfig:
         minutes: wall-clock time of training, the audits before and after not included; 0 to calibrate only.
         distil: whether the weights of the whole model are trained to give the model's outputs. Without it only the maps
             learn, where they can.
+        adapter_rank: rank of low-rank adapters of the converted layers' projections, which are trained in place of all
+            weights and then added to these: for models beside which their gradients and moments do not fit. None for
+            all weights.
         batch_size: texts per step.
         learning_rate: of the model's weights, at its largest; times the relative error that is left before training.
         map_learning_rate: of the maps' weights in attention transfer, at its largest; a tenth of it in distillation.
         seed: of the draws and of the order of texts.
 
     Raises:
-        ValueError: if a number is not positive (`minutes`: negative) or not finite, or `target_error` comes with a map.
+        ValueError: if a number is not positive (`minutes`: negative) or not finite, `target_error` comes with a map, or
+            adapters without distillation.
 
     Example:
         >>> ConvertConfig(minutes=-1)
@@ -50,6 +54,7 @@ class ConvertConfig:
     num_tokens: int = 512
     minutes: float = 15.0
     distil: bool = True
+    adapter_rank: int | None = None
     batch_size: int = 2
     learning_rate: float = 2e-4
     map_learning_rate: float = 1e-2
@@ -63,6 +68,11 @@ class ConvertConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value}")
+        if self.adapter_rank is not None and not (self.adapter_rank >= 1 and self.distil):
+            raise ValueError(
+                f"adapter_rank must be 1 or more, of weights that are distilled, got {self.adapter_rank} with "
+                f"distil={self.distil}; leave it out to train all weights"
+            )
         if self.target_error is None:
             return
         if not (math.isfinite(self.target_error) and self.target_error > 0):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from linattn.convert.adapting import RATE as ADAPTER_RATE
+from linattn.convert.adapting import adapted
 from linattn.convert.calibration import build_maps, fit_maps, make_plans
 from linattn.convert.config import ConvertConfig
-from linattn.convert.distilling import distil, teacher_outputs
+from linattn.convert.distilling import Weights, distil, teacher_outputs
 from linattn.convert.running import to_device
 from linattn.convert.samples import Samples
 from linattn.convert.speed import Speed, measure_speed
@@ -205,19 +208,31 @@ class Course:
         if fitted or transferred:
             self._audit("calibrated")
         if config.distil and seconds and not self._stopped:
-            distilled = self._run(
-                distil(
-                    self._model,
-                    maps,
-                    self._teacher,
-                    self._samples,
-                    seconds=seconds - transferring,
-                    learning_rate=config.learning_rate,
-                    map_learning_rate=config.map_learning_rate * _DISTILLED_MAP_RATE,
+            with self._distilled_weights() as weights:
+                distilled = self._run(
+                    distil(
+                        self._model,
+                        weights,
+                        maps,
+                        self._teacher,
+                        self._samples,
+                        seconds=seconds - transferring,
+                        map_learning_rate=config.map_learning_rate * _DISTILLED_MAP_RATE,
+                    )
                 )
-            )
             if distilled:
                 self._audit("converted")
+
+    @contextmanager
+    def _distilled_weights(self) -> Iterator[Weights]:
+        """What distillation trains beside the maps: the adapters', or all weights."""
+        rank, rate = self._config.adapter_rank, self._config.learning_rate
+        if rank is None:
+            yield list(self._model.parameters()), rate
+            return
+        attentions = [layer.module_name for layer in self._layers]
+        with adapted(self._model, attentions, rank, self._config.seed) as parameters:
+            yield parameters, rate * ADAPTER_RATE
 
     def _keep_the_best(self) -> str:
         """Take the model back to its best stage, if it is past that; the stage's name."""

@@ -9,25 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from linattn.convert.losses import distillation
+from linattn.convert.predictions import token_divergence
 from linattn.convert.running import Batch, Outputs, run
 from linattn.convert.samples import Samples
 from linattn.feature_maps import FeatureMap
 from linattn.training import Seconds, Training
 
 
+Weights = tuple[Sequence[nn.Parameter], float]
+"""Parameters, and the largest learning rate of their schedule."""
+
+
 def distil(
     student: nn.Module,
+    weights: Weights,
     maps: Sequence[FeatureMap],
     teacher: nn.Module,
     samples: Samples,
     *,
     seconds: float,
-    learning_rate: float,
     map_learning_rate: float,
 ) -> Training:
-    """The training of all weights, those of the maps included, against the original model's states and predictions.
-
-    The maps' weights have a learning rate of their own; both rates are the largest of their schedule.
+    """The training of weights, and of the maps' at a rate of their own, against the original's states and predictions.
 
     Source: Jiao et al. 2020 (arXiv 1909.10351).
     """
@@ -35,9 +38,10 @@ def distil(
     def imitate(batch: Batch, theirs: Outputs) -> Tensor:
         """The loss on a batch."""
         ours = run(student, batch)
-        return distillation(
-            ours.states, theirs.states, theirs.live, student_logits=ours.logits, teacher_logits=theirs.logits
-        )
+        divergence = None
+        if ours.predictions is not None and theirs.predictions is not None:
+            divergence = token_divergence(ours.predictions, theirs.predictions)
+        return distillation(ours.states, theirs.states, theirs.live, divergence)
 
     @cache
     def validation() -> list[tuple[Batch, Outputs]]:
@@ -56,7 +60,8 @@ def distil(
 
     of_maps = [parameter for feature_map in maps for parameter in feature_map.parameters()]
     known = set(map(id, of_maps))
-    others = [parameter for parameter in student.parameters() if id(parameter) not in known]
+    chosen, learning_rate = weights
+    others = [parameter for parameter in chosen if id(parameter) not in known]
     groups = [(others, learning_rate), (of_maps, map_learning_rate)]
     return Training(
         name="distillation",

@@ -1,6 +1,6 @@
 """The losses of a conversion: pure functions.
 
-Letters: B batch, H query heads, L tokens, n chosen queries, E width of a state, V vocabulary.
+Letters: B batch, H query heads, L tokens, n chosen queries, E width of a state.
 """
 
 from __future__ import annotations
@@ -45,31 +45,12 @@ def squared_relative_error(student: Tensor, teacher: Tensor, live: Tensor) -> Te
     return (student[live] - y).square().sum() / y.square().sum()
 
 
-def token_divergence(student: Tensor, teacher: Tensor, live: Tensor) -> Tensor:
-    """Mean over live tokens of KL(p‖p̂) in nats, p̂ and p the predictions of logits (B, L, V).
-
-    Example:
-        >>> teacher, student = torch.tensor([[[0.5, 0.5]]]).log(), torch.tensor([[[0.25, 0.75]]]).log()
-        >>> round(token_divergence(student, teacher, torch.tensor([[True]])).item(), 4)
-        0.1438
-
-    Source: Hinton et al. 2015 (arXiv 1503.02531), at temperature 1.
-    """
-    log_p, log_q = teacher[live].log_softmax(-1), student[live].log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-
-
 def distillation(
-    student: Sequence[Tensor],
-    teacher: Sequence[Tensor],
-    live: Tensor,
-    *,
-    student_logits: Tensor | None = None,
-    teacher_logits: Tensor | None = None,
+    student: Sequence[Tensor], teacher: Sequence[Tensor], live: Tensor, divergence: Tensor | None = None
 ) -> Tensor:
-    """The loss of end-to-end distillation, of the states (B, L, E) after every layer and the logits (B, L, V), if any.
+    """The loss of end-to-end distillation, of the states (B, L, E) after every layer and the predictions, if any.
 
-        ½ ε(last layer) + ½ mean of ε over the layers  [+ KL of the predictions],   ε = `squared_relative_error`
+        ½ ε(last layer) + ½ mean of ε over the layers  [+ divergence],   ε = `squared_relative_error`
 
     The layers before the last give every layer a target; the last alone takes several times as many steps.
 
@@ -84,6 +65,4 @@ def distillation(
         [squared_relative_error(ours, theirs, live) for ours, theirs in zip(student, teacher, strict=True)]
     )
     loss = (errors[-1] + errors.mean()) / 2
-    if student_logits is None or teacher_logits is None:
-        return loss
-    return loss + token_divergence(student_logits, teacher_logits, live)
+    return loss if divergence is None else loss + divergence

@@ -1,16 +1,18 @@
 """Run a model on a batch, and the outputs that a conversion compares.
 
-Letters: B batch, L tokens, E width of a state, V vocabulary.
+Letters: B batch, L tokens, E width of a state, V vocabulary, n tokens that are no padding.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from linattn.convert.predictions import NONE, Predictions
 
 Batch = Mapping[str, Tensor]
 """Keyword arguments of a model's forward pass."""
@@ -21,22 +23,20 @@ class Outputs(NamedTuple):
 
     Attributes:
         states: after every layer, each (B, L, E).
-        logits: (B, L, V) where the model predicts tokens, else None.
+        predictions: of the n live tokens where the model predicts tokens, else None.
         live: (B, L) bool, False for padding.
     """
 
     states: tuple[Tensor, ...]
-    logits: Tensor | None
+    predictions: Predictions | None
     live: Tensor
-
-    @property
-    def last(self) -> Tensor:
-        """Its predictions, or else its last states; (B, L, ·)."""
-        return self.states[-1] if self.logits is None else self.logits
 
 
 def run(model: nn.Module, batch: Batch) -> Outputs:
     """One forward pass on the model's device, without a cache; tokens that the attention mask leaves out are padding.
+
+    Logits that a linear head makes of the last states are not made here: those of a text and a large vocabulary are
+    larger than many a model. Where a model does more with them, it makes them all, in a second pass.
 
     Raises ValueError if the model gives no hidden states of tokens.
 
@@ -44,12 +44,31 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
         >>> from transformers import BertConfig, BertModel
         >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
         >>> found = run(BertModel(BertConfig(**sizes)).eval(), {"input_ids": torch.tensor([[1, 2, 3]])})
-        >>> len(found.states), tuple(found.last.shape), found.live.tolist()
+        >>> len(found.states), tuple(found.states[-1].shape), found.live.tolist()
         (2, (1, 3, 4), [[True, True, True]])
     """
     batch = to_device(batch, next((weight.device for weight in model.parameters()), torch.device("cpu")))
-    # Without this option a decoder would cache every layer's keys, which training does not read.
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    names = inspect.signature(model.forward).parameters
+    # Without the first option a decoder would cache every layer's keys, which training does not read.
+    options = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in names}
+    found = _pass(model, batch, options)
+    states = tuple(found.hidden_states[1:])
+    mask = batch.get("attention_mask")
+    live = mask.bool() if mask is not None else states[-1].new_ones(states[-1].shape[:2], dtype=torch.bool)
+    head = _head(model, found, states[-1]) if "logits_to_keep" in options else None
+    if head is not None:
+        return Outputs(states, Predictions(states[-1][live], head, _following(batch, live)), live)
+    if options.pop("logits_to_keep", None):
+        found = _pass(model, batch, options)
+    logits = getattr(found, "logits", None)
+    if logits is None or logits.shape[:2] != live.shape:
+        return Outputs(states, None, live)
+    following = _following(batch, live) if _predicts_next(model) else None
+    return Outputs(states, Predictions(logits[live], None, following), live)
+
+
+def _pass(model: nn.Module, batch: Batch, options: Mapping[str, Any]) -> Any:
+    """The outputs of transformers' forward pass, states of tokens among them."""
     found = model(**batch, output_hidden_states=True, return_dict=True, **options)
     states = getattr(found, "hidden_states", None)
     if not states or states[-1].ndim != 3:
@@ -57,11 +76,34 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
             f"{type(model).__name__} gives no hidden states (B, L, E), which a conversion compares; give an encoder or "
             "a decoder, with or without its language-model head"
         )
-    mask = batch.get("attention_mask")
-    live = mask.bool() if mask is not None else states[-1].new_ones(states[-1].shape[:2], dtype=torch.bool)
+    return found
+
+
+def _head(model: nn.Module, found: Any, last: Tensor) -> nn.Module | None:
+    """What makes logits of last states (B, L, E), if it makes those found (B, 1, V) of the last token's."""
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     logits = getattr(found, "logits", None)
-    per_token = logits is not None and logits.shape[:2] == live.shape
-    return Outputs(tuple(states[1:]), logits if per_token else None, live)
+    if head is None or logits is None or logits.ndim != 3:
+        return None
+    with torch.no_grad():
+        rebuilt = head(last[:, -1:])
+    is_all = rebuilt.shape == logits.shape and torch.allclose(rebuilt, logits, rtol=1e-4, atol=1e-4)
+    return head if is_all else None
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Whether logits are of the next token, and not of the same one."""
+    return bool(getattr(model, "can_generate", lambda: False)())
+
+
+def _following(batch: Batch, live: Tensor) -> Tensor | None:
+    """The token after each of the n live ones, `NONE` where there is none; None for batches without tokens."""
+    tokens = batch.get("input_ids")
+    if tokens is None:
+        return None
+    found = torch.full_like(tokens, NONE)
+    found[:, :-1] = torch.where(live[:, 1:], tokens[:, 1:], NONE)
+    return found[live]
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linattn.convert.losses import token_divergence
+from linattn.convert.predictions import Predictions, next_token_losses, token_divergence
 from linattn.convert.running import Batch, Outputs, run
 from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
 from linattn.planning.measures import cosine, relative_error
@@ -51,12 +51,16 @@ class Agreement:
             texts.
         divergence: KL divergence of the predicted token from the original model's, in nats, mean over tokens; 0 is
             exact, None for a model without predictions.
+        perplexity: exp of the mean loss of the next token; None for a model that does not predict it.
+        exact_perplexity: the original model's.
     """
 
     embedding_cosine: float
     token_cosine: float
     rank_correlation: float | None
     divergence: float | None
+    perplexity: float | None = None
+    exact_perplexity: float | None = None
 
     @property
     def merit(self) -> float:
@@ -127,17 +131,17 @@ def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement
     ours, theirs = (torch.cat([_embeddings(found) for found in each]) for each in (outputs, exact))
     pairs = list(zip(outputs, exact, strict=True))
     tokens = torch.cat([cosine(a.states[-1][b.live], b.states[-1][b.live]) for a, b in pairs])
-    divergences = [
-        (float(token_divergence(a.logits.double(), b.logits.double(), b.live)), int(b.live.sum()))
-        for a, b in pairs
-        if a.logits is not None and b.logits is not None
-    ]
-    num_predicted = sum(count for _, count in divergences)
+    predicted = [(a.predictions, b.predictions) for a, b in pairs if a.predictions and b.predictions]
+    with torch.no_grad():
+        divergences = [float(token_divergence(a, b, torch.float64)) * len(a.states) for a, b in predicted]
+    num_predicted = sum(len(a.states) for a, _ in predicted)
     return Agreement(
         embedding_cosine=float(cosine(ours, theirs).mean()),
         token_cosine=float(tokens.mean()),
         rank_correlation=_rank_correlation(ours, theirs) if len(ours) > 2 else None,
-        divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
+        divergence=sum(divergences) / num_predicted if predicted else None,
+        perplexity=_perplexity([a for a, _ in predicted]),
+        exact_perplexity=_perplexity([b for _, b in predicted]),
     )
 
 
@@ -188,6 +192,12 @@ def _embeddings(found: Outputs) -> Tensor:
     """The mean of each text's last states over its tokens, (B, E) float64."""
     live = found.live.unsqueeze(-1)
     return torch.where(live, found.states[-1].double(), 0).sum(1) / live.sum(1)
+
+
+def _perplexity(predictions: Sequence[Predictions]) -> float | None:
+    """Of all texts' next tokens; None where they are not predicted."""
+    losses = [found for one in predictions if (found := next_token_losses(one)) is not None]
+    return float(torch.cat(losses).mean().exp()) if losses else None
 
 
 def _rank_correlation(a: Tensor, b: Tensor) -> float:

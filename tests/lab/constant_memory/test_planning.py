@@ -31,7 +31,8 @@ def test_never_worse_than_a_plain_window_and_the_least_of_what_was_tried(seed):
     assert found[0].kl <= plain
     least = min(trial.kl for trial in found)
     assert found[0].kl == (least if least <= MARGIN * plain else plain)
-    assert len(found) == len(NAMES) + 3
+    # One more for each layer, but what was measured already.
+    assert len({trial.choices for trial in found}) == len(found) <= len(NAMES) + 3
     assert {(name,) * 3 for name in NAMES} <= {trial.choices for trial in found}
 
 

@@ -20,11 +20,21 @@ from linattn.convert.card import (
     speed_in_words,
     stage_table,
 )
-from linattn.hf import LinearLMForCausalLM, LoadedModel, is_sentence_transformer, load, save_pretrained
+from linattn.convert.samples import from_texts
+from linattn.hf import (
+    LinearLMForCausalLM,
+    LoadedModel,
+    is_sentence_transformer,
+    load,
+    load_language_model,
+    save_pretrained,
+)
 from linattn.lab.audit.text import read_text
 from linattn.lab.commands.new_folder import finish, new_folder
+from linattn.lab.commands.stages import stages
 from linattn.lab.commands.terminal import print_table
 from linattn.lab.commands.training_progress import training_progress
+from linattn.lab.constant_memory.converting import RECALL, BoundedConversion, BoundedMemory
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
 from linattn.training import Progress
@@ -55,12 +65,26 @@ def convert(
             help="In place of one method: the cheapest for each head expected to meet this relative error.",
         ),
     ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of a causal language model, in place of a method: what a layer keeps is bounded to the bytes of N keys "
+            "by the split between near and merged keys that predicts best. Needs --tokens above N.",
+        ),
+    ] = None,
     features: Annotated[int | None, typer.Option(metavar="R", help="Features of a map whose width is free.")] = None,
     minutes: Annotated[float, typer.Option(help="Time for training; 0 to calibrate only.")] = 15.0,
     tokens: Annotated[int, typer.Option(help="The longest text to train on, in tokens.")] = 512,
     distil: Annotated[
         bool, typer.Option("--distil/--no-distil", help="Train the whole model's weights, or the maps alone.")
     ] = True,
+    adapters: Annotated[
+        int | None,
+        typer.Option(
+            metavar="RANK", help="Train low-rank adapters of the projections, where all weights would not fit."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
@@ -72,22 +96,34 @@ def convert(
     # Of "." or a link the name is elsewhere.
     out = out.resolve()
     with new_folder("convert", "converting a model", console, out) as work:
+        if budget is not None and not (map_ is None and target is None):
+            raise ValueError("--budget chooses a method, and --map and --target do; give one of the three")
         texts = tuple(read_text(file).content for file in (text or (None,)))
-        loaded = load(model, with_head=True)
+        loaded = load(model, with_head=True) if budget is None else load_language_model(model)
+        bounded = None
+        if budget is not None:
+            with stages(console) as watch:
+                samples = from_texts(loaded.tokenizer, texts, num_tokens=tokens, batch_size=1, seed=seed)
+                bounded = BoundedMemory(loaded, samples, budget, tokens, watch)
         config = ConvertConfig(
-            map_,
+            map_ if bounded is None else bounded.plan.labels[0],
             target,
             num_features=features,
             texts=texts,
             num_tokens=tokens,
             minutes=minutes,
             distil=distil,
+            adapter_rank=adapters,
             seed=seed,
         )
         with training_progress(console, "Measuring and calibrating", _loss) as notify:
             conversion = convert_(loaded.model, loaded.tokenizer, config, work=work, notify=notify)
-        finish(work, out, lambda draft: _write(loaded, conversion, draft))
+        memory = None if bounded is None else bounded.finished()
+        finish(work, out, lambda draft: _write(loaded, conversion, memory, draft))
     _print(console, conversion)
+    if memory is not None:
+        print_table(console, memory.table())
+        console.print(memory.sentence(), markup=False, highlight=False)
     console.print(f"Written: {escape(str(out))}", highlight=False)
 
 
@@ -96,7 +132,7 @@ def _loss(progress: Progress) -> str:
     return f"loss {progress.best:.4f}"
 
 
-def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
+def _write(loaded: LoadedModel, conversion: Conversion, memory: BoundedConversion | None, draft: Path) -> None:
     """The model and its report."""
     if is_sentence_transformer(loaded.source) and find_spec("sentence_transformers") is not None:
         from linattn.hf import sentence_transformers
@@ -105,7 +141,11 @@ def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
     else:
         save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
     write_json(draft / "conversion.json", to_json(conversion, finite=False))
-    card = model_card(conversion, loaded.name, is_plain=isinstance(loaded.model, LinearLMForCausalLM))
+    more: tuple[str, ...] = ()
+    if memory is not None:
+        write_json(draft / "memory.json", to_json(memory, finite=False))
+        more = memory.sentence(), RECALL, memory.table().markdown()
+    card = model_card(conversion, loaded.name, more, is_plain=isinstance(loaded.model, LinearLMForCausalLM))
     (draft / "README.md").write_text(card, encoding="utf-8")
 
 

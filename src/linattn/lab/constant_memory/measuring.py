@@ -25,7 +25,7 @@ from linattn.lab.constant_memory.answering import (
 )
 from linattn.lab.constant_memory.measures import Bins, distance, head_errors
 from linattn.lab.constant_memory.passages import TokenText
-from linattn.lab.constant_memory.planning import CANDIDATES, PLAIN, MemoryPlan, TrialRecord, choose
+from linattn.lab.constant_memory.planning import CANDIDATES, PLAIN, MemoryPlan, Trial, TrialRecord, choose
 from linattn.lab.constant_memory.recall import Task, tasks
 from linattn.lab.constant_memory.records import (
     BASELINE,
@@ -192,15 +192,16 @@ class MemoryAudit:
             calibration=None if calibration is None else calibration.source,
         )
 
-    def plan(self, text: Text, budget: int, watch: Watch = _SILENT) -> MemoryPlan:
+    def plan(self, text: Text, budget: int, watch: Watch = _SILENT, *, is_common: bool = False) -> MemoryPlan:
         """A contender for each global layer at a budget, chosen by KL on the first passage of a text.
 
-        Cost: two forward passes, one per candidate, and one per global layer.
+        Cost: two forward passes, one per candidate, and one per global layer if each may have its own.
 
         Args:
             text: one that is not measured.
             budget: in exact keys.
             watch: told what is tried.
+            is_common: whether all layers are to have the same.
 
         Returns:
             A `MemoryPlan`, whose KL is the plain window's or lower.
@@ -213,14 +214,18 @@ class MemoryAudit:
         content = TokenText.of(self._loaded, text)
         tokens = content.passage(content.starts(header.num_tokens, 1)[0], header.num_tokens)
         passage = Passage(self._loaded, self._layers, tokens, header.num_measured)
+        # How many layers a choice is for.
+        span = len(self._layers.names) if is_common else 1
 
-        def measure(choices: tuple[str, ...]) -> float:
-            """The KL of one candidate for each layer."""
+        def measure(chosen: tuple[str, ...]) -> float:
+            """The KL of one candidate for each layer, or for all."""
+            choices = chosen * span
             labels = list(dict.fromkeys(shelf[name].label for name in choices))
             watch.begin(f"Planning at {budget:,} keys: {', '.join(labels)}")
             return passage.kl(self._layers.by({place: shelf[name] for place, name in enumerate(choices)}))
 
-        trials = choose(list(shelf), len(self._layers.names), measure)
+        found = choose(list(shelf), len(self._layers.names) // span, measure)
+        trials = [Trial(trial.choices * span, trial.kl) for trial in found]
         return MemoryPlan(
             model=header.model,
             budget=budget,

@@ -68,6 +68,8 @@ def choose(candidates: Sequence[str], num_layers: int, measure: Callable[[tuple[
     for place in range(num_layers):
         for name in others:
             choices = (*best.choices[:place], name, *best.choices[place + 1 :])
+            if any(trial.choices == choices for trial in trials):
+                continue
             trial = Trial(choices, measure(choices))
             trials.append(trial)
             best = min(best, trial, key=lambda one: one.kl)

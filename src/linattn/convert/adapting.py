@@ -1,0 +1,83 @@
+"""Low-rank adapters: a model whose weights and their moments do not fit beside each other is trained by a few more."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from linattn.hf import PreTrainedModel
+from linattn.hf.layer_attention import ATTRIBUTE
+
+RATE = 10.0
+"""Times the learning rate of whole weights; Schulman et al. 2025, "LoRA Without Regret", measured the factor."""
+
+_NAME = "conversion"
+# Adapters count twice, as in their authors' code.
+_ALPHA = 2
+
+
+@contextmanager
+def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: int) -> Iterator[list[nn.Parameter]]:
+    """Train the projections of some attention modules by low-rank adapters, while the block runs.
+
+        W + 2·B·A,   A (r, in) drawn from the seed, B (out, r) zero at first
+
+    All other weights of the model take no gradients meanwhile, but for those of the attention kernels. Afterwards the
+    adapters are part of the weights, and the model has the modules that it had.
+
+    Args:
+        model: changed in place.
+        attentions: names of attention modules.
+        rank: r.
+        seed: of the draw.
+
+    Returns:
+        A context manager that gives the adapters' parameters.
+
+    Raises:
+        ModuleNotFoundError: if peft is not installed.
+        ValueError: if the attention modules have no projections.
+
+    Source: Hu et al. 2022 (arXiv 2106.09685); its implementation is peft's.
+    """
+    # Only here: of conversions alone those with adapters need it.
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    kernels = {name for name in wanted if ATTRIBUTE in name.split(".")}
+    config = LoraConfig(r=rank, lora_alpha=_ALPHA * rank, target_modules=_projections(model, attentions))
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        # It finds out by itself that GPT-2's projections are transposed, and says so.
+        warnings.filterwarnings("ignore", "fan_in_fan_out")
+        tuner = LoraModel(model, {_NAME: config}, _NAME)
+    try:
+        adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for name in kernels:
+            model.get_parameter(name).requires_grad_(wanted[name])
+        yield adapters
+    finally:
+        tuner.merge_and_unload()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(wanted[name])
+
+
+def _projections(model: PreTrainedModel, attentions: Sequence[str]) -> list[str]:
+    """The names of the attention modules' own products with a matrix, without what their kernels hold."""
+    found = [
+        f"{attention}.{name}"
+        for attention in attentions
+        for name, module in model.get_submodule(attention).named_modules()
+        if getattr(module, "weight", None) is not None and module.weight.ndim == 2 and ATTRIBUTE not in name.split(".")
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__}'s attention modules ({', '.join(attentions)}) have no projections of their own to "
+            "adapt; leave adapter_rank out, and all weights are trained"
+        )
+    return found

@@ -1,0 +1,98 @@
+"""What a model predicts of each token, made piece by piece: logits of a whole text may be larger than the model.
+
+Letters: n tokens, E width of a state, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+NONE = -100
+"""In place of a token where there is none."""
+
+# Logits made at once: 64 MB in float32.
+_MOST = 2**24
+
+
+class Predictions(NamedTuple):
+    """Distributions over V tokens, by their logits or by what makes these.
+
+    Attributes:
+        states: (n, E); the logits themselves (n, V) where there is no head.
+        head: makes logits of states; None where they are given.
+        following: (n,), the token that each is a prediction of, `NONE` where there is none; None where the model does
+            not predict the next token.
+    """
+
+    states: Tensor
+    head: Callable[[Tensor], Tensor] | None
+    following: Tensor | None = None
+
+    def log_probabilities(self, states: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logarithms (m, V) of what is predicted from some of the states (m, ·)."""
+        logits = states if self.head is None else self.head(states)
+        return logits.to(dtype).log_softmax(-1)
+
+    def pieces(self) -> Iterator[slice]:
+        """Consecutive stretches of the tokens, each of few enough for their logits to be held."""
+        number = len(self.states)
+        width = self.states.shape[-1] if self.head is None else self.head(self.states[:1].detach()).shape[-1]
+        size = max(_MOST // max(width, 1), 1)
+        return (slice(start, min(start + size, number)) for start in range(0, number, size))
+
+
+def token_divergence(student: Predictions, teacher: Predictions, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Mean over tokens of KL(p‖p̂) in nats, p̂ and p what the two predict; differentiable in the student.
+
+    Cost: O(n·V·E) time forward and twice that backward, with logits made anew there; memory for one piece of them.
+
+    Args:
+        student: n tokens.
+        teacher: the same n; a constant for gradients.
+        dtype: in which logits are compared.
+
+    Example:
+        >>> exact, ours = (Predictions(torch.tensor([p]).log(), None) for p in ([0.5, 0.5], [0.25, 0.75]))
+        >>> round(token_divergence(ours, exact).item(), 4)
+        0.1438
+
+    Source: Hinton et al. 2015 (arXiv 1503.02531), at temperature 1.
+    """
+
+    def of(ours: Tensor, theirs: Tensor) -> Tensor:
+        """Summed over a piece."""
+        with torch.no_grad():
+            log_p = teacher.log_probabilities(theirs, dtype)
+        return (log_p.exp() * (log_p - student.log_probabilities(ours, dtype))).sum()
+
+    parts = [
+        checkpoint(of, student.states[piece], teacher.states[piece], use_reentrant=False, preserve_rng_state=False)
+        for piece in student.pieces()
+    ]
+    return torch.stack(parts).sum() / len(student.states)
+
+
+def next_token_losses(predictions: Predictions) -> Tensor | None:
+    """-log p(next token) in nats, float64, of each token that has one; None where the model does not predict it.
+
+    Example:
+        >>> logits = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
+        >>> found = next_token_losses(Predictions(logits, None, torch.tensor([1, NONE])))
+        >>> round(found.exp().item(), 4)
+        1.3333
+    """
+    following = predictions.following
+    if following is None:
+        return None
+    found = []
+    with torch.no_grad():
+        for piece in predictions.pieces():
+            wanted = following[piece]
+            logs = predictions.log_probabilities(predictions.states[piece], torch.float64)
+            found.append(-logs[wanted != NONE].gather(-1, wanted[wanted != NONE].unsqueeze(-1)).squeeze(-1))
+    return torch.cat(found) if found else following.new_zeros(0, dtype=torch.float64)

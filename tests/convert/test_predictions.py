@@ -1,0 +1,108 @@
+"""Predictions made piece by piece are those of all logits at once, in value, in gradient and in what is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import BertConfig, BertForMaskedLM
+
+from linattn.convert import predictions
+from linattn.convert.predictions import NONE, Predictions, next_token_losses, token_divergence
+from linattn.convert.running import run
+
+TOKENS, WIDTH, VOCABULARY = 11, 5, 7
+
+
+@pytest.fixture(autouse=True)
+def pieces_of_three(monkeypatch):
+    """Few enough logits at once for several pieces, the last of them shorter."""
+    monkeypatch.setattr(predictions, "_MOST", 3 * VOCABULARY + 2)
+
+
+def states(seed):
+    return torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def head(seed):
+    torch.manual_seed(seed)
+    return nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+
+
+def test_divergence_and_its_gradients_are_torchs():
+    ours, theirs, student, teacher = states(0).requires_grad_(), states(1), head(2), head(3)
+    inputs = (ours, student.weight, student.bias)
+    found = token_divergence(Predictions(ours, student), Predictions(theirs, teacher), torch.float64)
+    logs = [x.log_softmax(-1) for x in (student(ours), teacher(theirs))]
+    expected = kl_div(*logs, log_target=True, reduction="none").sum(-1).mean()
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    # The exact model's head is no part of what is trained.
+    assert teacher.weight.grad is None
+    # A constant added to all logits is no other prediction; logits that are given need no head.
+    given = Predictions(student(ours) + 3, None), Predictions(teacher(theirs) - 7, None)
+    torch.testing.assert_close(token_divergence(*given, torch.float64), found)
+    assert torch.autograd.gradcheck(
+        lambda x: token_divergence(Predictions(x, student), Predictions(theirs, teacher), torch.float64), ours
+    )
+
+
+def test_nothing_is_kept_for_the_gradient_but_states():
+    kept: list[int] = []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    ours, student = states(0).requires_grad_(), head(2)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        token_divergence(Predictions(ours, student), Predictions(states(1), student))
+    # A piece's logits would be three rows of the vocabulary.
+    assert max(kept) <= 3 * WIDTH < 3 * VOCABULARY
+
+
+def test_losses_of_the_next_tokens_are_torchs():
+    last, following = states(0), torch.tensor([*range(VOCABULARY), NONE, 1, NONE, 2])
+    made = head(1)
+    found = next_token_losses(Predictions(last, made, following))
+    expected = cross_entropy(made(last), following, ignore_index=NONE)
+    assert found is not None
+    assert len(found) == TOKENS - 2
+    torch.testing.assert_close(found.mean(), expected.detach())
+    assert next_token_losses(Predictions(last, made)) is None
+
+
+def doubled(model, inputs, outputs):
+    """Forward hook of a model that does more with its logits than its head."""
+    outputs.logits = 2 * outputs.logits
+    return outputs
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_models_own_predictions(build, padded, is_plain):
+    """Made of states by its head where that is all the model does, else all logits as given; none of padding."""
+    batch = padded[0]
+    mask, model = batch["attention_mask"].bool(), build("llama")
+    if not is_plain:
+        model.register_forward_hook(doubled)
+    with torch.no_grad():
+        own, whole = run(model, batch).predictions, model(**batch).logits[mask]
+        logs = torch.cat([own.log_probabilities(own.states[piece], torch.float32) for piece in own.pieces()])
+    torch.testing.assert_close(logs, whole.log_softmax(-1), atol=1e-5, rtol=1e-5)
+    assert own.head is (model.lm_head if is_plain else None)
+    assert own.states.shape == (int(mask.sum()), 32 if is_plain else 64)
+    # Of a text's last token there is no next one.
+    lengths = mask.sum(1).tolist()
+    assert own.following.tolist().count(NONE) == len(lengths)
+    assert own.following[: lengths[0] - 1].tolist() == batch["input_ids"][0, 1 : lengths[0]].tolist()
+
+
+def test_models_of_masked_tokens_predict_no_next_one(padded):
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=8)).eval()
+    found = run(model, padded[0]).predictions
+    assert found.head is None
+    assert found.states.shape[-1] == 64
+    assert next_token_losses(found) is None
