@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from linattn.processes import Processes
 from linattn.training.budgets import Budget
 from linattn.training.checkpoints import WorkFolder
-from linattn.training.processes import Processes
 from linattn.training.progress import Progress
 
 # Between two checkpoints, at most.
