@@ -64,6 +64,12 @@ class Processes:
         dist.broadcast_object_list(held, src=0)
         return held[0]
 
+    def first_does(self, do: Callable[[], T]) -> T:
+        """What the first process finds, on all of them, which wait meanwhile."""
+        found = self.from_first(do() if self.is_first else None)
+        assert found is not None
+        return found
+
     def gather(self, value: T) -> list[T]:
         """What every process gives, in the order of the ranks, on all of them; it travels pickled."""
         if self.size == 1:

@@ -22,12 +22,12 @@ from linattn.convert.card import (
 )
 from linattn.hf import LinearLMForCausalLM, LoadedModel, is_sentence_transformer, load, save_pretrained
 from linattn.lab.audit.text import read_text
-from linattn.lab.commands.new_folder import finish, new_folder
+from linattn.lab.commands.new_folder import finish, shared_folder
 from linattn.lab.commands.terminal import print_table
 from linattn.lab.commands.training_progress import training_progress
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
-from linattn.training import Progress
+from linattn.training import Progress, launched
 
 
 def convert(
@@ -61,17 +61,18 @@ def convert(
     distil: Annotated[
         bool, typer.Option("--distil/--no-distil", help="Train the whole model's weights, or the maps alone.")
     ] = True,
+    batch: Annotated[int, typer.Option(help="Texts per step.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
 
     Figures are of texts held out from all fitting and training; of the stages the best is kept. Ctrl-C during training
-    ends it and keeps the best so far; after anything worse the same command goes on where it was.
+    ends it and keeps the best so far; after anything worse the same command goes on where it was. Under torchrun the
+    texts of a step, layers and held-out texts are dealt out to the processes; any number of them goes on.
     """
-    console = Console()
     # Of "." or a link the name is elsewhere.
     out = out.resolve()
-    with new_folder("convert", "converting a model", console, out) as work:
+    with launched() as processes, shared_folder("convert", "converting a model", processes, out) as (console, work):
         texts = tuple(read_text(file).content for file in (text or (None,)))
         loaded = load(model, with_head=True)
         config = ConvertConfig(
@@ -82,11 +83,13 @@ def convert(
             num_tokens=tokens,
             minutes=minutes,
             distil=distil,
+            batch_size=batch,
             seed=seed,
         )
         with training_progress(console, "Measuring and calibrating", _loss) as notify:
             conversion = convert_(loaded.model, loaded.tokenizer, config, work=work, notify=notify)
-        finish(work, out, lambda draft: _write(loaded, conversion, draft))
+        if work is not None:
+            finish(work, out, lambda draft: _write(loaded, conversion, draft))
     _print(console, conversion)
     console.print(f"Written: {escape(str(out))}", highlight=False)
 
