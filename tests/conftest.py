@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grid import Case
+from ranks import Pool
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -74,6 +75,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(now=0.0)
     monkeypatch.setattr("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: found.now))
     return found
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[list[Pool]]:
+    """The pool of ranks in use, if there is one."""
+    pools: list[Pool] = []
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def on_ranks(_pools: list[Pool]) -> Callable[..., list]:
+    """on_ranks(size, job, *arguments): what a job returns on each rank; a broken pool is replaced.
+
+    Tests that use it are in xdist's group "ranks", for which there is one pool.
+    """
+    if not _pools or not _pools[0].is_alive:
+        _pools[:] = [Pool()]
+    return _pools[0].run
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

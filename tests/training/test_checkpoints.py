@@ -7,25 +7,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 
 from linattn.training.checkpoints import Progress, WorkFolder
+from linattn.training.tensors import held, put, read, write
 
 
 @pytest.fixture
 def trained():
-    """An accelerator with a model whose head is its embedding, and an optimiser that has taken two steps."""
+    """A model whose head is its embedding, and an optimiser that has taken two steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
     model[1].weight = model[0].weight
-    accelerator = Accelerator(device_placement=False)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.arange(5)).square().sum().backward()
         optimizer.step()
-    return accelerator, model, optimizer
+    return model, optimizer
+
+
+def save(folder, trained, progress, best):
+    """A checkpoint of a transfer, by one process."""
+    with folder.draft("transfer", progress) as draft:
+        write(draft, held(*trained, best), together=False)
+
+
+def resume(folder, trained):
+    """The last one, in model and optimiser: its progress, and the best weights."""
+    place, progress = folder.last("transfer")
+    return progress, put(read(place, trained[0], together=False), *trained)
 
 
 def state(model, optimizer):
@@ -34,22 +46,22 @@ def state(model, optimizer):
 
 
 def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, caplog):
-    accelerator, model, optimizer = trained
+    model, optimizer = trained
     folder, progress = WorkFolder(tmp_path, {}, kind="conversion"), Progress(2, 7.5, 3.0, 0.5, 0.25)
     best = {name: x + 1 for name, x in model.state_dict().items()}
     before = state(model, optimizer)
-    folder.save("transfer", accelerator, progress, best)
+    save(folder, trained, progress, best)
     optimizer.zero_grad()
     model(torch.arange(5)).sum().backward()
     optimizer.step()
-    found, tensors = WorkFolder(tmp_path, {}, kind="conversion").resume("transfer", accelerator)
+    found, tensors = resume(WorkFolder(tmp_path, {}, kind="conversion"), trained)
     assert found == progress
     assert tensors.keys() == best.keys()
     assert all(torch.equal(tensors[name], best[name]) for name in best)
     assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), before, strict=True))
     assert model[1].weight is model[0].weight
-    assert not caplog.records
-    assert WorkFolder(tmp_path, {}, kind="conversion").resume("distillation", accelerator) is None
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
+    assert WorkFolder(tmp_path, {}, kind="conversion").last("distillation") is None
 
 
 def kept(place):
@@ -57,40 +69,40 @@ def kept(place):
 
 
 def test_only_the_last_whole_checkpoint_counts(trained, tmp_path):
-    accelerator, model, _ = trained
+    model, _ = trained
     folder, best = WorkFolder(tmp_path, {}, kind="conversion"), dict(model.state_dict())
     del best["1.weight"]
     place = tmp_path / "checkpoints" / "transfer"
-    folder.save("transfer", accelerator, Progress(99, 1.0, 1.0, 1.0, 1.0), best)
+    save(folder, trained, Progress(99, 1.0, 1.0, 1.0, 1.0), best)
     # What a kill leaves of the next one.
     draft = place / ".step-00000200.abc.part"
     draft.mkdir()
     (draft / "progress.json").write_text("{")
-    assert folder.resume("transfer", accelerator)[0].step == 99
-    folder.save("transfer", accelerator, Progress(100, 2.0, 1.0, 1.0, 1.0), best)
+    assert folder.last("transfer")[1].step == 99
+    save(folder, trained, Progress(100, 2.0, 1.0, 1.0, 1.0), best)
     assert kept(place) == ["step-00000099", "step-00000100"]
-    folder.save("transfer", accelerator, Progress(1000, 3.0, 1.0, 1.0, 1.0), best)
+    save(folder, trained, Progress(1000, 3.0, 1.0, 1.0, 1.0), best)
     assert kept(place) == ["step-00000100", "step-00001000"]
 
 
 def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkeypatch):
-    accelerator, model, _ = trained
+    model, _ = trained
     folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
-    folder.save("transfer", accelerator, Progress(1, 1.0, 1.0, 1.0, 1.0), best)
+    save(folder, trained, Progress(1, 1.0, 1.0, 1.0, 1.0), best)
 
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("linattn.training.checkpoints.save_file", full)
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
     with pytest.raises(OSError, match="no space left"):
-        folder.save("transfer", accelerator, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
+        save(folder, trained, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
     assert [path.name for path in (tmp_path / "checkpoints" / "transfer").iterdir()] == ["step-00000001"]
-    assert folder.resume("transfer", accelerator)[0].step == 1
+    assert folder.last("transfer")[1].step == 1
 
 
 def test_a_full_disk_names_the_checkpoint(trained, tmp_path, monkeypatch):
     """Torch's own error says neither which file nor why."""
-    accelerator, model, _ = trained
+    model, _ = trained
     folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
     place = tmp_path / "checkpoints" / "transfer"
     for error, words in (
@@ -102,9 +114,9 @@ def test_a_full_disk_names_the_checkpoint(trained, tmp_path, monkeypatch):
             raise error
 
         with monkeypatch.context() as patched:
-            patched.setattr(Accelerator, "save_state", full)
+            patched.setattr(FileSystemWriter, "write_data", full)
             with pytest.raises(OSError, match=f"{place / 'step-00000002'}{words}"):
-                folder.save("transfer", accelerator, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
+                save(folder, trained, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
         assert kept(place) == []
 
 
@@ -119,26 +131,26 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-FILES = ["best.safetensors", "optimizer.bin", "progress.json", "pytorch_model.bin", "random_states_0.pkl"]
+FILES = [".metadata", "__0_0.distcp", "progress.json"]
 
 
 @pytest.fixture
 def twice(trained, tmp_path):
-    """A work folder with two checkpoints, and the accelerator."""
-    accelerator, model, _ = trained
+    """A work folder with two checkpoints, and where they are."""
+    model, _ = trained
     folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
     for step in (1, 2):
-        folder.save("transfer", accelerator, Progress(step, 1.0, 1.0, 1.0, 1.0), best)
-    return folder, accelerator, tmp_path / "checkpoints" / "transfer"
+        save(folder, trained, Progress(step, 1.0, 1.0, 1.0, 1.0), best)
+    return folder, tmp_path / "checkpoints" / "transfer"
 
 
 @pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
 @pytest.mark.parametrize("name", [*FILES, "digests.json"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(twice, caplog, name, harm):
-    folder, accelerator, place = twice
+    folder, place = twice
     assert {*FILES, "digests.json"} == {path.name for path in (place / "step-00000002").iterdir()}
     harm(place / "step-00000002" / name)
-    assert folder.resume("transfer", accelerator)[0].step == 1
+    assert folder.last("transfer")[1].step == 1
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"{place / 'step-00000002'}" in record.getMessage()
@@ -149,13 +161,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(twice, caplog, name, h
 
 
 def test_damaged_checkpoints_alone_are_an_error_that_names_the_cure(twice):
-    folder, accelerator, place = twice
+    folder, place = twice
     for step in (1, 2):
-        flip(place / f"step-0000000{step}" / "optimizer.bin")
+        flip(place / f"step-0000000{step}" / "__0_0.distcp")
     with pytest.raises(ValueError, match="no checkpoint of the transfer is whole") as caught:
-        folder.resume("transfer", accelerator)
+        folder.last("transfer")
     for step in (1, 2):
-        assert f"{place / f'step-0000000{step}' / 'optimizer.bin'} is damaged: its bytes are not" in str(caught.value)
+        assert f"{place / f'step-0000000{step}' / '__0_0.distcp'} is damaged: its bytes are not" in str(caught.value)
     assert f"remove {place} to do the transfer anew, or {folder.path} to begin all anew" in str(caught.value)
     # Nothing was thrown away.
     assert kept(place) == ["step-00000001", "step-00000002"]

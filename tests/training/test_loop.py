@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from linattn.training import Seconds, Steps, Training, WorkFolder, train
+from linattn.training import Seconds, Steps, Training, WorkFolder, loop, train
 from linattn.training.loop import learning_rate_factor
 
 AIM = torch.tensor([3.0, -1.0, 2.0])
@@ -189,16 +189,16 @@ def test_ignored_signals_stay_so(training):
 
 
 def test_an_interrupt_in_a_checkpoint_leaves_no_draft(training, tmp_path, monkeypatch):
-    folder, save = WorkFolder(tmp_path / "work", {}, kind="conversion"), Accelerator.save_state
+    folder, save = WorkFolder(tmp_path / "work", {}, kind="conversion"), loop.write
     calls = []
 
-    def interrupted(self, *args, **options):
+    def interrupted(*args, **options):
         calls.append(None)
-        save(self, *args, **options)
+        save(*args, **options)
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Accelerator, "save_state", interrupted)
+    monkeypatch.setattr(loop, "write", interrupted)
     point = Point()
     assert train(training(point), folder, quiet).stopped
     checkpoints = list((tmp_path / "work" / "checkpoints" / "distillation").iterdir())
@@ -296,7 +296,7 @@ def test_a_training_cut_off_whose_last_checkpoint_is_damaged_is_one_that_was_not
     with pytest.raises(CutError):
         train(training(parts, loss=cut_at(parts, 31)), WorkFolder(tmp_path / "parts", {}, kind="conversion"), quiet)
     *_, before, last = sorted((tmp_path / "parts" / "checkpoints" / "distillation").iterdir())
-    (last / "optimizer.bin").write_bytes(b"damaged")
+    (last / "__0_0.distcp").write_bytes(b"damaged")
     seen = []
     found = train(
         training(parts, loss=lambda step: seen.append(step) or distance(parts) * (1 + step % 7)),
@@ -368,11 +368,8 @@ def test_a_long_training_is_kept_every_minute(training, tmp_path):
     """Between two looks of a training by steps many minutes may pass."""
     point, steps = Point(), []
     folder = WorkFolder(tmp_path, {}, kind="conversion")
-    save = folder.save
-    folder.save = lambda name, accelerator, progress, best: (
-        steps.append(progress.step),
-        save(name, accelerator, progress, best),
-    )
+    draft = folder.draft
+    folder.draft = lambda name, progress: (steps.append(progress.step), draft(name, progress))[1]
     train(by_steps(training, point, 5000, rate=1e-3), folder, quiet)
     # A step takes half a second, a look more.
     assert max(b - a for a, b in pairwise([0, *steps])) == 120

@@ -16,6 +16,7 @@ from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating,
 from linattn.hf.calibrating import live_tokens
 from linattn.planning import Plan, plan
 from linattn.planning.methods import Method
+from linattn.processes import Processes
 
 # Texts that methods are chosen on, all of one length; maps are fitted to every text.
 _MOST_TEXTS = 4
@@ -61,11 +62,18 @@ def build_maps(
 def fit_maps(
     maps: Sequence[FeatureMap], layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch]
 ) -> None:
-    """Fit every map that takes statistics, in place, to its layer's unpadded queries and keys over all batches."""
+    """Fit every map that takes statistics, in place, to its layer's unpadded queries and keys over all batches.
+
+    Of several processes each fits the maps of some layers, and all get the statistics of all.
+    """
     named = zip(layers, maps, strict=True)
     fitted = {layer.module_name: feature_map for layer, feature_map in named if isinstance(feature_map, FittedMap)}
-    if fitted:
-        calibrating.fit_maps(model, fitted, batches)
+    processes, names = Processes.of_this_run(), list(fitted)
+    if own := {name: fitted[name] for name in names[processes.rank :: processes.size]}:
+        calibrating.fit_maps(model, own, batches)
+    for name, state in zip(names, processes.each(names, lambda name: fitted[name].state_dict()), strict=True):
+        if name not in own:
+            fitted[name].load_state_dict(state)
 
 
 def make_plans(
@@ -74,9 +82,15 @@ def make_plans(
     """A plan for every layer: methods chosen on the longest texts, maps fitted to all.
 
     While methods are chosen, maps are fitted to half of each text's tokens and measured on the others (`fixed_maps`).
+    Of several processes each plans some layers, and all get all plans.
     """
     recorded = [record(model, batch) for batch in batches]
-    return [_made([found[layer.module_name] for found in recorded], target_error) for layer in layers]
+
+    def made(layer: LayerReport) -> Plan:
+        """One layer's plan."""
+        return _made([found[layer.module_name] for found in recorded], target_error)
+
+    return Processes.of_this_run().each(layers, made)
 
 
 def _made(calls: Sequence[AttentionCall], target_error: float | None) -> Plan:

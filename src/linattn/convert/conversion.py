@@ -16,9 +16,11 @@ from linattn.convert.config import DEFAULT_MAP, ConvertConfig
 from linattn.convert.course import Conversion, Course, label
 from linattn.convert.running import Batch
 from linattn.convert.samples import Samples, from_batches, from_texts
+from linattn.convert.sharing import check_shared
 from linattn.hf import LinearLMForCausalLM, is_linearized
 from linattn.hf.linear_twin import check_twin
 from linattn.planning.methods import Method, parse_method
+from linattn.processes import Processes
 from linattn.training import Notify, WorkFolder, alone_in, weights_digest
 
 
@@ -39,6 +41,10 @@ def convert_(
     end to end, is measured before, between and after on texts held out from all of that, and the model is left at the
     stage that was least wrong: training that is too short may do harm.
 
+    Inside `linattn.training.launched` every process has the model and the samples: the layers to fit or plan, the texts
+    of each step and the batches of audits are dealt out, and the first process writes. Every figure but a time is that
+    of one process, to the bit before training and, but for the rounding of gradients' sums, after it.
+
     Cost: `config.minutes` of training; two copies of the model, and of its optimiser's moments; audits on at most 32
     texts. In `work` two checkpoints of each training, each as large as three to four models.
 
@@ -54,12 +60,13 @@ def convert_(
         notify: called after each step with the training's name, the share of its time that is spent, and its progress.
 
     Returns:
-        A `Conversion`. Ctrl-C during training ends it early, with the best weights so far in the model.
+        A `Conversion`, the same in all processes. Ctrl-C during training ends it early, with the best weights so far in
+        the model.
 
     Raises:
         ValueError: if the model, its dtype or the method cannot be used (a `LinearLMForCausalLM` with a gate or linear
-            blocks, or for a target error), the texts are too short, or `work` holds
-            another conversion, or nothing but damaged checkpoints of a training.
+            blocks, or for a target error), the texts are too short, the processes do not divide a step's texts, or
+            `work` holds another conversion, or nothing but damaged checkpoints of a training.
         OSError: if `work` cannot be written, or another process works in it (`linattn.records.locks.InUseError`).
         RuntimeError: if the layers' attention is more than softmax (`linattn.hf.capture`), or a loss or gradient is not
             finite. Whatever ends the conversion early, Ctrl-C outside of training included, the model is as it was.
@@ -82,6 +89,8 @@ def convert_(
     if isinstance(model, LinearLMForCausalLM):
         check_twin(model, method)
     samples = _samples(model, tokenizer_or_batches, config)
+    # The first process writes for all.
+    work = work if Processes.of_this_run().is_first else None
     with alone_in(work):
         folder = (
             None if work is None else WorkFolder(work, _identity(model, method, config, samples), kind="conversion")
@@ -109,6 +118,12 @@ def _check(model: PreTrainedModel, config: ConvertConfig) -> None:
             f"{type(model).__name__} has weights in {', '.join(sorted(narrow))}, whose steps round away; load it with "
             "dtype=torch.float32, and cast it when it is converted"
         )
+    size = Processes.of_this_run().size
+    if config.batch_size % size and config.texts:
+        raise ValueError(
+            f"the texts of a step are dealt out to {size} processes, got batch_size={config.batch_size}; give a "
+            "multiple"
+        )
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.num_tokens > limit and config.texts:
         raise ValueError(
@@ -132,7 +147,9 @@ def _samples(
         )
     if config.texts:
         raise ValueError("both batches and texts were given; give a tokenizer for the texts, or the batches alone")
-    return from_batches(list(tokenizer_or_batches), seed=config.seed)
+    batches = list(tokenizer_or_batches)
+    check_shared(batches, Processes.of_this_run())
+    return from_batches(batches, seed=config.seed)
 
 
 def _identity(model: PreTrainedModel, method: Method | None, config: ConvertConfig, samples: Samples) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from linattn.hf.layer_attention import ATTRIBUTE
 from linattn.hf.linearization import choose_layers
 from linattn.planning import Plan, read_plans, write_plans
 from linattn.planning.methods import Method
+from linattn.processes import Processes
 from linattn.training import Notify, Trained, Training, WorkFolder, train
 
 # Of the time, when a map learns and the model is distilled afterwards.
@@ -93,6 +94,8 @@ class Course:
     ) -> None:
         self._model, self._teacher, self._method, self._config = model, teacher, method, config
         self._samples, self._work, self._notify = samples, work, notify
+        # Of these the first has the folder.
+        self._processes = Processes.of_this_run()
         self._stages: list[Stage] = []
         self._trainings: list[Trained] = []
         self._plans: list[Plan] = []
@@ -102,7 +105,9 @@ class Course:
     def go(self) -> Conversion:
         """All stages in order."""
         teacher = self._teacher
-        self._exact = [teacher_outputs(teacher, batch) for batch in self._samples.held_out]
+        numbers = range(len(self._samples.held_out))
+        own = numbers[self._processes.rank :: self._processes.size]
+        self._exact = {number: teacher_outputs(teacher, self._samples.held_out[number]) for number in own}
         self._layers = choose_layers(self._model, self._config.layers).replaced
         # Checked once, that what is recorded explains the model.
         first = to_device(self._samples.calibration[0], teacher.device)
@@ -114,17 +119,19 @@ class Course:
             maps, fitted, linearization = self._by_one_method(self._method, calls, is_causal=is_causal)
         self._train(maps, fitted)
         kept = self._keep_the_best()
+        live = self._processes.each(numbers, lambda number: self._exact[number].live.sum(1).tolist())
         return Conversion(
             method=label(self._method, self._config),
             linearization=linearization,
             stages=tuple(self._stages),
             trainings=tuple(training for training in self._trainings if training.steps),
-            num_held_out=sum(len(found.live) for found in self._exact),
-            num_held_out_tokens=sum(int(found.live.sum()) for found in self._exact),
+            num_held_out=sum(map(len, live)),
+            num_held_out_tokens=sum(map(sum, live)),
             stopped=self._stopped,
             heads=tuple(tuple(head.method for head in made.heads) for made in self._plans),
             kept=kept,
-            speed=measure_speed(self._model, teacher, self._samples.held_out[0]),
+            # While the other processes wait.
+            speed=self._processes.first_does(lambda: measure_speed(self._model, teacher, self._samples.held_out[0])),
         )
 
     def _by_one_method(
@@ -155,8 +162,9 @@ class Course:
         """A method for every head, its maps learning from each call and as fitted; none has weights to train."""
         # Kept where there is a folder: a checkpoint's tensors are those of these methods.
         file = None if self._work is None else self._work.path / "plan.json"
-        if file is not None and file.is_file():
-            self._plans = read_plans(file)
+        kept = self._processes.from_first(read_plans(file) if file is not None and file.is_file() else None)
+        if kept is not None:
+            self._plans = kept
         else:
             samples, target_error = self._samples.calibration, self._config.target_error
             self._plans = make_plans(self._layers, self._teacher, samples, target_error=target_error)
@@ -250,7 +258,7 @@ class Course:
 
     def _run(self, training: Training) -> bool:
         """A training, noted, and whether it took place: an interrupt may come before its first step."""
-        done = train(training, self._work, self._notify)
+        done = self._processes.from_first(train(training, self._work, self._notify))
         self._trainings.append(done)
         return done.steps > 0
 
@@ -270,7 +278,7 @@ class Course:
         """A stage, remembered where there is a folder and measured where it is not."""
         # What comes after a training depends on when that ended.
         lasting = self._work if name in (BASELINE, "unconverted") else None
-        stage = None if lasting is None else lasting.recall(name, Stage)
+        stage = self._processes.from_first(None if lasting is None else lasting.recall(name, Stage))
         if stage is None:
             stage = taken()
             if lasting is not None:

@@ -8,13 +8,14 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from linattn.convert.losses import distillation
+from linattn.convert.losses import Mean, distillation
 from linattn.convert.predictions import token_divergence
 from linattn.convert.running import Batch, Outputs, run
 from linattn.convert.samples import Samples
+from linattn.convert.sharing import mean_of, own_texts
 from linattn.feature_maps import FeatureMap
+from linattn.processes import Processes
 from linattn.training import Seconds, Training
-
 
 Weights = tuple[Sequence[nn.Parameter], float]
 """Parameters, and the largest learning rate of their schedule."""
@@ -32,31 +33,40 @@ def distil(
 ) -> Training:
     """The training of weights, and of the maps' at a rate of their own, against the original's states and predictions.
 
+    The mean of the losses of several processes is that of all texts of the step in one.
+
     Source: Jiao et al. 2020 (arXiv 1909.10351).
     """
 
-    def imitate(batch: Batch, theirs: Outputs) -> Tensor:
+    processes = Processes.of_this_run()
+
+    def imitate(batch: Batch, theirs: Outputs, mean: Mean) -> Tensor:
         """The loss on a batch."""
         ours = run(student, batch)
         divergence = None
         if ours.predictions is not None and theirs.predictions is not None:
-            divergence = token_divergence(ours.predictions, theirs.predictions)
-        return distillation(ours.states, theirs.states, theirs.live, divergence)
+            divergence = token_divergence(ours.predictions, theirs.predictions, mean=mean)
+        return distillation(ours.states, theirs.states, theirs.live, divergence, mean)
 
     @cache
-    def validation() -> list[tuple[Batch, Outputs]]:
-        """The validation texts with the teacher's outputs on them, which are computed once."""
-        return [(batch, teacher_outputs(teacher, batch)) for batch in samples.validation]
+    def exact(number: int) -> Outputs:
+        """The teacher's outputs on a validation text, which are computed once."""
+        return teacher_outputs(teacher, samples.validation[number])
+
+    def judged(number: int) -> float:
+        """The loss on a validation text, all of which is here."""
+        with torch.no_grad():
+            return float(imitate(samples.validation[number], exact(number), lambda x: x))
 
     def validate() -> float:
         """The loss on the validation texts."""
-        with torch.no_grad():
-            return sum(float(imitate(*pair)) for pair in validation()) / len(validation())
+        losses = processes.each(range(len(samples.validation)), judged)
+        return sum(losses) / len(losses)
 
     def loss(step: int) -> Tensor:
-        """The loss of a step."""
-        batch = samples.training(step)
-        return imitate(batch, teacher_outputs(teacher, batch))
+        """The loss of a step, on this process's texts."""
+        batch = own_texts(samples.training(step), processes)
+        return imitate(batch, teacher_outputs(teacher, batch), lambda x: mean_of(x, processes))
 
     of_maps = [parameter for feature_map in maps for parameter in feature_map.parameters()]
     known = set(map(id, of_maps))

@@ -5,7 +5,7 @@ Letters: B batch, H query heads, L tokens, n chosen queries, E width of a state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,8 +33,19 @@ def row_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
     return (log_exact.exp() * difference).sum(-1).mean()
 
 
-def squared_relative_error(student: Tensor, teacher: Tensor, live: Tensor) -> Tensor:
+Mean = Callable[[Tensor], Tensor]
+"""The mean of a number over all processes, each of which has it of its own texts."""
+
+
+def itself(x: Tensor) -> Tensor:
+    """That of one process."""
+    return x
+
+
+def squared_relative_error(student: Tensor, teacher: Tensor, live: Tensor, mean: Mean = itself) -> Tensor:
     """Σ ‖ŷ - y‖² / Σ ‖y‖² of states (B, L, E) over the tokens that `live` (B, L) does not mark as padding.
+
+    With `mean`, Σ ‖y‖² is its mean over all processes, so that the mean of their errors is that of all texts at once.
 
     Example:
         >>> y = torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
@@ -42,17 +53,22 @@ def squared_relative_error(student: Tensor, teacher: Tensor, live: Tensor) -> Te
         1.0
     """
     y = teacher[live]
-    return (student[live] - y).square().sum() / y.square().sum()
+    return (student[live] - y).square().sum() / mean(y.square().sum())
 
 
 def distillation(
-    student: Sequence[Tensor], teacher: Sequence[Tensor], live: Tensor, divergence: Tensor | None = None
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    live: Tensor,
+    divergence: Tensor | None = None,
+    mean: Mean = itself,
 ) -> Tensor:
     """The loss of end-to-end distillation, of the states (B, L, E) after every layer and the predictions, if any.
 
         ½ ε(last layer) + ½ mean of ε over the layers  [+ divergence],   ε = `squared_relative_error`
 
-    The layers before the last give every layer a target; the last alone takes several times as many steps.
+    The layers before the last give every layer a target; the last alone takes several times as many steps. `mean` gives
+    the mean of a number over all processes, where the texts of a step are dealt out to several.
 
     Example:
         >>> y, live = torch.ones(1, 1, 2), torch.tensor([[True]])
@@ -62,7 +78,7 @@ def distillation(
     Source: Jiao et al. 2020 (arXiv 1909.10351), sections 3.1 and 3.2, states only.
     """
     errors = torch.stack(
-        [squared_relative_error(ours, theirs, live) for ours, theirs in zip(student, teacher, strict=True)]
+        [squared_relative_error(ours, theirs, live, mean) for ours, theirs in zip(student, teacher, strict=True)]
     )
     loss = (errors[-1] + errors.mean()) / 2
     return loss if divergence is None else loss + divergence

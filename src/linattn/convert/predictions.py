@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from linattn.convert.losses import Mean, itself
+
 NONE = -100
 """In place of a token where there is none."""
 
@@ -46,7 +48,9 @@ class Predictions(NamedTuple):
         return (slice(start, min(start + size, number)) for start in range(0, number, size))
 
 
-def token_divergence(student: Predictions, teacher: Predictions, dtype: torch.dtype = torch.float32) -> Tensor:
+def token_divergence(
+    student: Predictions, teacher: Predictions, dtype: torch.dtype = torch.float32, mean: Mean = itself
+) -> Tensor:
     """Mean over tokens of KL(p‖p̂) in nats, p̂ and p what the two predict; differentiable in the student.
 
     Cost: O(n·V·E) time forward and twice that backward, with logits made anew there; memory for one piece of them.
@@ -55,6 +59,7 @@ def token_divergence(student: Predictions, teacher: Predictions, dtype: torch.dt
         student: n tokens.
         teacher: the same n; a constant for gradients.
         dtype: in which logits are compared.
+        mean: of a number over all processes, where the texts of a step are dealt out to several.
 
     Example:
         >>> exact, ours = (Predictions(torch.tensor([p]).log(), None) for p in ([0.5, 0.5], [0.25, 0.75]))
@@ -74,7 +79,8 @@ def token_divergence(student: Predictions, teacher: Predictions, dtype: torch.dt
         checkpoint(of, student.states[piece], teacher.states[piece], use_reentrant=False, preserve_rng_state=False)
         for piece in student.pieces()
     ]
-    return torch.stack(parts).sum() / len(student.states)
+    total = torch.stack(parts).sum()
+    return total / mean(total.new_tensor(len(student.states)))
 
 
 def next_token_losses(predictions: Predictions) -> Tensor | None:

@@ -6,18 +6,19 @@ Letters: B batch, H query heads, L tokens, D head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from linattn.convert.predictions import Predictions, next_token_losses, token_divergence
+from linattn.convert.predictions import next_token_losses, token_divergence
 from linattn.convert.running import Batch, Outputs, run
 from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
 from linattn.planning.measures import cosine, relative_error
+from linattn.processes import Processes
 
 BASELINE = "uniform"
 """Name of the stage that is no result: every attention that is converted averages its values."""
@@ -84,25 +85,53 @@ class Stage:
     layers: tuple[LayerError, ...] = ()
 
 
-def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs]) -> Stage:
-    """A linearized model on texts, layer by layer and end to end; `exact` are the original model's outputs."""
-    with torch.no_grad(), _recorded(model) as found:
-        outputs = [run(model, batch) for batch in batches]
-    return Stage(name, agreement(outputs, exact), tuple(_summary(layer, errors) for layer, errors in found.items()))
+Exact = Sequence[Outputs] | Mapping[int, Outputs]
+"""The original model's outputs by batch; of several processes each needs those of its own share."""
 
 
-def measure_uniform(
-    model: PreTrainedModel, batches: Sequence[Batch], exact: Sequence[Outputs], layers: Collection[str]
-) -> Stage:
+class _Compared(NamedTuple):
+    """A model's outputs on a batch beside the original's, and the errors of its kernels there."""
+
+    ours: Tensor  # (B, E) embeddings
+    theirs: Tensor  # (B, E)
+    cosines: Tensor  # of all live tokens
+    divergence: tuple[float, int] | None  # mean over so many tokens
+    losses: tuple[Tensor, Tensor] | None  # of the next tokens, the model's and the original's
+    errors: dict[str, list[tuple[Tensor, Tensor]]]
+
+
+def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Exact) -> Stage:
+    """A linearized model on texts, layer by layer and end to end; `exact` are the original model's outputs.
+
+    Of several processes each reads some batches, and all get the figures of all, those of one process.
+    """
+    with torch.no_grad(), _recorded(model) as errors:
+
+        def compared(number: int) -> _Compared:
+            """One batch."""
+            errors.clear()
+            found = _compared(run(model, batches[number]), exact[number])
+            return found._replace(errors=dict(errors))
+
+        found = Processes.of_this_run().each(range(len(batches)), compared)
+    layers = (_summary(layer, [pair for one in found for pair in one.errors[layer]]) for layer in found[0].errors)
+    return Stage(name, _agreement(found), tuple(layers))
+
+
+def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, layers: Collection[str]) -> Stage:
     """The original model with these layers, by module name, averaging their values: the baseline of a conversion."""
 
     def answer(call: AttentionCall) -> Tensor:
         """One layer's."""
         return call.uniform() if call.module_name in layers else call.softmax()
 
+    def compared(number: int) -> _Compared:
+        """One batch."""
+        return _compared(run(model, batches[number]), exact[number])
+
     with torch.no_grad(), intercept(model, answer):
-        outputs = [run(model, batch) for batch in batches]
-    return Stage(BASELINE, agreement(outputs, exact))
+        found = Processes.of_this_run().each(range(len(batches)), compared)
+    return Stage(BASELINE, _agreement(found))
 
 
 def best(stages: Sequence[Stage]) -> Stage:
@@ -128,20 +157,37 @@ def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement
 
     Source: Spearman 1904 for the rank correlation.
     """
-    ours, theirs = (torch.cat([_embeddings(found) for found in each]) for each in (outputs, exact))
-    pairs = list(zip(outputs, exact, strict=True))
-    tokens = torch.cat([cosine(a.states[-1][b.live], b.states[-1][b.live]) for a, b in pairs])
-    predicted = [(a.predictions, b.predictions) for a, b in pairs if a.predictions and b.predictions]
-    with torch.no_grad():
-        divergences = [float(token_divergence(a, b, torch.float64)) * len(a.states) for a, b in predicted]
-    num_predicted = sum(len(a.states) for a, _ in predicted)
+    return _agreement([_compared(*pair) for pair in zip(outputs, exact, strict=True)])
+
+
+def _compared(a: Outputs, b: Outputs) -> _Compared:
+    """Outputs on one batch beside the original's."""
+    divergence, losses = None, None
+    if a.predictions is not None and b.predictions is not None:
+        with torch.no_grad():
+            divergence = float(token_divergence(a.predictions, b.predictions, torch.float64)), len(b.predictions.states)
+        ours, theirs = next_token_losses(a.predictions), next_token_losses(b.predictions)
+        if ours is not None and theirs is not None:
+            losses = ours, theirs
+    cosines = cosine(a.states[-1][b.live], b.states[-1][b.live])
+    return _Compared(_embeddings(a), _embeddings(b), cosines, divergence, losses, {})
+
+
+def _agreement(found: Sequence[_Compared]) -> Agreement:
+    """Over all batches."""
+    ours, theirs = torch.cat([one.ours for one in found]), torch.cat([one.theirs for one in found])
+    divergences = [one.divergence for one in found if one.divergence is not None]
+    num_predicted = sum(count for _, count in divergences)
+    losses = [one.losses for one in found if one.losses is not None]
+    perplexities = [float(torch.cat(each).mean().exp()) for each in zip(*losses, strict=True)]
+    perplexity, exact_perplexity = perplexities or (None, None)
     return Agreement(
         embedding_cosine=float(cosine(ours, theirs).mean()),
-        token_cosine=float(tokens.mean()),
+        token_cosine=float(torch.cat([one.cosines for one in found]).mean()),
         rank_correlation=_rank_correlation(ours, theirs) if len(ours) > 2 else None,
-        divergence=sum(divergences) / num_predicted if predicted else None,
-        perplexity=_perplexity([a for a, _ in predicted]),
-        exact_perplexity=_perplexity([b for _, b in predicted]),
+        divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
+        perplexity=perplexity,
+        exact_perplexity=exact_perplexity,
     )
 
 
@@ -192,12 +238,6 @@ def _embeddings(found: Outputs) -> Tensor:
     """The mean of each text's last states over its tokens, (B, E) float64."""
     live = found.live.unsqueeze(-1)
     return torch.where(live, found.states[-1].double(), 0).sum(1) / live.sum(1)
-
-
-def _perplexity(predictions: Sequence[Predictions]) -> float | None:
-    """Of all texts' next tokens; None where they are not predicted."""
-    losses = [found for one in predictions if (found := next_token_losses(one)) is not None]
-    return float(torch.cat(losses).mean().exp()) if losses else None
 
 
 def _rank_correlation(a: Tensor, b: Tensor) -> float:

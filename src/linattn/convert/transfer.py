@@ -6,6 +6,7 @@ Letters: B batch, H query heads, L tokens, n chosen queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from linattn.attention import attention_rows
 from linattn.convert.calibration import record, texts
 from linattn.convert.losses import row_divergence
 from linattn.convert.samples import Samples
+from linattn.convert.sharing import own_texts
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
 from linattn.hf.layer_attention import rescale_query
 from linattn.planning.measures import softmax_log_rows, visible_keys
+from linattn.processes import Processes
 from linattn.training import Seconds, Training
 
 # Rows of each text that a step looks at.
@@ -42,21 +45,33 @@ def transfer(
 
     Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
     """
-    kept: list[dict[str, AttentionCall]] = []
+    processes = Processes.of_this_run()
+
+    @cache
+    def kept(number: int) -> dict[str, AttentionCall]:
+        """The teacher's calls on a validation text, which are recorded once."""
+        return record(teacher, samples.validation[number])
+
+    def judged(number: int) -> float:
+        """The loss on a validation text."""
+        with torch.no_grad():
+            return float(_loss(maps, layers, kept(number), 0))
 
     def validate() -> float:
-        """The loss on the validation texts; the teacher's calls are recorded once."""
-        if not kept:
-            kept.extend(record(teacher, batch) for batch in samples.validation)
-        with torch.no_grad():
-            return sum(float(_loss(maps, layers, calls, 0)) for calls in kept) / len(kept)
+        """The loss on the validation texts."""
+        losses = processes.each(range(len(samples.validation)), judged)
+        return sum(losses) / len(losses)
+
+    def loss(step: int) -> Tensor:
+        """The loss of a step, on this process's texts."""
+        return _loss(maps, layers, record(teacher, own_texts(samples.training(step), processes)), step)
 
     parameters = [parameter for feature_map in maps for parameter in feature_map.parameters()]
     return Training(
         name="transfer",
         model=student,
         parameters=[(parameters, learning_rate)],
-        loss=lambda step: _loss(maps, layers, record(teacher, samples.training(step)), step),
+        loss=loss,
         validate=validate,
         budget=Seconds(seconds),
     )

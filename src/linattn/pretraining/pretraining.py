@@ -128,8 +128,7 @@ def pretrain(
         trained = train(training, folder, notify or (lambda *_: None))
     model.train(False)
     test = windows(corpus.test, config.context, _TEST_BYTES)
-    judged = share.processes.from_first(score(model, test) if share.processes.is_first else None)
-    assert judged is not None
+    judged = share.processes.first_does(lambda: score(model, test))
     return Pretraining(
         config=config,
         trained=share.processes.from_first(trained),

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 if _missing := [name for name in ("accelerate", "tensorboard") if find_spec(name) is None]:
     raise ImportError(f"linattn trains with {' and '.join(_missing)}, not installed here: pip install 'linattn[train]'")
 
+from linattn.processes import Processes as Processes
+from linattn.processes import launched as launched
 from linattn.training.budgets import Budget as Budget
 from linattn.training.budgets import Seconds as Seconds
 from linattn.training.budgets import Steps as Steps
@@ -15,6 +17,4 @@ from linattn.training.loop import Notify as Notify
 from linattn.training.loop import Trained as Trained
 from linattn.training.loop import Training as Training
 from linattn.training.loop import train as train
-from linattn.training.processes import Processes as Processes
-from linattn.training.processes import launched as launched
 from linattn.training.progress import Progress as Progress

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.records.atomic import atomic_folder, full_disk_names
 from linattn.records.fields import Reading, to_json
@@ -25,7 +23,7 @@ from linattn.training.progress import Progress
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
-_PROGRESS, _BEST, _DIGESTS = "progress.json", "best.safetensors", "digests.json"
+_PROGRESS, _DIGESTS = "progress.json", "digests.json"
 # Should the last be damaged, there is the one before.
 _GENERATIONS = 2
 
@@ -84,13 +82,15 @@ class WorkFolder:
         """Keep a record under a name."""
         write_json(self.path / f"{name}.json", to_json(record, finite=False))
 
-    def save(self, training: str, accelerator: Accelerator, progress: Progress, best: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint of a training, with the best weights so far; remove all but it and the one before."""
+    @contextmanager
+    def draft(self, training: str, progress: Progress) -> Iterator[Path]:
+        """A folder to be filled, which is the training's next checkpoint when the block ends well.
+
+        Then all but it and the one before are removed.
+        """
         place = self._place(training) / f"step-{progress.step:08}"
         with _named(place), atomic_folder(place) as draft:
-            # As torch saves it: safetensors would warn of every tied weight at every checkpoint.
-            accelerator.save_state(str(draft), safe_serialization=False)
-            save_file({name: tensor.contiguous() for name, tensor in best.items()}, draft / _BEST)
+            yield draft
             write_json(draft / _PROGRESS, to_json(progress, finite=False))
             write_json(draft / _DIGESTS, {path.name: _digest(path) for path in draft.iterdir() if path.is_file()})
         kept = self._checkpoints(training)[-_GENERATIONS:]
@@ -99,8 +99,8 @@ class WorkFolder:
             if other not in kept:
                 shutil.rmtree(other)
 
-    def resume(self, training: str, accelerator: Accelerator) -> tuple[Progress, dict[str, Tensor]] | None:
-        """Load the last whole checkpoint of a training into model and optimiser; None without one.
+    def last(self, training: str) -> tuple[Path, Progress] | None:
+        """The last whole checkpoint of a training, and how far it had come; None without one.
 
         A damaged one is logged and removed where there is a whole one before it; ValueError if all are damaged.
         """
@@ -121,10 +121,9 @@ class WorkFolder:
             _LOG.warning("%s; the %s goes on from the checkpoint before, %s", damage, training, checkpoint)
             # Steps of that number follow again.
             shutil.rmtree(damaged)
-        accelerator.load_state(str(checkpoint))
         file, remedy = checkpoint / _PROGRESS, f"remove {checkpoint}"
         reading = Reading(str(file), remedy, finite=False)
-        return reading.record(Progress, read_json(file, "progress", remedy)), load_file(checkpoint / _BEST)
+        return checkpoint, reading.record(Progress, read_json(file, "progress", remedy))
 
     def _place(self, training: str) -> Path:
         """The folder of a training's checkpoints."""
@@ -156,10 +155,10 @@ def weights_digest(model: nn.Module) -> str:
 
 @contextmanager
 def _named(place: Path) -> Iterator[None]:
-    """Name the checkpoint in torch's error about a file that it cannot write, which says neither which nor why."""
+    """Name the checkpoint in an error about a file that cannot be written, which may say neither which nor why."""
     try:
         yield
-    except RuntimeError as error:
+    except OSError as error:
         raise OSError(f"the checkpoint {place} was not written ({error}); free some space, and start again") from error
 
 

@@ -7,17 +7,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from linattn.processes import Processes
 from linattn.training.budgets import Budget
 from linattn.training.checkpoints import WorkFolder
-from linattn.training.processes import Processes
 from linattn.training.progress import Progress
+from linattn.training.tensors import held, is_sharded, put, read, write
 
 # Between two checkpoints, at most.
 _SECONDS = 60.0
@@ -85,7 +87,9 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
 
     In several processes (`launched`) each has its own loss, whose mean over all is the training's: gradients are
     averaged, and the first process writes `work`, which the others give as None, reads the clock, and ends the training
-    for all. A checkpoint is one process's, and any number of them goes on from it.
+    for all. The model's tensors are whole on every process, or sharded over all of them by torch's `fully_shard`, which
+    averages the gradients; then all write and read checkpoints, in a folder that all see. Any number of processes goes
+    on from a checkpoint, whole or sharded.
 
     Ctrl-C ends the training after the current step, as if its time were over; so does a KeyboardInterrupt from
     `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if
@@ -152,7 +156,8 @@ class _Run:
         # The model is not wrapped: the loss calls it itself, and gradients are averaged here.
         accelerator.prepare_model(training.model, evaluation_mode=True)
         self._optimizer = accelerator.prepare_optimizer(optimizer)
-        found = self._shared(None if work is None else work.resume(training.name, accelerator))
+        self._is_sharded = is_sharded(training.model)
+        found = self._resumed()
         # Curves of steps that are lost are taken back.
         logging = {} if found is None else {"purge_step": found[0].step + 1}
         accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
@@ -167,15 +172,22 @@ class _Run:
         lowered = min(1.0, math.sqrt(max(self.progress.first, 0.0)))
         self._rates = [rate * lowered for _, rate in training.parameters]
 
-    def _shared(self, found: _Found | None) -> _Found | None:
-        """What the first process resumed, with its model's and its optimiser's state, on all."""
-        if self._processes.size == 1:
-            return found
-        parts = self._training.model, self._optimizer
-        found, states = self._processes.from_first((found, [part.state_dict() for part in parts]))
-        for part, state in zip(parts, states, strict=True):
-            part.load_state_dict(state)
-        return found
+    def _resumed(self) -> _Found | None:
+        """The last checkpoint, in model and optimiser of all processes; None without one.
+
+        Whole tensors are read by the first process, which may have the only disk, sharded ones by all.
+        """
+        model, optimizer = self._training.model, self._optimizer
+        last = self._processes.from_first(None if self._work is None else self._work.last(self._training.name))
+        if self._is_sharded:
+            tensors = None if last is None else read(last[0], model, together=True)
+        elif self._processes.is_first:
+            tensors = held(model, optimizer, {}) if last is None else read(last[0], model, together=False)
+            tensors = self._processes.from_first(tensors)
+        else:
+            tensors = self._processes.from_first(None)
+        best = {} if tensors is None else put(tensors, model, optimizer)
+        return None if last is None else (last[1], best)
 
     def go(self, pressed: list[int]) -> None:
         """Steps and looks until the budget is spent, or something is pressed."""
@@ -220,9 +232,12 @@ class _Run:
         self._accelerator.backward(loss)
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         mean = loss.detach().clone()
-        self._processes.average_([mean, *(one.grad for one in parameters if one.grad is not None)])
+        # Sharded gradients are averaged already.
+        grads = (one.grad for one in parameters if not isinstance(one, DTensor))
+        self._processes.average_([mean, *(grad for grad in grads if grad is not None)])
         value = float(mean)
-        norm = float(self._accelerator.clip_grad_norm_(parameters, _CLIP) or 0.0)
+        norm = self._accelerator.clip_grad_norm_(parameters, _CLIP)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm or 0.0)
         if not math.isfinite(norm):
             raise RuntimeError(
                 f"{self._training.name}: the gradient is not finite at step {step} (loss {value}); lower the "
@@ -241,9 +256,14 @@ class _Run:
         self._accelerator.log({"validation loss": loss, "best validation loss": self.progress.best}, self.progress.step)
 
     def _save(self) -> None:
-        """A checkpoint, where there is a folder."""
-        if self._work is not None:
-            self._work.save(self._training.name, self._accelerator, self.progress, self.best)
+        """A checkpoint, where there is a folder; of sharded tensors all processes write theirs into it."""
+        if self._work is None and not self._is_sharded:
+            return
+        with nullcontext() if self._work is None else self._work.draft(self._training.name, self.progress) as draft:
+            folder = self._processes.from_first(draft) if self._is_sharded else draft
+            if folder is not None:
+                tensors = held(self._training.model, self._optimizer, self.best)
+                write(folder, tensors, together=self._is_sharded)
 
 
 def learning_rate_factor(step: int, share: float) -> float:

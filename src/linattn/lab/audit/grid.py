@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from linattn.feature_maps import FeatureMap
@@ -122,3 +122,17 @@ def default_methods() -> tuple[Method, ...]:
     2110.15343 (an exact part beside a kernel).
     """
     return tuple(parse_method(text) for text in DEFAULT_METHODS)
+
+
+class LayerMaps(dict[int, FeatureMap]):
+    """The maps of one configuration by layer, each built when it is first asked for."""
+
+    def __init__(self, build: Callable[[int], FeatureMap]) -> None:
+        """None is built yet; `build` gives a layer's, fitted."""
+        super().__init__()
+        self._build = build
+
+    def __missing__(self, layer: int) -> FeatureMap:
+        """Build a layer's."""
+        self[layer] = feature_map = self._build(layer)
+        return feature_map

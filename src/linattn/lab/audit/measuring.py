@@ -12,25 +12,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel, intercept
-from linattn.lab.audit.grid import AuditGrid, Configuration
+from linattn.lab.audit.grid import AuditGrid, Configuration, LayerMaps
 from linattn.lab.audit.kept import Kept
-from linattn.lab.audit.layer_rows import head_rows, rank_rows, ranks
+from linattn.lab.audit.layer_rows import head_rows, plan_rows, rank_rows, ranks
 from linattn.lab.audit.leaving_out import unpayable
 from linattn.lab.audit.paying import time_lengths, time_model, worth_timing
 from linattn.lab.audit.planned import Planner
 from linattn.lab.audit.recording import record
-from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, AuditRow, Header, LengthsRow, ModelRow, PlanRow, TimeRow
+from linattn.lab.audit.records import (
+    EXACT,
+    PLANNED,
+    UNIFORM,
+    AuditRow,
+    Header,
+    HeadRow,
+    ModelRow,
+    PlanRow,
+    RankRow,
+    TimeRow,
+)
 from linattn.lab.audit.text import Text
 from linattn.lab.audit.truth import LayerTruth
 from linattn.lab.audit.work import Work
 from linattn.lab.circumstances import versions
 from linattn.lab.pace import Silent, Watch
+from linattn.lab.rounds import Unit, in_rounds
+from linattn.planning import Plan
 from linattn.planning.measures import cosine
 from linattn.planning.methods import Method, fit
 
@@ -38,6 +52,7 @@ _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
 _MOST_RANKED = 1024
 _SILENT = Silent()
+_Unit = Unit[AuditRow]
 
 
 class Audit:
@@ -147,14 +162,16 @@ class Audit:
         Returns:
             Both.
         """
-        parts = list(self._parts(kept))
-        return sum(work for work, _ in parts), sum(work for work, done in parts if done)
+        units = list(self._units(kept))
+        return sum(unit.work for unit in units), sum(unit.work for unit in units if unit.is_done)
 
     def rows(self, kept: Kept | None = None, watch: Watch = _SILENT) -> Iterator[AuditRow]:
         """Measure: the baselines and the ranks first, then for every configuration its heads and the whole model.
 
         Ranks are left out of texts with more than 1024 measured tokens, whose decompositions would take the most time.
-        Last, the methods that no other beats in error and time are timed at growing lengths.
+        Last, the methods that no other beats in error and time are timed at growing lengths. Inside
+        `linattn.processes.launched` the layers and whole models are dealt out to the processes, all of which get all
+        rows, those of one process to the bit; times are taken by the first one while the others wait.
 
         Cost: what `LayerTruth.rank_errors` costs; per configuration, for each layer what `LayerTruth.measure` costs,
         and one forward pass; per method and width what `time_model` costs, and for some `time_lengths`.
@@ -168,111 +185,95 @@ class Audit:
         """
         kept = self.kept([]) if kept is None else kept
         found = list(kept.rows)
-        for row in self._errors(kept, watch):
+        for row in in_rounds(self._units(kept), watch):
             found.append(row)
             yield row
-        yield from self._time_lengths(worth_timing(found), kept, watch)
+        yield from in_rounds(self._length_units(worth_timing(found), kept), watch)
 
-    def _errors(self, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
+    def _units(self, kept: Kept) -> Iterator[_Unit]:
         """All but times at growing lengths."""
-        watch.begin("Exact attention and averaging the values")
+        work, stage = self._work, "Exact attention and averaging the values"
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
-            if not kept.has_model(label, None, 0):
-                yield self._end_to_end(label, None, 0, answer)
-                watch.advance(self._work.baseline)
+            measure = partial(self._end_to_end, label, None, 0, answer)
+            yield Unit(stage, "", work.baseline, measure, _alone, is_done=kept.has_model(label, None, 0))
         if self._are_ranked:
-            yield from self._measure_ranks(kept, watch)
+            stage = "The limit of every rank"
+            for number, layer in enumerate(self._layers):
+                words = f"{stage}, {self._place(number)}"
+                yield Unit(stage, words, work.ranks, partial(_rank_rows, number, layer), is_done=kept.has_ranks(number))
         for configuration in self.grid.configurations():
-            if not kept.has_model(
-                configuration.method.label, self._sample(configuration).num_features, configuration.draw
-            ):
-                yield from self._measure(configuration, kept, watch)
-        if self._planned is not None and not kept.has_model(PLANNED, None, 0):
-            yield from self._measure_plans(self._planned, kept, watch)
+            yield from self._units_of(configuration, kept)
+        if self._planned is not None:
+            yield from self._plan_units(self._planned, kept)
 
     @property
     def _are_ranked(self) -> bool:
         """Whether the text is short enough for its attention matrices to be decomposed."""
         return self.header.num_tokens - self.header.first_measured <= _MOST_RANKED
 
-    def _measure_ranks(self, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
-        """The limits of every rank, layer by layer."""
-        watch.begin("The limit of every rank")
-        for number, layer in enumerate(self._layers):
-            if not kept.has_ranks(number):
-                watch.pass_by(f"The limit of every rank, layer {number + 1} of {len(self._layers)}")
-                yield from rank_rows(number, layer)
-                watch.advance(self._work.ranks)
+    def _place(self, number: int) -> str:
+        """A layer in words."""
+        return f"layer {number + 1} of {len(self._layers)}"
 
-    def _measure(self, configuration: Configuration, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
-        """One method at one width with one draw: each layer's heads, then the whole model."""
-        label, draw = configuration.method.label, configuration.draw
-        words = _words(configuration, self._sample(configuration), self.header.draws)
-        watch.begin(words)
-        maps = []
-        for number, layer in enumerate(self._layers):
-            feature_map = self._build(configuration, number)
-            maps.append(feature_map)
-            if not kept.has_heads(label, feature_map.num_features, draw, number):
-                watch.pass_by(f"{words}, layer {number + 1} of {len(self._layers)}")
-                measured = layer.measure(configuration.method, feature_map)
-                yield from head_rows(configuration, number, feature_map, layer, measured)
-                watch.advance(self._work.heads(configuration.method, feature_map))
-        watch.pass_by(f"{words}, the whole model")
-        answer, features = self._linear(configuration.method, maps), maps[0].num_features
-        if draw == 0 and not kept.has_time(label, features):
-            yield self._time(label, features, answer)
-        yield self._end_to_end(label, features, draw, answer)
-        watch.advance(self._work.model(configuration.method, maps[0], is_timed=draw == 0))
+    def _units_of(self, configuration: Configuration, kept: Kept) -> Iterator[_Unit]:
+        """One method at one width with one draw: each layer's heads, the model's time, then the whole model."""
+        method, draw, sample = configuration.method, configuration.draw, self._sample(configuration)
+        label, features, work = method.label, sample.num_features, self._work
+        stage, maps = _words(configuration, sample, self.header.draws), LayerMaps(partial(self._build, configuration))
+        is_whole = kept.has_model(label, features, draw)
+        for number in range(len(self._layers)):
+            yield Unit(
+                stage,
+                f"{stage}, {self._place(number)}",
+                work.heads(method, sample),
+                partial(self._head_rows, configuration, maps, number),
+                is_done=is_whole or kept.has_heads(label, features, draw, number),
+            )
+        words, answer = f"{stage}, the whole model", self._linear(method, maps)
+        if draw == 0:
+            is_timed = is_whole or kept.has_time(label, features)
+            measure: Callable[[], AuditRow] = partial(self._time, label, features, answer)
+            yield Unit(stage, words, work.timing(method, sample), measure, _alone, is_alone=True, is_done=is_timed)
+        measure = partial(self._end_to_end, label, features, draw, answer)
+        yield Unit(stage, words, work.model(method, sample), measure, _alone, is_done=is_whole)
 
-    def _measure_plans(self, planner: Planner, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
-        """One row per head, then the whole model."""
-        watch.begin(f"A method for each head, for an error of {planner.target}")
-        for number, layer in enumerate(self._layers):
-            if kept.has_plan(number):
-                continue
-            watch.pass_by(f"A method for each head, layer {number + 1} of {len(self._layers)}")
-            plan, call = planner.plan(number), layer.call
-            errors = layer.error(plan.attend(call.query, call.key, call.value)).tolist()
-            for head, (chosen, error) in enumerate(zip(plan.heads, errors, strict=True)):
-                yield PlanRow(
-                    layer=number,
-                    head=head,
-                    method=chosen.method,
-                    expected_error=chosen.expected_error,
-                    next_order_error=chosen.next_order_error,
-                    error=error,
-                    uniform_error=float(layer.uniform_error[head]),
-                    state_numbers=chosen.state_numbers,
-                    flops_per_token=chosen.flops_per_token,
-                )
-            watch.advance(self._work.plan)
+    def _head_rows(self, configuration: Configuration, maps: LayerMaps, number: int) -> list[HeadRow]:
+        """One row per head of a layer."""
+        layer, feature_map = self._layers[number], maps[number]
+        measured = layer.measure(configuration.method, feature_map)
+        return list(head_rows(configuration, number, feature_map, layer, measured))
+
+    def _plan_units(self, planner: Planner, kept: Kept) -> Iterator[_Unit]:
+        """The plan of each layer with one row per head, then the whole model."""
+        stage, work = f"A method for each head, for an error of {planner.target}", self._work
+        is_whole = kept.has_model(PLANNED, None, 0)
+        for number in range(len(self._layers)):
+            is_kept = kept.has_plan(number)
+            yield Unit(
+                stage,
+                f"{stage}, {self._place(number)}",
+                work.plan,
+                partial(planner.made, number),
+                partial(self._plan_rows, planner, number, is_kept),
+                is_done=is_whole or (is_kept and number < len(planner.plans)),
+            )
 
         def answer(call: AttentionCall) -> Tensor:
             """One layer's plan."""
             return planner.plan(self._places[call.module_name]).attend(call.query, call.key, call.value)
 
-        if not kept.has_time(PLANNED, None):
-            yield self._time(PLANNED, None, answer)
-        yield self._end_to_end(PLANNED, None, 0, answer)
-        watch.advance(self._work.baseline)
+        measure: Callable[[], AuditRow] = partial(self._time, PLANNED, None, answer)
+        is_timed = is_whole or kept.has_time(PLANNED, None)
+        yield Unit(stage, "", work.baseline, measure, _alone, is_alone=True, is_done=is_timed)
+        measure = partial(self._end_to_end, PLANNED, None, 0, answer)
+        yield Unit(stage, "", work.baseline, measure, _alone, is_done=is_whole)
 
-    def _parts(self, kept: Kept) -> Iterator[tuple[float, bool]]:
-        """Every part's work, and whether it is done."""
-        layers, work = range(len(self._layers)), self._work
-        yield from ((work.baseline, kept.has_model(label, None, 0)) for label in (EXACT, UNIFORM))
-        if self._are_ranked:
-            yield from ((work.ranks, kept.has_ranks(layer)) for layer in layers)
-        for one in self.grid.configurations():
-            label, sample = one.method.label, self._sample(one)
-            whole = kept.has_model(label, sample.num_features, one.draw)
-            for layer in layers:
-                done = whole or kept.has_heads(label, sample.num_features, one.draw, layer)
-                yield work.heads(one.method, sample), done
-            yield work.model(one.method, sample, is_timed=one.draw == 0), whole
-        if self._planned is not None:
-            yield from ((work.plan, kept.has_plan(layer)) for layer in layers)
-            yield work.baseline, kept.has_model(PLANNED, None, 0)
+    def _plan_rows(self, planner: Planner, number: int, is_kept: bool, made: Plan) -> Iterator[PlanRow]:
+        """A layer's plan is taken over, and measured if it is not yet."""
+        planner.take(number, made)
+        if is_kept:
+            return
+        yield from plan_rows(number, made, self._layers[number])
 
     def _built(self, call: AttentionCall) -> dict[tuple[str, int | None], FeatureMap]:
         """A map of each method and width, for its sizes; a bad option fails here."""
@@ -341,7 +342,7 @@ class Audit:
         ours, theirs = time_model(lambda: self._under(answer), exact)
         return TimeRow(label, features, ours, theirs, torch.get_num_threads())
 
-    def _time_lengths(self, wanted: Sequence[tuple[str, int]], kept: Kept, watch: Watch) -> Iterator[LengthsRow]:
+    def _length_units(self, wanted: Sequence[tuple[str, int]], kept: Kept) -> Iterator[_Unit]:
         """From which length on methods are faster than softmax, on the first layer's heads."""
         configurations = {
             (one.method.label, self._sample(one).num_features): one
@@ -349,13 +350,19 @@ class Audit:
             if one.draw == 0
         }
         for label, features in wanted:
-            if not kept.has_lengths(label, features):
-                one = configurations[label, features]
-                watch.begin(f"{_words(one, self._sample(one), 1)}: from which length on it is faster")
-                answer = self._linear(one.method, [self._build(one, 0)])
-                yield time_lengths(label, features, answer, self._first_call)
+            one = configurations[label, features]
+            answer = self._linear(one.method, LayerMaps(partial(self._build, one)))
+            yield Unit(
+                f"{_words(one, self._sample(one), 1)}: from which length on it is faster",
+                "",
+                0.0,
+                partial(time_lengths, label, features, answer, self._first_call),
+                _alone,
+                is_alone=True,
+                is_done=kept.has_lengths(label, features),
+            )
 
-    def _linear(self, method: Method, maps: list[FeatureMap]) -> Callable[[AttentionCall], Tensor]:
+    def _linear(self, method: Method, maps: LayerMaps) -> Callable[[AttentionCall], Tensor]:
         """A method with one map per layer."""
 
         def answer(call: AttentionCall) -> Tensor:
@@ -369,6 +376,16 @@ class Audit:
             return method.attend(feature_map, call.query, call.key, call.value, is_causal=call.is_causal)
 
         return answer
+
+
+def _alone(row: AuditRow) -> Iterator[AuditRow]:
+    """A single row, as rows."""
+    yield row
+
+
+def _rank_rows(number: int, layer: LayerTruth) -> list[RankRow]:
+    """The limits of every rank on a layer."""
+    return list(rank_rows(number, layer))
 
 
 def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:

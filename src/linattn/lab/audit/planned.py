@@ -92,21 +92,28 @@ class Planner:
         Raises:
             ValueError: as `linattn.plan`.
         """
-        if not self._calls and layer >= len(self.plans):
-            self._calls = record(self._model, self._inputs).calls
         while layer >= len(self.plans):
-            call = self._calls[len(self.plans)]
-            self.plans.append(
-                plan(
-                    call.query,
-                    call.key,
-                    call.value,
-                    target_error=self.target,
-                    is_causal=call.is_causal,
-                    scale=call.scale,
-                )
-            )
+            self.take(len(self.plans), self.made(len(self.plans)))
         return self.plans[layer]
+
+    def made(self, layer: int) -> Plan:
+        """The plan of a layer, made now whatever is there, and not taken over; any process can make it."""
+        if not self._calls:
+            self._calls = record(self._model, self._inputs).calls
+        call = self._calls[layer]
+        return plan(
+            call.query,
+            call.key,
+            call.value,
+            target_error=self.target,
+            is_causal=call.is_causal,
+            scale=call.scale,
+        )
+
+    def take(self, layer: int, made: Plan) -> None:
+        """Take over a layer's plan, after those of the layers before; one that is there already stays."""
+        if layer == len(self.plans):
+            self.plans.append(made)
 
     def go_on_from(self, file: Path, rows: Iterable[PlanRow]) -> None:
         """Take over the plans that an earlier run of the same audit has made and measured.

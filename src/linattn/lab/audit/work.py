@@ -71,9 +71,13 @@ class Work:
         rows = 4 * feature_map.num_features * (self.head_dim + self.num_rows)
         return one + rows + self.exact
 
-    def model(self, method: Method, feature_map: FeatureMap, *, is_timed: bool) -> float:
-        """A whole model, once, or as often as its time takes."""
-        return self.num_layers * self._one(method, feature_map) * (_TIMED_PASSES if is_timed else 1)
+    def model(self, method: Method, feature_map: FeatureMap) -> float:
+        """A whole model, once."""
+        return self.num_layers * self._one(method, feature_map)
+
+    def timing(self, method: Method, feature_map: FeatureMap) -> float:
+        """A whole model, as often as its time takes."""
+        return (_TIMED_PASSES - 1) * self.model(method, feature_map)
 
     def _one(self, method: Method, feature_map: FeatureMap) -> float:
         """One layer's output."""

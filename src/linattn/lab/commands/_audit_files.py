@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from linattn.lab.audit.records import AUDIT, AuditRow, PlanRow
 from linattn.lab.commands.stages import Stages
 from linattn.lab.pace import Pace
 from linattn.planning import write_plans
+from linattn.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -35,29 +37,46 @@ class Files:
 
 
 def measure(
-    measured: Audit, planner: Planner | None, files: Files, *, again: bool, watch: Stages, pressed: list[int]
+    measured: Audit, planner: Planner | None, files: Files | None, *, again: bool, watch: Stages, pressed: list[int]
 ) -> None:
-    """Write the audit's file, going on from what an earlier run of the same audit has left."""
+    """Write the audit's file, going on from what an earlier run of the same audit has left.
+
+    Of several processes the first has the files, and the others measure their share.
+    """
+    processes = Processes.of_this_run()
+    found = processes.from_first(None if files is None else _begin(measured, files, again=again, watch=watch))
+    assert found is not None
+    kept = measured.kept(found)
+    if kept.rows:
+        watch.begin(f"{len(kept.rows):,} figures were measured before and are kept.")
+    if planner is not None:
+        if files is not None:
+            for file in (files.unfinished_plans, files.plans):
+                planner.go_on_from(file, [row for row in kept.rows if isinstance(row, PlanRow)])
+        planner.plans = processes.from_first(planner.plans)
+    total, done = measured.work(kept)
+    watch.pace = Pace(total, done=done)
+    rows = _rows(measured, kept, planner, files, watch, pressed)
+    if files is None:
+        deque(rows, maxlen=0)
+        return
+    AUDIT.extend(files.records, measured.header, kept.rows, rows)
+    if planner is not None:
+        _write_plans(planner, measured.header.num_layers, files)
+
+
+def _begin(measured: Audit, files: Files, *, again: bool, watch: Stages) -> list[AuditRow]:
+    """What an earlier run has left; the file of another audit is kept aside."""
     found = [] if again else _earlier(measured, files.records, watch)
     if files.records.exists() and (again or not _is_of(measured, files.records)):
         aside = set_aside(files.records)
         why = "" if again else " It is of another model, text, method or version; the page shows the new audit."
         watch.begin(f"What was measured before is now in {aside}.{why}")
-    kept = measured.kept(found)
-    if kept.rows:
-        watch.begin(f"{len(kept.rows):,} figures were measured before and are kept.")
-    if planner is not None:
-        for file in (files.unfinished_plans, files.plans):
-            planner.go_on_from(file, [row for row in kept.rows if isinstance(row, PlanRow)])
-    total, done = measured.work(kept)
-    watch.pace = Pace(total, done=done)
-    AUDIT.extend(files.records, measured.header, kept.rows, _rows(measured, kept, planner, files, watch, pressed))
-    if planner is not None:
-        _write_plans(planner, measured.header.num_layers, files)
+    return found
 
 
 def _rows(
-    measured: Audit, kept: Kept, planner: Planner | None, files: Files, watch: Stages, pressed: list[int]
+    measured: Audit, kept: Kept, planner: Planner | None, files: Files | None, watch: Stages, pressed: list[int]
 ) -> Iterator[AuditRow]:
     """The audit's rows, passed on; a plan's file grows with them."""
     written = 0 if planner is None else len(planner.plans)
@@ -66,7 +85,8 @@ def _rows(
             raise KeyboardInterrupt
         if planner is not None and len(planner.plans) > written:
             written = len(planner.plans)
-            write_plans(files.unfinished_plans, planner.plans)
+            if files is not None:
+                write_plans(files.unfinished_plans, planner.plans)
         yield row
 
 

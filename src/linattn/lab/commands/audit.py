@@ -17,9 +17,10 @@ from linattn.lab.commands import _audit_options as options
 from linattn.lab.commands._audit_files import Files, measure
 from linattn.lab.commands.memory_audit import Asked, audit_memory
 from linattn.lab.commands.stages import stages
-from linattn.lab.commands.terminal import ending, interrupts, print_table, whole_numbers
+from linattn.lab.commands.terminal import console_of, ending, interrupts, print_table, whole_numbers
 from linattn.lab.report import AuditSummary, Point, advise, overview, summarise_audit, write_report
 from linattn.planning.methods import parse_method
+from linattn.processes import launched
 
 # From this many columns on the table has room for the spreads.
 _WIDE = 104
@@ -46,38 +47,41 @@ def audit(
     """Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.
 
     Everything is measured next to exact attention and to averaging the values uniformly. Figures are kept as they are
-    taken: after an interruption the same command goes on. Another audit's file is kept aside.
+    taken: after an interruption the same command goes on. Another audit's file is kept aside. Under torchrun layers and
+    methods are dealt out to the processes; any number of them goes on.
     """
-    console = Console()
-    if budget is not None:
-        asked = Asked(model, text, budget, tokens, passages, contenders, out, again, plan_out, calibration)
-        audit_memory(asked, {"--map": maps, "--target": target}, console)
-        return
-    tokens = _TOKENS if tokens is None else tokens
-    records, plans = out / "audit.jsonl", plan_out or out / "plan.json"
-    begun: list[Header] = []
-    with ending("audit", console, lambda: _what_is_left(begun, out)), interrupts() as pressed:
-        if passages != 1 or contenders:
-            raise ValueError("--passages and --contender belong to --budget; give that too, as in --budget 256,512")
-        if target is None and (plan_out or calibration):
-            raise ValueError("--plan-out and --calibration belong to a plan; give --target too, as in --target 0.1")
-        methods = tuple(parse_method(name) for name in maps) if maps else default_methods()
-        wanted = AuditGrid(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
-        with stages(console) as watch:
-            watch.begin(f"Loading {model or 'the packaged encoder'}")
-            loaded, content = load(model), read_text(text)
-            planner = None if target is None else _planner(loaded, content, calibration, tokens, target)
-            # What was asked for by name is measured, whatever it keeps.
-            measured = Audit(
-                loaded, content, wanted, num_tokens=tokens, planned=planner, leave_out=not maps, watch=watch
-            )
-            begun.append(measured.header)
-            _tell(measured.header, tokens, console)
-            measure(measured, planner, Files(records, plans), again=again, watch=watch, pressed=pressed)
-        summary = summarise_audit(records)
-        page = write_report(out)
+    with launched() as processes:
+        console = console_of(processes)
+        if budget is not None:
+            asked = Asked(model, text, budget, tokens, passages, contenders, out, again, plan_out, calibration)
+            audit_memory(asked, {"--map": maps, "--target": target}, console, is_first=processes.is_first)
+            return
+        tokens = _TOKENS if tokens is None else tokens
+        files = Files(out / "audit.jsonl", plan_out or out / "plan.json") if processes.is_first else None
+        begun: list[Header] = []
+        with ending("audit", console, lambda: _what_is_left(begun, out) if files else ""), interrupts() as pressed:
+            if passages != 1 or contenders:
+                raise ValueError("--passages and --contender belong to --budget; give that too, as in --budget 256,512")
+            if target is None and (plan_out or calibration):
+                raise ValueError("--plan-out and --calibration belong to a plan; give --target too, as in --target 0.1")
+            methods = tuple(parse_method(name) for name in maps) if maps else default_methods()
+            wanted = AuditGrid(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
+            with stages(console) as watch:
+                watch.begin(f"Loading {model or 'the packaged encoder'}")
+                loaded, content = load(model), read_text(text)
+                planner = None if target is None else _planner(loaded, content, calibration, tokens, target)
+                # What was asked for by name is measured, whatever it keeps.
+                measured = Audit(
+                    loaded, content, wanted, num_tokens=tokens, planned=planner, leave_out=not maps, watch=watch
+                )
+                begun.append(measured.header)
+                _tell(measured.header, tokens, console)
+                measure(measured, planner, files, again=again, watch=watch, pressed=pressed)
+            if files is None:
+                return
+            summary, page = summarise_audit(files.records), write_report(out)
     _print(console, summary)
-    written = [records, page] if planner is None else [records, plans, page]
+    written = [files.records, page] if planner is None else [files.records, files.plans, page]
     console.print(f"Written: {escape(' and '.join(map(str, written)))}", highlight=False)
 
 

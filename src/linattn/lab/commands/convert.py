@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
+from linattn.convert import Conversion, ConvertConfig, convert_
 from linattn.convert.card import (
     kept_in_words,
     layer_table,
@@ -30,81 +28,46 @@ from linattn.hf import (
     save_pretrained,
 )
 from linattn.lab.audit.text import read_text
-from linattn.lab.commands.new_folder import finish, new_folder
+from linattn.lab.commands import _convert_options as options
+from linattn.lab.commands.new_folder import finish, shared_folder
 from linattn.lab.commands.stages import stages
 from linattn.lab.commands.terminal import print_table
 from linattn.lab.commands.training_progress import training_progress
 from linattn.lab.constant_memory.converting import RECALL, BoundedConversion, BoundedMemory
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
-from linattn.training import Progress
+from linattn.training import Progress, launched
 
 
 def convert(
-    model: Annotated[
-        str, typer.Argument(help='A Hugging Face name, a folder, or "all-MiniLM-L6-v2", which comes as a package.')
-    ],
-    out: Annotated[Path, typer.Argument(help="A new folder for the converted model and its report.")],
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out."),
-    ] = None,
-    map_: Annotated[
-        str | None,
-        typer.Option(
-            "--map",
-            metavar="NAME",
-            help='A method, as in "LearnedExponential" or "Expansion + window 16".',
-            show_default=DEFAULT_MAP,
-        ),
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            metavar="ERROR",
-            help="In place of one method: the cheapest for each head expected to meet this relative error.",
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Of a causal language model, in place of a method: what a layer keeps is bounded to the bytes of N keys "
-            "by the split between near and merged keys that predicts best. Needs --tokens above N.",
-        ),
-    ] = None,
-    features: Annotated[int | None, typer.Option(metavar="R", help="Features of a map whose width is free.")] = None,
-    minutes: Annotated[float, typer.Option(help="Time for training; 0 to calibrate only.")] = 15.0,
-    tokens: Annotated[int, typer.Option(help="The longest text to train on, in tokens.")] = 512,
-    distil: Annotated[
-        bool, typer.Option("--distil/--no-distil", help="Train the whole model's weights, or the maps alone.")
-    ] = True,
-    adapters: Annotated[
-        int | None,
-        typer.Option(
-            metavar="RANK", help="Train low-rank adapters of the projections, where all weights would not fit."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
+    model: options.Model,
+    out: options.Out,
+    text: options.TextFiles = None,
+    map_: options.Map = None,
+    target: options.Target = None,
+    budget: options.Budget = None,
+    features: options.Features = None,
+    minutes: options.Minutes = 15.0,
+    tokens: options.Tokens = 512,
+    distil: options.Distil = True,
+    adapters: options.Adapters = None,
+    batch: options.BatchSize = 2,
+    seed: options.Seed = 0,
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
 
     Figures are of texts held out from all fitting and training; of the stages the best is kept. Ctrl-C during training
-    ends it and keeps the best so far; after anything worse the same command goes on where it was.
+    ends it and keeps the best so far; after anything worse the same command goes on where it was. Under torchrun the
+    texts of a step, layers and held-out texts are dealt out to the processes; any number of them goes on.
     """
-    console = Console()
     # Of "." or a link the name is elsewhere.
     out = out.resolve()
-    with new_folder("convert", "converting a model", console, out) as work:
+    with launched() as processes, shared_folder("convert", "converting a model", processes, out) as (console, work):
         if budget is not None and not (map_ is None and target is None):
             raise ValueError("--budget chooses a method, and --map and --target do; give one of the three")
         texts = tuple(read_text(file).content for file in (text or (None,)))
         loaded = load(model, with_head=True) if budget is None else load_language_model(model)
-        bounded = None
-        if budget is not None:
-            with stages(console) as watch:
-                samples = from_texts(loaded.tokenizer, texts, num_tokens=tokens, batch_size=1, seed=seed)
-                bounded = BoundedMemory(loaded, samples, budget, tokens, watch)
+        bounded = None if budget is None else _bounded(loaded, texts, budget, tokens, seed, console)
         config = ConvertConfig(
             map_ if bounded is None else bounded.plan.labels[0],
             target,
@@ -114,17 +77,29 @@ def convert(
             minutes=minutes,
             distil=distil,
             adapter_rank=adapters,
+            batch_size=batch,
             seed=seed,
         )
         with training_progress(console, "Measuring and calibrating", _loss) as notify:
             conversion = convert_(loaded.model, loaded.tokenizer, config, work=work, notify=notify)
         memory = None if bounded is None else bounded.finished()
-        finish(work, out, lambda draft: _write(loaded, conversion, memory, draft))
+        if work is not None:
+            finish(work, out, lambda draft: _write(loaded, conversion, memory, draft))
     _print(console, conversion)
     if memory is not None:
         print_table(console, memory.table())
         console.print(memory.sentence(), markup=False, highlight=False)
     console.print(f"Written: {escape(str(out))}", highlight=False)
+
+
+def _bounded(
+    loaded: LoadedModel, texts: tuple[str, ...], budget: int, tokens: int, seed: int, console: Console
+) -> BoundedMemory:
+    """The method for a budget, and recall before training, on the conversion's texts."""
+    with stages(console) as watch:
+        watch.begin("Choosing a split of the budget")
+        samples = from_texts(loaded.tokenizer, texts, num_tokens=tokens, batch_size=1, seed=seed)
+        return BoundedMemory(loaded, samples, budget, tokens, watch)
 
 
 def _loss(progress: Progress) -> str:

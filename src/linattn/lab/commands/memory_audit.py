@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +21,7 @@ from linattn.lab.constant_memory.planning import MemoryPlan, read_memory_plans, 
 from linattn.lab.constant_memory.records import MEMORY, MemoryRow
 from linattn.lab.pace import Pace
 from linattn.lab.report import MemorySummary, conclusions, lost, summarise_memory, table_at, write_report
+from linattn.processes import Processes
 
 _TOKENS = 4096
 
@@ -52,26 +55,34 @@ class Asked:
     calibration: Path | None
 
 
-def audit_memory(asked: Asked, others: Mapping[str, object], console: Console) -> None:
+def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *, is_first: bool = True) -> None:
     """Measure, write memory.jsonl and the page, and print what was found.
 
     Args:
         asked: what was asked for.
         others: options of the other audit, which are refused here, by their names.
         console: where it is told.
+        is_first: whether this process writes; others measure their share.
     """
     records = asked.out / "memory.jsonl"
-    with ending("audit", console, lambda: _what_is_left(records, asked.out)), interrupts() as pressed:
+    left = partial(_what_is_left, records, asked.out) if is_first else str
+    with ending("audit", console, left), interrupts() as pressed:
         senseless = [name for name, given in others.items() if given is not None]
         if senseless:
             raise ValueError(f"{', '.join(senseless)} and --budget are of two audits; leave one out")
         with stages(console) as watch:
             measured = _begun(asked, watch)
             if asked.plan_out is not None:
-                _plan(measured, asked, asked.plan_out, watch)
-            kept = [] if asked.again else _earlier(measured, records, watch)
+                _plan(measured, asked, asked.plan_out, watch, is_first=is_first)
+            kept = Processes.of_this_run().from_first(
+                [] if asked.again or not is_first else _earlier(measured, records, watch)
+            )
             watch.pace = Pace(len(measured.wanted()), done=len(kept))
-            MEMORY.extend(records, measured.header, kept, _rows(measured, kept, watch, pressed))
+            rows = _rows(measured, kept, watch, pressed)
+            if not is_first:
+                deque(rows, maxlen=0)
+                return
+            MEMORY.extend(records, measured.header, kept, rows)
         summary = summarise_memory(records)
         page = write_report(asked.out)
     _print(console, summary)
@@ -110,20 +121,22 @@ def _calibration(asked: Asked) -> Text:
     return Text(f"second half of {text.source}", text.content[len(text.content) // 2 :])
 
 
-def _plan(measured: MemoryAudit, asked: Asked, file: Path, watch: Stages) -> None:
-    """A plan at every budget, those of the file kept where they are of the same."""
-    text = _calibration(asked)
-    try:
-        found = {plan.budget: plan for plan in read_memory_plans(file)}
-    except (OSError, ValueError):
-        found = {}
+def _plan(measured: MemoryAudit, asked: Asked, file: Path, watch: Stages, *, is_first: bool) -> None:
+    """A plan at every budget, those of the file kept where they are of the same; the first process makes them."""
     plans: list[MemoryPlan] = []
-    for budget in measured.header.budgets:
-        plan = found.get(budget)
-        if plan is None or asked.again or not measured.is_of(plan, text):
-            plan = measured.plan(text, budget, watch)
-        plans.append(plan)
-        write_memory_plans(file, plans)
+    if is_first:
+        text = _calibration(asked)
+        try:
+            found = {plan.budget: plan for plan in read_memory_plans(file)}
+        except (OSError, ValueError):
+            found = {}
+        for budget in measured.header.budgets:
+            plan = found.get(budget)
+            if plan is None or asked.again or not measured.is_of(plan, text):
+                plan = measured.plan(text, budget, watch)
+            plans.append(plan)
+            write_memory_plans(file, plans)
+    for plan in Processes.of_this_run().from_first(plans):
         measured.take(plan)
 
 

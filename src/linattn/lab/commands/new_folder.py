@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from linattn.lab.commands.terminal import ending
+from linattn.lab.commands.terminal import console_of, ending
+from linattn.processes import Processes
 from linattn.records.atomic import full_disk_names
 from linattn.records.locks import LOCK, InUseError, locked
 
@@ -35,6 +36,29 @@ def new_folder(command: str, doing: str, console: Console, out: Path) -> Iterato
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise FileExistsError(f"{out} exists and is not an empty folder; give a new folder, or remove it first")
         yield work
+
+
+@contextmanager
+def shared_folder(command: str, doing: str, processes: Processes, out: Path) -> Iterator[tuple[Console, Path | None]]:
+    """A console, and the folder of `new_folder`; of several processes all but the first have no folder, and are silent.
+
+    Args:
+        command, doing, out: as in `new_folder`.
+        processes: those of this run.
+
+    Returns:
+        A context manager that gives both.
+
+    Raises:
+        typer.Exit: as `new_folder`.
+    """
+    console = console_of(processes)
+    if not processes.is_first:
+        with ending(command, console, str):
+            yield console, None
+        return
+    with new_folder(command, doing, console, out) as work:
+        yield console, work
 
 
 def finish(work: Path, out: Path, write: Callable[[Path], None]) -> None:

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
+from linattn.processes import Processes
 from linattn.records.tables import Table
 
 _FAILED, _INTERRUPTED = 1, 130
@@ -49,12 +50,17 @@ def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
         raise ValueError(f"{option} wants whole numbers separated by commas, as in {example}; got {text!r}") from None
 
 
+def console_of(processes: Processes) -> Console:
+    """The terminal, for the first process; the others are silent."""
+    return Console(quiet=not processes.is_first)
+
+
 @contextmanager
 def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
     """Turn an interrupt or an error inside the block into a message and an exit code: 130 or 1.
 
     Args:
-        command: the subcommand's name, for the message.
+        command: the subcommand's name, for the message; of several processes all but the first say which they are.
         console: where an interrupt is reported; errors go to the standard error.
         what_is_left: says after an interrupt which files there are.
 
@@ -70,7 +76,9 @@ def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> I
         console.print(f"Interrupted. {what_is_left()}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED) from None
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        Console(stderr=True).print(f"linattn {command}: {error}", markup=False, highlight=False, soft_wrap=True)
+        rank = Processes.of_this_run().rank
+        who = f"{command}, process {rank}" if rank else command
+        Console(stderr=True).print(f"linattn {who}: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_FAILED) from None
 
 

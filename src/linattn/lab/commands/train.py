@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linattn.hf import LinearLMConfig, LinearLMForCausalLM
-from linattn.lab.commands.new_folder import finish, new_folder
+from linattn.lab.commands.new_folder import finish, shared_folder
 from linattn.lab.commands.terminal import print_table
 from linattn.lab.commands.training_progress import training_progress
 from linattn.pretraining import (
@@ -27,7 +25,7 @@ from linattn.pretraining import (
 from linattn.pretraining.card import model_card, position_table, score_table, training_in_words
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
-from linattn.training import Processes, Progress, launched
+from linattn.training import Progress, launched
 
 _PARTS = 20
 _Text = Annotated[
@@ -77,7 +75,7 @@ def train(
     dealt out to the processes, or each text is cut into parts for some of them; any number of processes goes on.
     """
     out = out.resolve()
-    with launched() as processes, _output(processes, out) as (console, work):
+    with launched() as processes, shared_folder("train", "training a model", processes, out) as (console, work):
         config = TrainConfig(
             context=context,
             batch_size=batch,
@@ -113,17 +111,6 @@ def train(
         if work is not None:
             finish(work, out, lambda draft: _write(model, found, draft))
         _print(console, found, out)
-
-
-@contextmanager
-def _output(processes: Processes, out: Path) -> Iterator[tuple[Console, Path | None]]:
-    """A console, and the folder for unfinished work; of several processes only the first has these."""
-    if not processes.is_first:
-        yield Console(quiet=True), None
-        return
-    console = Console()
-    with new_folder("train", "training a model", console, out) as work:
-        yield console, work
 
 
 def _gate(gate: str | None, gated: str, pattern: str) -> str | None:

@@ -66,9 +66,9 @@ class BoundedConversion:
         """Which method was chosen, and against what."""
         plan = self.plan
         return (
-            f"At the bytes of {plan.budget:,} keys per layer and key/value head {plan.label} is taken: without training "
-            f"its predictions are {plan.kl:.4f} nats from the exact model's on a text of {plan.num_tokens:,} tokens, "
-            f"those of {PLAIN} at the same bytes {plan.window_kl:.4f}."
+            f"At the bytes of {plan.budget:,} keys per layer and key/value head {plan.label} is taken. Untrained, its "
+            f"predictions are {plan.kl:.4f} nats from the exact model's at the end of {plan.num_tokens:,} tokens; "
+            f"those of {PLAIN} in as many bytes are {plan.window_kl:.4f}."
         )
 
 

@@ -6,7 +6,8 @@ Contenders take the place of softmax in the layers that attend to all tokens; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from linattn.lab.constant_memory.records import (
 )
 from linattn.lab.contenders import KINDS, at_budget
 from linattn.lab.pace import Silent, Watch
+from linattn.lab.rounds import Unit, in_rounds
 
 _SILENT = Silent()
 # Positions before the last tokens at which figures are taken as well.
@@ -274,39 +276,37 @@ class MemoryAudit:
             An iterator that measures as it goes.
         """
         done = set(map(key_of, kept))
+        yield from in_rounds(self._units(done), watch)
+
+    def _units(self, done: set[tuple[str, str, int]]) -> Iterator[Unit[MemoryRow]]:
+        """Every row that is not done."""
         for number, tokens in enumerate(self._passages):
-            yield from self._passage(number, tokens, done, watch)
+            yield from self._passage(number, tokens, done)
             if number == 0:
                 for task in self._tasks:
-                    yield from self._task(task, done, watch)
+                    yield from self._task(task, done)
 
-    def _passage(
-        self, number: int, tokens: Tensor, done: set[tuple[str, str, int]], watch: Watch
-    ) -> Iterator[PassageRow]:
-        """One passage's rows."""
-        left = [entry for entry in self.entries if (f"passage {number}", entry.name, entry.budget) not in done]
-        if not left:
-            return
+    def _passage(self, number: int, tokens: Tensor, done: set[tuple[str, str, int]]) -> Iterator[Unit[MemoryRow]]:
+        """One passage's rows; every process that measures one of them reads it by the exact model."""
         name = f"passage {number + 1} of {len(self._passages)}"
-        watch.begin(f"The exact model, {name}")
-        passage = Passage(self._loaded, self._layers, tokens, self.header.num_measured)
-        for entry in left:
-            watch.begin(f"{entry.label}{_at(entry.budget)}, {name}")
-            with torch.no_grad():
-                outputs = [entry.answer(call) for call in passage.calls]
-            yield passage.row(number, entry, outputs)
-            watch.advance(1)
+        read = cache(lambda: Passage(self._loaded, self._layers, tokens, self.header.num_measured))
+        for entry in self.entries:
+            if (f"passage {number}", entry.name, entry.budget) not in done:
+                words = f"{entry.label}{_at(entry.budget)}, {name}"
+                yield Unit(words, "", 1, partial(_passage_row, read, number, entry))
 
-    def _task(self, task: Task, done: set[tuple[str, str, int]], watch: Watch) -> Iterator[RecallRow]:
+    def _task(self, task: Task, done: set[tuple[str, str, int]]) -> Iterator[Unit[MemoryRow]]:
         """One task's rows."""
         for entry in self.entries:
-            if (task.name, entry.name, entry.budget) in done:
-                continue
-            watch.begin(f"{entry.label}{_at(entry.budget)}, {task.name}")
-            found = log_probabilities(self._loaded.model, task.tokens, task.positions, entry.answer)[0]
-            depths = [one.depth for one in task.questions]
-            yield RecallRow(task.name, entry.name, entry.label, entry.budget, depths, task.hits(found))
-            watch.advance(1)
+            if (task.name, entry.name, entry.budget) not in done:
+                words = f"{entry.label}{_at(entry.budget)}, {task.name}"
+                yield Unit(words, "", 1, partial(self._task_row, task, entry))
+
+    def _task_row(self, task: Task, entry: Entry) -> list[MemoryRow]:
+        """One contender's answers."""
+        found = log_probabilities(self._loaded.model, task.tokens, task.positions, entry.answer)[0]
+        depths = [one.depth for one in task.questions]
+        return [RecallRow(task.name, entry.name, entry.label, entry.budget, depths, task.hits(found))]
 
     def _stocked(
         self, budgets: Sequence[int], kinds: tuple[str, ...], probe: Sequence[AttentionCall], num_tokens: int
@@ -326,6 +326,14 @@ class MemoryAudit:
                 kept = one.num_bytes(self._sizes, num_tokens) * heads * places
                 entries.append(Entry(kind, one.label, budget, kept, self._layers.by(one)))
         return entries, left_out
+
+
+def _passage_row(read: Callable[[], Passage], number: int, entry: Entry) -> list[MemoryRow]:
+    """One contender's figures on a passage."""
+    passage = read()
+    with torch.no_grad():
+        outputs = [entry.answer(call) for call in passage.calls]
+    return [passage.row(number, entry, outputs)]
 
 
 def _at(budget: int) -> str:

@@ -1,18 +1,17 @@
-"""The processes of a training, which all hold the same weights: what they average, and what they agree on."""
+"""The processes of one work, which all hold the same: what they share out, average and agree on."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,26 @@ class Processes:
         dist.broadcast_object_list(held, src=0)
         return held[0]
 
+    def first_does(self, do: Callable[[], T]) -> T:
+        """What the first process finds, on all of them, which wait meanwhile."""
+        found = self.from_first(do() if self.is_first else None)
+        assert found is not None
+        return found
 
-@contextmanager
-def launched() -> Iterator[Processes]:
-    """The processes that a launcher (torchrun, accelerate, srun) started, in one group on gloo until the block ends.
+    def gather(self, value: T) -> list[T]:
+        """What every process gives, in the order of the ranks, on all of them; it travels pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
 
-    A launcher says so by WORLD_SIZE and RANK in the environment; without it there is one process and no group.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(0, 1)
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield Processes.of_this_run()
-    finally:
-        dist.destroy_process_group()
+    def each(self, items: Sequence[T], do: Callable[[T], R]) -> list[R]:
+        """What is done to each item, in the items' order, on all processes: each does its share, every size-th of them.
+
+        Example:
+            >>> Processes(0, 1).each([1, 2, 3], lambda number: number**2)
+            [1, 4, 9]
+        """
+        every = self.gather([do(item) for item in items[self.rank :: self.size]])
+        return [every[place % self.size][place // self.size] for place in range(len(items))]

@@ -1,0 +1,152 @@
+"""The commands under torchrun: what a killed rank leaves, and that one process goes on from it as if alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from linattn.lab.audit.records import AUDIT, LengthsRow, TimeRow
+from linattn.lab.commands.app import app
+
+pytestmark = pytest.mark.xdist_group("ranks")
+SECONDS = 60
+# The second rank is killed when a method of a class was called so many times.
+DYING = """
+import os, signal, sys
+from importlib import import_module
+place, kind, name, times, *sys.argv[1:] = sys.argv[1:]
+kind, left = getattr(import_module(place), kind), int(times)
+own = getattr(kind, name)
+def dying(*args):
+    global left
+    left -= 1
+    if not left and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return own(*args)
+setattr(kind, name, dying)
+from linattn.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """A function that runs the command on two ranks until the second is killed at a call: what was printed."""
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+
+    def at(call: str, *words: object) -> str:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        # Raises if it takes longer.
+        found = subprocess.run(
+            [*launch, *call.split(), *map(str, words)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert found.returncode != 0
+        assert "Root Cause" in found.stderr, found.stderr
+        cause = found.stderr[found.stderr.index("Root Cause") :]
+        assert "rank      : 1" in cause
+        assert "SIGKILL" in cause
+        return found.stdout
+
+    return at
+
+
+@pytest.fixture
+def texts(tmp_path) -> list[str]:
+    """A training of a few seconds, on texts of two lines."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(" ".join(f"{count} bottles of beer {number}" for count in range(40)))
+    sizes = "--steps 200 --context 32 --batch 2 --layers 2 --width 16 --heads 2 --features 4 --pattern ls"
+    return ["--text", str(folder), *sizes.split()]
+
+
+def best(folder: Path) -> float:
+    """The validation loss of the kept weights."""
+    return json.loads((folder / "training.json").read_text())["trained"]["best_loss"]
+
+
+def run(*words: object) -> str:
+    """What the command prints in this process."""
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def checkpoints(work: Path, training: str) -> list[int]:
+    """The steps of a training's checkpoints; nothing else is there."""
+    names = sorted(path.name for path in (work / "checkpoints" / training).iterdir() if not path.name.startswith("."))
+    return [int(name.removeprefix("step-")) for name in names]
+
+
+def test_training_goes_on_in_one_process(tmp_path, texts, killed):
+    out, work = tmp_path / "split", tmp_path / "split.unfinished"
+    # At the third look, of which there is one every ten steps.
+    killed("linattn.training.loop _Run _look 3", "train", out, *texts, "--parts", "2")
+    assert not out.exists()
+    assert checkpoints(work, "training") == [10, 20]
+    # One process, which is not told of parts, goes on to the loss of one that was never interrupted.
+    run("train", out, *texts)
+    run("train", tmp_path / "alone", *texts)
+    assert not work.exists() or not list(work.glob("checkpoints"))
+    assert best(out) == pytest.approx(best(tmp_path / "alone"), rel=1e-3)
+
+
+def test_a_conversion_goes_on_in_one_process(tmp_path, bert, words_of, killed):
+    text, out, work = tmp_path / "text.txt", tmp_path / "out", tmp_path / "out.unfinished"
+    text.write_text("\n\n".join(words_of(6) for _ in range(200)))
+    options = ["--text", text, "--tokens", 16, "--map", "Expansion(num_centres=2)", "--minutes", 0.1]
+    printed = killed("linattn.training.loop _Run _look 5", "convert", bert, out, *options)
+    # The first process alone prints.
+    assert printed.count("Measuring and calibrating") == 1
+    assert not out.exists()
+    before, last = checkpoints(work, "distillation")
+    assert before < last
+    run("convert", bert, out, *options)
+    report = json.loads((out / "conversion.json").read_text())
+    (training,) = report["trainings"]
+    assert training["steps"] > last
+    assert [stage["name"] for stage in report["stages"]] == ["uniform", "unconverted", "calibrated", "converted"]
+
+
+def test_an_audit_goes_on_in_one_process(tmp_path, bert, words_of, killed):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(words_of(64))
+    options = ["--text", text, "--tokens", 32, "--features", 8, "--draws", 2, "--map", "FavorPlus", "--map", "Relu"]
+    # Of each pair of layers the second rank has one: killed in FavorPlus's second draw.
+    printed = killed("linattn.lab.audit.truth LayerTruth measure 2", "audit", bert, *options, "--out", out)
+    assert printed.count("Loading") == 1
+    assert [path.name for path in out.iterdir()] == ["audit.jsonl"]
+    _, kept = AUDIT.so_far(out / "audit.jsonl")
+    assert any(getattr(row, "map", "") == "FavorPlus" for row in kept)
+    assert "figures were measured before and are kept" in run("audit", bert, *options, "--out", out)
+    run("audit", bert, *options, "--out", tmp_path / "alone")
+    found, alone = (set(AUDIT.read(folder / "audit.jsonl")[1]) for folder in (out, tmp_path / "alone"))
+    times = TimeRow, LengthsRow
+    assert {row for row in found if not isinstance(row, times)} == {row for row in alone if not isinstance(row, times)}
+
+
+@pytest.fixture
+def words_of():
+    """A function that gives so many words that the tokenizer knows."""
+    draw = random.Random(0)
+    return lambda count: " ".join(f"w{draw.randrange(40)}" for _ in range(count))
+
+
+@pytest.fixture
+def bert(folder) -> Path:
+    """A tiny encoder's folder."""
+    return folder("bert")

@@ -1,0 +1,52 @@
+"""Jobs of ranks, and of one process: audits and conversions, whose parts are dealt out where there are several."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from linattn.convert import Conversion, ConvertConfig, convert_
+from linattn.hf import load
+from linattn.lab.audit.grid import AuditGrid
+from linattn.lab.audit.measuring import Audit
+from linattn.lab.audit.planned import Planner
+from linattn.lab.audit.records import AuditRow, LengthsRow, TimeRow
+from linattn.lab.audit.text import Text
+from linattn.planning.methods import parse_method
+
+METHODS = ("FavorPlus", "Centred(Taylor(order=1))", "Expansion(num_centres=2) + window 4")
+
+
+def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> tuple[list[AuditRow], list[str]]:
+    """The rows of an audit with a plan, but for times, and what every plan chose."""
+    loaded, words = load(str(folder)), prose.split()
+    text, other = (Text("a half", " ".join(half)) for half in (words[:32], words[32:]))
+    planner = Planner(loaded, other, target_error=0.6, num_tokens=32)
+    grid = AuditGrid(tuple(map(parse_method, METHODS)), (8,), 2, 0)
+    # Exact attention takes the fewest operations of all at 32 tokens.
+    with (
+        mock.patch("linattn.planning.choosing.exact_flops_per_token", return_value=10**9),
+        mock.patch("linattn.lab.audit.paying._MOST_TOKENS", 64),
+    ):
+        rows = list(Audit(loaded, text, grid, num_tokens=32, planned=planner).rows())
+    chosen = [head.method for plan in planner.plans for head in plan.heads]
+    return [row for row in rows if not isinstance(row, TimeRow | LengthsRow)], chosen
+
+
+def converted(
+    mesh: DeviceMesh | None, folder: Path, written: str | None, target: float | None = None
+) -> tuple[Conversion, dict[str, Tensor]]:
+    """A conversion by a clock that is looked at as often on every process, and the weights it leaves."""
+    model, ticks = load(str(folder)).model, count(0.0, 0.5)
+    draw = torch.Generator().manual_seed(1)
+    batches = [{"input_ids": torch.randint(3, 40, (4, 12), generator=draw)} for _ in range(16)]
+    config = ConvertConfig(written, target, minutes=0.2, learning_rate=1e-3)
+    with mock.patch("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: next(ticks))):
+        found = convert_(model, batches, config)
+    return found, model.state_dict()
