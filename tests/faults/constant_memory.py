@@ -116,4 +116,32 @@ FAULTS = (
         "merged < max(plain, off)",
         "tests/lab/report/test_memory.py",
     ),
+    Fault(
+        "convert to a budget that no text exceeds",
+        "lab/constant_memory/converting.py",
+        "if num_tokens <= budget:",
+        "if False:",
+        "tests/lab/constant_memory/test_converting.py",
+    ),
+    Fault(
+        "convert where a plain window is better",
+        "lab/constant_memory/converting.py",
+        "if self.plan.choices[0] == PLAIN:",
+        "if False:",
+        "tests/lab/constant_memory/test_converting.py",
+    ),
+    Fault(
+        "leave the model bounded after recall before training",
+        "lab/constant_memory/converting.py",
+        "restore_(loaded.model)",
+        "pass",
+        "tests/lab/constant_memory/test_converting.py",
+    ),
+    Fault(
+        "plan layer by layer where all are to be alike",
+        "lab/constant_memory/measuring.py",
+        "if is_common else 1",
+        "if False else 1",
+        "tests/lab/constant_memory/test_converting.py",
+    ),
 )
