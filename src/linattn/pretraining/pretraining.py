@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def pretrain(
     work: Path | None = None,
     notify: Notify | None = None,
     num_parts: int = 1,
+    shard: bool = False,
 ) -> Pretraining:
     """Train a language model on a corpus, in place, and leave it with the weights that were best on validation texts.
 
@@ -92,6 +94,9 @@ def pretrain(
         num_parts: inside `linattn.training.launched`, into how many parts each text is cut, for as many processes; the
             others share the texts of a step. The losses are those of one process up to rounding, and a training goes
             on with any number of processes and parts.
+        shard: inside `linattn.training.launched`, whether each process keeps a part of the weights, their gradients and
+            the optimiser's moments (torch's `fully_shard`), beside the whole model it was given. Checkpoints are then
+            written by all, into a folder that all see, and are gone on from with or without it.
 
     Returns:
         A `Pretraining`, the same in all processes. Ctrl-C during training ends it early, with the best weights so far
@@ -116,16 +121,15 @@ def pretrain(
     Source: Radford et al. 2019 (GPT-2) for the task; Al-Rfou et al. 2019 (arXiv 1808.04444) for bytes.
     """
     _check(model)
-    share = Share(Processes.of_this_run(), num_parts)
+    share = Share(Processes.of_this_run(), num_parts, shard)
     share.check(config.context, config.batch_size)
-    training = _training(model, corpus, config, share)
     # The first process writes for all.
     work = work if share.processes.is_first else None
-    with alone_in(work), share.among(model):
+    with alone_in(work), share.laid_out(model) as laid_out:
         folder = None if work is None else WorkFolder(work, _identity(model, corpus, config), kind="training")
         if folder is not None:
             folder.claim()
-        trained = train(training, folder, notify or (lambda *_: None))
+        trained = train(_training(laid_out, corpus, config, share), folder, notify or (lambda *_: None))
     model.train(False)
     test = windows(corpus.test, config.context, _TEST_BYTES)
     judged = share.processes.first_does(lambda: score(model, test))
@@ -156,7 +160,7 @@ def _training(model: LinearLMForCausalLM, corpus: Corpus, config: TrainConfig, s
     def validate() -> float:
         """Bits per byte on validation texts."""
         model.train(False)
-        return share.mean(bits(model, share.of(looked_at)))
+        return share.mean(partial(bits, model), looked_at)
 
     return Training(
         name="training",

@@ -30,9 +30,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer, best: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors by name: weights, best weights, what the optimiser keeps of each, and the random numbers' state."""
+    # First, for it shards again what the last pass has gathered.
+    weights = model.state_dict()
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        **{f"{_MODEL}{name}": x for name, x in model.state_dict().items()},
+        **{f"{_MODEL}{name}": x for name, x in weights.items()},
         **{f"{_BEST}{name}": x for name, x in best.items()},
         **{
             f"{_OPTIMIZER}{names[parameter]}.{what}": x
@@ -72,7 +74,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, together: bool) -> Non
 
 def read(folder: Path, model: nn.Module, *, together: bool) -> dict[str, Tensor]:
     """The tensors that `write` wrote, laid out as those of this model are."""
-    found, weights = {}, dict(model.named_parameters()) | model.state_dict()
+    found, weights = {}, model.state_dict()
     for name, stored in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
         found[name] = _room(name, stored, weights)

@@ -95,10 +95,10 @@ def checkpoints(work: Path, training: str) -> list[int]:
 def test_training_goes_on_in_one_process(tmp_path, texts, killed):
     out, work = tmp_path / "split", tmp_path / "split.unfinished"
     # At the third look, of which there is one every ten steps.
-    killed("linattn.training.loop _Run _look 3", "train", out, *texts, "--parts", "2")
+    killed("linattn.training.loop _Run _look 3", "train", out, *texts, "--parts", "2", "--shard")
     assert not out.exists()
     assert checkpoints(work, "training") == [10, 20]
-    # One process, which is not told of parts, goes on to the loss of one that was never interrupted.
+    # One process, which is told neither of parts nor of sharded weights, goes on to the loss of one that was never interrupted.
     run("train", out, *texts)
     run("train", tmp_path / "alone", *texts)
     assert not work.exists() or not list(work.glob("checkpoints"))

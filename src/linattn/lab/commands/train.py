@@ -67,6 +67,9 @@ def train(
     redraw: Annotated[int | None, typer.Option(metavar="N", help="Redraw random maps every N steps.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, draws and the order of texts.")] = 0,
     parts: Annotated[int, typer.Option(metavar="N", help="Under torchrun: cut each text for N processes.")] = 1,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Under torchrun: keep a part of weights and moments on each process.")
+    ] = False,
 ) -> None:
     """Train a language model of bytes with linear or softmax attention, and say how many bits a byte costs.
 
@@ -107,7 +110,7 @@ def train(
         with training_progress(
             console, "Reading and measuring", lambda progress: _pace(progress, bytes_per_step), parts=_PARTS
         ) as notify:
-            found = pretrain(model, corpus, config, work=work, notify=notify, num_parts=parts)
+            found = pretrain(model, corpus, config, work=work, notify=notify, num_parts=parts, shard=shard)
         if work is not None:
             finish(work, out, lambda draft: _write(model, found, draft))
         _print(console, found, out)
