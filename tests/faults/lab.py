@@ -248,4 +248,18 @@ FAULTS = (
         "if value is None or",
         "tests/lab/report/test_claims.py",
     ),
+    Fault(
+        "leave a page's answers out of its figures",
+        "lab/report/page.py",
+        "answers=_answers(report),",
+        "answers=(),",
+        "tests/lab/report/test_twin.py",
+    ),
+    Fault(
+        "say nothing where there is no browser",
+        "lab/commands/report.py",
+        "if show and not webbrowser.open(page.resolve().as_uri()):",
+        "if show and not webbrowser.open(page.resolve().as_uri()) and not page:",
+        "tests/lab/commands/test_report.py",
+    ),
 )

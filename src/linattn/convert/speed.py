@@ -24,7 +24,7 @@ class Speed:
         num_tokens: their length, padding included.
         seconds: of the converted model's passes.
         exact_seconds: of the original model's.
-        threads: torch's.
+        threads: torch's threads.
         device: where the models were.
     """
 

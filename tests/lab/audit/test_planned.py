@@ -43,7 +43,7 @@ def test_a_planned_audit(run, folder, prose, tmp_path, family, monkeypatch):
     result = run("--target", "0.6", family=family)
     assert result.exit_code == 0, result.output
     out = tmp_path / "out"
-    assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "plan.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "plan.json", "report.json"]
     header, rows = AUDIT.read(out / "audit.jsonl")
     assert (header.target, header.calibration) == (0.6, f"second half of {tmp_path / 'text.txt'}")
     heads = [row for row in rows if isinstance(row, PlanRow)]
@@ -129,7 +129,12 @@ def test_plans_are_gone_on_from(run, tmp_path, monkeypatch):
     monkeypatch.setattr("linattn.lab.audit.planned.plan", counted)
     assert run("--target", "0.6").exit_code == 130
     assert len(read_plans(out / "plan.partial.json")) == 1
-    assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "plan.partial.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "audit.jsonl",
+        "index.html",
+        "plan.partial.json",
+        "report.json",
+    ]
     assert "planned" in Page((out / "index.html").read_text(encoding="utf-8")).text
     assert run("--target", "0.6").exit_code == 0
     assert len(made) == 3

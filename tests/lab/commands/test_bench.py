@@ -61,7 +61,7 @@ def files(folder):
 def test_bench(run, tmp_path, words, features):
     result = run(*words)
     assert result.exit_code == 0, result.output
-    assert files(tmp_path / "out") == ["bench.jsonl", "index.html"]
+    assert files(tmp_path / "out") == ["bench.jsonl", "index.html", "report.json"]
     header, rows = BENCH.read(tmp_path / "out" / "bench.jsonl")
     assert header.lengths == [row.length for row in rows] == [8, 16, 24]
     assert (header.num_features, header.repeats, header.num_heads, header.head_dim) == (features, 2, 2, 8)
@@ -85,7 +85,7 @@ def test_an_interrupted_run_goes_on_where_it_was(run, tmp_path, timed):
     assert result.exit_code == 0, result.output
     assert "Measured before the interrupt, and kept: 8, 16 tokens." in result.output
     assert timed == [24]
-    assert files(tmp_path / "out") == ["bench.jsonl", "index.html"]
+    assert files(tmp_path / "out") == ["bench.jsonl", "index.html", "report.json"]
     _, rows = BENCH.read(tmp_path / "out" / "bench.jsonl")
     assert rows[:2] == kept
     timed.clear()

@@ -145,7 +145,7 @@ class TimeRow:
         features: the map's width; null where there is no single one.
         seconds: of each timed pass under the method.
         exact_seconds: the same of the model's own passes, taken in turn with those.
-        threads: torch's.
+        threads: torch's threads.
     """
 
     map: str
