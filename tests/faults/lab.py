@@ -262,4 +262,18 @@ FAULTS = (
         "if show and not webbrowser.open(page.resolve().as_uri()) and not page:",
         "tests/lab/commands/test_report.py",
     ),
+    Fault(
+        "begin a benchmark of a method that no call can have",
+        "lab/bench/settings.py",
+        "        method.check_call(feature_map, self.lengths[-1], is_causal=self.is_causal)\n",
+        "",
+        "tests/lab/commands/test_bench.py",
+    ),
+    Fault(
+        "leave the exact part out of what is timed",
+        "planning/methods.py",
+        "            exact=self.exact,\n            backend=backend,",
+        "            exact=self.exact if self.map is None else None,\n            backend=backend,",
+        "tests/lab/bench/test_measuring.py",
+    ),
 )

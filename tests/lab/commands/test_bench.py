@@ -56,6 +56,7 @@ def files(folder):
         (["--features", "16", "--causal", "--backward", "--seed", "3"], 16),
         (["--map", "centred(Taylor(order=1))", "--dtype", "bfloat16", "--batch", "2"], 9),
         (["--map", "Oprf"], 256),
+        (["--map", "merged 8 + window 4", "--causal"], 0),
     ],
 )
 def test_bench(run, tmp_path, words, features):
@@ -122,6 +123,11 @@ def test_an_early_interrupt_leaves_what_was_there(run, tmp_path, timed):
         (["--map", "Relu", "--features", "64"], "Relu has a width of its own, got features=64; leave the features out"),
         (["--map", "Hyperbolic", "--features", "7"], "multiple of 2"),
         (["--map", "Centred(Relu)"], "softmax kernel"),
+        (["--map", "merged 8", "--causal"], "give window too"),
+        (["--map", "merged 8", "--features", "64"], "merged 8 has a width of its own, got features=64"),
+        (["--map", "Relu + window 4"], "Relu cannot share a normaliser with exact attention"),
+        (["--map", "window 4"], "leaves the keys that are not exact to nobody"),
+        (["--map", "FavorPlus + merged 4"], "leave the map out, as in 'merged 4'"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--device", "cuda"], "torch finds no CUDA device here"),
     ],

@@ -174,7 +174,7 @@ def test_words_on_correctness_and_on_how_wrong(summary, summary_of):
     assert "within 1.0e-06 of the definition in float64 (relative error; the bound is 1.0e-04)" in words(
         summary, "Verified"
     )
-    assert "FavorPlus with 256 features is up to 0.50 away from exact attention" in words(summary, "How wrong")
+    assert "FavorPlus (256 features) is up to 0.50 away from exact attention" in words(summary, "How wrong")
     assert "over 512 tokens), averaging the values 0.80. What" in words(summary, "How wrong")
     header = replace(HEADER, error_bound=None, backward=True, memory="not measured on this system")
     changes = {"gradient_error": math.inf, "approximation_error": 0.9, "linear_memory": None, "exact_memory": None}

@@ -18,7 +18,7 @@ class BenchHeader:
         device: "cpu" or "cuda".
         device_name: the accelerator's name; the processor's on the CPU.
         threads: torch's threads.
-        map: the map's written form.
+        map: the method's written form: a map, with its exact part, or merged keys.
         map_repr: the map as Python shows it, before it is fitted.
         num_features: R, the width of the map; 0 without one.
         batch: B, the batch size.

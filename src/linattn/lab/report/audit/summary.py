@@ -22,6 +22,7 @@ from linattn.lab.audit.records import (
     PlanRow,
     RankRow,
 )
+from linattn.lab.report._text import method_words
 from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.lab.report.audit.times import Times, times_of
 from linattn.lab.report.bench.summary import Crossover
@@ -90,7 +91,7 @@ class Line:
     @property
     def words(self) -> str:
         """The method with its width, where it has a map."""
-        return f"{self.map} ({self.features:,} features)" if self.features else self.map
+        return method_words(self.map, self.features)
 
     @property
     def ratio(self) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import linear_regression
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
-from linattn.lab.report._text import Point, number
+from linattn.lab.report._text import Point, method_words, number
 from linattn.planning.timing import spread
 from linattn.records.tables import Table
 
@@ -50,6 +50,11 @@ class BenchSummary:
     crossover: Crossover
     linear_slope: float | None
     exact_slope: float | None
+
+    @property
+    def words(self) -> str:
+        """The method with its width, where it has a map."""
+        return method_words(self.header.map, self.header.num_features)
 
 
 def summarise_bench(path: Path) -> BenchSummary:
@@ -225,7 +230,7 @@ def _approximation(summary: BenchSummary) -> Point:
     uniform = max(row.uniform_error for row in summary.rows)
     tokens = min(summary.header.num_verified, summary.header.lengths[-1])
     text = (
-        f"On these random inputs {summary.header.map} with {summary.header.num_features:,} features is up to "
+        f"On these random inputs {summary.words} is up to "
         f"{number(error)} away from exact attention (relative error over {tokens:,} tokens), averaging the values "
         f"{number(uniform)}{'' if error < uniform else ': it is no better than averaging'}. What it does to your "
         "model, linattn audit tells."
