@@ -215,7 +215,7 @@ FAULTS = (
     ),
     Fault(
         "look for the length from which a method pays until it is slower",
-        "lab/audit/paying.py",
+        "planning/paying.py",
         "if ours < theirs or",
         "if ours > theirs or",
         "tests/lab/audit/test_paying.py",
@@ -237,8 +237,8 @@ FAULTS = (
     Fault(
         "call a state smaller than an exact cache as large as it",
         "lab/report/audit/paying.py",
-        "elif chosen.state_numbers < exact_numbers(summary):",
-        "elif chosen.state_numbers <= exact_numbers(summary):",
+        "summary.header.is_causal and chosen.state_numbers < exact_numbers(summary):",
+        "summary.header.is_causal and chosen.state_numbers <= exact_numbers(summary):",
         "tests/lab/report/test_paying.py",
     ),
     Fault(
@@ -275,5 +275,19 @@ FAULTS = (
         "            exact=self.exact,\n            backend=backend,",
         "            exact=self.exact if self.map is None else None,\n            backend=backend,",
         "tests/lab/bench/test_measuring.py",
+    ),
+    Fault(
+        "tell an encoder that a smaller state saves memory",
+        "lab/report/audit/paying.py",
+        "elif summary.header.is_causal and chosen",
+        "elif chosen",
+        "tests/lab/report/test_paying.py",
+    ),
+    Fault(
+        "tell an encoder that a smaller plan saves memory",
+        "lab/report/audit/plan_summary.py",
+        "if smaller and self.is_causal",
+        "if smaller",
+        "tests/lab/audit/test_planned.py",
     ),
 )

@@ -9,7 +9,8 @@ import pytest
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
 from linattn.lab.report import Report, conclude, length_table, summarise_bench, write_page
-from linattn.lab.report.bench.summary import Crossover, find_crossover, slope
+from linattn.lab.report.bench.summary import slope
+from linattn.planning.paying import Crossover, find_crossover
 from pages import Page
 
 LENGTHS = [256, 1024, 2048, 8192]

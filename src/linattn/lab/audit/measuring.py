@@ -124,6 +124,8 @@ class Audit:
             layers=[call.layer for call in calls] if recorded.windowed else [],
             windowed=list(recorded.windowed),
             longest=getattr(loaded.model.config, "max_position_embeddings", None),
+            num_key_heads=calls[0].key.shape[1],
+            even_if_slower=planned is not None and planned.even_if_slower,
         )
 
     def kept(self, rows: Sequence[AuditRow]) -> Kept:
@@ -172,6 +174,9 @@ class Audit:
             found.append(row)
             yield row
         yield from self._time_lengths(worth_timing(found), kept, watch)
+        if self._planned is not None and not kept.has_lengths(PLANNED, None):
+            watch.begin("A method for each head: from which length on it is faster")
+            yield time_lengths(PLANNED, None, self._by_plans(self._planned), self._first_call)
 
     def _errors(self, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
         """All but times at growing lengths."""
@@ -248,14 +253,20 @@ class Audit:
                 )
             watch.advance(self._work.plan)
 
-        def answer(call: AttentionCall) -> Tensor:
-            """One layer's plan."""
-            return planner.plan(self._places[call.module_name]).attend(call.query, call.key, call.value)
-
+        answer = self._by_plans(planner)
         if not kept.has_time(PLANNED, None):
             yield self._time(PLANNED, None, answer)
         yield self._end_to_end(PLANNED, None, 0, answer)
         watch.advance(self._work.baseline)
+
+    def _by_plans(self, planner: Planner) -> Callable[[AttentionCall], Tensor]:
+        """Every layer by its plan."""
+
+        def answer(call: AttentionCall) -> Tensor:
+            """One layer's plan."""
+            return planner.plan(self._places[call.module_name]).attend(call.query, call.key, call.value)
+
+        return answer
 
     def _parts(self, kept: Kept) -> Iterator[tuple[float, bool]]:
         """Every part's work, and whether it is done."""

@@ -62,6 +62,12 @@ def convert(
         bool, typer.Option("--distil/--no-distil", help="Train the whole model's weights, or the maps alone.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
+    even_if_slower: Annotated[
+        bool,
+        typer.Option(
+            "--even-if-slower", help="Convert by the default method or a target's even where it saves nothing."
+        ),
+    ] = False,
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
 
@@ -83,6 +89,7 @@ def convert(
             minutes=minutes,
             distil=distil,
             seed=seed,
+            even_if_slower=even_if_slower,
         )
         with training_progress(console, "Measuring and calibrating", _loss) as notify:
             conversion = convert_(loaded.model, loaded.tokenizer, config, work=work, notify=notify)

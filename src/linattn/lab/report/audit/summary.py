@@ -25,9 +25,9 @@ from linattn.lab.audit.records import (
 from linattn.lab.report._text import method_words
 from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.lab.report.audit.times import Times, times_of
-from linattn.lab.report.bench.summary import Crossover
-from linattn.planning.costs import exact_flops_per_token
+from linattn.planning.costs import exact_flops_per_token, exact_state_numbers
 from linattn.planning.methods import parse_method
+from linattn.planning.paying import Crossover
 
 # Less gain over averaging than this is not worth a map.
 SMALL_GAIN = 0.05
@@ -309,12 +309,22 @@ def _planned(header: Header, rows: Iterable[AuditRow], models: list[ModelRow], t
     """The plan that was measured, if there was one."""
     if header.target is None or header.calibration is None or not models:
         return None
-    exact = exact_flops_per_token(
-        header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
-    )
     heads = tuple(replace(row, layer=header.number(row.layer)) for row in rows if isinstance(row, PlanRow))
-    ratio = times.ratios.get((PLANNED, None))
-    return PlanSummary(header.target, header.calibration, heads, models[0], exact, ratio)
+    dims = {"head_dim": header.head_dim, "value_dim": header.value_dim}
+    # Heads of a plan have states of their own, and would share the cache with their group.
+    shared = header.num_heads // (header.num_key_heads or header.num_heads)
+    return PlanSummary(
+        header.target,
+        header.calibration,
+        heads,
+        models[0],
+        exact_flops=exact_flops_per_token(header.num_tokens, is_causal=header.is_causal, **dims),
+        exact_numbers=exact_state_numbers(header.num_tokens, **dims) // shared,
+        is_causal=header.is_causal,
+        time_ratio=times.ratios.get((PLANNED, None)),
+        crossover=times.crossovers.get((PLANNED, None)),
+        longest=header.longest,
+    )
 
 
 def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], float]) -> tuple[tuple[float, ...], ...]:
