@@ -1,4 +1,5 @@
-"""Write the figures of README.md and of the site: tables between markers, docs/claims.md, docs/cli.md and drawings.
+"""Write the figures of README.md and of the site: tables between markers, docs/claims.md, docs/cli.md,
+docs/report_json.md and drawings.
 
     python docs/write_tables.py [--take REPORT]
 
@@ -24,6 +25,7 @@ from linattn.records.atomic import atomic_file
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
 from site_tables import claims_table, honest_table, misses_table, no_better_table, picture_words
 from write_cli import cli_page
+from write_schema import schema_page
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures.json"
@@ -338,6 +340,7 @@ def written() -> dict[Path, str]:
         **found,
         docs / "claims.md": claims_page(figures["claims"]),
         docs / "cli.md": cli_page(),
+        docs / "report_json.md": schema_page(),
         **{docs / "images" / name: text for name, text in drawings(figures["audit"]).items()},
     }
 

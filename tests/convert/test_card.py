@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.convert import Agreement, Conversion, LayerError, Speed, Stage, Trained
+from linattn.convert import Agreement, Conversion, LayerError, Paying, Speed, Stage, Trained
 from linattn.convert.card import kept_in_words, layer_table, model_card, speed_in_words, stage_table
 from linattn.hf import LayerReport, Linearization
 
@@ -137,10 +137,64 @@ def test_time_beside_the_originals(conversion):
     slow = Speed(4, 1512, (9.0, 5.0, 1.0), (2.0, 2.0, 3.0), 2, "cpu")
     text = speed_in_words(replace(conversion, speed=slow))
     assert text.startswith("Time: 4 texts of 1,512 tokens take 2.50 × the original model's time (cpu, 2 threads). ")
-    assert "do not use the converted model to save time here" in text
+    assert text.endswith("At this length softmax is faster, and exact: do not use the converted model here.")
     assert text in model_card(replace(conversion, speed=slow), "tiny")
     fast = replace(slow, exact_seconds=(10.0, 10.0, 10.0))
     assert speed_in_words(replace(conversion, speed=fast)).endswith(
         "take 0.50 × the original model's time (cpu, 2 threads)."
     )
     assert replace(conversion, speed=fast) == conversion
+
+
+@pytest.mark.parametrize(
+    ("kept", "slow", "exact", "longest", "causal", "words"),
+    [
+        (
+            900.0,
+            True,
+            (1.0, 4.0),
+            512,
+            True,
+            "State: 900 numbers per head, less than the 1,000 of the exact cache of 1,512 tokens. Attention alone is "
+            "faster from 1,024 tokens on, and the model takes at most 512. At this length softmax is faster, and "
+            "exact: the converted model saves memory here, not time.",
+        ),
+        (
+            1000.0,
+            True,
+            (1.0, 1.5),
+            None,
+            True,
+            "State: 1,000 numbers per head, no less than the 1,000 of the exact cache of 1,512 tokens. Attention alone "
+            "is not faster up to 2,048 tokens. At this length softmax is faster, and exact: do not use the converted "
+            "model here.",
+        ),
+        (
+            77952.4,
+            False,
+            (3.0, 9.0),
+            4096,
+            True,
+            "State: 77,952 numbers per head, no less than the 1,000 of the exact cache of 1,512 tokens. Attention "
+            "alone is faster at this length already. The model takes at most 4,096 tokens.",
+        ),
+        (
+            900.0,
+            True,
+            (1.0, 1.5),
+            None,
+            False,
+            "State: 900 numbers per head, less than the 1,000 of the exact cache of 1,512 tokens. Attention alone is "
+            "not faster up to 2,048 tokens. At this length softmax is faster, and exact: do not use the converted "
+            "model here.",
+        ),
+    ],
+)
+def test_whether_it_pays(conversion, kept, slow, exact, longest, causal, words):
+    """Time, state, the length from which attention is faster, and whether the model takes so many tokens."""
+    speed = Speed(4, 1512, (2.0 if slow else 0.5,), (1.0,), 2, "cpu")
+    paying = Paying(1512, kept, 1000.0, (512, 2048), (2.0, 2.0), exact, longest, causal)
+    found = replace(conversion, speed=speed, paying=paying)
+    assert speed_in_words(found).partition(" threads). ")[2] == words
+    assert words in model_card(found, "tiny")
+    assert found == conversion

@@ -153,7 +153,7 @@ def test_work_is_gone_on_with_and_other_targets_are_refused(bert, tmp_path, monk
     restore_(bert)
     monkeypatch.setattr(course, "make_plans", None)
     again = convert_(bert, batches(), config(), work=tmp_path)
-    assert asdict(replace(again, speed=None)) == asdict(replace(first, speed=None))
+    assert asdict(replace(again, speed=None, paying=None)) == asdict(replace(first, speed=None, paying=None))
     restore_(bert)
     with pytest.raises(ValueError, match=r"other settings \(feature_map: .*target_error: 0.2, now 0.3\)"):
         convert_(bert, batches(), config(0.3), work=tmp_path)
@@ -175,7 +175,7 @@ def test_refused_settings(options, words):
 
 
 def test_without_a_target_one_method_serves_all_heads(bert):
-    made = convert_(bert, batches(), ConvertConfig(minutes=0))
+    made = convert_(bert, batches(), ConvertConfig(minutes=0, even_if_slower=True))
     assert made.method == DEFAULT_MAP
     assert made.heads == ()
     assert "The methods of the heads" not in model_card(made, "tiny")

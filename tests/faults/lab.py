@@ -46,8 +46,8 @@ FAULTS = (
     Fault(
         "measure finished methods of an audit again",
         "lab/audit/measuring.py",
-        "if not kept.has_heads(label, feature_map.num_features, draw, number):",
-        "if number >= 0:",
+        "is_done=is_whole or kept.has_heads(label, features, draw, number)",
+        "is_done=False",
         "tests/lab/commands/test_audit.py",
     ),
     Fault(
@@ -215,7 +215,7 @@ FAULTS = (
     ),
     Fault(
         "look for the length from which a method pays until it is slower",
-        "lab/audit/paying.py",
+        "planning/paying.py",
         "if ours < theirs or",
         "if ours > theirs or",
         "tests/lab/audit/test_paying.py",
@@ -237,8 +237,8 @@ FAULTS = (
     Fault(
         "call a state smaller than an exact cache as large as it",
         "lab/report/audit/paying.py",
-        "elif chosen.state_numbers < exact_numbers(summary):",
-        "elif chosen.state_numbers <= exact_numbers(summary):",
+        "summary.header.is_causal and chosen.state_numbers < exact_numbers(summary):",
+        "summary.header.is_causal and chosen.state_numbers <= exact_numbers(summary):",
         "tests/lab/report/test_paying.py",
     ),
     Fault(
@@ -247,5 +247,47 @@ FAULTS = (
         "if value is None or not math.isfinite(value) or",
         "if value is None or",
         "tests/lab/report/test_claims.py",
+    ),
+    Fault(
+        "leave a page's answers out of its figures",
+        "lab/report/page.py",
+        "answers=_answers(report),",
+        "answers=(),",
+        "tests/lab/report/test_twin.py",
+    ),
+    Fault(
+        "say nothing where there is no browser",
+        "lab/commands/report.py",
+        "if show and not webbrowser.open(page.resolve().as_uri()):",
+        "if show and not webbrowser.open(page.resolve().as_uri()) and not page:",
+        "tests/lab/commands/test_report.py",
+    ),
+    Fault(
+        "begin a benchmark of a method that no call can have",
+        "lab/bench/settings.py",
+        "        method.check_call(feature_map, self.lengths[-1], is_causal=self.is_causal)\n",
+        "",
+        "tests/lab/commands/test_bench.py",
+    ),
+    Fault(
+        "leave the exact part out of what is timed",
+        "planning/methods.py",
+        "            exact=self.exact,\n            backend=backend,",
+        "            exact=self.exact if self.map is None else None,\n            backend=backend,",
+        "tests/lab/bench/test_measuring.py",
+    ),
+    Fault(
+        "tell an encoder that a smaller state saves memory",
+        "lab/report/audit/paying.py",
+        "elif summary.header.is_causal and chosen",
+        "elif chosen",
+        "tests/lab/report/test_paying.py",
+    ),
+    Fault(
+        "tell an encoder that a smaller plan saves memory",
+        "lab/report/audit/plan_summary.py",
+        "if smaller and self.is_causal",
+        "if smaller",
+        "tests/lab/audit/test_planned.py",
     ),
 )

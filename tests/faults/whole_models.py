@@ -52,9 +52,9 @@ FAULTS = (
     ),
     Fault(
         "answer for layers with a window that the text fits in",
-        "lab/audit/measuring.py",
-        "return answer(call) if call.module_name in self._places else call.softmax()",
-        "return answer(call) if call.module_name in self._places else call.uniform()",
+        "lab/audit/whole_model.py",
+        "return answer(call) if call.module_name in self._names else call.softmax()",
+        "return answer(call) if call.module_name in self._names else call.uniform()",
         "tests/lab/audit/test_windowed.py",
     ),
     Fault(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import linattn
-from linattn.planning import CANDIDATES, HeadPlan, Plan, plan, read_plans, write_plans
+from linattn.planning import CANDIDATES, HeadPlan, Plan, paying, plan, read_plans, write_plans
+from linattn.planning.costs import exact_flops_per_token, exact_state_numbers, flops_per_token, state_numbers
 from linattn.planning.measures import relative_error, uniform_average
 from linattn.planning.methods import parse_method
 
@@ -145,6 +146,49 @@ def test_exact_where_it_takes_fewer_operations():
     assert [head.method for head in short.heads] == ["exact", "exact"]
     long = plan(query[:, :, :8], key[:, :, :8], value[:, :, :8], target_error=10.0, num_tokens=1000)
     assert [head.method for head in long.heads] == ["Expansion(num_centres=1)"] * 2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_takes_fewer_operations_keeps_fewer_numbers(is_causal):
+    """So that no plan's method is larger than a head's own keys and values."""
+    for label in CANDIDATES:
+        method = parse_method(label)
+        feature_map = method.build(D, num_features=None, scale=1.0, seed=0)
+        flops = flops_per_token(method, feature_map, value_dim=D, is_causal=is_causal)
+        numbers = state_numbers(method, feature_map, value_dim=D, is_causal=is_causal)
+        # The shortest text at which exact attention takes more.
+        length = flops // (2 * D if is_causal else 4 * D) + 1
+        assert exact_flops_per_token(length, head_dim=D, value_dim=D, is_causal=is_causal) >= flops
+        assert numbers <= exact_state_numbers(length, head_dim=D, value_dim=D), label
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "linear", "options", "method"),
+    [
+        (1, 2.0, {}, "exact"),
+        (1, 2.0, {"even_if_slower": True}, "Expansion(num_centres=4)"),
+        (1, 0.5, {}, "Expansion(num_centres=4)"),
+        (8, 2.0, {}, "Expansion(num_centres=4)"),
+    ],
+)
+def test_nothing_slower_and_larger_than_a_shared_cache_is_chosen(monkeypatch, num_keys, linear, options, method):
+    """Eight heads with states of their own, beside the cache of one or of eight; only where it is shared is timed."""
+    timed = []
+
+    def seconds(contenders, *, repeats):
+        """A machine on which linear attention takes so many times as long as exact attention."""
+        for name, time in (("linear", linear), ("exact", 1.0)):
+            contenders[name]()
+            timed.append(name)
+            yield name, [time] * repeats
+
+    monkeypatch.setattr(paying, "seconds", lambda contenders, *, repeats: dict(seconds(contenders, repeats=repeats)))
+    query = torch.zeros(1, 8, 128, D)
+    key, value = torch.randn(1, num_keys, 128, D), torch.randn(1, num_keys, 128, D)
+    made = plan(query, key, value, target_error=1e9, candidates=["Expansion(num_centres=4)"], **options)
+    # 4·9 features of 9 numbers and their maxima: 360, of 128·16 for one head and 256 for an eighth of one.
+    assert {head.method for head in made.heads} == {method}
+    assert timed == (["linear", "exact"] if num_keys == 1 and not options else [])
 
 
 def test_the_best_within_a_number_of_features():

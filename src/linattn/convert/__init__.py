@@ -12,6 +12,7 @@ from linattn.convert.config import DEFAULT_MAP as DEFAULT_MAP
 from linattn.convert.config import ConvertConfig as ConvertConfig
 from linattn.convert.conversion import convert_ as convert_
 from linattn.convert.course import Conversion as Conversion
+from linattn.convert.speed import Paying as Paying
 from linattn.convert.speed import Speed as Speed
 from linattn.convert.stages import Agreement as Agreement
 from linattn.convert.stages import LayerError as LayerError

@@ -77,7 +77,12 @@ def fit_maps(
 
 
 def make_plans(
-    layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch], *, target_error: float | None
+    layers: Sequence[LayerReport],
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    target_error: float | None,
+    even_if_slower: bool = False,
 ) -> list[Plan]:
     """A plan for every layer: methods chosen on the longest texts, maps fitted to all.
 
@@ -88,15 +93,21 @@ def make_plans(
 
     def made(layer: LayerReport) -> Plan:
         """One layer's plan."""
-        return _made([found[layer.module_name] for found in recorded], target_error)
+        return _made([found[layer.module_name] for found in recorded], target_error, even_if_slower)
 
     return Processes.of_this_run().each(layers, made)
 
 
-def _made(calls: Sequence[AttentionCall], target_error: float | None) -> Plan:
+def _made(calls: Sequence[AttentionCall], target_error: float | None, even_if_slower: bool) -> Plan:
     """One layer's plan."""
-    causal, scale = calls[0].is_causal, calls[0].scale
-    made = plan(*_longest(calls), target_error=target_error, is_causal=causal, scale=scale, fixed_maps=True)
+    made = plan(
+        *_longest(calls),
+        target_error=target_error,
+        is_causal=calls[0].is_causal,
+        scale=calls[0].scale,
+        fixed_maps=True,
+        even_if_slower=even_if_slower,
+    )
     queries, keys = ([live_tokens(getattr(call, name), call.key_mask) for call in calls] for name in ("query", "key"))
     return made.fit(torch.cat(queries, 2), torch.cat(keys, 2))
 

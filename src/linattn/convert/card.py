@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from linattn.convert.course import Conversion
 from linattn.convert.stages import Stage
+from linattn.planning.paying import from_where
 from linattn.planning.plans import EXACT
 from linattn.records.tables import Table
 
@@ -74,17 +75,25 @@ def kept_in_words(conversion: Conversion) -> str:
 
 
 def speed_in_words(conversion: Conversion) -> str:
-    """The model's time beside the original's, and what follows: sentences; empty where it was not measured."""
-    speed = conversion.speed
+    """Time beside the original's, state beside the exact cache, and what follows; empty where nothing was measured."""
+    speed, paying = conversion.speed, conversion.paying
     if speed is None:
         return ""
-    text = (
+    parts = [
         f"Time: {speed.batch_size} texts of {speed.num_tokens:,} tokens take {speed.ratio:.2f} × the original model's "
         f"time ({speed.device}, {speed.threads} threads)."
-    )
-    if speed.ratio < 1:
-        return text
-    return f"{text} At this length softmax is faster, and exact: do not use the converted model to save time here."
+    ]
+    if paying is not None:
+        relation = "less than" if paying.state_numbers < paying.exact_numbers else "no less than"
+        parts.append(
+            f"State: {paying.state_numbers:,.0f} numbers per head, {relation} the {paying.exact_numbers:,.0f} of the "
+            f"exact cache of {paying.num_tokens:,} tokens. {from_where(paying.crossover, paying.longest)}"
+        )
+    if speed.ratio >= 1 and paying is not None and paying.saves_memory:
+        parts.append("At this length softmax is faster, and exact: the converted model saves memory here, not time.")
+    elif speed.ratio >= 1:
+        parts.append("At this length softmax is faster, and exact: do not use the converted model here.")
+    return " ".join(parts)
 
 
 def method_table(conversion: Conversion) -> Table:

@@ -34,6 +34,9 @@ class ConvertConfig:
         learning_rate: of the model's weights, at its largest; times the relative error that is left before training.
         map_learning_rate: of the maps' weights in attention transfer, at its largest; a tenth of it in distillation.
         seed: of the draws and of the order of texts.
+        even_if_slower: whether the default method, or a target's, may be neither faster nor smaller than exact
+            attention at the longest text that the model takes (for an encoder, which keeps no state between calls: not
+            faster); a method that is named is taken whatever it costs.
 
     Raises:
         ValueError: if a number is not positive (`minutes`: negative) or not finite, `target_error` comes with a map, or
@@ -59,6 +62,7 @@ class ConvertConfig:
     learning_rate: float = 2e-4
     map_learning_rate: float = 1e-2
     seed: int = 0
+    even_if_slower: bool = False
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""

@@ -16,7 +16,7 @@ from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import Weights, distil, teacher_outputs
 from linattn.convert.running import to_device
 from linattn.convert.samples import Samples
-from linattn.convert.speed import Speed, measure_speed
+from linattn.convert.speed import Paying, Speed, check_pays, measure_paying, measure_speed
 from linattn.convert.stages import BASELINE, Stage, best, measure, measure_uniform
 from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
@@ -30,7 +30,7 @@ from linattn.hf import (
     linearize_,
     restore_,
 )
-from linattn.hf.layer_attention import ATTRIBUTE
+from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.hf.linearization import choose_layers
 from linattn.planning import Plan, read_plans, write_plans
 from linattn.planning.methods import Method
@@ -60,6 +60,8 @@ class Conversion:
         kept: name of the stage that the model was left at, the best of them (`linattn.convert.stages.best`); empty for
             the last.
         speed: its time beside the original's; None where it was not measured. Of no account in comparisons.
+        paying: what its first converted layer keeps, and from which length that is faster; None where it was not
+            measured. Of no account in comparisons.
     """
 
     method: str
@@ -72,6 +74,7 @@ class Conversion:
     heads: tuple[tuple[str, ...], ...] = ()
     kept: str = ""
     speed: Speed | None = field(default=None, compare=False)
+    paying: Paying | None = field(default=None, compare=False)
 
     @property
     def result(self) -> Stage:
@@ -120,6 +123,8 @@ class Course:
         self._train(maps, fitted)
         kept = self._keep_the_best()
         live = self._processes.each(numbers, lambda number: self._exact[number].live.sum(1).tolist())
+        # While the other processes wait.
+        speed, paying = self._processes.first_does(lambda: self._times(calls))
         return Conversion(
             method=label(self._method, self._config),
             linearization=linearization,
@@ -130,15 +135,22 @@ class Course:
             stopped=self._stopped,
             heads=tuple(tuple(head.method for head in made.heads) for made in self._plans),
             kept=kept,
-            # While the other processes wait.
-            speed=self._processes.first_does(lambda: measure_speed(self._model, teacher, self._samples.held_out[0])),
+            speed=speed,
+            paying=paying,
         )
+
+    def _times(self, calls: dict[str, AttentionCall]) -> tuple[Speed, Paying | None]:
+        """What the model's passes take, and its first converted layer."""
+        speed = measure_speed(self._model, self._teacher, self._samples.held_out)
+        return speed, self._paying(calls, speed.num_tokens)
 
     def _by_one_method(
         self, method: Method, calls: dict[str, AttentionCall], *, is_causal: bool
     ) -> tuple[list[FeatureMap], bool, Linearization]:
         """Every layer by one method, as drawn and as fitted: the maps, and whether there was anything to fit."""
         config, calibration = self._config, self._samples.calibration
+        if config.feature_map is None and not config.even_if_slower:
+            self._check_pays(method, calls)
         maps = build_maps(method, self._layers, calls, num_features=config.num_features, seed=config.seed)
         fitted = any(isinstance(feature_map, FittedMap) for feature_map in maps)
         # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
@@ -166,8 +178,13 @@ class Course:
         if kept is not None:
             self._plans = kept
         else:
-            samples, target_error = self._samples.calibration, self._config.target_error
-            self._plans = make_plans(self._layers, self._teacher, samples, target_error=target_error)
+            self._plans = make_plans(
+                self._layers,
+                self._teacher,
+                self._samples.calibration,
+                target_error=self._config.target_error,
+                even_if_slower=self._config.even_if_slower,
+            )
         drawn = self._plans if is_causal else [replace(made, fitted={}) for made in self._plans]
         linearization = linearize_(self._model, plans=drawn, layers=self._config.layers)
         self._begin()
@@ -250,6 +267,32 @@ class Course:
             self._model.load_state_dict(self._teacher.state_dict(), strict=False)
             self._put(self._kernels[kept])
         return kept
+
+    @property
+    def _longest(self) -> int | None:
+        """Tokens that the model takes at most, where it says so."""
+        longest: int | None = getattr(self._model.config, "max_position_embeddings", None)
+        return longest
+
+    def _check_pays(self, method: Method, calls: dict[str, AttentionCall]) -> None:
+        """Refuse a method of our own choice that saves nothing on any text that the model takes."""
+        if self._longest is None:
+            return
+        found = check_pays(method, self._config.num_features, calls[self._layers[0].module_name], self._longest)
+        if found is not None:
+            raise ValueError(
+                f"{method.label}, the default, does not pay on {type(self._model).__name__}, which takes at most "
+                f"{self._longest:,} tokens: {found.words()}. Keep the model as it is, name another method by "
+                "feature_map, or give even_if_slower=True to convert it all the same"
+            )
+
+    def _paying(self, calls: dict[str, AttentionCall], num_tokens: int) -> Paying | None:
+        """The first converted layer's state and times."""
+        first = self._layers[0].module_name
+        attention = attention_of(self._model.get_submodule(first))
+        assert attention is not None
+        method = self._method or self._plans[0]
+        return measure_paying(attention, method, calls[first], num_tokens=num_tokens, longest=self._longest)
 
     @property
     def _stopped(self) -> bool:

@@ -1,15 +1,26 @@
-"""How long a converted model takes beside the one it came from, on the same batch."""
+"""Whether a conversion pays: the model's time beside the original's, its state, and from which length it is faster.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width.
+"""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
+from linattn.convert.calibration import texts
 from linattn.convert.running import Batch, run
+from linattn.feature_maps import FeatureMap
+from linattn.hf import AttentionCall, LayerAttention
+from linattn.planning import Plan
+from linattn.planning.costs import exact_state_numbers, state_numbers
+from linattn.planning.methods import Method
+from linattn.planning.paying import Crossover, Standing, find_crossover, pays_not, time_lengths
 from linattn.planning.timing import seconds
 
 _REPEATS = 3
@@ -24,7 +35,7 @@ class Speed:
         num_tokens: their length, padding included.
         seconds: of the converted model's passes.
         exact_seconds: of the original model's.
-        threads: torch's.
+        threads: torch's threads.
         device: where the models were.
     """
 
@@ -46,15 +57,93 @@ class Speed:
         return statistics.median(self.seconds) / statistics.median(self.exact_seconds)
 
 
-def measure_speed(model: nn.Module, original: nn.Module, batch: Batch) -> Speed:
-    """Time both models on a batch: three passes each after a warm-up, without gradients."""
+def measure_speed(model: nn.Module, original: nn.Module, batches: Sequence[Batch]) -> Speed:
+    """Time both models on the longest batch: three passes each after a warm-up, without gradients."""
     with torch.no_grad():
+        batch = max(batches, key=lambda one: run(original, one).live.shape[1])
         live = run(original, batch).live
         passes = {name: partial(_finished, one, batch) for name, one in (("linear", model), ("exact", original))}
         found = seconds(passes, repeats=_REPEATS)
     size, length = live.shape
     times = tuple(found["linear"]), tuple(found["exact"])
     return Speed(size, length, *times, torch.get_num_threads(), live.device.type)
+
+
+@dataclass(frozen=True)
+class Paying:
+    """What a converted layer keeps beside the exact cache, and from which length it is faster than softmax.
+
+    Attributes:
+        num_tokens: L, of the exact cache.
+        state_numbers: numbers that a head keeps, mean over the layer's heads.
+        exact_numbers: numbers of the exact cache, for as many heads.
+        lengths: at which the layer's attention was timed, ascending.
+        seconds: of its calls, medians.
+        exact_seconds: of softmax.
+        longest: tokens that the model takes at most; None where its configuration does not say.
+        is_causal: whether the state is kept between calls; an encoder keeps none.
+    """
+
+    num_tokens: int
+    state_numbers: float
+    exact_numbers: float
+    lengths: tuple[int, ...]
+    seconds: tuple[float, ...]
+    exact_seconds: tuple[float, ...]
+    longest: int | None
+    is_causal: bool
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether the state is kept between calls, and smaller than the exact cache."""
+        return self.is_causal and self.state_numbers < self.exact_numbers
+
+    @property
+    def crossover(self) -> Crossover:
+        """From which length on the layer is faster."""
+        return find_crossover(list(zip(self.lengths, self.seconds, self.exact_seconds, strict=True)))
+
+
+def measure_paying(
+    attention: LayerAttention, method: Method | Plan, call: AttentionCall, *, num_tokens: int, longest: int | None
+) -> Paying | None:
+    """One converted layer's state and times, on what the layer was given; None where queries and keys differ."""
+    tokens = texts(call)[0]
+    query, key, value = tokens
+    if query.shape[2] != key.shape[2]:
+        return None
+    exact = exact_state_numbers(num_tokens, head_dim=key.shape[-1], value_dim=value.shape[-1])
+    if isinstance(method, Plan):
+        # Heads of a group have states of their own, and would share the cache.
+        exact = exact * key.shape[1] // query.shape[1]
+        kept = statistics.fmean(head.state_numbers for head in method.heads)
+    else:
+        feature_map = _map_of(method, attention, call)
+        kept = state_numbers(method, feature_map, value_dim=value.shape[-1], is_causal=call.is_causal)
+    times = time_lengths(
+        partial(attention, scale=call.scale, is_causal=call.is_causal),
+        lambda q, k, v: replace(call, query=q, key=k, value=v, key_mask=None).softmax(),
+        tokens,
+    )
+    return Paying(num_tokens, kept, exact, *times, longest, call.is_causal)
+
+
+def check_pays(method: Method, num_features: int | None, call: AttentionCall, longest: int) -> Standing | None:
+    """A method that saves nothing at a model's longest text, with its figures: for an encoder, no time."""
+    tokens = texts(call)[0]
+    feature_map = method.build(tokens[0].shape[-1], num_features=num_features, scale=call.scale, seed=0)
+    feature_map.to(tokens[0].device)
+    if tokens[0].shape[2] != tokens[1].shape[2]:
+        return None
+    causal = call.is_causal
+    return pays_not(method, feature_map, tokens, num_tokens=longest, is_causal=causal, by_time_alone=not causal)
+
+
+def _map_of(method: Method, attention: LayerAttention, call: AttentionCall) -> FeatureMap:
+    """The layer's map, for its sizes; a `NoMap` beside merged keys."""
+    if attention.feature_map is not None:
+        return attention.feature_map
+    return method.build(call.query.shape[-1], num_features=None, scale=call.scale, seed=0)
 
 
 def _finished(model: nn.Module, batch: Batch) -> None:

@@ -5,7 +5,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, n sampled rows, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from linattn.feature_maps import Expansion, FeatureMap
 from linattn.planning import measures
 from linattn.planning.costs import exact_flops_per_token, exact_state_numbers, flops_per_token, state_numbers
 from linattn.planning.methods import Method, fit, parse_method
+from linattn.planning.paying import pays_not
 from linattn.planning.plans import EXACT, HeadPlan, Plan
 
 _PARTS = ("", " + window 16", " + window 32", " + window 16 + heavy 32", " + window 32 + heavy 64")
@@ -49,6 +50,7 @@ class _Sample(NamedTuple):
     known: Tensor  # the tokens that a map is fitted to, none where it takes its statistics from each call
     scale: float
     is_causal: bool
+    num_sharing: int  # query heads of a key/value head
 
     @property
     def is_fixed(self) -> bool:
@@ -59,6 +61,20 @@ class _Sample(NamedTuple):
         """A method's output on the sampled rows of some heads, (B, heads, n, Dv)."""
         q, k, v = (x[:, list(heads)] for x in (self.query, self.key, self.value))
         return method.attend(feature_map, q, k, v, is_causal=self.is_causal)[:, :, self.rows]
+
+    def pays(self, method: Method, num_tokens: int) -> bool:
+        """Whether a method is faster or smaller than exact attention at a length, for one text and all heads."""
+        feature_map = method.build(self.query.shape[-1], num_features=None, scale=self.scale, seed=0)
+        text = self.query[:1], self.key[:1], self.value[:1]
+        found = pays_not(
+            method,
+            feature_map.to(self.query.device),
+            text,
+            num_tokens=num_tokens,
+            is_causal=self.is_causal,
+            num_sharing=self.num_sharing,
+        )
+        return found is None
 
     def map_of(self, method: Method, heads: Sequence[int]) -> FeatureMap:
         """A method's map for some heads: fitted beforehand, or left to learn from each call."""
@@ -82,13 +98,16 @@ def plan(
     candidates: Sequence[str] | None = None,
     num_tokens: int | None = None,
     fixed_maps: bool = False,
+    even_if_slower: bool = False,
 ) -> Plan:
     """For each query head of a layer, the method to use, chosen on calibration tensors.
 
     With `target_error`: the method of the fewest operations per token whose expected error is at most 0.9 of the
     target; "exact" where there is none, or where exact attention takes fewer. With `max_features`: the method of the
     least expected error among those whose map has at most so many features and which take fewer operations than exact
-    attention; "exact" where there is none.
+    attention; "exact" where there is none. What takes fewer operations keeps fewer numbers than the keys and values of
+    the text too; under grouped queries, whose heads share those, a method that is neither faster nor smaller than their
+    share is never chosen unless `even_if_slower`.
 
         expected error = ‖Ŷ_I − Y_I‖_F / ‖Y_I‖_F,   I = 256 query rows drawn at random (all, where there are fewer)
 
@@ -101,7 +120,7 @@ def plan(
     Each head's plan also holds the error as the expansion's next order estimates it, without exact attention.
 
     Cost: O(n·L·(D + Dv)) per head for the exact rows, and one linear attention per candidate over the heads that no
-    cheaper one serves: linear in L.
+    cheaper one serves: linear in L; eight calls more for each method that would be chosen and that has to be timed.
 
     Args:
         query: (B, H, L, D), B samples of calibration text, unpadded.
@@ -116,6 +135,8 @@ def plan(
         num_tokens: the length the plan is for, which decides where exact attention takes fewer operations; L if None.
         fixed_maps: whether maps are fitted beforehand, as for a model that is converted, and never learn from a call;
             causal ones never do.
+        even_if_slower: whether methods are chosen that are neither faster nor smaller than exact attention, by the time
+            of calls on the first sample.
 
     Returns:
         A `Plan`, which attends by the methods chosen.
@@ -141,7 +162,12 @@ def plan(
         for one in _ladder(_usual(is_causal=is_causal) if candidates is None else candidates, sample)
         if one.flops < exact_flops and (max_features is None or 0 < one.num_features <= max_features)
     ]
-    chosen = _choose(sample, ladder, None if target_error is None else MARGIN * target_error)
+
+    def pays(candidate: _Candidate) -> bool:
+        """Whether the method is faster or smaller than exact attention."""
+        return even_if_slower or sample.pays(candidate.method, length)
+
+    chosen = _choose(sample, ladder, None if target_error is None else MARGIN * target_error, pays)
     estimates, fitted = _settle(sample, chosen)
     heads = []
     for head, uniform in enumerate(_uniform_errors(sample)):
@@ -200,7 +226,7 @@ def _sampled(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_caus
         measures.softmax_log_rows(q[:, :, rows], k, visible, scale=scale).exp() @ v.double()
         for q, k, v in zip(query.split(1, 1), key.split(1, 1), value.split(1, 1), strict=True)
     ]
-    return _Sample(query, key, value, rows, torch.cat(exact, 1), known.to(query.device), scale, is_causal)
+    return _Sample(query, key, value, rows, torch.cat(exact, 1), known.to(query.device), scale, is_causal, shared)
 
 
 def _usual(*, is_causal: bool) -> list[str]:
@@ -230,17 +256,25 @@ def _ladder(labels: Sequence[str], sample: _Sample) -> list[_Candidate]:
     return sorted(found, key=lambda one: (one.flops, one.numbers))
 
 
-def _choose(sample: _Sample, ladder: Sequence[_Candidate], bound: float | None) -> dict[int, tuple[_Candidate, float]]:
-    """The candidate of a head with its expected error: the first within the bound, or the best where there is none."""
+def _choose(
+    sample: _Sample, ladder: Sequence[_Candidate], bound: float | None, pays: Callable[[_Candidate], bool]
+) -> dict[int, tuple[_Candidate, float]]:
+    """The candidate of a head with its expected error: the first within the bound, or the best where there is none.
+
+    Whether one pays is asked where it would be chosen.
+    """
     chosen: dict[int, tuple[_Candidate, float]] = {}
     heads = list(range(sample.query.shape[1]))
     for candidate in ladder:
         answer = sample.answer(candidate.method, sample.map_of(candidate.method, heads), heads)
         errors = measures.relative_error(answer, sample.exact[:, heads]).tolist()
-        for head, error in zip(heads, errors, strict=True):
-            least = chosen[head][1] if head in chosen else torch.inf
-            if error < least and (bound is None or error <= bound):
-                chosen[head] = candidate, error
+        better = {
+            head: (candidate, error)
+            for head, error in zip(heads, errors, strict=True)
+            if error < (chosen[head][1] if head in chosen else torch.inf) and (bound is None or error <= bound)
+        }
+        if better and pays(candidate):
+            chosen.update(better)
         if bound is not None:
             heads = [head for head in heads if head not in chosen]
         if not heads:

@@ -73,6 +73,16 @@ class Method:
             )
         return feature_map
 
+    def check_call(self, feature_map: FeatureMap, num_tokens: int, *, is_causal: bool) -> None:
+        """Refuse self-attention that the exact part cannot have: causal heavy or merged keys without a window.
+
+        Example:
+            >>> parse_method("merged 8").check_call(NoMap(4), 16, is_causal=False)
+        """
+        if self.exact is not None:
+            taken = None if isinstance(feature_map, NoMap) else feature_map
+            self.exact.check_call(taken, num_tokens, num_tokens, is_causal=is_causal)
+
     def attend(
         self,
         feature_map: FeatureMap,
@@ -82,10 +92,12 @@ class Method:
         *,
         key_mask: Tensor | None = None,
         is_causal: bool,
+        backend: str = "auto",
     ) -> Tensor:
         """`linattn.linear_attention` with this method's exact part and a map of `build`, fitted if it takes statistics.
 
-        Keys and values may have fewer heads than queries. Without a map the temperature is that of the `NoMap`.
+        Keys and values may have fewer heads than queries. Without a map the temperature is that of the `NoMap`, and
+        there is no other backend than "auto".
 
         Example:
             >>> import torch
@@ -108,6 +120,7 @@ class Method:
             is_causal=is_causal,
             enable_gqa=True,
             exact=self.exact,
+            backend=backend,
         )
 
 

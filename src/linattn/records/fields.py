@@ -147,7 +147,8 @@ def _types(kind: type) -> tuple[dict[str, Any], set[str]]:
 def _fits(value: Any, wanted: Any, *, finite: bool) -> bool:
     """Whether a value of JSON is of a plain type; in Python True is an integer, in a record it is none."""
     if get_origin(wanted) is Literal:
-        return isinstance(value, str) and value in get_args(wanted)
+        # 1 is neither True nor 1.0.
+        return any(value == one and type(value) is type(one) for one in get_args(wanted))
     if wanted is str:
         # Half a surrogate pair cannot be written.
         return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)

@@ -109,8 +109,8 @@ def test_figures_are_in_their_ranges(audited, family):
 @pytest.mark.parametrize("label", ["FavorPlus", "EluPlusOne", "Centred(FavorPlus)", "Centred(Balanced(FavorPlus))"])
 def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
     audit, rows = audited(family)
-    loaded = audit._model
-    calls = capture(loaded, audit._inputs).calls
+    loaded = audit._whole._model
+    calls = capture(loaded, audit._whole._inputs).calls
     first = audit.header.first_measured
     spec = parse_method(label).map
     draw = 1 if spec.is_random else 0

@@ -17,6 +17,7 @@ from linattn.lab.report import Report, summarise_audit, write_page
 from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.planning import plan, read_plans
 from linattn.planning.measures import relative_error
+from linattn.planning.paying import Crossover
 from pages import Page
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
@@ -40,12 +41,16 @@ def run(folder, prose, tmp_path):
 def test_a_planned_audit(run, folder, prose, tmp_path, family, monkeypatch):
     # At 32 tokens exact attention takes the fewest operations; some cheap candidate is to be used all the same.
     monkeypatch.setattr("linattn.planning.choosing.exact_flops_per_token", lambda *_, **__: 10**9)
-    result = run("--target", "0.6", family=family)
+    result = run("--target", "0.6", "--even-if-slower", family=family)
     assert result.exit_code == 0, result.output
     out = tmp_path / "out"
-    assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "plan.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "plan.json", "report.json"]
     header, rows = AUDIT.read(out / "audit.jsonl")
     assert (header.target, header.calibration) == (0.6, f"second half of {tmp_path / 'text.txt'}")
+    assert (header.even_if_slower, header.num_key_heads) == (True, 4 if family == "bert" else 2)
+    assert any(isinstance(row, LengthsRow) and row.map == "planned" and row.lengths[0] == 32 for row in rows)
+    # Queries that share a key head would share 32 keys and values of 8 each.
+    assert summarise_audit(out / "audit.jsonl").planned.exact_numbers == 32 * 16 // (1 if family == "bert" else 2)
     heads = [row for row in rows if isinstance(row, PlanRow)]
     assert [(row.layer, row.head) for row in heads] == [(layer, head) for layer in range(2) for head in range(4)]
     assert any(row.method != "exact" for row in heads)
@@ -129,7 +134,12 @@ def test_plans_are_gone_on_from(run, tmp_path, monkeypatch):
     monkeypatch.setattr("linattn.lab.audit.planned.plan", counted)
     assert run("--target", "0.6").exit_code == 130
     assert len(read_plans(out / "plan.partial.json")) == 1
-    assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "plan.partial.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "audit.jsonl",
+        "index.html",
+        "plan.partial.json",
+        "report.json",
+    ]
     assert "planned" in Page((out / "index.html").read_text(encoding="utf-8")).text
     assert run("--target", "0.6").exit_code == 0
     assert len(made) == 3
@@ -155,7 +165,7 @@ HEADS = (
 
 
 def test_shares_and_words():
-    found = PlanSummary(0.1, "a text", HEADS, ModelRow("planned", None, 0, 0.9, 0.8), 200)
+    found = PlanSummary(0.1, "a text", HEADS, ModelRow("planned", None, 0, 0.9, 0.8), 200, 101, True)
     assert found.kept == 0.75
     assert found.foretold == pytest.approx(1 / 3)
     words = found.words()
@@ -170,6 +180,29 @@ def test_shares_and_words():
     alone = replace(found, heads=HEADS[3:])
     assert alone.foretold is None
     assert "approximated heads alone" not in alone.words()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ratio", "words"),
+    [
+        (
+            101,
+            2.0,
+            "less than the 101 of the exact cache. Not to save time here: for memory perhaps.",
+        ),
+        (100, 2.0, "100 numbers per head, no less than the 100 of the exact cache. Do not: it saves nothing here."),
+        (100, 0.5, "It keeps 100 numbers per head, no less than the 100 of the exact cache."),
+        (100, None, "It keeps 100 numbers per head, no less than the 100 of the exact cache."),
+    ],
+)
+def test_whether_a_plan_pays(numbers, ratio, words):
+    model = ModelRow("planned", None, 0, 0.9, 0.8)
+    found = PlanSummary(0.1, "a text", HEADS, model, 200, numbers, True, time_ratio=ratio)
+    assert found.paying().endswith(words)
+    assert found.paying() in found.words()
+    crossed = replace(found, crossover=Crossover(40.0, (32, 64), False, 64), longest=16)
+    assert "Attention alone is faster from 40 tokens on, and the model takes at most 16." in crossed.paying()
+    assert "for memory perhaps" not in replace(found, is_causal=False).paying()
 
 
 def test_without_a_plan_the_page_has_no_such_part(run, tmp_path):

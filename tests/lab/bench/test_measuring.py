@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 import torch
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import features
-from linattn.lab.bench import contenders, measuring, memory
+from linattn.lab.bench import measuring, memory
 from linattn.lab.bench.contenders import draw_inputs, exact_run, fitted_map, linear_run
 from linattn.lab.bench.errors import verify
 from linattn.lab.bench.measuring import Bench
 from linattn.lab.bench.settings import Settings
+from linattn.planning import methods
 
 SMALL = Settings(lengths=(16, 40), heads=2, head_dim=8, features=16, repeats=3, memory=False)
 
@@ -37,6 +39,35 @@ def test_rows_are_complete_and_verified(map_, dtype, is_causal):
         assert len(row.linear_seconds) == len(row.exact_seconds) == 3
         assert row.exact_predicted is None
         assert (row.linear_memory, row.exact_memory) == (None, None)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("method", "features"),
+    [
+        ("FavorPlus + window 4", 16),
+        ("merged 8 + WINDOW 4", None),
+        ("Expansion(num_centres=2) + window 4 + heavy 3", None),
+    ],
+)
+def test_methods_with_an_exact_part_are_verified_too(method, features, is_causal):
+    """Their own definition follows the same keys; what they lose against exact attention is less than the map's."""
+    settings = replace(SMALL, map=method, features=features, is_causal=is_causal, backward=True)
+    bench = Bench(settings)
+    rows = list(bench.rows([], silent))
+    assert (bench.header.map, bench.header.num_features) == (methods.parse_method(method).label, features or ANY)
+    bound = bench.header.error_bound or 1e-4
+    for row in rows:
+        assert 0 < row.error <= bound
+        assert 0 < row.gradient_error <= bound
+    alone = next(Bench(replace(SMALL, is_causal=is_causal)).rows([], silent))
+    assert rows[0].approximation_error < alone.approximation_error
+
+
+def test_all_keys_merged_into_themselves_are_exact_attention():
+    settings = replace(SMALL, map="merged 64", features=None, dtype="float32")
+    for row in Bench(settings).rows([], silent):
+        assert row.approximation_error < 1e-6 < 1e-2 < row.uniform_error
 
 
 def test_the_header_records_the_circumstances():
@@ -86,7 +117,7 @@ def spoiled(monkeypatch):
             out = linear_attention(query, *rest, backend=backend, **options)
             return out if backend == "reference" else change(out, query)
 
-        monkeypatch.setattr(contenders, "linear_attention", attend)
+        monkeypatch.setattr(methods, "linear_attention", attend)
 
     return with_change
 

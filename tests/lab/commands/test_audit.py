@@ -70,7 +70,7 @@ def test_audit(run, tmp_path, family):
     ]
     result = run(*words, family=family)
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["audit.jsonl", "index.html"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["audit.jsonl", "index.html", "report.json"]
     header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
     assert (header.features, header.draws, header.seed, header.num_tokens) == ([8, 16], 2, 3, 32)
     assert header.maps == ["FavorPlus", "Centred(Taylor(order=1))"]
@@ -169,7 +169,7 @@ def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, m
     assert [type(row) for row in figures(file)].count(TimeRow) == 2
     layers = (max(number - 42, 0) // 4, max(number - 52, 0) // 4)
     assert measured == ["FavorPlus"] * max(2 - layers[0], 0) + ["Relu"] * max(2 - layers[1], 0)
-    assert sorted(path.name for path in file.parent.iterdir()) == ["audit.jsonl", "index.html"]
+    assert sorted(path.name for path in file.parent.iterdir()) == ["audit.jsonl", "index.html", "report.json"]
 
 
 def test_a_finished_audit_is_measured_anew_when_asked_for(run, tmp_path, measured):
@@ -304,7 +304,7 @@ def test_a_real_interrupt(folder, prose, tmp_path):
         assert ("figures were measured before and are kept" in output) == (number == 1)
         before, kept = kept, len(figures(file))
         assert kept > before
-        assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html"]
+        assert sorted(path.name for path in out.iterdir()) == ["audit.jsonl", "index.html", "report.json"]
         assert "Not finished: FavorPlus" in Page((out / "index.html").read_text(encoding="utf-8")).text
 
 

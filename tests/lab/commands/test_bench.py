@@ -56,12 +56,13 @@ def files(folder):
         (["--features", "16", "--causal", "--backward", "--seed", "3"], 16),
         (["--map", "centred(Taylor(order=1))", "--dtype", "bfloat16", "--batch", "2"], 9),
         (["--map", "Oprf"], 256),
+        (["--map", "merged 8 + window 4", "--causal"], 0),
     ],
 )
 def test_bench(run, tmp_path, words, features):
     result = run(*words)
     assert result.exit_code == 0, result.output
-    assert files(tmp_path / "out") == ["bench.jsonl", "index.html"]
+    assert files(tmp_path / "out") == ["bench.jsonl", "index.html", "report.json"]
     header, rows = BENCH.read(tmp_path / "out" / "bench.jsonl")
     assert header.lengths == [row.length for row in rows] == [8, 16, 24]
     assert (header.num_features, header.repeats, header.num_heads, header.head_dim) == (features, 2, 2, 8)
@@ -85,7 +86,7 @@ def test_an_interrupted_run_goes_on_where_it_was(run, tmp_path, timed):
     assert result.exit_code == 0, result.output
     assert "Measured before the interrupt, and kept: 8, 16 tokens." in result.output
     assert timed == [24]
-    assert files(tmp_path / "out") == ["bench.jsonl", "index.html"]
+    assert files(tmp_path / "out") == ["bench.jsonl", "index.html", "report.json"]
     _, rows = BENCH.read(tmp_path / "out" / "bench.jsonl")
     assert rows[:2] == kept
     timed.clear()
@@ -122,6 +123,11 @@ def test_an_early_interrupt_leaves_what_was_there(run, tmp_path, timed):
         (["--map", "Relu", "--features", "64"], "Relu has a width of its own, got features=64; leave the features out"),
         (["--map", "Hyperbolic", "--features", "7"], "multiple of 2"),
         (["--map", "Centred(Relu)"], "softmax kernel"),
+        (["--map", "merged 8", "--causal"], "give window too"),
+        (["--map", "merged 8", "--features", "64"], "merged 8 has a width of its own, got features=64"),
+        (["--map", "Relu + window 4"], "Relu cannot share a normaliser with exact attention"),
+        (["--map", "window 4"], "leaves the keys that are not exact to nobody"),
+        (["--map", "FavorPlus + merged 4"], "leave the map out, as in 'merged 4'"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--device", "cuda"], "torch finds no CUDA device here"),
     ],

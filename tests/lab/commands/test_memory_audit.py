@@ -44,7 +44,7 @@ def run(model, tmp_path):
 def test_files_and_what_is_printed(run, tmp_path):
     result = run("--budget", "80,40", "--passages", "2")
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["index.html", "memory.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["index.html", "memory.jsonl", "report.json"]
     header, rows = MEMORY.read(tmp_path / "out" / "memory.jsonl")
     assert (header.budgets, header.kinds, header.num_tokens) == ([40, 80], list(KINDS), 96)
     assert len(rows) == 2 * (2 + 2 * 2)

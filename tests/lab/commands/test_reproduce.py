@@ -65,7 +65,7 @@ def test_a_run(run, kept, tmp_path, trials):
     header, records = kept()
     assert header.setting == "quick"
     assert [record.status for record in records if isinstance(record, Decision)] == ["holds", "fails"]
-    assert files(tmp_path / "out") == ["claims.jsonl", "index.html"]
+    assert files(tmp_path / "out") == ["claims.jsonl", "index.html", "report.json"]
     assert "the largest area is 9" in result.output
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert "linattn reproduce second --again" in page.text
@@ -116,7 +116,7 @@ def test_another_setting_starts_anew_and_loses_nothing(run, kept, tmp_path):
     assert kept()[0].setting == "full"
     assert (tmp_path / "out" / "claims.1.jsonl").read_text() == before
     run()
-    assert files(tmp_path / "out") == ["claims.1.jsonl", "claims.2.jsonl", "claims.jsonl", "index.html"]
+    assert files(tmp_path / "out") == ["claims.1.jsonl", "claims.2.jsonl", "claims.jsonl", "index.html", "report.json"]
 
 
 def test_again_measures_anew_what_was_chosen(run, kept, trials, tmp_path):
@@ -192,4 +192,4 @@ def test_a_run_that_is_killed_goes_on(kept, tmp_path):
     assert [record.status for record in records if isinstance(record, Decision)] == ["holds", "fails"]
     assert len(records) == 14
     # No start found the file of the one before unreadable and began anew.
-    assert files(tmp_path / "out") == ["claims.jsonl", "index.html"]
+    assert files(tmp_path / "out") == ["claims.jsonl", "index.html", "report.json"]

@@ -107,7 +107,7 @@ def test_means_spreads_and_shares(summary):
     exact, uniform = summary.baselines
     assert (exact.error, exact.total_variation, exact.kl) == (0.0, 0.0, 0.0)
     assert (uniform.error, uniform.total_variation, uniform.kl) == pytest.approx((0.8, 0.4, 0.9))
-    assert summary.head_ratios["FavorPlus", 8] == [[pytest.approx(1.0)] * 2, [pytest.approx(1.0), pytest.approx(2.0)]]
+    assert narrow.head_ratios == ((pytest.approx(1.0),) * 2, (pytest.approx(1.0), pytest.approx(2.0)))
 
 
 def test_verdicts(summary):
@@ -146,8 +146,7 @@ def test_words(summary):
 
 def test_words_where_nothing_is_to_be_said(summary):
     good = replace(summary.lines[1], error=replace(summary.lines[1].error, mean=0.05, spread=None))
-    ratios = {(good.map, good.features): [[0.1, 0.1], [0.1, 0.1]]}
-    advice = advise(replace(summary, lines=(good,), head_ratios=ratios))
+    advice = advise(replace(summary, lines=(replace(good, head_ratios=((0.1, 0.1), (0.1, 0.1))),)))
     assert advice.doubts == ()
 
 
@@ -176,8 +175,8 @@ def test_words_of_targets(summary):
 
 
 def test_a_method_without_a_map_has_no_width(summary):
-    line = replace(summary.lines[1], map="merged 8", features=0)
-    advice = advise(replace(summary, lines=(line,), head_ratios={("merged 8", 0): [[0.5, 0.5], [0.5, 1.0]]}))
+    line = replace(summary.lines[1], map="merged 8", features=0, head_ratios=((0.5, 0.5), (0.5, 1.0)))
+    advice = advise(replace(summary, lines=(line,)))
     assert "Take merged 8: relative output error 0.53" in advice.budgets[1].text
     assert "has merged 8: error 0.53 with" in advice.targets[0].text
 

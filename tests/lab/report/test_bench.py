@@ -9,7 +9,8 @@ import pytest
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
 from linattn.lab.report import Report, conclude, length_table, summarise_bench, write_page
-from linattn.lab.report.bench.summary import Crossover, find_crossover, slope
+from linattn.lab.report.bench.summary import slope
+from linattn.planning.paying import Crossover, find_crossover
 from pages import Page
 
 LENGTHS = [256, 1024, 2048, 8192]
@@ -174,7 +175,7 @@ def test_words_on_correctness_and_on_how_wrong(summary, summary_of):
     assert "within 1.0e-06 of the definition in float64 (relative error; the bound is 1.0e-04)" in words(
         summary, "Verified"
     )
-    assert "FavorPlus with 256 features is up to 0.50 away from exact attention" in words(summary, "How wrong")
+    assert "FavorPlus (256 features) is up to 0.50 away from exact attention" in words(summary, "How wrong")
     assert "over 512 tokens), averaging the values 0.80. What" in words(summary, "How wrong")
     header = replace(HEADER, error_bound=None, backward=True, memory="not measured on this system")
     changes = {"gradient_error": math.inf, "approximation_error": 0.9, "linear_memory": None, "exact_memory": None}

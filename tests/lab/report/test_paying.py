@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from linattn.lab.audit.records import AUDIT, Header, HeadRow, LengthsRow, ModelRow, TimeRow
@@ -61,8 +63,7 @@ def test_the_fastest_of_the_good_ones_is_named_and_not_one_that_is_worse_or_fast
 @pytest.mark.parametrize(
     ("options", "begins"),
     [
-        ({"seconds": (8.0,) * 3}, "Not to save time at 8 tokens, for memory perhaps: Relu has"),
-        ({"seconds": (8.0,) * 3, "numbers": 32}, "Do not, at 8 tokens: Relu has"),
+        ({"seconds": (8.0,) * 3}, "Do not, at 8 tokens: Relu has"),
         ({"error": 0.9}, "Do not: no method measured is better than averaging the values at 8 tokens: Relu has"),
         ({"seconds": None}, "Time was not measured: Relu has an error of 0.05. It keeps 6 numbers"),
         ({"error": float("inf")}, "No: no method measured has a finite error."),
@@ -70,6 +71,15 @@ def test_the_fastest_of_the_good_ones_is_named_and_not_one_that_is_worse_or_fast
 )
 def test_do_not(told, options, begins):
     assert told(*rows_of("Relu", **options))[1].startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "begins"),
+    [(31, "Not to save time at 8 tokens, for memory perhaps: Relu has"), (32, "Do not, at 8 tokens: Relu has")],
+)
+def test_a_decoder_keeps_its_cache_between_calls(told, numbers, begins):
+    header = replace(HEADER, is_causal=True)
+    assert told(*rows_of("Relu", seconds=(8.0,) * 3, numbers=numbers), header=header)[1].startswith(begins)
 
 
 @pytest.mark.parametrize(

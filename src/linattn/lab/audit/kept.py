@@ -53,7 +53,7 @@ class Kept:
         """Whether the whole model was timed."""
         return ("time", label, features, 0, 0) in self._whole
 
-    def has_lengths(self, label: str, features: int) -> bool:
+    def has_lengths(self, label: str, features: int | None) -> bool:
         """Whether a method was timed at growing lengths."""
         return ("lengths", label, features, 0, 0) in self._whole
 

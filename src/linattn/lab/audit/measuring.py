@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
-from linattn.hf import AttentionCall, LoadedModel, intercept
+from linattn.hf import AttentionCall, LoadedModel
 from linattn.lab.audit.grid import AuditGrid, Configuration, LayerMaps
 from linattn.lab.audit.kept import Kept
 from linattn.lab.audit.layer_rows import head_rows, plan_rows, rank_rows, ranks
 from linattn.lab.audit.leaving_out import unpayable
-from linattn.lab.audit.paying import time_lengths, time_model, worth_timing
+from linattn.lab.audit.paying import time_lengths, worth_timing
 from linattn.lab.audit.planned import Planner
 from linattn.lab.audit.recording import record
 from linattn.lab.audit.records import (
@@ -33,19 +33,17 @@ from linattn.lab.audit.records import (
     AuditRow,
     Header,
     HeadRow,
-    ModelRow,
     PlanRow,
     RankRow,
-    TimeRow,
 )
 from linattn.lab.audit.text import Text
 from linattn.lab.audit.truth import LayerTruth
+from linattn.lab.audit.whole_model import WholeModel
 from linattn.lab.audit.work import Work
 from linattn.lab.circumstances import versions
 from linattn.lab.pace import Silent, Watch
 from linattn.lab.rounds import Unit, in_rounds
 from linattn.planning import Plan
-from linattn.planning.measures import cosine
 from linattn.planning.methods import Method, fit
 
 _NUM_ROWS = 128
@@ -95,17 +93,17 @@ class Audit:
             ValueError: if the text gives fewer than 8 tokens, a map refuses its arguments, or the model cannot be
                 intercepted.
         """
-        self._model, self._planned = loaded.model, planned
-        self._inputs = loaded.encode(text.content, num_tokens)
-        length = self._inputs["input_ids"].shape[1]
+        self._planned, inputs = planned, loaded.encode(text.content, num_tokens)
+        length = inputs["input_ids"].shape[1]
         if length < _FEWEST_TOKENS:
             raise ValueError(f"{text.source} gives {length} tokens; an audit needs at least {_FEWEST_TOKENS}")
         watch.begin(f"Recording the attention of {loaded.name} to {length} tokens")
-        recorded = record(self._model, self._inputs)
-        self._output, calls = recorded.output, recorded.calls
+        recorded = record(loaded.model, inputs)
+        calls = recorded.calls
         self._first_call = calls[0]
         self._places = {call.module_name: place for place, call in enumerate(calls)}
         first = length // 2 if calls[0].is_causal else 0
+        self._whole = WholeModel(loaded.model, inputs, recorded.output, first=first, names=frozenset(self._places))
         shapes = [(call.query.shape[-1], call.value.shape[-1]) for call in calls]
         left_out = unpayable(grid, shapes, scale=calls[0].scale, num_tokens=length) if leave_out else {}
         methods = tuple(method for method in grid.methods if method.label not in left_out)
@@ -139,6 +137,8 @@ class Audit:
             layers=[call.layer for call in calls] if recorded.windowed else [],
             windowed=list(recorded.windowed),
             longest=getattr(loaded.model.config, "max_position_embeddings", None),
+            num_key_heads=calls[0].key.shape[1],
+            even_if_slower=planned is not None and planned.even_if_slower,
         )
 
     def kept(self, rows: Sequence[AuditRow]) -> Kept:
@@ -194,7 +194,7 @@ class Audit:
         """All but times at growing lengths."""
         work, stage = self._work, "Exact attention and averaging the values"
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
-            measure = partial(self._end_to_end, label, None, 0, answer)
+            measure = partial(self._whole.end_to_end, label, None, 0, answer)
             yield Unit(stage, "", work.baseline, measure, _alone, is_done=kept.has_model(label, None, 0))
         if self._are_ranked:
             stage = "The limit of every rank"
@@ -232,9 +232,9 @@ class Audit:
         words, answer = f"{stage}, the whole model", self._linear(method, maps)
         if draw == 0:
             is_timed = is_whole or kept.has_time(label, features)
-            measure: Callable[[], AuditRow] = partial(self._time, label, features, answer)
+            measure: Callable[[], AuditRow] = partial(self._whole.time, label, features, answer)
             yield Unit(stage, words, work.timing(method, sample), measure, _alone, is_alone=True, is_done=is_timed)
-        measure = partial(self._end_to_end, label, features, draw, answer)
+        measure = partial(self._whole.end_to_end, label, features, draw, answer)
         yield Unit(stage, words, work.model(method, sample), measure, _alone, is_done=is_whole)
 
     def _head_rows(self, configuration: Configuration, maps: LayerMaps, number: int) -> list[HeadRow]:
@@ -258,15 +258,21 @@ class Audit:
                 is_done=is_whole or (is_kept and number < len(planner.plans)),
             )
 
+        answer = self._by_plans(planner)
+        measure: Callable[[], AuditRow] = partial(self._whole.time, PLANNED, None, answer)
+        is_timed = is_whole or kept.has_time(PLANNED, None)
+        yield Unit(stage, "", work.baseline, measure, _alone, is_alone=True, is_done=is_timed)
+        measure = partial(self._whole.end_to_end, PLANNED, None, 0, answer)
+        yield Unit(stage, "", work.baseline, measure, _alone, is_done=is_whole)
+
+    def _by_plans(self, planner: Planner) -> Callable[[AttentionCall], Tensor]:
+        """Every layer by its plan."""
+
         def answer(call: AttentionCall) -> Tensor:
             """One layer's plan."""
             return planner.plan(self._places[call.module_name]).attend(call.query, call.key, call.value)
 
-        measure: Callable[[], AuditRow] = partial(self._time, PLANNED, None, answer)
-        is_timed = is_whole or kept.has_time(PLANNED, None)
-        yield Unit(stage, "", work.baseline, measure, _alone, is_alone=True, is_done=is_timed)
-        measure = partial(self._end_to_end, PLANNED, None, 0, answer)
-        yield Unit(stage, "", work.baseline, measure, _alone, is_done=is_whole)
+        return answer
 
     def _plan_rows(self, planner: Planner, number: int, is_kept: bool, made: Plan) -> Iterator[PlanRow]:
         """A layer's plan is taken over, and measured if it is not yet."""
@@ -310,38 +316,6 @@ class Audit:
         fit(feature_map, layer.call.query[:, :, span], layer.call.key[:, :, span])
         return feature_map
 
-    def _end_to_end(
-        self, label: str, features: int | None, draw: int, answer: Callable[[AttentionCall], Tensor]
-    ) -> ModelRow:
-        """The whole model under another attention, against its own output."""
-        output = self._under(answer)
-        first = self.header.first_measured
-        ours, exact = output[0, first:].double(), self._output[0, first:].double()
-        embedding = cosine(ours.mean(0), exact.mean(0))
-        return ModelRow(label, features, draw, float(embedding), float(cosine(ours, exact).mean()))
-
-    def _under(self, answer: Callable[[AttentionCall], Tensor]) -> Tensor:
-        """The whole model's output under another attention."""
-
-        def answer_audited(call: AttentionCall) -> Tensor:
-            """Layers with a window keep their softmax even where the text fits in."""
-            return answer(call) if call.module_name in self._places else call.softmax()
-
-        with torch.no_grad(), intercept(self._model, answer_audited):
-            output: Tensor = self._model(**self._inputs)[0]
-        return output
-
-    def _time(self, label: str, features: int | None, answer: Callable[[AttentionCall], Tensor]) -> TimeRow:
-        """The whole model's time under another attention, and its own."""
-
-        def exact() -> None:
-            """The model as it is."""
-            with torch.no_grad():
-                self._model(**self._inputs)
-
-        ours, theirs = time_model(lambda: self._under(answer), exact)
-        return TimeRow(label, features, ours, theirs, torch.get_num_threads())
-
     def _length_units(self, wanted: Sequence[tuple[str, int]], kept: Kept) -> Iterator[_Unit]:
         """From which length on methods are faster than softmax, on the first layer's heads."""
         configurations = {
@@ -360,6 +334,16 @@ class Audit:
                 _alone,
                 is_alone=True,
                 is_done=kept.has_lengths(label, features),
+            )
+        if self._planned is not None:
+            yield Unit(
+                "A method for each head: from which length on it is faster",
+                "",
+                0.0,
+                partial(time_lengths, PLANNED, None, self._by_plans(self._planned), self._first_call),
+                _alone,
+                is_alone=True,
+                is_done=kept.has_lengths(PLANNED, None),
             )
 
     def _linear(self, method: Method, maps: LayerMaps) -> Callable[[AttentionCall], Tensor]:

@@ -1,7 +1,4 @@
-"""When a method pays: the whole model's time under it beside softmax's, and one attention's time at growing lengths.
-
-Letters: B batch, H query heads, L tokens, D head width.
-"""
+"""When a method pays: the whole model's time under it beside softmax's, and one attention's time at growing lengths."""
 
 from __future__ import annotations
 
@@ -9,22 +6,18 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall
 from linattn.lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
+from linattn.planning import paying
 from linattn.planning.timing import seconds
 
 LINEAR, EXACT = "linear", "exact"
 # A call that takes longer is timed once.
 _LONG_SECONDS = 0.5
 _REPEATS = 3
-# No call of exact attention that would take longer is begun, nor one over more tokens.
-_MOST_SECONDS = 2.0
-_MOST_TOKENS = 65_536
 # Less gain over averaging than this is not worth an answer to when it pays.
 _SMALL_GAIN = 0.05
 
@@ -54,41 +47,35 @@ def time_model(
 
 
 def time_lengths(
-    label: str, features: int, answer: Callable[[AttentionCall], Tensor], call: AttentionCall
+    label: str, features: int | None, answer: Callable[[AttentionCall], Tensor], call: AttentionCall
 ) -> LengthsRow:
     """One layer's attention at its own length, twice that, and so on, until the method is faster than softmax.
 
-    The recorded tokens are repeated to the length: how long they take does not depend on what they hold. Ends where
-    softmax would take more than 2 s, or at 65,536 tokens.
-
-    Cost: four calls of each kind at each length, two where calls take long; the last take about as long as all before.
+    Cost: as `linattn.planning.paying.time_lengths`.
 
     Args:
         label: the method's written form.
-        features: R.
+        features: R; None where there is no single one.
         answer: attends under the method.
         call: what one layer was given.
 
     Returns:
         Medians at every length.
     """
-    length = call.query.shape[2]
-    points: list[tuple[int, float, float]] = []
-    repeats = _REPEATS
-    while length <= _MOST_TOKENS:
-        longer = replace(call, query=_repeated(call.query, length), key=_repeated(call.key, length))
-        longer = replace(longer, value=_repeated(call.value, length), key_mask=None)
-        with torch.no_grad():
-            found = seconds({LINEAR: partial(answer, longer), EXACT: longer.softmax}, repeats=repeats)
-        ours, theirs = (statistics.median(found[name]) for name in (LINEAR, EXACT))
-        points.append((length, ours, theirs))
-        # Twice the tokens are four times the pairs.
-        if ours < theirs or 4 * theirs > _MOST_SECONDS:
-            break
-        length *= 2
-        repeats = 1 if max(ours, theirs) > _LONG_SECONDS / 2 else _REPEATS
-    lengths, linear, exact = zip(*points, strict=True)
-    return LengthsRow(label, features, lengths, linear, exact)
+
+    def longer(query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+        """The call with other tokens, none of them padding."""
+        return replace(call, query=query, key=key, value=value, key_mask=None)
+
+    return LengthsRow(
+        label,
+        features,
+        *paying.time_lengths(
+            lambda *tokens: answer(longer(*tokens)),
+            lambda *tokens: longer(*tokens).softmax(),
+            (call.query, call.key, call.value),
+        ),
+    )
 
 
 def worth_timing(rows: Sequence[AuditRow]) -> list[tuple[str, int]]:
@@ -122,8 +109,3 @@ def worth_timing(rows: Sequence[AuditRow]) -> list[tuple[str, int]]:
             least = error
             found.append((row.map, row.features))
     return found
-
-
-def _repeated(x: Tensor, length: int) -> Tensor:
-    """(B, H, L, D) tokens, from the first on again and again, to (B, H, length, D)."""
-    return x.repeat(1, 1, math.ceil(length / x.shape[2]), 1)[:, :, :length]

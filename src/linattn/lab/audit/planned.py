@@ -48,14 +48,18 @@ class Planner:
     Attributes:
         target: the error each head is to meet.
         source: of the calibration text.
+        even_if_slower: whether methods are chosen that save nothing.
         plans: those made so far, one per layer, in order.
     """
 
     target: float
     source: str
+    even_if_slower: bool
     plans: list[Plan]
 
-    def __init__(self, loaded: LoadedModel, text: Text, *, target_error: float, num_tokens: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, text: Text, *, target_error: float, num_tokens: int, even_if_slower: bool = False
+    ) -> None:
         """Check what is asked for; nothing is planned yet.
 
         Args:
@@ -63,6 +67,7 @@ class Planner:
             text: the calibration text.
             target_error: relative error of a head's output to be met.
             num_tokens: tokens of the text to read, and the length the plans are for.
+            even_if_slower: as in `linattn.plan`.
 
         Raises:
             ValueError: if the target is not positive, or the text gives fewer than `num_tokens` tokens.
@@ -70,6 +75,7 @@ class Planner:
         if not target_error > 0:
             raise ValueError(f"target_error must be positive, got {target_error}; 0.1 is a good one")
         self.target, self.source, self.plans = target_error, text.source, []
+        self.even_if_slower = even_if_slower
         self._model, self._inputs = loaded.model, loaded.encode(text.content, num_tokens)
         self._calls: tuple[AttentionCall, ...] = ()
         length = self._inputs["input_ids"].shape[1]
@@ -108,6 +114,7 @@ class Planner:
             target_error=self.target,
             is_causal=call.is_causal,
             scale=call.scale,
+            even_if_slower=self.even_if_slower,
         )
 
     def take(self, layer: int, made: Plan) -> None:

@@ -39,6 +39,8 @@ class Header:
         layers: number in the model of each layer that is audited; empty where all are.
         windowed: names of the layers with a sliding window, which keep their own attention throughout.
         longest: tokens that the model takes at most; null where its configuration does not say.
+        num_key_heads: key/value heads, of the first layer; null in files of earlier versions.
+        even_if_slower: whether a plan was to choose even what is neither faster nor smaller than exact attention.
     """
 
     versions: dict[str, str]
@@ -64,6 +66,8 @@ class Header:
     layers: list[int] = field(default_factory=list)
     windowed: list[str] = field(default_factory=list)
     longest: int | None = None
+    num_key_heads: int | None = None
+    even_if_slower: bool = False
 
     def number(self, layer: int) -> int:
         """The number in the model of an audited layer, as rows count them."""
@@ -145,7 +149,7 @@ class TimeRow:
         features: the map's width; null where there is no single one.
         seconds: of each timed pass under the method.
         exact_seconds: the same of the model's own passes, taken in turn with those.
-        threads: torch's.
+        threads: torch's threads.
     """
 
     map: str
@@ -160,15 +164,15 @@ class LengthsRow:
     """How long one layer's attention takes at growing lengths, medians, until a method is faster than softmax.
 
     Attributes:
-        map: the method's written form.
-        features: the map's width.
+        map: the method's written form, or "planned".
+        features: the map's width; null where there is no single one.
         lengths: L, ascending, the text's own first.
         seconds: of a call under the method, at each length.
         exact_seconds: the same for softmax.
     """
 
     map: str
-    features: int
+    features: int | None
     lengths: tuple[int, ...]
     seconds: tuple[float, ...]
     exact_seconds: tuple[float, ...]

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linattn.attention import linear_attention, softmax_attention
+from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.lab.bench.settings import Settings
 from linattn.planning.methods import fit
+from linattn.planning.no_map import NoMap
 
 LINEAR = "linear"
 EXACT = "exact"
@@ -104,10 +105,10 @@ def linear_run(settings: Settings, inputs: Inputs, feature_map: FeatureMap, *, r
     Cost: none before it is called; then that of `linear_attention`, with `reference` quadratic.
 
     Args:
-        settings: whether it is causal.
+        settings: the method, and whether it is causal.
         inputs: of any dtype.
-        feature_map: the map, fitted.
-        reference: whether to follow the definition, slowly, instead of the fast way.
+        feature_map: the method's map, fitted.
+        reference: whether to follow the map's definition, slowly, instead of the fast way; merged keys are their own.
 
     Returns:
         A function of nothing, which returns when the result is there.
@@ -119,10 +120,11 @@ def linear_run(settings: Settings, inputs: Inputs, feature_map: FeatureMap, *, r
         4
     """
 
+    method, backend = settings.method, "reference" if reference and not isinstance(feature_map, NoMap) else "auto"
+
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The output."""
-        backend: str = "reference" if reference else "auto"
-        return linear_attention(query, key, value, feature_map, is_causal=settings.is_causal, backend=backend)
+        return method.attend(feature_map, query, key, value, is_causal=settings.is_causal, backend=backend)
 
     return _run(attend, inputs)
 

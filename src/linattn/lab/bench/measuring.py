@@ -15,7 +15,6 @@ from linattn.lab.bench.records import BenchHeader, LengthRow
 from linattn.lab.bench.settings import Settings
 from linattn.lab.circumstances import processor, versions
 from linattn.planning.costs import exact_flops_per_token, flops_per_token
-from linattn.planning.methods import parse_method
 from linattn.planning.timing import seconds
 
 _EXACT_LIMIT = 60.0
@@ -38,7 +37,7 @@ class Bench:
             exact_limit: exact attention is left out from the length on where one call would take more seconds.
 
         Raises:
-            ValueError: if the map refuses its arguments.
+            ValueError: if the map refuses its arguments, or the method such calls.
             TypeError: if the map cannot be wrapped so.
         """
         self._settings = settings
@@ -50,7 +49,7 @@ class Bench:
             device=settings.device,
             device_name=torch.cuda.get_device_name() if settings.device == "cuda" else machine,
             threads=torch.get_num_threads(),
-            map=settings.spec.label,
+            map=settings.method.label,
             map_repr=repr(feature_map),
             num_features=feature_map.num_features,
             batch=settings.batch,
@@ -83,8 +82,7 @@ class Bench:
             4480.0
         """
         settings, head_dim = self._settings, self._settings.head_dim
-        method = parse_method(settings.spec.label)
-        one = flops_per_token(method, settings.build_map(), value_dim=head_dim, is_causal=settings.is_causal)
+        one = flops_per_token(settings.method, settings.build_map(), value_dim=head_dim, is_causal=settings.is_causal)
         exact = exact_flops_per_token(length, head_dim=head_dim, value_dim=head_dim, is_causal=settings.is_causal)
         return float(settings.batch * settings.heads * length * (one + exact))
 

@@ -18,16 +18,16 @@ class BenchHeader:
         device: "cpu" or "cuda".
         device_name: the accelerator's name; the processor's on the CPU.
         threads: torch's threads.
-        map: the map's written form.
+        map: the method's written form: a map, with its exact part, or merged keys.
         map_repr: the map as Python shows it, before it is fitted.
-        num_features: R.
-        batch: B.
-        num_heads: H.
+        num_features: R, the width of the map; 0 without one.
+        batch: B, the batch size.
+        num_heads: H, query heads, of as many key/value heads.
         head_dim: D, of queries, keys and values.
         dtype: of queries, keys, values and results.
         is_causal: whether later keys are hidden.
         backward: whether the gradients of queries, keys and values are measured with the output.
-        lengths: L, ascending.
+        lengths: L, numbers of tokens, ascending.
         repeats: timed calls of each contender at each length, interleaved after one warm-up each.
         seed: the map's draw and the inputs follow from it.
         num_verified: at most so many of the first tokens enter the errors.
@@ -64,7 +64,7 @@ class LengthRow:
     """Linear and exact attention at one length.
 
     Attributes:
-        length: L.
+        length: L, the number of tokens.
         error: relative error of linear attention's output against its own definition in float64, of the worst head.
         gradient_error: the same for the gradients of queries, keys and values together; null without backward.
         approximation_error: relative error of linear attention against exact attention, mean over heads; random

@@ -1,4 +1,4 @@
-"""What a benchmark is to measure: shapes, map, dtype and device."""
+"""What a benchmark is to measure: shapes, method, dtype and device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from linattn.feature_maps import FeatureMap
-from linattn.planning.map_specs import MapSpec, parse_map
+from linattn.planning.methods import Method, parse_method
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda")
@@ -23,8 +23,8 @@ class Settings:
 
     Attributes:
         lengths: numbers of tokens, ascending.
-        map: the map's written form.
-        features: width of a map whose width is free, 256 if None; must be None for the others.
+        map: the method's written form: a map, with its exact part, or merged keys.
+        features: width of a map whose width is free, 256 if None; must be None for other methods.
         heads: H.
         head_dim: D, of queries, keys and values.
         batch: B.
@@ -73,16 +73,16 @@ class Settings:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {chosen!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device cuda was asked for, and torch finds no CUDA device here; leave it out to use cpu")
-        if self.features is not None and not self.spec.takes_features:
+        if self.features is not None and not self.method.takes_features:
             raise ValueError(
-                f"{self.spec.label} has a width of its own, got features={self.features}; leave the features out, or "
+                f"{self.method.label} has a width of its own, got features={self.features}; leave the features out, or "
                 "choose a map whose width is free, such as FavorPlus"
             )
 
     @property
-    def spec(self) -> MapSpec:
-        """The map's written form, read."""
-        return parse_map(self.map)
+    def method(self) -> Method:
+        """The method's written form, read."""
+        return parse_method(self.map)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -93,18 +93,21 @@ class Settings:
         """The map, not yet fitted, on its device.
 
         Returns:
-            A feature map at the softmax temperature D**-0.5, unless its written form says otherwise.
+            A feature map at the softmax temperature D**-0.5, unless its written form says otherwise; without a map, a
+            `NoMap`.
 
         Raises:
-            ValueError: if the map refuses its arguments.
+            ValueError: if the map refuses its arguments, or the method a call of these lengths and this direction.
             TypeError: if the map cannot be wrapped so.
 
         Example:
             >>> Settings(map="Taylor(order=1)", head_dim=4).build_map().num_features
             5
         """
-        width = (_FEATURES if self.features is None else self.features) if self.spec.takes_features else None
-        feature_map = self.spec.build(self.head_dim, num_features=width, scale=self.head_dim**-0.5, seed=self.seed)
+        method = self.method
+        width = (_FEATURES if self.features is None else self.features) if method.takes_features else None
+        feature_map = method.build(self.head_dim, num_features=width, scale=self.head_dim**-0.5, seed=self.seed)
+        method.check_call(feature_map, self.lengths[-1], is_causal=self.is_causal)
         return feature_map.to(self.device)
 
     def error_bound(self, feature_map: FeatureMap) -> float | None:

@@ -30,6 +30,10 @@ Out = Annotated[Path, typer.Option(help="Folder for audit.jsonl, or memory.jsonl
 Target = Annotated[
     float | None, typer.Option(help="Also plan a method for each head that meets this error, and measure the plan.")
 ]
+EvenIfSlower = Annotated[
+    bool,
+    typer.Option("--even-if-slower", help="Let the plan choose what is neither faster nor smaller than softmax too."),
+]
 Again = Annotated[bool, typer.Option("--again", help="Measure anew what was measured; the old file is kept.")]
 PlanOut = Annotated[
     Path | None,

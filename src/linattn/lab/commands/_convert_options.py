@@ -54,3 +54,7 @@ Adapters = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option("--batch", help="Texts per step.")]
 Seed = Annotated[int, typer.Option(help="Seed of all draws.")]
+EvenIfSlower = Annotated[
+    bool,
+    typer.Option("--even-if-slower", help="Convert by the default method or a target's even where it saves nothing."),
+]

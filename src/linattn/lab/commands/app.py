@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "Measure from which length on linear attention is faster than exact attention, on your shapes.",
     "convert": "Turn a model's softmax attention into linear attention, and say how wrong it is before and after.",
     "generate": "Go on with a text, token by token, in constant memory where attention is linear or has a budget.",
+    "report": "Write the page of what was measured anew, open it, or print its figures as JSON.",
     "reproduce": "Measure the claims of the founding texts, of the Performer paper and of recall, and say which hold.",
     "train": "Train a language model of bytes with linear or softmax attention, and say how many bits a byte costs.",
 }

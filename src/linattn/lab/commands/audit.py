@@ -37,6 +37,7 @@ def audit(
     seed: options.Seed = 0,
     out: options.Out = Path("report"),
     target: options.Target = None,
+    even_if_slower: options.EvenIfSlower = False,
     again: options.Again = False,
     plan_out: options.PlanOut = None,
     calibration: options.Calibration = None,
@@ -54,7 +55,8 @@ def audit(
         console = console_of(processes)
         if budget is not None:
             asked = Asked(model, text, budget, tokens, passages, contenders, out, again, plan_out, calibration)
-            audit_memory(asked, {"--map": maps, "--target": target}, console, is_first=processes.is_first)
+            others = {"--map": maps, "--target": target, "--even-if-slower": even_if_slower or None}
+            audit_memory(asked, others, console, is_first=processes.is_first)
             return
         tokens = _TOKENS if tokens is None else tokens
         files = Files(out / "audit.jsonl", plan_out or out / "plan.json") if processes.is_first else None
@@ -62,14 +64,18 @@ def audit(
         with ending("audit", console, lambda: _what_is_left(begun, out) if files else ""), interrupts() as pressed:
             if passages != 1 or contenders:
                 raise ValueError("--passages and --contender belong to --budget; give that too, as in --budget 256,512")
-            if target is None and (plan_out or calibration):
-                raise ValueError("--plan-out and --calibration belong to a plan; give --target too, as in --target 0.1")
+            if target is None and (plan_out or calibration or even_if_slower):
+                raise ValueError(
+                    "--plan-out, --calibration and --even-if-slower belong to a plan; give --target too, as in "
+                    "--target 0.1"
+                )
             methods = tuple(parse_method(name) for name in maps) if maps else default_methods()
             wanted = AuditGrid(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
             with stages(console) as watch:
                 watch.begin(f"Loading {model or 'the packaged encoder'}")
                 loaded, content = load(model), read_text(text)
-                planner = None if target is None else _planner(loaded, content, calibration, tokens, target)
+                asked_plan = None if target is None else (target, even_if_slower)
+                planner = None if asked_plan is None else _planner(loaded, content, calibration, tokens, asked_plan)
                 # What was asked for by name is measured, whatever it keeps.
                 measured = Audit(
                     loaded, content, wanted, num_tokens=tokens, planned=planner, leave_out=not maps, watch=watch
@@ -85,10 +91,12 @@ def audit(
     console.print(f"Written: {escape(' and '.join(map(str, written)))}", highlight=False)
 
 
-def _planner(loaded: LoadedModel, text: Text, calibration: Path | None, tokens: int, target: float) -> Planner:
-    """Plans to be made on a text of which no token will be measured."""
+def _planner(
+    loaded: LoadedModel, text: Text, calibration: Path | None, tokens: int, wanted: tuple[float, bool]
+) -> Planner:
+    """Plans to be made on a text of which no token will be measured, for an error, and whether even if slower."""
     other = second_half(loaded, text, tokens) if calibration is None else read_text(calibration)
-    return Planner(loaded, other, target_error=target, num_tokens=tokens)
+    return Planner(loaded, other, target_error=wanted[0], num_tokens=tokens, even_if_slower=wanted[1])
 
 
 def _tell(header: Header, tokens: int, console: Console) -> None:

@@ -25,7 +25,10 @@ _WIDE = 112
 def bench(
     lengths: Annotated[str, typer.Option(metavar="L,L,…", help="Numbers of tokens.")] = "512,1024,2048,4096,8192,16384",
     map_: Annotated[
-        str, typer.Option("--map", metavar="NAME", help='A feature map, as in "Centred(Taylor(order=2))".')
+        str,
+        typer.Option(
+            "--map", metavar="NAME", help='A method, as in "FavorPlus + window 64" or "window 32 + merged 128".'
+        ),
     ] = "FavorPlus",
     features: Annotated[
         int | None, typer.Option(help="Features of a map whose width is free; 256 if left out.")

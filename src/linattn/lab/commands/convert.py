@@ -53,6 +53,7 @@ def convert(
     adapters: options.Adapters = None,
     batch: options.BatchSize = 2,
     seed: options.Seed = 0,
+    even_if_slower: options.EvenIfSlower = False,
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
 
@@ -79,6 +80,7 @@ def convert(
             adapter_rank=adapters,
             batch_size=batch,
             seed=seed,
+            even_if_slower=even_if_slower,
         )
         with training_progress(console, "Measuring and calibrating", _loss) as notify:
             conversion = convert_(loaded.model, loaded.tokenizer, config, work=work, notify=notify)

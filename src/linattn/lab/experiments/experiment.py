@@ -68,11 +68,11 @@ class FigureRow:
 
     Attributes:
         claim: name of the experiment.
-        series: as in `Measurement`.
-        x: as in `Measurement`.
-        value: as in `Figure`.
-        standard_error: as in `Figure`.
-        expected: as in `Figure`.
+        series: which curve it belongs to.
+        x: its abscissa.
+        value: as measured, or as counted.
+        standard_error: of the value; null where it was not sampled.
+        expected: what theory, or the claim itself, says it is; null where there is nothing to compare with.
         seconds: how long it took.
     """
 

@@ -18,8 +18,8 @@ class ClaimsHeader:
     Attributes:
         setting: "quick" or "full".
         versions: version of python, torch and linattn by name.
-        processor: the machine's.
-        threads: torch's.
+        processor: the processor's name.
+        threads: torch's threads.
         configs: each experiment's configuration, written out, by the experiment's name.
     """
 

@@ -19,6 +19,10 @@ from linattn.lab.report.memory.summary import summarise_memory as summarise_memo
 from linattn.lab.report.memory.words import conclusions as conclusions
 from linattn.lab.report.memory.words import lost as lost
 from linattn.lab.report.memory.words import table_at as table_at
+from linattn.lab.report.page import FIGURES as FIGURES
+from linattn.lab.report.page import TWIN as TWIN
 from linattn.lab.report.page import Report as Report
 from linattn.lab.report.page import write_page as write_page
 from linattn.lab.report.page import write_report as write_report
+from linattn.lab.report.twin import Twin as Twin
+from linattn.lab.report.twin import report_schema as report_schema

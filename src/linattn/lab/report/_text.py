@@ -19,6 +19,16 @@ class Point:
     text: str
 
 
+def method_words(label: str, features: int) -> str:
+    """A method with its width, where it has a map.
+
+    Example:
+        >>> method_words("FavorPlus", 1024), method_words("window 32 + merged 96", 0)
+        ('FavorPlus (1,024 features)', 'window 32 + merged 96')
+    """
+    return f"{label} ({features:,} features)" if features else label
+
+
 def number(value: float, digits: int = 2) -> str:
     """A number for reading: fixed digits while it is small, two significant ones when it is huge."""
     if math.isnan(value):

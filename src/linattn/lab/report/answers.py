@@ -39,7 +39,7 @@ def answers(audit: AuditSummary | None, claims: ClaimsSummary | None, bench: Ben
 
 def _speed(bench: BenchSummary | None) -> str:
     """The crossover, and of which method it is."""
-    return f"{bench.header.map}: {conclude(bench)[0].text}" if bench else _missing("bench")
+    return f"{bench.words}: {conclude(bench)[0].text}" if bench else _missing("bench")
 
 
 def _claims(claims: ClaimsSummary | None) -> str:

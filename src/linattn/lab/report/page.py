@@ -21,8 +21,16 @@ from linattn.lab.report.claims.summary import SOURCES, ClaimsSummary, summarise_
 from linattn.lab.report.memory import words
 from linattn.lab.report.memory.figures import kl_by_bytes, kl_by_position
 from linattn.lab.report.memory.summary import MemorySummary, summarise_memory
+from linattn.lab.report.twin import VERSION, Twin
+from linattn.records.fields import to_json
+from linattn.records.json_files import write_json
 
 T = TypeVar("T")
+
+FIGURES = ("audit.jsonl", "memory.jsonl", "claims.jsonl", "bench.jsonl")
+"""The files that a page is drawn from."""
+TWIN = "report.json"
+"""The file of a page's figures, beside it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Section:
 def write_report(folder: Path) -> Path:
     """Write index.html from audit.jsonl, memory.jsonl, claims.jsonl and bench.jsonl of a folder: those that are there.
 
+    Beside it report.json has its figures, by the schema that `report_schema` gives.
+
     Args:
         folder: of the files. One that is damaged or of another version is named on the page, the others are shown.
 
@@ -67,13 +77,14 @@ def write_report(folder: Path) -> Path:
         The page's path.
 
     Raises:
-        OSError: if the page cannot be written.
+        OSError: if a file cannot be written.
     """
     unread: list[Point] = []
-    audit = _read(folder / "audit.jsonl", summarise_audit, _draw_audit, unread)
-    claims = _read(folder / "claims.jsonl", summarise_claims, _draw_claims, unread)
-    bench = _read(folder / "bench.jsonl", summarise_bench, _draw_bench, unread)
-    memory = _read(folder / "memory.jsonl", summarise_memory, _draw_memory, unread)
+    audit_file, memory_file, claims_file, bench_file = (folder / name for name in FIGURES)
+    audit = _read(audit_file, summarise_audit, _draw_audit, unread)
+    claims = _read(claims_file, summarise_claims, _draw_claims, unread)
+    bench = _read(bench_file, summarise_bench, _draw_bench, unread)
+    memory = _read(memory_file, summarise_memory, _draw_memory, unread)
     report = Report(
         audit=None if audit is None else audit[0],
         claims=None if claims is None else claims[0],
@@ -83,6 +94,7 @@ def write_report(folder: Path) -> Path:
     )
     page = folder / "index.html"
     _write(report, [found[1] for found in (audit, claims, bench, memory) if found is not None], page)
+    write_json(folder / TWIN, to_json(_twin(report), finite=False))
     return page
 
 
@@ -111,14 +123,31 @@ def write_page(report: Report, path: Path) -> None:
 def _write(report: Report, sections: Sequence[Section], path: Path) -> None:
     """The page of sections that are drawn."""
     figures: dict[str, Chart] = {}
-    asked = answers(report.audit, report.claims, report.bench)
-    # What a constant memory loses comes before all else.
-    first = () if report.memory is None else (words.lost(report.memory),)
-    values: dict[str, object] = {"report": report, "answers": (*first, *asked)}
+    values: dict[str, object] = {"report": report, "answers": _answers(report)}
     for section in sections:
         figures |= section.figures
         values |= section.values
     write_html(path, "report.html.j2", figures, values)
+
+
+def _answers(report: Report) -> tuple[Point, ...]:
+    """What a reader asks first; what a constant memory loses comes before all else."""
+    first = () if report.memory is None else (words.lost(report.memory),)
+    return (*first, *answers(report.audit, report.claims, report.bench))
+
+
+def _twin(report: Report) -> Twin:
+    """A report's figures."""
+    return Twin(
+        kind="linattn report",
+        version=VERSION,
+        answers=_answers(report),
+        audit=report.audit,
+        claims=report.claims,
+        bench=report.bench,
+        memory=report.memory,
+        unread=report.unread,
+    )
 
 
 def _draw_claims(summary: ClaimsSummary) -> Section:

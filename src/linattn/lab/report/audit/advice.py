@@ -116,10 +116,9 @@ def _bad_heads(summary: AuditSummary) -> Point | None:
     best = best_line(summary.lines)
     if best is None:
         return None
-    ratios = summary.head_ratios[best.map, best.features]
     errors = {
         (layer, head): ratio * summary.uniform_errors[layer][head]
-        for layer, found in enumerate(ratios)
+        for layer, found in enumerate(best.head_ratios)
         for head, ratio in enumerate(found)
     }
     bad = sorted((key for key in errors if errors[key] > TARGETS[0]), key=lambda key: -errors[key])
@@ -185,8 +184,7 @@ def _head_by_head(summary: AuditSummary, lines: list[Line]) -> str | None:
         for head, averaging in enumerate(uniform):
             ratios = {line.map: math.inf for line in lines} | {"averaging": 1.0}
             for line in lines:
-                ratio = summary.head_ratios[line.map, line.features][layer][head]
-                ratios[line.map] = min(ratios[line.map], ratio)
+                ratios[line.map] = min(ratios[line.map], line.head_ratios[layer][head])
             name = min(ratios, key=lambda label: ratios[label])
             chosen[name] += 1
             errors.append(averaging * ratios[name])

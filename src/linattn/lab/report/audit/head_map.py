@@ -17,8 +17,8 @@ def head_cells(summary: AuditSummary) -> dict[str, list[list[float | None]]]:
         What the map of heads shows for each choice: 1 is averaging, 0 exact.
     """
     return {
-        f"{label} · {features:,}": [
-            [round(ratio, 4) if math.isfinite(ratio) else None for ratio in layer] for layer in layers
+        f"{line.map} · {line.features:,}": [
+            [round(ratio, 4) if math.isfinite(ratio) else None for ratio in layer] for layer in line.head_ratios
         ]
-        for (label, features), layers in summary.head_ratios.items()
+        for line in summary.lines
     }

@@ -7,6 +7,7 @@ import math
 from linattn.lab.report._text import Point, number
 from linattn.lab.report.audit.summary import AuditSummary, Line
 from linattn.planning.costs import exact_state_numbers
+from linattn.planning.paying import from_where
 
 # Mean errors that are asked for: fair, and good.
 TARGETS = (0.3, 0.1)
@@ -14,6 +15,8 @@ TARGETS = (0.3, 0.1)
 
 def verdict(summary: AuditSummary) -> Point:
     """Should this model be linearized, for this length: in words, for one named method.
+
+    A smaller state is of use where it is kept between calls: an encoder keeps none.
 
     The method is the fastest of those with a mean error of at most 0.1, if one of them is faster than softmax; else of
     those with at most 0.3; else the one with the least error.
@@ -36,7 +39,7 @@ def verdict(summary: AuditSummary) -> Point:
         >>> time = TimeRow("Relu", 2, (2.0,), (1.0,), 1)
         >>> AUDIT.write(path, header, [*models, head, time, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> verdict(summarise_audit(path)).text.split(":")[0]
-        'Not to save time at 8 tokens, for memory perhaps'
+        'Do not, at 8 tokens'
     """
     heading = "Should I linearize this model?"
     chosen = chosen_line(summary)
@@ -49,7 +52,7 @@ def verdict(summary: AuditSummary) -> Point:
         answer = f"Do not: no method measured is better than averaging the values at {length}"
     elif chosen.time_ratio < 1:
         answer = f"Yes, at {length}, if the error will do"
-    elif chosen.state_numbers < exact_numbers(summary):
+    elif summary.header.is_causal and chosen.state_numbers < exact_numbers(summary):
         answer = f"Not to save time at {length}, for memory perhaps"
     else:
         answer = f"Do not, at {length}"
@@ -84,28 +87,11 @@ def costs(summary: AuditSummary, line: Line) -> str:
     if line.time_ratio is None:
         return f"It {state}."
     time = f"the whole model takes {number(line.time_ratio)} × its time with softmax"
-    return (
-        f"With it {time}, at {summary.header.num_tokens:,} tokens and batch 1; it {state}.{_from_where(summary, line)}"
-    )
+    where = "" if line.crossover is None else f" {from_where(line.crossover, summary.header.longest)}"
+    return f"With it {time}, at {summary.header.num_tokens:,} tokens and batch 1; it {state}.{where}"
 
 
 def exact_numbers(summary: AuditSummary) -> int:
     """Numbers per head that exact attention keeps of the audited text."""
     header = summary.header
     return exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)
-
-
-def _from_where(summary: AuditSummary, line: Line) -> str:
-    """From which length on attention is faster, and whether the model takes so many tokens."""
-    found, longest = line.crossover, summary.header.longest
-    if found is None:
-        return ""
-    takes = "" if longest is None else f" The model takes at most {longest:,} tokens."
-    if found.always:
-        return f" Attention alone is faster at this length already.{takes}"
-    if found.length is None:
-        return f" Attention alone is not faster up to {found.last:,} tokens.{takes}"
-    text = f" Attention alone is faster from {found.length:,.0f} tokens on"
-    if longest is not None and found.length > longest:
-        return f"{text}, and the model takes at most {longest:,}."
-    return f"{text}.{takes}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from linattn.lab.audit.records import ModelRow, PlanRow
 from linattn.lab.report._text import number
+from linattn.planning.paying import Crossover, from_where
 from linattn.planning.plans import EXACT
 from linattn.records.tables import Table
 
@@ -24,7 +25,11 @@ class PlanSummary:
         heads: one row per head.
         model: the whole model with the plan in every layer.
         exact_flops: operations of exact attention per head and token, at the length measured.
+        exact_numbers: numbers of the exact cache per query head.
+        is_causal: whether the model keeps a cache between calls; an encoder keeps none.
         time_ratio: the whole model's time over its time with softmax; None in files without times.
+        crossover: from which length on one layer's attention is faster than softmax; None where that was not timed.
+        longest: tokens that the model takes at most; None where it does not say.
     """
 
     target: float
@@ -32,7 +37,11 @@ class PlanSummary:
     heads: tuple[PlanRow, ...]
     model: ModelRow
     exact_flops: int
+    exact_numbers: int
+    is_causal: bool
     time_ratio: float | None = None
+    crossover: Crossover | None = None
+    longest: int | None = None
 
     @property
     def approximate(self) -> tuple[PlanRow, ...]:
@@ -59,7 +68,7 @@ class PlanSummary:
         Example:
             >>> row = PlanRow(0, 0, "Expansion(num_centres=1)", 0.08, None, 0.1, 0.8, 100, 50)
             >>> model = ModelRow("planned", None, 0, 0.99, 0.98)
-            >>> PlanSummary(0.1, "a text", (row,), model, 200).words().split(" with ")[0]
+            >>> PlanSummary(0.1, "a text", (row,), model, 200, 400, True).words().split(" with ")[0]
             'Of 1 heads, 0 stay exact and 1 are approximated,'
         """
         heads, ours = self.heads, self.approximate
@@ -70,7 +79,7 @@ class PlanSummary:
             f"Of {len(heads)} heads, {len(heads) - len(ours)} stay exact and {len(ours)} are approximated, with "
             f"{number(flops / self.exact_flops)} of exact attention's operations in all{time}. Made on "
             f"{self.calibration}, measured on this text: {self.kept:.0%} of all heads have an error of at most "
-            f"{number(bound)}; cosine of the embedding {number(cosine, 3)}."
+            f"{number(bound)}; cosine of the embedding {number(cosine, 3)}. {self.paying()}"
         )
         if self.foretold is None:
             return text
@@ -79,6 +88,22 @@ class PlanSummary:
             f"{text} Of the approximated heads alone, {within:.0%} do, and for {self.foretold:.0%} of them the "
             f"expected error is within a factor of {FACTOR:.0f} of the measured one."
         )
+
+    def paying(self) -> str:
+        """What it keeps beside the exact cache, from which length it is faster, and whether it saves anything."""
+        kept = _mean([row.state_numbers for row in self.heads])
+        smaller = kept < self.exact_numbers
+        text = (
+            f"It keeps {kept:,.0f} numbers per head, {'less' if smaller else 'no less'} than the "
+            f"{self.exact_numbers:,} of the exact cache."
+        )
+        if self.crossover is not None:
+            text = f"{text} {from_where(self.crossover, self.longest)}"
+        if self.time_ratio is None or self.time_ratio < 1:
+            return text
+        if smaller and self.is_causal:
+            return f"{text} Not to save time here: for memory perhaps."
+        return f"{text} Do not: it saves nothing here."
 
     def table(self) -> Table:
         """One row per method, the most frequent first."""

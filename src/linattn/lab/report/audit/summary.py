@@ -22,11 +22,12 @@ from linattn.lab.audit.records import (
     PlanRow,
     RankRow,
 )
+from linattn.lab.report._text import method_words
 from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.lab.report.audit.times import Times, times_of
-from linattn.lab.report.bench.summary import Crossover
-from linattn.planning.costs import exact_flops_per_token
+from linattn.planning.costs import exact_flops_per_token, exact_state_numbers
 from linattn.planning.methods import parse_method
+from linattn.planning.paying import Crossover
 
 # Less gain over averaging than this is not worth a map.
 SMALL_GAIN = 0.05
@@ -64,6 +65,7 @@ class Line:
         predicted_ratio: median over heads of the predicted error over averaging's; None without a closed form.
         embedding_cosine: of the whole model, to the exact one.
         token_cosine: of the whole model, mean over tokens.
+        head_ratios: error over averaging's error of `[layer][head]`, mean over draws.
         time_ratio: the whole model's time over its time with softmax, medians; None in files without times.
         crossover: from which length on one layer's attention is faster than softmax; None where that was not timed.
     """
@@ -82,13 +84,14 @@ class Line:
     predicted_ratio: float | None
     embedding_cosine: MeanAndSpread
     token_cosine: MeanAndSpread
+    head_ratios: tuple[tuple[float, ...], ...]
     time_ratio: float | None = None
     crossover: Crossover | None = None
 
     @property
     def words(self) -> str:
         """The method with its width, where it has a map."""
-        return f"{self.map} ({self.features:,} features)" if self.features else self.map
+        return method_words(self.map, self.features)
 
     @property
     def ratio(self) -> float:
@@ -133,7 +136,7 @@ class Limit:
     """The attention matrices cut to one rank.
 
     Attributes:
-        rank: r.
+        rank: r, how many singular values are kept.
         state_numbers: what a map of r features keeps.
         error: of the output, mean over heads.
     """
@@ -151,7 +154,6 @@ class AuditSummary:
         header: its circumstances.
         lines: one per map and width, in the order measured.
         baselines: exact, then uniform.
-        head_ratios: per map and width, error over uniform error of `[layer][head]`, mean over draws.
         uniform_errors: error of averaging of `[layer][head]`.
         limits: of the attention matrices cut to a rank, narrowest first; none where the text was too long for them.
         planned: a plan, measured; None where there was none.
@@ -162,8 +164,7 @@ class AuditSummary:
     header: Header
     lines: tuple[Line, ...]
     baselines: tuple[Baseline, Baseline]
-    head_ratios: dict[tuple[str, int], list[list[float]]]
-    uniform_errors: list[list[float]]
+    uniform_errors: tuple[tuple[float, ...], ...]
     limits: tuple[Limit, ...]
     planned: PlanSummary | None = None
     unfinished: tuple[str, ...] = ()
@@ -212,14 +213,8 @@ def summarise_audit(path: Path) -> AuditSummary:
     reference, times = next(iter(heads.values())), times_of(rows)
     return AuditSummary(
         header=header,
-        lines=tuple(
-            _line(label, features, heads[label, features], models[label, features], times) for label, features in heads
-        ),
+        lines=tuple(_line(header, heads[label, features], models[label, features], times) for label, features in heads),
         baselines=(_exact(baselines[EXACT][0]), _uniform(baselines[UNIFORM][0], reference)),
-        head_ratios={
-            key: _by_head(header, found, lambda row: _over(row.error, row.uniform_error))
-            for key, found in heads.items()
-        },
         uniform_errors=_by_head(header, reference, lambda row: row.uniform_error),
         limits=_limits(rows),
         planned=_planned(header, rows, planned, times),
@@ -250,8 +245,9 @@ def _unfinished(
     return (*missing, *([PLANNED] if header.target is not None and not planned else []))
 
 
-def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow], times: Times) -> Line:
+def _line(header: Header, heads: list[HeadRow], models: list[ModelRow], times: Times) -> Line:
     """One map at one width."""
+    label, features = heads[0].map, heads[0].features
     draws: dict[int, list[HeadRow]] = {}
     for row in heads:
         draws.setdefault(row.draw, []).append(row)
@@ -275,6 +271,7 @@ def _line(label: str, features: int, heads: list[HeadRow], models: list[ModelRow
         predicted_ratio=_median_existing(row.predicted_ratio for row in heads),
         embedding_cosine=_mean_and_spread([row.embedding_cosine for row in models]),
         token_cosine=_mean_and_spread([row.token_cosine for row in models]),
+        head_ratios=_by_head(header, heads, lambda row: _over(row.error, row.uniform_error)),
         time_ratio=times.ratios.get((label, features)),
         crossover=times.crossovers.get((label, features)),
     )
@@ -312,21 +309,31 @@ def _planned(header: Header, rows: Iterable[AuditRow], models: list[ModelRow], t
     """The plan that was measured, if there was one."""
     if header.target is None or header.calibration is None or not models:
         return None
-    exact = exact_flops_per_token(
-        header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim, is_causal=header.is_causal
-    )
     heads = tuple(replace(row, layer=header.number(row.layer)) for row in rows if isinstance(row, PlanRow))
-    ratio = times.ratios.get((PLANNED, None))
-    return PlanSummary(header.target, header.calibration, heads, models[0], exact, ratio)
+    dims = {"head_dim": header.head_dim, "value_dim": header.value_dim}
+    # Heads of a plan have states of their own, and would share the cache with their group.
+    shared = header.num_heads // (header.num_key_heads or header.num_heads)
+    return PlanSummary(
+        header.target,
+        header.calibration,
+        heads,
+        models[0],
+        exact_flops=exact_flops_per_token(header.num_tokens, is_causal=header.is_causal, **dims),
+        exact_numbers=exact_state_numbers(header.num_tokens, **dims) // shared,
+        is_causal=header.is_causal,
+        time_ratio=times.ratios.get((PLANNED, None)),
+        crossover=times.crossovers.get((PLANNED, None)),
+        longest=header.longest,
+    )
 
 
-def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], float]) -> list[list[float]]:
+def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], float]) -> tuple[tuple[float, ...], ...]:
     """A figure of [layer][head], mean over draws."""
     found: dict[tuple[int, int], list[float]] = {}
     for row in heads:
         found.setdefault((row.layer, row.head), []).append(value(row))
     widths = [1 + max(head for at, head in found if at == layer) for layer in range(header.num_layers)]
-    return [[_mean(found[layer, head]) for head in range(width)] for layer, width in enumerate(widths)]
+    return tuple(tuple(_mean(found[layer, head]) for head in range(width)) for layer, width in enumerate(widths))
 
 
 def _over(error: float, uniform_error: float) -> float:

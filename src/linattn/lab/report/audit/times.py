@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from linattn.lab.audit.records import AuditRow, LengthsRow, TimeRow
-from linattn.lab.report.bench.summary import Crossover, find_crossover
+from linattn.planning.paying import Crossover, find_crossover
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,12 @@ from pathlib import Path
 from statistics import linear_regression
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
-from linattn.lab.report._text import Point, number
+from linattn.lab.report._text import Point, method_words, number
+from linattn.planning.paying import Crossover, find_crossover
 from linattn.planning.timing import spread
 from linattn.records.tables import Table
 
 _MISSING = "—"
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """From which length on linear attention is faster, at every length measured from there on.
-
-    Attributes:
-        length: interpolated between two measured lengths; None where there are no such two.
-        between: the two; None where linear attention is faster at all lengths or not at the last one.
-        always: whether it is faster at every length.
-        last: the last length at which both were measured.
-    """
-
-    length: float | None
-    between: tuple[int, int] | None
-    always: bool
-    last: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +34,11 @@ class BenchSummary:
     crossover: Crossover
     linear_slope: float | None
     exact_slope: float | None
+
+    @property
+    def words(self) -> str:
+        """The method with its width, where it has a map."""
+        return method_words(self.header.map, self.header.num_features)
 
 
 def summarise_bench(path: Path) -> BenchSummary:
@@ -78,33 +67,6 @@ def summarise_bench(path: Path) -> BenchSummary:
         linear_slope=slope([(row.length, _median(row.linear_seconds)) for row in rows]),
         exact_slope=slope([(length, exact) for length, _, exact in both]),
     )
-
-
-def find_crossover(points: Sequence[tuple[int, float, float]]) -> Crossover:
-    """From which length on the first contender is faster than the second, at every later point.
-
-    Between the last point at which it is not and the next, log(first / second) is taken as linear in log L.
-
-    Args:
-        points: (L, seconds of the first, seconds of the second), by ascending L; at least one.
-
-    Returns:
-        A `Crossover`.
-
-    Example:
-        >>> find_crossover([(64, 2.0, 1.0), (256, 8.0, 16.0)])  # L/32 and L²/4096 cross at 128
-        Crossover(length=128.0, between=(64, 256), always=False, last=256)
-
-    Source: linear interpolation.
-    """
-    last = points[-1][0]
-    slower = [index for index, (_, first, second) in enumerate(points) if not first < second]
-    if not slower or slower[-1] == len(points) - 1:
-        return Crossover(None, None, always=not slower, last=last)
-    (left, *before), (right, *after) = points[slower[-1]], points[slower[-1] + 1]
-    excess, gain = math.log(before[0] / before[1]), math.log(after[1] / after[0])
-    length = left * (right / left) ** (excess / (excess + gain))
-    return Crossover(length, (left, right), always=False, last=last)
 
 
 def slope(points: Sequence[tuple[int, float]]) -> float | None:
@@ -225,7 +187,7 @@ def _approximation(summary: BenchSummary) -> Point:
     uniform = max(row.uniform_error for row in summary.rows)
     tokens = min(summary.header.num_verified, summary.header.lengths[-1])
     text = (
-        f"On these random inputs {summary.header.map} with {summary.header.num_features:,} features is up to "
+        f"On these random inputs {summary.words} is up to "
         f"{number(error)} away from exact attention (relative error over {tokens:,} tokens), averaging the values "
         f"{number(uniform)}{'' if error < uniform else ': it is no better than averaging'}. What it does to your "
         "model, linattn audit tells."
