@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "hide the moments' bytes",
         CONTENDERS + "merged.py",
-        "return 2 * (1 + sizes.head_dim)",
-        "return 2 * (1 + 0)",
+        "return (2 + (1 + sizes.num_groups) * sizes.head_dim) * sizes.statistic_bytes",
+        "return 0",
         DEFINITIONS,
     ),
     Fault(

@@ -19,8 +19,8 @@ FAULTS = (
     Fault(
         "begin positions anew with each call",
         "nn/attention.py",
-        "0 if state is None else state.num_tokens",
-        "0",
+        "_places(x, key_mask, before)",
+        "_places(x, key_mask, None)",
         LAYERS,
     ),
     Fault(

@@ -128,8 +128,8 @@ FAULTS = (
         "look at the validation loss under dropout",
         "pretraining/pretraining.py",
         """        model.train(False)
-        return score""",
-        """        return score""",
+        return share.mean""",
+        """        return share.mean""",
         "tests/pretraining/test_pretraining.py",
     ),
     Fault(
@@ -142,12 +142,8 @@ FAULTS = (
     Fault(
         "read the drawn token twice",
         "hf/streaming.py",
-        """        yield token
-        with torch.no_grad():
-            logits, cache = _step(model, token, cache)""",
-        """        yield token
-        with torch.no_grad():
-            logits, cache = _step(model, token.repeat(1, 2), cache)""",
+        "logits = _step(model, token, cache)",
+        "logits = _step(model, token.repeat(1, 2), cache)",
         "tests/hf/test_streaming.py",
     ),
     Fault(
