@@ -74,7 +74,7 @@ class ContextParallel(ParallelStyle):
             )
         ranks = Ranks.of(device_mesh)
         if isinstance(module, LinearAttention):
-            _check_alike(ranks, _feature_map(module).fingerprint())
+            ranks.check_alike(_feature_map(module))
         module.parts = SequenceParts(device_mesh, ranks, self.equal_lengths)
         return module
 
@@ -88,18 +88,6 @@ def _feature_map(layer: LinearAttention) -> FeatureMap:
             "(linattn.parallel.linear_attention_by_heads)"
         )
     return layer.feature_map
-
-
-def _check_alike(ranks: Ranks, fingerprint: str) -> None:
-    """Refuse maps that differ between ranks."""
-    every: list[str] = [""] * ranks.size
-    dist.all_gather_object(every, fingerprint, group=ranks.group)
-    if len(set(every)) > 1:
-        raise ValueError(
-            f"all ranks must have one feature map, rank {ranks.rank} has {fingerprint}, others "
-            f"{sorted(set(every) - {fingerprint})}; build it from one seed and load the same weights before "
-            "parallelize_module"
-        )
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_training_goes_on_in_one_process(tmp_path, texts, killed):
     killed("linattn.training.loop _Run _look 3", "train", out, *texts, "--parts", "2", "--shard")
     assert not out.exists()
     assert checkpoints(work, "training") == [10, 20]
-    # One process, which is told neither of parts nor of sharded weights, goes on to the loss of one that was never interrupted.
+    # One process, told neither of parts nor of sharded weights, goes on to the loss of one that was never interrupted.
     run("train", out, *texts)
     run("train", tmp_path / "alone", *texts)
     assert not work.exists() or not list(work.glob("checkpoints"))
