@@ -57,7 +57,7 @@ def losses(run: Any, inputs: dict[str, torch.Tensor], part: slice, **options: An
 
 
 def transformer_errors(
-    mesh: DeviceMesh, family: str, method: str, lengths: tuple[int, ...], equal_lengths: bool
+    mesh: DeviceMesh, family: str, method: str, lengths: tuple[int, ...], **how: bool
 ) -> dict[str, float]:
     """How far this rank's logits, and the gradients of all ranks, are from the whole text's."""
     built, inputs, part = model(family, method), whole_text(family), own_part(mesh, lengths)
@@ -65,7 +65,7 @@ def transformer_errors(
     logits, loss = losses(built, inputs, slice(0, LENGTH), **options)
     loss.backward()
     split = model(family, method)
-    with context_parallel(split, mesh, equal_lengths=equal_lengths):
+    with context_parallel(split, mesh, **how):
         own, share = losses(split, inputs, part, **options)
         share.backward()
     errors = {"logits": difference(own, logits[:, part])}

@@ -16,8 +16,14 @@ WINDOWED, PLAIN = "FavorPlus(num_features=8) + window 4", "FavorPlus(num_feature
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_parts_of_a_text(on_ranks, family):
     for method, lengths, is_equal in ((WINDOWED, (13, 7), False), (PLAIN, (10, 10), True)):
-        for found in on_ranks(2, transformer_errors, family, method, lengths, is_equal):
+        for found in on_ranks(2, transformer_errors, family, method, lengths, equal_lengths=is_equal):
             assert max(found.values()) <= BOUND, (method, found)
+
+
+@pytest.mark.parametrize("method", ["merged 4 + window 2", "FavorPlus(num_features=8) + heavy 2 + window 2"])
+def test_keys_that_are_chosen_over_the_whole_text(on_ranks, method):
+    for found in on_ranks(2, transformer_errors, "gpt2", method, (13, 7), by_heads=True):
+        assert max(found.values()) <= BOUND, found
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

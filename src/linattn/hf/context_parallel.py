@@ -21,14 +21,16 @@ from transformers import PreTrainedModel
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf.layer_attention import LayerAttention, attention_of
-from linattn.parallel import linear_attention
+from linattn.parallel import linear_attention, linear_attention_by_heads
 from linattn.parallel.ranks import Ranks
 
 _POSITIONS = "position_ids"
 
 
 @contextmanager
-def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths: bool = False) -> Iterator[None]:
+def context_parallel(
+    model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths: bool = False, by_heads: bool = False
+) -> Iterator[None]:
     """Inside the block a linearized model takes this rank's part (B, L) of each sequence, and gives its part's outputs.
 
     Parts are consecutive, in the order of the ranks. The layers exchange states (`linattn.parallel.linear_attention`),
@@ -44,14 +46,15 @@ def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths:
         model: as `linearize_` left it; not the wrapper, but what was wrapped.
         mesh: one dimension, whose ranks hold the parts.
         equal_lengths: whether all parts have the same number of tokens, so that none needs to be asked for.
+        by_heads: as in `linattn.parallel.ContextParallel`: for heavy and merged keys.
 
     Returns:
         A context manager.
 
     Raises:
         TypeError: `mesh` is no mesh; the model takes no position_ids.
-        ValueError: a layer keeps softmax, or has heavy or merged keys, which are chosen over all of a sequence; the
-            ranks' maps differ. In the block: a call with a cache, or with labels, which the model would shift within
+        ValueError: a layer keeps softmax, or has heavy or merged keys and `by_heads` is false; the ranks' maps differ.
+            In the block: a call with a cache, or with labels, which the model would shift within
             its part; a call without position_ids of a model that does not number its tokens 0, 1, 2, …
 
     Example:
@@ -72,11 +75,11 @@ def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths:
     Source: Sun et al. 2025 (LASP-2, arXiv 2502.07563), section 3.
     """
     ranks = Ranks.of(mesh)
-    layers = _splittable(model)
+    layers = _splittable(model, by_heads=by_heads)
     for layer in layers:
         for feature_map in layer.feature_maps:
             ranks.check_alike(feature_map)
-    parts = _Parts(mesh, ranks, equal_lengths)
+    parts = _Parts(mesh, ranks, equal_lengths, by_heads)
     numberings = [(part, _Numbering(parts, counts=_counts_from_zero(part))) for part in _numbered(model)]
     hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part, hook in numberings]
     for layer in layers:
@@ -97,9 +100,15 @@ class _Parts:
     mesh: DeviceMesh
     ranks: Ranks
     equal_lengths: bool
+    by_heads: bool
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, **options: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap | None, **options: Any
+    ) -> Tensor:
         """This part's rows of the whole attention."""
+        if self.by_heads:
+            return linear_attention_by_heads(query, key, value, feature_map, mesh=self.mesh, **options)
+        assert feature_map is not None
         lengths = (key.shape[2],) * self.ranks.size if self.equal_lengths else None
         return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=lengths, **options)
 
@@ -143,7 +152,7 @@ class _Numbering:
         return args, {**options, _POSITIONS: positions}
 
 
-def _splittable(model: PreTrainedModel) -> list[LayerAttention]:
+def _splittable(model: PreTrainedModel, *, by_heads: bool) -> list[LayerAttention]:
     """The model's linear attentions; layers whose sequences cannot be split are refused."""
     found, kept = [], []
     for part in attention_modules(model):
@@ -153,10 +162,11 @@ def _splittable(model: PreTrainedModel) -> list[LayerAttention]:
             continue
         exact = [group.exact for group in attention.groups.values() if group is not None and group.exact is not None]
         chosen = [each.label for each in exact if each.num_heavy or each.num_merged]
-        if chosen:
+        if chosen and not by_heads:
             raise ValueError(
                 f"{part.name} attends by {', '.join(chosen)}: which keys are heavy, or merged, is decided over all of "
-                "a sequence, and a rank has some of it; linearize_ the model with a map, with or without a window"
+                "a sequence, and a rank has some of it; give by_heads=True, which sends each rank all tokens of some "
+                "heads"
             )
         found.append(attention)
     if kept or not found:
