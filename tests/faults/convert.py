@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         "count predictions by text",
         "convert/stages.py",
-        "int(b.live.sum()))",
-        "1)",
+        "divergence = mean, int(b.live.sum())",
+        "divergence = mean, 1",
         "tests/convert/test_stages.py",
     ),
     Fault(

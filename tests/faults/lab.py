@@ -46,8 +46,8 @@ FAULTS = (
     Fault(
         "measure finished methods of an audit again",
         "lab/audit/measuring.py",
-        "if not kept.has_heads(label, feature_map.num_features, draw, number):",
-        "if number >= 0:",
+        "is_done=is_whole or kept.has_heads(label, features, draw, number),",
+        "is_done=False,",
         "tests/lab/commands/test_audit.py",
     ),
     Fault(
