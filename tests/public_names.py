@@ -13,6 +13,7 @@ from snippets import ROOT
 API = ROOT / "docs" / "api"
 # Rooms whose names are for the library's own use, as CONTRIBUTING.md says of them.
 INNER = {
+    "linattn.processes",
     "linattn.records",
     "linattn.lab",
     "linattn.attention.backends",

@@ -31,13 +31,13 @@ def _shared(mesh: DeviceMesh, grads: list[Tensor]) -> list[Tensor]:
 
 
 def layer_errors(
-    mesh: DeviceMesh, kind: str, is_causal: bool, masked: bool, lengths: tuple[int, ...], equal_lengths: bool
+    mesh: DeviceMesh, kind: str, is_causal: bool, masked: bool, lengths: tuple[int, ...], **how: bool
 ) -> dict[str, float]:
     """How far a layer's rows and gradients on this rank's part are from the whole layer's."""
     layer = LAYERS[kind](is_causal=is_causal).double()
     x, grad = tokens(2, sum(lengths), seed=1).requires_grad_(), tokens(2, sum(lengths), seed=2)
     mask = (torch.arange(2 * sum(lengths)) * 7 % 11 < 8).view(2, -1) if masked else None
-    split = parallelize_module(copy.deepcopy(layer), mesh, ContextParallel(equal_lengths=equal_lengths))
+    split = parallelize_module(copy.deepcopy(layer), mesh, ContextParallel(**how))
     out = layer(x, key_mask=mask)
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
     truths = torch.autograd.grad(out, [x, *weights], grad, materialize_grads=True)
@@ -50,6 +50,15 @@ def layer_errors(
     for number, (one, truth) in enumerate(zip(_shared(mesh, grads), truths[1:], strict=True)):
         errors[f"weight {number}"] = difference(one, truth)
     return errors
+
+
+def refused_layer(mesh: DeviceMesh, kind: str, by_heads: bool) -> str:
+    """What is said of a layer that cannot be split so."""
+    try:
+        parallelize_module(LAYERS[kind](is_causal=True), mesh, ContextParallel(by_heads=by_heads))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def model() -> LinearLM:

@@ -51,16 +51,16 @@ def texts(step: int) -> torch.Tensor:
     return (first + 3 * torch.arange(LENGTH + 1) + noise) % 16
 
 
-def trained(mesh: DeviceMesh | None, layout: str, work: Path | None, until: int = STEPS) -> list[float]:
-    """The losses of the steps from the last checkpoint to one after which the training is cut off."""
+def trained(mesh: DeviceMesh | None, layout: str, work: Path | None, until: int = STEPS) -> list[tuple[float, float]]:
+    """The losses of steps and looks from the last checkpoint to a step after which the training is cut off."""
     parts, is_sharded = LAYOUTS[layout]
     share = Share(Processes.of_this_run(), parts, is_sharded)
     folder = WorkFolder(work, {}, kind="training") if work is not None and share.processes.is_first else None
-    found: list[float] = []
+    found: list[tuple[float, float]] = []
 
     def notify(name: str, spent: float, progress: Progress) -> None:
         assert progress.training_loss is not None
-        found.append(progress.training_loss)
+        found.append((progress.training_loss, progress.loss))
         if progress.step == until < STEPS:
             raise ReachedError
 

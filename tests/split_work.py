@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from linattn.convert import Conversion, ConvertConfig, convert_
-from linattn.hf import load
+from linattn.convert.distilling import distil
+from linattn.convert.samples import from_batches
+from linattn.convert.transfer import transfer
+from linattn.hf import linearize_, load
+from linattn.hf.layer_attention import attention_of
 from linattn.lab.audit.grid import AuditGrid
 from linattn.lab.audit.measuring import Audit
 from linattn.lab.audit.planned import Planner
 from linattn.lab.audit.records import AuditRow, LengthsRow, TimeRow
 from linattn.lab.audit.text import Text
 from linattn.planning.methods import parse_method
+from linattn.processes import Processes
 
 METHODS = ("FavorPlus", "Centred(Taylor(order=1))", "Expansion(num_centres=2) + window 4")
 
@@ -50,3 +56,23 @@ def converted(
     with mock.patch("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: next(ticks))):
         found = convert_(model, batches, config)
     return found, model.state_dict()
+
+
+def step_gradients(mesh: DeviceMesh | None, folder: Path, name: str) -> dict[str, Tensor]:
+    """The gradients of a step of a training in float64, averaged over the processes; texts of several lengths."""
+    model, processes = load(str(folder)).model.double(), Processes.of_this_run()
+    teacher = copy.deepcopy(model)
+    layers = linearize_(model, feature_map="LearnedExponential(num_features=8)").replaced
+    maps = [attention_of(model.get_submodule(layer.module_name)).feature_map.double() for layer in layers]
+    draw = torch.Generator().manual_seed(1)
+    mask = (torch.arange(12) < torch.tensor([[12], [5], [9], [4]])).long()
+    batches = [{"input_ids": torch.randint(3, 40, (4, 12), generator=draw), "attention_mask": mask} for _ in range(16)]
+    samples, options = from_batches(batches, seed=0), {"seconds": 1.0, "learning_rate": 1.0}
+    if name == "transfer":
+        training = transfer(model, maps, layers, teacher, samples, **options)
+    else:
+        training = distil(model, maps, teacher, samples, map_learning_rate=1.0, **options)
+    training.loss(0).backward()
+    grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    processes.average_(grads.values())
+    return grads

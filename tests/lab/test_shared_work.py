@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ranks import NUM_RANKS
-from split_work import audited, converted
+from split_work import audited, converted, step_gradients
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -39,3 +39,12 @@ def test_a_conversion_is_one_processs(on_ranks, folder, written, target):
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-3, atol=1e-3)
             assert torch.equal(theirs[name], every[0][1][name])
+
+
+@pytest.mark.parametrize("name", ["transfer", "distillation"])
+def test_a_step_has_the_gradients_of_all_its_texts(on_ranks, folder, name):
+    alone = step_gradients(None, folder("bert"), name)
+    assert alone
+    for found in on_ranks(NUM_RANKS, step_gradients, folder("bert"), name):
+        for weight, grad in alone.items():
+            torch.testing.assert_close(found[weight], grad, rtol=1e-9, atol=1e-12)

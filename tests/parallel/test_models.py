@@ -6,7 +6,7 @@ import pytest
 
 from layers import BIDIRECTIONAL, LAYERS, PADDABLE
 from ranks import SIZES
-from split_models import layer_errors, losses
+from split_models import layer_errors, losses, refused_layer
 
 pytestmark = pytest.mark.xdist_group("ranks")
 PARTS = {2: (9, 14), 3: (11, 0, 12), 4: (1, 9, 6, 7)}
@@ -18,15 +18,29 @@ KINDS = [kind for kind in LAYERS if kind not in ("window", "window-merged")]
 def test_layers(on_ranks, kind):
     for size in SIZES:
         for is_causal in (True, False) if kind in BIDIRECTIONAL else (True,):
-            for found in on_ranks(size, layer_errors, kind, is_causal, kind in PADDABLE, PARTS[size], False):
+            for found in on_ranks(size, layer_errors, kind, is_causal, kind in PADDABLE, PARTS[size]):
                 assert max(found.values()) <= 1e-12, (size, is_causal, found)
-    for found in on_ranks(2, layer_errors, kind, True, False, (8, 8), True):
+    for found in on_ranks(2, layer_errors, kind, True, False, (8, 8), equal_lengths=True):
         assert max(found.values()) <= 1e-12, found
 
 
-def test_merged_keys_are_refused(on_ranks):
-    with pytest.raises(RuntimeError, match="linear_attention_by_heads"):
-        on_ranks(2, layer_errors, "window-merged", True, False, (8, 8), True)
+@pytest.mark.parametrize("kind", ["window", "window-merged", "rotary"])
+def test_layers_by_heads(on_ranks, kind):
+    for is_causal in (True, False) if kind in BIDIRECTIONAL else (True,):
+        for found in on_ranks(2, layer_errors, kind, is_causal, kind in PADDABLE, PARTS[2], by_heads=True):
+            assert max(found.values()) <= 1e-12, (is_causal, found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_heads", "message"),
+    [
+        ("window", False, "give by_heads=True"),
+        ("window-merged", False, "give by_heads=True"),
+        ("gated", True, "give by_heads=False for layers with a gate"),
+    ],
+)
+def test_layers_that_are_refused(on_ranks, kind, by_heads, message):
+    assert message in on_ranks(2, refused_layer, kind, by_heads)[0]
 
 
 def test_a_model_trains_alike_however_it_is_split(on_ranks):

@@ -49,9 +49,10 @@ def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, caplo
     model, optimizer = trained
     folder, progress = WorkFolder(tmp_path, {}, kind="conversion"), Progress(2, 7.5, 3.0, 0.5, 0.25)
     best = {name: x + 1 for name, x in model.state_dict().items()}
-    before = state(model, optimizer)
+    before, random = state(model, optimizer), torch.get_rng_state()
     save(folder, trained, progress, best)
     optimizer.zero_grad()
+    torch.rand(3)
     model(torch.arange(5)).sum().backward()
     optimizer.step()
     found, tensors = resume(WorkFolder(tmp_path, {}, kind="conversion"), trained)
@@ -60,6 +61,7 @@ def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, caplo
     assert all(torch.equal(tensors[name], best[name]) for name in best)
     assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), before, strict=True))
     assert model[1].weight is model[0].weight
+    assert torch.equal(torch.get_rng_state(), random)
     assert not [record for record in caplog.records if record.levelname != "DEBUG"]
     assert WorkFolder(tmp_path, {}, kind="conversion").last("distillation") is None
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel as PreTrainedModel
 from linattn.hf._cache_layers import cache_bytes as cache_bytes
 from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer
 from linattn.hf.caches import new_cache as new_cache
+from linattn.hf.context_parallel import context_parallel as context_parallel
 from linattn.hf.exact_caches import filled_cache as filled_cache
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import Capture as Capture

@@ -86,6 +86,7 @@ class LayerAttention(nn.Module):
         plan: without its fitted tensors, which are in the maps; None for one method for all heads.
         feature_map: the map of all heads, None beside merged keys; only without a plan.
         maps: one per method of the plan that is not "exact", in the order of `plan.groups`; only with a plan.
+        attend_to_parts: what attends inside `linattn.hf.context_parallel`, in the op's words; None elsewhere.
 
     Args:
         method: the map of all heads, for the head width of the module, or a plan, as `linattn.plan` makes it; None for
@@ -115,6 +116,7 @@ class LayerAttention(nn.Module):
 
     feature_map: FeatureMap | None
     maps: nn.ModuleList
+    attend_to_parts: Callable[..., Tensor] | None = None
 
     def __init__(self, method: FeatureMap | Plan | None, module_name: str, *, exact: Exact | None = None) -> None:
         super().__init__()
@@ -166,7 +168,8 @@ class LayerAttention(nn.Module):
                 return softmax_attention(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale)
             feature_map = self._map(group)
             q = rescale_query(feature_map, q, scale)
-            return linear_attention(
+            attend_to = self.attend_to_parts or linear_attention
+            return attend_to(
                 q, k, v, feature_map, key_mask=key_mask, is_causal=is_causal, enable_gqa=True, exact=group.exact
             )
 
@@ -192,6 +195,11 @@ class LayerAttention(nn.Module):
             The output (B, H, L, Dv) and the new state: constant in the number of tokens but for heads with softmax, of
             which it keeps the keys and values.
         """
+        if self.attend_to_parts is not None:
+            raise ValueError(
+                f"{self.module_name} has a part of each sequence (linattn.hf.context_parallel), and a cache goes on "
+                "from whole ones; pass use_cache=False"
+            )
         parts: dict[str, Any] = {}
 
         def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -210,6 +218,12 @@ class LayerAttention(nn.Module):
             return out
 
         return LayerAttended(self._distribute(query, key, value, attend), LayerState(parts))
+
+    @property
+    def feature_maps(self) -> list[FeatureMap]:
+        """The map of all heads, or those of a plan's methods."""
+        found = (self._map(group) for group in self.groups.values() if group is not None)
+        return [feature_map for feature_map in found if feature_map is not None]
 
     @property
     def summary(self) -> str:

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens of this rank, E w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from linattn.feature_maps import FeatureMap
 from linattn.nn import Attention, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import Heads
 from linattn.nn.streams import KeptTokens
+from linattn.parallel.by_heads import linear_attention_by_heads
 from linattn.parallel.functional import linear_attention
 from linattn.parallel.parts import Part
 from linattn.parallel.ranks import Ranks
@@ -40,10 +40,14 @@ class ContextParallel(ParallelStyle):
         equal_lengths: whether all parts have the same number of tokens. Without key masks nothing needs to be asked
             then; otherwise layers with positions, with a window, or of softmax ask for the lengths: a number per row
             from each rank.
+        by_heads: whether linear layers give each rank all tokens of some heads (`parallel.linear_attention_by_heads`)
+            in place of states: for heavy and merged keys, which are chosen over all of a sequence as in one process. It
+            sends numbers that grow with the sequence, and the ranks must divide the key/value heads.
 
     Raises:
         TypeError: the module is no `LinearAttention` or `SoftmaxAttention`.
-        ValueError: the mesh has several dimensions, or the ranks' feature maps differ: other draws, or other weights.
+        ValueError: the mesh has several dimensions, or the ranks' feature maps differ: other draws, or other weights;
+            a layer has heavy or merged keys and `by_heads` is false, or a gate and it is true.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -61,9 +65,9 @@ class ContextParallel(ParallelStyle):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, *, equal_lengths: bool = False) -> None:
+    def __init__(self, *, equal_lengths: bool = False, by_heads: bool = False) -> None:
         super().__init__()
-        self.equal_lengths = equal_lengths
+        self.equal_lengths, self.by_heads = equal_lengths, by_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Tell a layer that the rest of its sequences is elsewhere."""
@@ -74,32 +78,25 @@ class ContextParallel(ParallelStyle):
             )
         ranks = Ranks.of(device_mesh)
         if isinstance(module, LinearAttention):
-            _check_alike(ranks, _feature_map(module).fingerprint())
-        module.parts = SequenceParts(device_mesh, ranks, self.equal_lengths)
+            self._check(module)
+            if module.feature_map is not None:
+                ranks.check_alike(module.feature_map)
+        module.parts = SequenceParts(device_mesh, ranks, self.equal_lengths, self.by_heads)
         return module
 
-
-def _feature_map(layer: LinearAttention) -> FeatureMap:
-    """The map of a layer; without one, what is merged depends on the keys' order over all ranks."""
-    if layer.feature_map is None:
-        raise ValueError(
-            f"ContextParallel is for layers with a feature map, got {layer.exact}: keys are merged one after "
-            "the other, over the whole sequence; take a map, or split by heads "
-            "(linattn.parallel.linear_attention_by_heads)"
-        )
-    return layer.feature_map
-
-
-def _check_alike(ranks: Ranks, fingerprint: str) -> None:
-    """Refuse maps that differ between ranks."""
-    every: list[str] = [""] * ranks.size
-    dist.all_gather_object(every, fingerprint, group=ranks.group)
-    if len(set(every)) > 1:
-        raise ValueError(
-            f"all ranks must have one feature map, rank {ranks.rank} has {fingerprint}, others "
-            f"{sorted(set(every) - {fingerprint})}; build it from one seed and load the same weights before "
-            "parallelize_module"
-        )
+    def _check(self, layer: LinearAttention) -> None:
+        """Refuse layers that have what is not sent."""
+        exact = layer.exact
+        if not self.by_heads and exact is not None and (exact.num_heavy or exact.num_merged):
+            raise ValueError(
+                f"which keys are heavy, or merged, is decided over all of a sequence, and a rank has some of it, got "
+                f"{exact!r}; give by_heads=True, which sends each rank all tokens of some heads"
+            )
+        if self.by_heads and layer.gate is not None:
+            raise ValueError(
+                f"gates go with states, and by_heads=True sends tokens, got a {type(layer.gate).__name__}; give "
+                "by_heads=False for layers with a gate"
+            )
 
 
 @dataclass(frozen=True)
@@ -109,6 +106,7 @@ class SequenceParts:
     mesh: DeviceMesh
     ranks: Ranks
     equal_lengths: bool
+    by_heads: bool
 
     def num_before(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """How many tokens each row has on earlier ranks, (B,), masked ones left out."""
@@ -126,19 +124,18 @@ class SequenceParts:
         if isinstance(layer, SoftmaxAttention):
             return self._by_softmax(layer, heads, self.ranks.checked_lengths(lengths, heads.key))
         assert isinstance(layer, LinearAttention)
-        return linear_attention(
-            heads.query,
-            heads.key,
-            heads.value,
-            _feature_map(layer),
-            mesh=self.mesh,
-            key_mask=heads.key_mask,
-            gates=heads.gates,
-            is_causal=layer.is_causal,
-            enable_gqa=True,
-            exact=layer.exact,
-            lengths=lengths,
-        )
+        tokens = heads.query, heads.key, heads.value
+        options: dict[str, Any] = {
+            "key_mask": heads.key_mask,
+            "is_causal": layer.is_causal,
+            "enable_gqa": True,
+            "exact": layer.exact,
+        }
+        if self.by_heads:
+            return linear_attention_by_heads(*tokens, layer.feature_map, mesh=self.mesh, **options)
+        assert layer.feature_map is not None
+        gates = heads.gates
+        return linear_attention(*tokens, layer.feature_map, mesh=self.mesh, gates=gates, lengths=lengths, **options)
 
     def _by_softmax(self, layer: SoftmaxAttention, heads: Heads, lengths: tuple[int, ...]) -> Tensor:
         """Softmax over every key that is seen: they are all sent here."""

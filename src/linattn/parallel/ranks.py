@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from linattn.feature_maps import FeatureMap
+
 
 class Ranks(NamedTuple):
     """A dimension of a mesh, as one rank sees it."""
@@ -45,6 +47,18 @@ class Ranks(NamedTuple):
         found = own.new_empty(self.size * len(tensors))
         dist.all_gather_single(found, own, group=self.group)
         return [tuple(lengths) for lengths in found.view(self.size, -1).T.tolist()]
+
+    def check_alike(self, feature_map: FeatureMap) -> None:
+        """Refuse maps that differ between ranks."""
+        own = feature_map.fingerprint()
+        every: list[str] = [""] * self.size
+        dist.all_gather_object(every, own, group=self.group)
+        if len(set(every)) > 1:
+            raise ValueError(
+                f"all ranks must have one feature map, rank {self.rank} has {own}, others "
+                f"{sorted(set(every) - {own})}; build it from one seed and load the same weights before sequences are "
+                "split"
+            )
 
     def checked_lengths(self, lengths: Sequence[int] | None, key: Tensor) -> tuple[int, ...]:
         """The lengths of all parts as given, or asked of the ranks."""

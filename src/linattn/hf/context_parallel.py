@@ -1,0 +1,210 @@
+"""Linearized models that are given a part of each sequence, the other parts being on other ranks.
+
+Letters: B batch, L tokens of this rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from linattn.feature_maps import FeatureMap
+from linattn.hf._attention_modules import attention_modules
+from linattn.hf.layer_attention import LayerAttention, attention_of
+from linattn.parallel import linear_attention, linear_attention_by_heads
+from linattn.parallel.ranks import Ranks
+
+_POSITIONS = "position_ids"
+
+
+@contextmanager
+def context_parallel(
+    model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths: bool = False, by_heads: bool = False
+) -> Iterator[None]:
+    """Inside the block a linearized model takes this rank's part (B, L) of each sequence, and gives its part's outputs.
+
+    Parts are consecutive, in the order of the ranks. The layers exchange states (`linattn.parallel.linear_attention`),
+    of a size that is constant in the length; everything else of a transformer is done token by token. Positions go on
+    from rank to rank, where the call names none. Outputs and gradients are those of the whole sequence; parameters stay
+    whole on every rank, and their gradients are this rank's share, averaged or summed as under data parallelism: a
+    model that Accelerate or DistributedDataParallel has wrapped is called as ever. Every rank makes the same calls.
+
+    Cost: one all-gather per layer forward, one reduce-scatter backward; one of the lengths per call without
+    `equal_lengths`.
+
+    Args:
+        model: as `linearize_` left it; not the wrapper, but what was wrapped.
+        mesh: one dimension, whose ranks hold the parts.
+        equal_lengths: whether all parts have the same number of tokens, so that none needs to be asked for.
+        by_heads: as in `linattn.parallel.ContextParallel`: for heavy and merged keys.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        TypeError: `mesh` is no mesh; the model takes no position_ids.
+        ValueError: a layer keeps softmax, or has heavy or merged keys and `by_heads` is false; the ranks' maps differ.
+            In the block: a call with a cache, or with labels, which the model would shift within
+            its part; a call without position_ids of a model that does not number its tokens 0, 1, 2, …
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> from linattn.hf import linearize_
+        >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+        >>> model = LlamaModel(LlamaConfig(**sizes)).eval()
+        >>> _ = linearize_(model, feature_map="Taylor")
+        >>> text = torch.tensor([[1, 2, 3]])
+        >>> whole = model(text, use_cache=False)[0]
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more
+        >>> with context_parallel(model, dist.device_mesh.init_device_mesh("cpu", (1,))):
+        ...     bool(torch.allclose(model(text, use_cache=False)[0], whole, atol=1e-6))
+        True
+        >>> dist.destroy_process_group()
+
+    Source: Sun et al. 2025 (LASP-2, arXiv 2502.07563), section 3.
+    """
+    ranks = Ranks.of(mesh)
+    layers = _splittable(model, by_heads=by_heads)
+    for layer in layers:
+        for feature_map in layer.feature_maps:
+            ranks.check_alike(feature_map)
+    parts = _Parts(mesh, ranks, equal_lengths, by_heads)
+    numberings = [(part, _Numbering(parts, counts=_counts_from_zero(part))) for part in _numbered(model)]
+    hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part, hook in numberings]
+    for layer in layers:
+        layer.attend_to_parts = parts.attend
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in layers:
+            layer.attend_to_parts = None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """How layers attend to parts, and where a part begins."""
+
+    mesh: DeviceMesh
+    ranks: Ranks
+    equal_lengths: bool
+    by_heads: bool
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap | None, **options: Any
+    ) -> Tensor:
+        """This part's rows of the whole attention."""
+        if self.by_heads:
+            return linear_attention_by_heads(query, key, value, feature_map, mesh=self.mesh, **options)
+        assert feature_map is not None
+        lengths = (key.shape[2],) * self.ranks.size if self.equal_lengths else None
+        return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=lengths, **options)
+
+    def num_before(self, length: int, device: torch.device) -> int:
+        """How many tokens earlier ranks have."""
+        if self.equal_lengths:
+            return self.ranks.rank * length
+        own = torch.tensor([length], device=device)
+        every = own.new_empty(self.ranks.size)
+        dist.all_gather_single(every, own, group=self.ranks.group)
+        return int(every[: self.ranks.rank].sum())
+
+
+@dataclass(frozen=True)
+class _Numbering:
+    """Forward pre-hook of models: positions that go on from the rank before."""
+
+    parts: _Parts
+    counts: bool  # whether the model itself numbers tokens 0, 1, 2, …
+
+    def __call__(self, part: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """One keyword more."""
+        given = inspect.signature(part.forward).bind_partial(*args, **options).arguments
+        if given.get("labels") is not None:
+            raise ValueError(
+                f"{type(part).__name__} shifts labels within its part of a text, whose last token has its label on the "
+                "next rank; shift them before the text is split, and take the loss of the logits"
+            )
+        if given.get(_POSITIONS) is not None:
+            return args, options
+        if not self.counts:
+            raise ValueError(
+                f"{type(part).__name__} numbers its tokens otherwise than 0, 1, 2, …, so that a part's positions are "
+                f"not known; pass {_POSITIONS} of the whole text, split as its tokens are"
+            )
+        tokens = given.get("input_ids")
+        tokens = given["inputs_embeds"] if tokens is None else tokens
+        batch, length = tokens.shape[:2]
+        first = self.parts.num_before(length, tokens.device)
+        positions = torch.arange(first, first + length, device=tokens.device).expand(batch, -1)
+        return args, {**options, _POSITIONS: positions}
+
+
+def _splittable(model: PreTrainedModel, *, by_heads: bool) -> list[LayerAttention]:
+    """The model's linear attentions; layers whose sequences cannot be split are refused."""
+    found, kept = [], []
+    for part in attention_modules(model):
+        attention = attention_of(part.module)
+        if attention is None or None in attention.groups.values():
+            kept.append(part.name)
+            continue
+        exact = [group.exact for group in attention.groups.values() if group is not None and group.exact is not None]
+        chosen = [each.label for each in exact if each.num_heavy or each.num_merged]
+        if chosen and not by_heads:
+            raise ValueError(
+                f"{part.name} attends by {', '.join(chosen)}: which keys are heavy, or merged, is decided over all of "
+                "a sequence, and a rank has some of it; give by_heads=True, which sends each rank all tokens of some "
+                "heads"
+            )
+        found.append(attention)
+    if kept or not found:
+        raise ValueError(
+            f"{', '.join(kept) or type(model).__name__} attends by softmax, whose keys would have to be sent to all "
+            "ranks; linearize_ all layers by maps"
+        )
+    return found
+
+
+def _numbered(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The models within a model that take positions; one that takes none is refused."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if _POSITIONS not in _options(model):
+        raise TypeError(
+            f"{type(model).__name__} takes no {_POSITIONS}, so that a part of a text cannot be told where it begins; "
+            "for a LinearLM there is linattn.parallel.ContextParallel"
+        )
+    return [part for part in parts if _POSITIONS in _options(part)]
+
+
+def _counts_from_zero(part: PreTrainedModel) -> bool:
+    """Whether a model's tokens have the positions 0, 1, 2, … where none are given, tried on three of them."""
+    padding = getattr(part.config, "pad_token_id", None)
+    token = next(number for number in range(2) if number != padding)
+    tokens = torch.full((1, 3), token, device=part.device)
+    run = partial(part, tokens, **({"use_cache": False} if "use_cache" in _options(part) else {}))
+    modes = [(module, module.training) for module in part.modules()]
+    part.train(False)
+    try:
+        with torch.no_grad():
+            own, counted = run()[0], run(position_ids=torch.arange(3, device=part.device).unsqueeze(0))[0]
+    finally:
+        for module, training in modes:
+            module.training = training
+    return bool(torch.equal(own, counted))
+
+
+def _options(part: PreTrainedModel) -> Any:
+    """What a model's call takes."""
+    return inspect.signature(part.forward).parameters

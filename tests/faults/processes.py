@@ -1,0 +1,117 @@
+"""Faults of work that several processes share, and of what they keep."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+GROUP, STOPPED = "tests/processes/test_group.py", "tests/processes/test_stopped.py"
+SHARED, LAYOUTS = "tests/lab/test_shared_work.py", "tests/pretraining/test_layouts.py"
+TRANSFORMERS = "tests/hf/test_context_parallel.py"
+
+FAULTS = (
+    Fault(
+        "give what was done in the order of the ranks",
+        "processes/group.py",
+        "return [every[place % self.size][place // self.size] for place in range(len(items))]",
+        "return [found for own in every for found in own]",
+        GROUP,
+    ),
+    Fault(
+        "wait for a stopped process for ever",
+        "processes/pulse.py",
+        "if max(silent) >= _PATIENCE:",
+        "if False:",
+        STOPPED,
+    ),
+    Fault(
+        "take a process that is well for a stopped one",
+        "processes/pulse.py",
+        "0 if new != old else beats + 1",
+        "beats + 1",
+        STOPPED,
+    ),
+    Fault(
+        "take times while others work",
+        "lab/rounds.py",
+        "        if unit.is_alone:\n            yield [unit]",
+        "        if False:\n            yield [unit]",
+        "tests/lab/test_rounds.py",
+    ),
+    Fault(
+        "leave the plans of other processes out",
+        "lab/audit/measuring.py",
+        "        planner.take(number, made)\n",
+        "        if number % 4 == 0:\n            planner.take(number, made)\n",
+        SHARED,
+    ),
+    Fault(
+        "leave maps that others fitted as they were drawn",
+        "convert/calibration.py",
+        "        if name not in own:\n",
+        "        if False:\n",
+        SHARED,
+    ),
+    Fault(
+        "weigh the texts of every process alike, whatever they hold",
+        "convert/distilling.py",
+        "lambda x: mean_of(x, processes)",
+        "lambda x: x",
+        SHARED,
+    ),
+    Fault(
+        "train every process on all texts of a step but the first",
+        "convert/sharing.py",
+        "x[processes.rank :: processes.size]",
+        "x[: len(x) // processes.size]",
+        SHARED,
+    ),
+    Fault(
+        "forget the optimiser's moments",
+        "training/tensors.py",
+        "        optimizer.state[parameters[name]][what] = x\n",
+        "        del x, what\n",
+        "tests/training/test_checkpoints.py",
+    ),
+    Fault(
+        "forget the state of random numbers",
+        "training/tensors.py",
+        "    torch.set_rng_state(tensors[_RANDOM])\n",
+        "",
+        "tests/training/test_checkpoints.py",
+    ),
+    Fault(
+        "count windows that were read a second time",
+        "pretraining/sharing.py",
+        "repeated.of(batch[:again]))))[: len(own)]",
+        "repeated.of(batch[:again]))))",
+        LAYOUTS,
+    ),
+    Fault(
+        "begin every part of a transformer's text at position 0",
+        "hf/context_parallel.py",
+        "first = self.parts.num_before(length, tokens.device)",
+        "first = 0",
+        TRANSFORMERS,
+    ),
+    Fault(
+        "number tokens from 0 whatever the model does",
+        "hf/context_parallel.py",
+        "        if not self.counts:",
+        "        if False:",
+        TRANSFORMERS,
+    ),
+    Fault(
+        "leave a model split after its block",
+        "hf/context_parallel.py",
+        "            layer.attend_to_parts = None",
+        "            pass",
+        TRANSFORMERS,
+    ),
+    Fault(
+        "choose a layer's heavy keys on each rank",
+        "parallel/context_parallel.py",
+        "        if self.by_heads:\n",
+        "        if False:\n",
+        "tests/parallel/test_models.py",
+    ),
+)
