@@ -23,8 +23,9 @@ from linattn.convert.card import (
 from linattn.hf import LinearLMForCausalLM, LoadedModel, is_sentence_transformer, load, save_pretrained
 from linattn.lab.audit.text import read_text
 from linattn.lab.commands.new_folder import finish, new_folder
-from linattn.lab.commands.terminal import print_table
+from linattn.lab.commands.terminal import of_option, print_table
 from linattn.lab.commands.training_progress import training_progress
+from linattn.planning.methods import parse_method
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
 from linattn.training import Progress
@@ -37,7 +38,10 @@ def convert(
     out: Annotated[Path, typer.Argument(help="A new folder for the converted model and its report.")],
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out."),
+        typer.Option(
+            help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out. Wanted are "
+            "16 documents or more, each of a quarter to all of --tokens; paragraphs end at an empty line."
+        ),
     ] = None,
     map_: Annotated[
         str | None,
@@ -78,6 +82,8 @@ def convert(
     # Of "." or a link the name is elsewhere.
     out = out.resolve()
     with new_folder("convert", "converting a model", console, out) as work:
+        with of_option("--map"):
+            parse_method(map_ or DEFAULT_MAP)
         texts = tuple(read_text(file).content for file in (text or (None,)))
         loaded = load(model, with_head=True)
         config = ConvertConfig(
