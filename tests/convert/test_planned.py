@@ -140,7 +140,7 @@ def test_plans_are_made_on_the_longest_texts_without_their_padding(bert):
 def test_a_decoder_is_planned_and_generates():
     sizes = {**SIZES, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     model = scaled(LlamaForCausalLM(LlamaConfig(**sizes)))
-    made = convert_(model, batches(), config(0.5))
+    made = convert_(model, batches(), config(0.5, even_if_slower=True))
     assert [stage.name for stage in made.stages] == ["uniform", "calibrated"]
     assert any(method != EXACT for layer in made.heads for method in layer)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}

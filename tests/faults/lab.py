@@ -282,4 +282,18 @@ FAULTS = (
         "if smaller",
         "tests/lab/audit/test_planned.py",
     ),
+    Fault(
+        "let errors speak of arguments",
+        "lab/commands/terminal.py",
+        "{in_options(str(error), command)}",
+        "{error}",
+        "tests/lab/commands/test_refusals.py",
+    ),
+    Fault(
+        "name options inside of written forms",
+        "lab/commands/terminal.py",
+        '_NAMED = re.compile(rf"\\w+\\(.*?\\)+|',
+        '_NAMED = re.compile(rf"',
+        "tests/lab/commands/test_refusals.py src/linattn/lab/commands/terminal.py",
+    ),
 )

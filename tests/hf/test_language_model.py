@@ -250,15 +250,15 @@ def test_settings_say_which_layers_there_are() -> None:
 
 REFUSED = {
     "pattern must be letters": {"pattern": "lx"},
-    "gated must name kinds of the pattern's blocks": {"pattern": "l", "gate": "RetNet", "gated": "s"},
+    "gated must be kinds of the pattern's blocks": {"pattern": "l", "gate": "RetNet", "gated": "s"},
     '"l", "s" or "ls", got \'x\'': {"gate": "RetNet", "gated": "x"},
-    r"'Rotary\(' is no written form": {"positions": "Rotary("},
+    r"positions='Rotary\(' is no written form": {"positions": "Rotary("},
     "'Rotaries' is no written form": {"positions": "Rotaries"},
     r"'Rotary\(4\)' is no written form": {"positions": "Rotary(4)"},
     r"'Rotary\(base=open\)' is no written form": {"positions": "Rotary(base=open)"},
     r"'Rotary\(\*\*x\)' is no written form": {"positions": "Rotary(**x)"},
     r"'Rotary\(bass=4\)': .*unexpected keyword": {"positions": "Rotary(bass=4)"},
-    "'Forget' is no written form; write one of ForgetGate, Alibi": {"gate": "Forget"},
+    "gate='Forget' is no written form; write one of ForgetGate, Alibi": {"gate": "Forget"},
     "there is no feature map": {"method": "Softmax"},
     "not relative": {"method": "EluPlusOne"},
 }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
 
@@ -82,9 +85,59 @@ def test_refusals(build, tokenizer, tmp_path, attempts):
     with pytest.raises(ValueError, match="an encoder and a decoder"):
         load(tmp_path / "t5")
     for wrong in (0, 17):
-        with pytest.raises(ValueError, match=f"{wrong} tokens were asked for; .* takes 1 to 16 tokens"):
+        with pytest.raises(
+            ValueError, match=f"num_tokens must be at least 1 and at most 16, what .* takes; got {wrong}"
+        ):
             load(tmp_path / "bert").encode("a", wrong)
     assert not attempts
+
+
+def test_a_folder_without_a_model_or_without_a_tokenizer(build, tmp_path, attempts):
+    """transformers makes a tokenizer without words where there is none."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty holds no model, neither a config\.json nor a GGUF file"):
+        load(tmp_path / "empty")
+    build("bert").save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match=r"bert holds a model and no tokenizer; save the model's tokenizer"):
+        load(tmp_path / "bert")
+    assert not attempts
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_name_of_the_hub_without_a_network(attempts, with_head):
+    """It is asked for once, and not five times file by file."""
+    with pytest.raises(OSError, match=r"no-one/none is no folder here and not in the local cache .* cannot be reached"):
+        load("no-one/none", with_head=with_head)
+    assert len(attempts) <= 2
+
+
+def test_a_name_of_the_hub_from_its_cache(build, tokenizer, tmp_path, attempts, monkeypatch):
+    """Read as a folder, so that no file of it is asked for."""
+    build("bert").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr("linattn.hf._hub.snapshot_download", lambda name, local_files_only: str(tmp_path))
+    loaded = load("some-one/some")
+    assert (loaded.name, loaded.source) == ("some-one/some", str(tmp_path))
+    assert len(attempts) <= 2
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (HFValidationError("two slashes"), "a/b is no folder here, no GGUF file, and no name as OWNER/MODEL"),
+        (
+            RepositoryNotFoundError("gone", response=SimpleNamespace(headers={}, request=None)),
+            "hub has no model a/b",
+        ),
+    ],
+)
+def test_a_name_that_the_hub_does_not_know(monkeypatch, error, words):
+    def model_info(self, name, timeout):
+        raise error
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    with pytest.raises(ValueError, match=words):
+        load("a/b")
 
 
 def test_a_head_is_loaded_where_it_is_asked_for(build, tokenizer, tmp_path):

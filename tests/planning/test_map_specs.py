@@ -54,7 +54,7 @@ def test_wrappers_nest_in_the_order_written():
         ("FavorPlus(256)", "write every option of FavorPlus by name"),
         (
             "FavorPlus(rows=2)",
-            "'rows' is no option of FavorPlus here; its options are: num_features, draw, lengths, scale",
+            "'rows' is no option of FavorPlus here; its options are those of FavorPlus(num_features, draw, lengths, ",
         ),
         ("FavorPlus(seed=2)", "'seed' is no option"),
         ("Taylor(**{'order': 1})", "None is no option"),

@@ -93,7 +93,7 @@ def test_files_and_folders(tmp_path):
 
 
 def test_too_little_is_refused():
-    with pytest.raises(ValueError, match=r"the validation part has 0 bytes of 0 documents, wanted more than the con"):
+    with pytest.raises(ValueError, match=r"the validation part has 0 bytes of 0 documents, wanted more than con"):
         from_documents([("a", b"much text" * 99)], context=4)
-    with pytest.raises(ValueError, match=r"the context, 100000; give more files, or a shorter context"):
+    with pytest.raises(ValueError, match=r"wanted more than context=100000; give more files, or a shorter one"):
         from_documents(documents(100), context=100_000)

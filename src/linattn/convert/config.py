@@ -39,8 +39,8 @@ class ConvertConfig:
             faster); a method that is named is taken whatever it costs.
 
     Raises:
-        ValueError: if a number is not positive (`minutes`: negative) or not finite, `target_error` comes with a map, or
-            adapters without distillation.
+        ValueError: if a number is not positive (`minutes`, `seed`: negative) or not finite, `target_error` comes with a
+            map, or adapters without distillation.
 
     Example:
         >>> ConvertConfig(minutes=-1)
@@ -68,6 +68,8 @@ class ConvertConfig:
         """Refuse numbers that mean nothing."""
         if not (math.isfinite(self.minutes) and self.minutes >= 0):
             raise ValueError(f"minutes must be a finite number of 0 or more, got {self.minutes}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
         for name in ("num_tokens", "batch_size", "learning_rate", "map_learning_rate"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -82,7 +84,9 @@ class ConvertConfig:
         if not (math.isfinite(self.target_error) and self.target_error > 0):
             raise ValueError(f"target_error must be a positive number, got {self.target_error}")
         if self.feature_map is not None or self.num_features is not None:
+            given = {"feature_map": self.feature_map, "num_features": self.num_features}
+            others = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
             raise ValueError(
-                f"target_error={self.target_error} chooses a method for each head, and feature_map="
-                f"{self.feature_map!r}, num_features={self.num_features} one for all; give one or the other"
+                f"target_error={self.target_error} chooses a method for each head, and {others} one for all; give one "
+                "or the other"
             )

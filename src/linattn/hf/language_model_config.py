@@ -98,13 +98,19 @@ class LinearLMConfig(PreTrainedConfig):
 
 def blocks_of(config: LinearLMConfig) -> list[Block]:
     """The blocks that a config stands for, freshly drawn."""
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        size = getattr(config, name)
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout must be from 0 to below 1, got {config.dropout}")
     if not config.pattern or set(config.pattern) - set("ls"):
         raise ValueError(f'pattern must be letters "l" (linear) and "s" (softmax), got {config.pattern!r}')
     count = config.num_hidden_layers
     kinds = (config.pattern * count)[:count]
-    if config.gate is not None and not (set(config.gated) <= set("ls") and set(config.gated) & set(kinds)):
+    if not set(config.gated) <= set("ls") or (config.gate is not None and not set(config.gated) & set(kinds)):
         raise ValueError(
-            f'gated must name kinds of the pattern\'s blocks, "l", "s" or "ls", got {config.gated!r} with pattern='
+            f'gated must be kinds of the pattern\'s blocks, "l", "s" or "ls", got {config.gated!r} with pattern='
             f"{config.pattern!r}; without a gate leave gate out"
         )
     return [
@@ -126,10 +132,10 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     """The attention of one block."""
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    positions = None if config.positions is None else _written(config.positions, _POSITIONS)(head_dim)
+    positions = None if config.positions is None else _written("positions", config.positions, _POSITIONS)(head_dim)
     gate = None
     if config.gate is not None and kind in config.gated:
-        gate = _written(config.gate, _GATES)(config.hidden_size, num_kv_heads)
+        gate = _written("gate", config.gate, _GATES)(config.hidden_size, num_kv_heads)
     options: dict[str, Any] = {
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -156,7 +162,7 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     return LinearAttention(config.hidden_size, config.num_attention_heads, given, exact=method.exact, **options)
 
 
-def _written(text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def _written(field: str, text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """What "Name" or "Name(option=literal)" builds, its options filled in; nothing is evaluated."""
     forms = f"write one of {', '.join(known)}, with options as in {next(iter(known))}(option=value)"
     try:
@@ -164,14 +170,14 @@ def _written(text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[...
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         options = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
     except (SyntaxError, ValueError):
-        raise ValueError(f"{text!r} is no written form; {forms}") from None
+        raise ValueError(f"{field}={text!r} is no written form; {forms}") from None
     if (
         call.args
         or any(one.arg is None for one in call.keywords)
         or not isinstance(call.func, ast.Name)
         or call.func.id not in known
     ):
-        raise ValueError(f"{text!r} is no written form; {forms}")
+        raise ValueError(f"{field}={text!r} is no written form; {forms}")
     build = known[call.func.id]
 
     def built(*sizes: int) -> Any:
@@ -179,6 +185,6 @@ def _written(text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[...
         try:
             return build(*sizes, **options)
         except TypeError as error:
-            raise ValueError(f"{text!r}: {error}; {forms}") from error
+            raise ValueError(f"{field}={text!r}: {error}; {forms}") from error
 
     return built

@@ -17,11 +17,23 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from linattn.hf._gguf import SUFFIX, gguf_file, load_gguf
+from linattn.hf._hub import hub_source
 from linattn.hf._model_records import RECORD
 from linattn.hf._packaged import MINILM, PACKAGED
 from linattn.hf.byte_tokenizer import NUM_BYTES
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.language_model_config import LinearLMConfig
+
+# Files by which a folder has a tokenizer, of any kind.
+_TOKENIZERS = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +77,8 @@ class LoadedModel:
         """
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if num_tokens < 1 or (limit is not None and num_tokens > limit):
-            raise ValueError(
-                f"{num_tokens} tokens were asked for; {self.name} takes 1 to {limit or 'any number of'} tokens"
-            )
+            most = "" if limit is None else f" and at most {limit}, what {self.name} takes"
+            raise ValueError(f"num_tokens must be at least 1{most}; got {num_tokens}")
         return dict(self.tokenizer(text, truncation=True, max_length=num_tokens, return_tensors="pt"))
 
 
@@ -91,10 +102,11 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
 
     Raises:
         ImportError: if the package of a model that comes as one is not installed, or the reader of a GGUF file.
-        FileNotFoundError: if the argument reads as a path but is no folder and no GGUF file.
+        FileNotFoundError: if the argument reads as a path but is no folder and no GGUF file, or a folder has no model.
+        OSError: if a name of the hub is not in the local cache, and the hub cannot be reached.
         ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds, the folder
-            holds a linearized model, whose weights may have been trained for its maps, several GGUF files, or a
-            LinearLM of other tokens than bytes, and no tokenizer; a GGUF file that cannot be read.
+            holds a linearized model, whose weights may have been trained for its maps, several GGUF files, or no
+            tokenizer; a GGUF file that cannot be read; or the hub has no such model.
 
     Example:
         >>> loaded = load()
@@ -105,16 +117,18 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     """
     name = str(name_or_folder) if name_or_folder is not None else MINILM
     source = find_source(name, by_default=name_or_folder is None)
-    offline = source.exists()
-    if offline and (source / RECORD).is_file():
+    is_local = source.exists()
+    if is_local and (source / RECORD).is_file():
         raise ValueError(
             f"{name} holds a linearized model, and this loads models under softmax, for which its weights may not have "
             "been trained; read it with linattn.hf.from_pretrained, or give the folder of the original model"
         )
-    where, file = str(source) if offline else name, gguf_file(source)
+    where, file = str(source) if is_local else hub_source(name), gguf_file(source)
     with quiet():
-        read = _read(where, offline, with_head) if file is None else load_gguf(file, with_head=with_head)
-    model, tokenizer = read
+        if file is None:
+            model, tokenizer = _read(where, is_local or where != name, with_head)
+        else:
+            model, tokenizer = load_gguf(file, with_head=with_head)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} has an encoder and a decoder; give an encoder (as BERT) or a decoder (as Llama)")
     return LoadedModel(name, where, model.eval(), tokenizer)
@@ -131,6 +145,10 @@ def find_source(name: str, *, by_default: bool = False) -> Path:
         raise FileNotFoundError(
             f"{name} is not a folder and not a GGUF file; give a folder with a saved model, or a Hugging Face name"
         )
+    if source.is_dir() and not (source / "config.json").is_file() and gguf_file(source) is None:
+        raise FileNotFoundError(
+            f"{name} holds no model, neither a config.json nor a GGUF file; give the folder that save_pretrained wrote"
+        )
     return source
 
 
@@ -146,6 +164,12 @@ def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, 
     model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
     if isinstance(model, LinearLMForCausalLM):
         _check_bytes(where, offline, model.config.vocab_size)
+    elif Path(where).is_dir() and not any((Path(where) / file).is_file() for file in _TOKENIZERS):
+        # transformers would make one that knows no words.
+        raise ValueError(
+            f"{where} holds a model and no tokenizer; save the model's tokenizer into the folder "
+            "(tokenizer.save_pretrained)"
+        )
     return model, read_tokenizer(where, offline=offline)
 
 

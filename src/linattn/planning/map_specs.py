@@ -133,7 +133,8 @@ def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:
     known = [option for option in inspect.signature(FEATURE_MAPS[name]).parameters if option not in SET_ELSEWHERE]
     if keyword.arg not in known:
         raise ValueError(
-            f"{text!r}: {keyword.arg!r} is no option of {name} here; its options are: {', '.join(known) or 'none'}"
+            f"{text!r}: {keyword.arg!r} is no option of {name} here; its options are those of "
+            f"{name}({', '.join(known)})"
         )
     try:
         return keyword.arg, ast.literal_eval(keyword.value)

@@ -77,7 +77,7 @@ def from_documents(documents: Iterable[Document], *, context: int) -> Corpus:
         if len(joined[place]) <= context:
             raise ValueError(
                 f"the {words} part has {len(joined[place])} bytes of {len(parts[place])} documents, wanted more than "
-                f"the context, {context}; give more files, or a shorter context"
+                f"context={context}; give more files, or a shorter one"
             )
     training, validation, test = (
         torch.frombuffer(bytearray(joined[place]), dtype=torch.uint8) for place in (_PERIOD, _VALIDATION, _TEST)

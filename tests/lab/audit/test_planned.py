@@ -88,7 +88,7 @@ def test_the_plan_goes_where_it_is_told(run, tmp_path):
     [
         (["--plan-out", "plan.json"], "give --target too"),
         (["--calibration", "text.txt"], "give --target too"),
-        (["--target", "0"], "target_error must be positive"),
+        (["--target", "0"], "--target must be positive"),
         (["--target", "0.1", "--tokens", "60"], "its second half is not free to calibrate on"),
         (["--target", "0.1", "--calibration", "/nowhere.txt"], "there is no text file"),
     ],

@@ -95,7 +95,7 @@ def test_a_short_text_is_announced(run, tmp_path):
         (["--features", "64;256"], "--features wants whole numbers separated by commas"),
         (["--features", "7", "--map", "Hyperbolic"], "multiple of 2"),
         (["--draws", "0"], "draws must be at least 1"),
-        (["--tokens", "5000"], "5000 tokens were asked for"),
+        (["--tokens", "5000"], "--tokens must be at least 1 and at most 2048"),
         (["--text", "/nowhere/text.txt"], "there is no text file"),
         (["--map", "Centred(Relu)"], "softmax kernel"),
     ],

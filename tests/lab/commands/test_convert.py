@@ -181,7 +181,7 @@ def test_maps_alone(run, folder, tmp_path):
         (["--map", "Taylor(order=1) + window 3"], "the window must be a power of two"),
         (["--map", "Taylor(order=1) + heavy 3"], "cannot share a normaliser"),
         (["--minutes", "-1"], "minutes must be a finite number of 0 or more"),
-        (["--tokens", "5000"], "num_tokens is 5000, and BertModel takes at most 512"),
+        (["--tokens", "5000"], "--tokens is 5000, and BertModel takes at most 512"),
         (["--tokens", "500"], "wanted 16 or more"),
         (["--tokens", "4"], "which leaves 4 tokens for a text"),
     ],

@@ -82,7 +82,7 @@ class AuditGrid:
         repeated = sorted({label for label in labels if labels.count(label) > 1})
         if not labels or repeated:
             raise ValueError(
-                f"name at least one method, each once; got {', '.join(repeated) + ' twice' if repeated else 'none'}"
+                f"methods must be one or more, each once; got {', '.join(repeated) + ' twice' if repeated else 'none'}"
             )
         if not self.features or min(self.features) < 1 or len(set(self.features)) != len(self.features):
             raise ValueError(f"features must be different positive integers, got {list(self.features)}")

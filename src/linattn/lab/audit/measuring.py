@@ -96,7 +96,9 @@ class Audit:
         self._planned, inputs = planned, loaded.encode(text.content, num_tokens)
         length = inputs["input_ids"].shape[1]
         if length < _FEWEST_TOKENS:
-            raise ValueError(f"{text.source} gives {length} tokens; an audit needs at least {_FEWEST_TOKENS}")
+            raise ValueError(
+                f"num_tokens must be at least {_FEWEST_TOKENS} and the text as long; of {text.source} {length} are read"
+            )
         watch.begin(f"Recording the attention of {loaded.name} to {length} tokens")
         recorded = record(loaded.model, inputs)
         calls = recorded.calls

@@ -81,7 +81,8 @@ class Planner:
         length = self._inputs["input_ids"].shape[1]
         if length < num_tokens:
             raise ValueError(
-                f"{text.source} gives {length} tokens to calibrate on, wanted {num_tokens}; give a longer one"
+                f"{text.source} gives {length} tokens to calibrate on, wanted {num_tokens}; give a longer one, or a "
+                "smaller num_tokens"
             )
 
     def plan(self, layer: int) -> Plan:

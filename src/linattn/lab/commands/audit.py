@@ -17,7 +17,7 @@ from linattn.lab.commands import _audit_options as options
 from linattn.lab.commands._audit_files import Files, measure
 from linattn.lab.commands.memory_audit import Asked, audit_memory
 from linattn.lab.commands.stages import stages
-from linattn.lab.commands.terminal import console_of, ending, interrupts, print_table, whole_numbers
+from linattn.lab.commands.terminal import console_of, ending, interrupts, of_option, print_table, whole_numbers
 from linattn.lab.report import AuditSummary, Point, advise, overview, summarise_audit, write_report
 from linattn.planning.methods import parse_method
 from linattn.processes import launched
@@ -69,7 +69,8 @@ def audit(
                     "--plan-out, --calibration and --even-if-slower belong to a plan; give --target too, as in "
                     "--target 0.1"
                 )
-            methods = tuple(parse_method(name) for name in maps) if maps else default_methods()
+            with of_option("--map"):
+                methods = tuple(map(parse_method, maps)) if maps else default_methods()
             wanted = AuditGrid(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
             with stages(console) as watch:
                 watch.begin(f"Loading {model or 'the packaged encoder'}")

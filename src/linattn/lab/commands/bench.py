@@ -14,9 +14,10 @@ from linattn.lab.bench.measuring import Bench
 from linattn.lab.bench.records import BENCH, LengthRow, partial_path
 from linattn.lab.bench.settings import Settings
 from linattn.lab.commands.stages import stages
-from linattn.lab.commands.terminal import ending, interrupts, print_table, whole_numbers
+from linattn.lab.commands.terminal import ending, interrupts, of_option, print_table, whole_numbers
 from linattn.lab.pace import Pace
 from linattn.lab.report import conclude, length_table, summarise_bench, write_report
+from linattn.planning.methods import parse_method
 
 # From this many columns on the table has room for fastest and slowest.
 _WIDE = 112
@@ -54,6 +55,8 @@ def bench(
     console = Console()
     records = out / "bench.jsonl"
     with ending("bench", console, lambda: _what_is_left(partial_path(records))):
+        with of_option("--map"):
+            parse_method(map_)
         settings = Settings(
             lengths=whole_numbers(lengths, "--lengths", "512,1024,2048"),
             map=map_,

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.convert import Conversion, ConvertConfig, convert_
+from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
 from linattn.convert.card import (
     kept_in_words,
     layer_table,
@@ -31,9 +31,10 @@ from linattn.lab.audit.text import read_text
 from linattn.lab.commands import _convert_options as options
 from linattn.lab.commands.new_folder import finish, shared_folder
 from linattn.lab.commands.stages import stages
-from linattn.lab.commands.terminal import print_table
+from linattn.lab.commands.terminal import of_option, print_table
 from linattn.lab.commands.training_progress import training_progress
 from linattn.lab.constant_memory.converting import RECALL, BoundedConversion, BoundedMemory
+from linattn.planning.methods import parse_method
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
 from linattn.training import Progress, launched
@@ -66,6 +67,8 @@ def convert(
     with launched() as processes, shared_folder("convert", "converting a model", processes, out) as (console, work):
         if budget is not None and not (map_ is None and target is None):
             raise ValueError("--budget chooses a method, and --map and --target do; give one of the three")
+        with of_option("--map"):
+            parse_method(map_ or DEFAULT_MAP)
         texts = tuple(read_text(file).content for file in (text or (None,)))
         loaded = load(model, with_head=True) if budget is None else load_language_model(model)
         bounded = None if budget is None else _bounded(loaded, texts, budget, tokens, seed, console)

@@ -22,7 +22,7 @@ from linattn.hf import (
     new_cache,
     stream_tokens,
 )
-from linattn.lab.commands.terminal import ending
+from linattn.lab.commands.terminal import ending, of_option
 from linattn.lab.constant_memory.limiting import Limit, exact_pace, limit_
 
 
@@ -57,9 +57,16 @@ def generate(
     console = Console(stderr=True)
     written: list[int] = []
     with ending("generate", console, lambda: f"{len(written):,} tokens were written."):
+        if length < 1:
+            raise ValueError(f"num_tokens must be at least 1, got {length}")
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
         loaded = load_language_model(model)
-        limit = None if budget is None else limit_(loaded.model, budget)
         tokens: Tensor = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        if not tokens.numel():
+            raise ValueError("--prompt gives no token; give a text")
+        with of_option("--budget"):
+            limit = None if budget is None else limit_(loaded.model, budget)
         draws, cache = torch.Generator().manual_seed(seed), new_cache(loaded.model)
         start = time.perf_counter()
         stream = stream_tokens(

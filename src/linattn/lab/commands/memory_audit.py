@@ -94,6 +94,8 @@ def _begun(asked: Asked, watch: Stages) -> MemoryAudit:
     if asked.model is None:
         raise ValueError("--budget is for causal language models; name one, as in linattn audit gemma-3-270m")
     budgets = whole_numbers(asked.budget, "--budget", "256,512,1024")
+    if budgets[0] < 1:
+        raise ValueError(f"budget must be 1 key or more, got {budgets[0]}")
     if asked.calibration is not None and asked.plan_out is None:
         raise ValueError("--calibration belongs to a plan; give --plan-out too, as in --plan-out plan.json")
     watch.begin(f"Loading {asked.model}")

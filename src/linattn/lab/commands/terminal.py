@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,39 @@ from linattn.processes import Processes
 from linattn.records.tables import Table
 
 _FAILED, _INTERRUPTED = 1, 130
+
+# Options by the names that functions have for them, for errors that come from there.
+_OPTIONS = {
+    "adapter_rank": "--adapters",
+    "batch_size": "--batch",
+    "feature_map": "--map",
+    "features": "--features",
+    "head_dim": "--width over --heads",
+    "heads": "--heads",
+    "hidden_size": "--width",
+    "kinds": "--contender",
+    "intermediate_size": "--hidden",
+    "learning_rate": "--learning-rate",
+    "method": "--map",
+    "methods": "--map",
+    "num_attention_heads": "--heads",
+    "num_features": "--features",
+    "num_hidden_layers": "--layers",
+    "num_parts": "--parts",
+    "num_passages": "--passages",
+    "num_tokens": "--tokens",
+    "redraw_every": "--redraw",
+    "target_error": "--target",
+    "top_p": "--top-p",
+    "even_if_slower": "--even-if-slower",
+    **{name: f"--{name}" for name in ("batch", "budget", "context", "device", "draws", "dropout", "dtype", "gate")},
+    **{name: f"--{name}" for name in ("gated", "lengths", "minutes", "pattern", "positions", "repeats", "seed")},
+    **{name: f"--{name}" for name in ("steps", "temperature")},
+}
+# The width of a head is an option there alone.
+_OF_BENCH = {"head_dim": "--head-dim"}
+# A written form with its options is left as it is; other names are options where they are given, judged, or no words.
+_NAMED = re.compile(rf"\w+\(.*?\)+|\b({'|'.join(_OPTIONS)})\b(=True\b|=| must\b)?")
 
 
 def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
@@ -55,6 +89,58 @@ def console_of(processes: Processes) -> Console:
     return Console(quiet=not processes.is_first)
 
 
+def in_options(text: str, command: str) -> str:
+    """A message of a function in the words of the command line.
+
+    Args:
+        text: the message.
+        command: the subcommand's name.
+
+    Returns:
+        The message, options in place of arguments.
+
+    Example:
+        >>> in_options("num_features must be even, got num_features=7; Dpfp(num_features=8) has features", "audit")
+        '--features must be even, got --features 7; Dpfp(num_features=8) has features'
+    """
+
+    options = _OPTIONS | (_OF_BENCH if command == "bench" else {})
+
+    def option(found: re.Match[str]) -> str:
+        """One name."""
+        name, after = found[1], found[2]
+        if name is None or (after is None and "_" not in name):
+            return found[0]
+        return options[name] + {"=": " ", " must": " must"}.get(after or "", "")
+
+    return _NAMED.sub(option, text)
+
+
+@contextmanager
+def of_option(option: str) -> Iterator[None]:
+    """Let errors inside the block begin with an option's name.
+
+    Args:
+        option: the name.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ValueError: where the block does.
+
+    Example:
+        >>> with of_option("--budget"):
+        ...     int("many")
+        Traceback (most recent call last):
+        ValueError: --budget: invalid literal for int() with base 10: 'many'
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
 @contextmanager
 def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
     """Turn an interrupt or an error inside the block into a message and an exit code: 130 or 1.
@@ -78,7 +164,8 @@ def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> I
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         rank = Processes.of_this_run().rank
         who = f"{command}, process {rank}" if rank else command
-        Console(stderr=True).print(f"linattn {who}: {error}", markup=False, highlight=False, soft_wrap=True)
+        text = f"linattn {who}: {in_options(str(error), command)}"
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_FAILED) from None
 
 

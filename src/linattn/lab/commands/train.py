@@ -125,6 +125,11 @@ def _gate(gate: str | None, gated: str, pattern: str) -> str | None:
 
 def _model(config: LinearLMConfig, seed: int) -> LinearLMForCausalLM:
     """A new model; torch's own random numbers are left as they are."""
+    if config.num_attention_heads > 0 and config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size must be a multiple of num_attention_heads, got {config.hidden_size} and "
+            f"{config.num_attention_heads}"
+        )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return LinearLMForCausalLM(config)

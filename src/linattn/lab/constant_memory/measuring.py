@@ -154,7 +154,9 @@ class MemoryAudit:
             ValueError: if the model is no language model, the text too short, or a budget or kind senseless.
         """
         if num_tokens < _FEWEST_TOKENS:
-            raise ValueError(f"an audit of a memory wants at least {_FEWEST_TOKENS} tokens, got {num_tokens}")
+            raise ValueError(f"num_tokens must be at least {_FEWEST_TOKENS}, got {num_tokens}")
+        if num_passages < 1:
+            raise ValueError(f"num_passages must be at least 1, got {num_passages}")
         if not loaded.model.can_generate():
             raise ValueError(
                 f"{loaded.name} is a {type(loaded.model).__name__}; --budget is for causal language models"

@@ -84,10 +84,10 @@ def at_budget(num_keys: int, sizes: Sizes, kinds: tuple[str, ...] = tuple(KINDS)
         'holds -65 keys in the bytes of 64, beside what it keeps of all others; it wants 32: give more bytes'
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
-    if num_keys < 1 or unknown:
-        raise ValueError(
-            f"wanted a budget of 1 key or more and names among {', '.join(KINDS)}; got {num_keys} and {unknown}"
-        )
+    if num_keys < 1:
+        raise ValueError(f"budget must be 1 key or more, got {num_keys}")
+    if unknown:
+        raise ValueError(f"kinds must be among {', '.join(KINDS)}; got {', '.join(unknown)}")
     found: dict[str, Contender] = {}
     left_out: dict[str, str] = {}
     for kind in kinds:

@@ -1,0 +1,208 @@
+"""Wrong words on the command line: errors name the option or the file, in our own words, and nothing is left behind."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from linattn.lab.commands import terminal
+from linattn.lab.commands.app import COMMANDS, app
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb"}
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+FEWEST = {
+    "audit": "audit BERT --text TEXT --out OUT",
+    "audit LM": "audit LM --text TEXT --out OUT",
+    "bench": "bench --out OUT",
+    "convert": "convert BERT OUT --text TEXT",
+    "generate": "generate LM --prompt w1",
+    "report": "report OUT",
+    "reproduce": "reproduce --out OUT",
+    "train": "train OUT --text TEXT",
+}
+# By command: what is added to its fewest words, and what the error says.
+WRONG = {
+    "audit": {
+        "--features 0 --map FavorPlus": "--features must be different positive integers, got [0]",
+        "--features 8,8": "--features must be different positive integers, got [8, 8]",
+        "--features x": "--features wants whole numbers separated by commas, as in 64,256; got 'x'",
+        "--features 7 --map Hyperbolic --tokens 16": "so --features must be a multiple of 2, got 7",
+        "--draws 0": "--draws must be at least 1, got 0",
+        "--seed -1": "--seed must be at least 0, got -1",
+        "--tokens 0": "--tokens must be at least 1 and at most 512",
+        "--tokens 9999": "--tokens must be at least 1 and at most 512",
+        "--tokens 2": "--tokens must be at least 8 and the text as long; of",
+        "--tokens 16 --target 0 --calibration TEXT": "--target must be positive, got 0.0; 0.1 is a good one",
+        "--tokens 60 --target 0.1 --calibration SHORT": "give a longer one, or a smaller --tokens",
+        "--calibration TEXT": "--plan-out, --calibration and --even-if-slower belong to a plan; give --target too",
+        "--even-if-slower": "--plan-out, --calibration and --even-if-slower belong to a plan; give --target too",
+        "--map Nope": "--map: 'Nope': there is no feature map 'Nope'; write one of Exponential",
+        "--map FavorPlus(rows=3)": "those of FavorPlus(num_features, draw, lengths, scale)",
+        "--map Relu --map relu": "--map must be one or more, each once; got Relu twice",
+        "--map Relu+heavy": "--map: 'Relu+heavy': 'heavy' is no exact part",
+        "--passages 3": "--passages and --contender belong to --budget; give that too",
+        "--budget 16": "holds a BertModel, which does not predict a next token; give a causal language model",
+    },
+    "audit LM": {
+        "--budget 0": "--budget must be 1 key or more, got 0",
+        "--budget x": "--budget wants whole numbers separated by commas",
+        "--budget 16 --tokens 1": "--tokens must be at least 64, got 1",
+        "--budget 16 --passages 0": "--passages must be at least 1, got 0",
+        "--budget 16 --tokens 600": "give a longer text, fewer --passages or fewer --tokens",
+        "--budget 16 --tokens 160 --contender nope": "--contender must be among sinks + window",
+        "--budget 16 --map Relu": "--map and --budget are of two audits; leave one out",
+    },
+    "bench": {
+        "--lengths 0": "--lengths must be different positive integers in ascending order, got [0]",
+        "--lengths 8,8": "--lengths must be different positive integers",
+        "--heads 0": "--heads must be at least 1, got 0",
+        "--head-dim 0": "--head-dim must be at least 1, got 0",
+        "--batch 0": "--batch must be at least 1, got 0",
+        "--repeats 0": "--repeats must be at least 1, got 0",
+        "--seed -1": "--seed must be at least 0, got -1",
+        "--dtype f": "--dtype must be one of float32, bfloat16, float16; got 'f'",
+        "--device tpu": "--device must be one of cpu, cuda; got 'tpu'",
+        "--map Relu --features 3": "Relu has a width of its own, got --features 3; leave the features out",
+        "--features 0": "--features must be a positive integer, got 0",
+        "--map Nope": "--map: 'Nope': there is no feature map 'Nope'",
+    },
+    "convert": {
+        "--tokens 0": "--tokens must be a positive number, got 0",
+        "--tokens 9999": "--tokens is 9999, and BertModel takes at most 512; give at most that",
+        "--tokens 512": "wanted 16 or more to calibrate, train and judge on; give longer texts or a smaller --tokens",
+        "--minutes -1": "--minutes must be a finite number of 0 or more, got -1.0",
+        "--minutes nan": "--minutes must be a finite number of 0 or more, got nan",
+        "--target 0": "--target must be a positive number, got 0.0",
+        "--target 0.1 --map Relu": "--target 0.1 chooses a method for each head, and --map 'Relu' one for all; give",
+        "--target 0.1 --features 3": "and --features 3 one for all; give one or the other",
+        "--map Nope": "--map: 'Nope': there is no feature map 'Nope'",
+        "--seed -1": "--seed must be at least 0, got -1",
+    },
+    "generate": {
+        "--tokens 0": "--tokens must be at least 1, got 0",
+        "--temperature -1": "--temperature must be a finite number of 0 or more, got -1.0",
+        "--top-p 0": "--top-p must be above 0 and at most 1, got 0.0",
+        "--seed -1": "--seed must be at least 0, got -1",
+        "--budget 0": "--budget: 0 keys are left beside the queries' moments",
+        "--prompt ''": "--prompt gives no token; give a text",
+    },
+    "report": {"": "holds none of audit.jsonl, memory.jsonl, claims.jsonl, bench.jsonl; name the folder"},
+    "reproduce": {"nope": "no claim is called nope; `linattn reproduce --list` names them all"},
+    "train": {
+        "--context 0": "--context must be a positive number, got 0",
+        "--batch 0": "--batch must be a positive number, got 0",
+        "--minutes 0": "--minutes must be a positive number, got 0.0",
+        "--steps 0": "--steps must be a positive number, got 0",
+        "--learning-rate -1": "--learning-rate must be a positive number, got -1.0",
+        "--redraw 0": "--redraw must be a positive number, got 0",
+        "--layers 0": "--layers must be at least 1, got 0",
+        "--width 0": "--width must be at least 1, got 0",
+        "--width 30": "--width must be a multiple of --heads, got 30 and 4",
+        "--width 12": "got an odd --width over --heads 3",
+        "--heads 0": "--heads must be at least 1, got 0",
+        "--hidden 0": "--hidden must be at least 1, got 0",
+        "--dropout 2": "--dropout must be from 0 to below 1, got 2.0",
+        "--features 0": "--features must be a positive integer, got 0",
+        "--pattern x": "--pattern must be letters",
+        "--gated x": "--gated must be kinds of the pattern's blocks",
+        "--gate x": "--gate 'x' is no written form; write one of ForgetGate",
+        "--positions x": "--positions 'x' is no written form; write one of Rotary",
+        "--map x": "there is no feature map 'x'",
+        "--seed -1": "--seed must be an integer of at least 0, got -1",
+        "": "wanted more than --context 4096; give more files, or a shorter one",
+    },
+}
+CASES = [(command, words, message) for command, found in WRONG.items() for words, message in found.items()]
+FILES = {
+    "audit MISSING": "is not a folder and not a GGUF file; give a folder with a saved model, or a Hugging Face name",
+    "audit EMPTY": "holds no model, neither a config.json nor a GGUF file",
+    "audit BARE": "holds a model and no tokenizer; save the model's tokenizer into the folder",
+    "audit BERT --text MISSING": "there is no text file",
+    "audit BERT --text BLANK": "holds no text; give a file with at least a few sentences",
+    "audit no-one/none": "not in the local cache of the Hugging Face hub, which cannot be reached; give a folder",
+    "convert BARE OUT": "holds a model and no tokenizer; save the model's tokenizer into the folder",
+    "convert BERT TEXT": "exists and is not an empty folder; give a new folder, or remove it first",
+    "convert no-one/none OUT": "not in the local cache of the Hugging Face hub, which cannot be reached; give a folder",
+    "generate BARE --prompt w1": "holds a model and no tokenizer; save the model's tokenizer into the folder",
+    "generate BERT --prompt w1": "which does not predict a next token; give a causal language model",
+    "generate no-one/none --prompt w1": "not in the local cache of the Hugging Face hub, which cannot be reached",
+    "report MISSING": "holds none of audit.jsonl",
+    "train OUT --text MISSING": "there is no file or folder",
+}
+UNKNOWN = ("audit --tokens many", "bench --bogus", "train", "convert MODEL", "generate X", "nope")
+
+
+@pytest.fixture(scope="module")
+def places(folder, tmp_path_factory):
+    """Models and texts by their names above."""
+    made = tmp_path_factory.mktemp("places")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)
+    transformers.GPT2LMHeadModel(config).save_pretrained(made / "lm")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (made / "lm" / name).write_bytes((folder("bert") / name).read_bytes())
+    transformers.BertModel(transformers.BertConfig(vocab_size=9, **SIZES)).save_pretrained(made / "bare")
+    (made / "empty").mkdir()
+    for name, content in (("text", "w1 w2 w3 " * 70), ("short", "w1 w2"), ("blank", " ")):
+        (made / f"{name}.txt").write_text(content, encoding="utf-8")
+    found = {name.upper(): str(made / f"{name}.txt") for name in ("text", "short", "blank")}
+    found |= {name.upper(): str(made / name) for name in ("lm", "bare", "empty", "missing")}
+    return found | {"BERT": str(folder("bert"))}
+
+
+@pytest.fixture
+def refused(places, tmp_path, monkeypatch):
+    """A function that runs words, places named by capitals, and gives the error; nothing may be left behind."""
+
+    def no_network(*_, **__):
+        raise OSError("no network in this test")
+
+    for owner, name in ((socket.socket, "connect"), (socket, "getaddrinfo"), (socket, "create_connection")):
+        monkeypatch.setattr(owner, name, no_network)
+
+    def run(*words):
+        known = {**places, "OUT": str(tmp_path / "out"), "''": ""}
+        result = CliRunner(env=WIDE).invoke(app, [known.get(word, word) for word in words])
+        assert result.exit_code == 1, result.output
+        assert isinstance(result.exception, SystemExit), result.exception
+        assert not (tmp_path / "out").exists()
+        found = result.stderr.strip().splitlines()[-1]
+        assert found.startswith(f"linattn {words[0]}: ")
+        return found
+
+    return run
+
+
+def test_every_command_is_here():
+    assert {name.split()[0] for name in WRONG} == set(COMMANDS)
+
+
+@pytest.mark.parametrize(("command", "words", "message"), CASES)
+def test_an_error_names_the_option(refused, command, words, message):
+    assert message in refused(*FEWEST[command].split(), *words.split())
+
+
+@pytest.mark.parametrize(("words", "message"), FILES.items())
+def test_an_error_names_the_file(refused, words, message):
+    assert message in refused(*words.split())
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_words_that_no_command_has(words):
+    result = CliRunner(env=WIDE).invoke(app, words.split())
+    assert result.exit_code == 2
+    kinds = "Invalid value for '--tokens'|No such option|Missing (argument|option|parameter)|No such command"
+    assert re.search(f"Error: ({kinds})", result.stderr)
+
+
+def test_every_option_that_errors_speak_of_is_one_of_a_command():
+    known = set()
+    for name in COMMANDS:
+        known |= set(re.findall(r"--[a-z-]+", CliRunner(env=WIDE).invoke(app, [name, "--help"]).output))
+    options = {*terminal._OPTIONS.values(), *terminal._OF_BENCH.values()} - {"--width over --heads"}
+    assert options <= known
