@@ -120,7 +120,10 @@ def test_an_early_interrupt_leaves_what_was_there(run, tmp_path, timed):
         (["--lengths", "16;32"], "--lengths wants whole numbers separated by commas, as in 512,1024,2048; got '16;32'"),
         (["--lengths", "16,-32"], "lengths must be different positive integers"),
         (["--dtype", "float8"], "dtype must be one of float32, bfloat16, float16; got 'float8'"),
-        (["--map", "Relu", "--features", "64"], "Relu has a width of its own, got --features 64; leave the features out"),
+        (
+            ["--map", "Relu", "--features", "64"],
+            "Relu has a width of its own, got --features 64; leave the features out",
+        ),
         (["--map", "Hyperbolic", "--features", "7"], "multiple of 2"),
         (["--map", "Centred(Relu)"], "softmax kernel"),
         (["--map", "merged 8", "--causal"], "give window too"),

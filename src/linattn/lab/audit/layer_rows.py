@@ -8,8 +8,9 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 from linattn.lab.audit.grid import Configuration
-from linattn.lab.audit.records import HeadRow, RankRow
+from linattn.lab.audit.records import HeadRow, PlanRow, RankRow
 from linattn.lab.audit.truth import HeadErrors, LayerTruth
+from linattn.planning import Plan
 from linattn.planning.costs import flops_per_token, state_numbers
 
 RANKS = tuple(2**power for power in range(9))
@@ -54,6 +55,24 @@ def rank_rows(layer: int, truth: LayerTruth) -> Iterator[RankRow]:
     for rank, errors in zip(chosen, truth.rank_errors(chosen), strict=True):
         for head, error in enumerate(errors.tolist()):
             yield RankRow(layer, head, rank, rank * (value_dim + 1), error)
+
+
+def plan_rows(layer: int, plan: Plan, truth: LayerTruth) -> Iterator[PlanRow]:
+    """What a plan chose for each head of a layer, measured on the text of the audit."""
+    call = truth.call
+    errors = truth.error(plan.attend(call.query, call.key, call.value)).tolist()
+    for head, (chosen, error) in enumerate(zip(plan.heads, errors, strict=True)):
+        yield PlanRow(
+            layer=layer,
+            head=head,
+            method=chosen.method,
+            expected_error=chosen.expected_error,
+            next_order_error=chosen.next_order_error,
+            error=error,
+            uniform_error=float(truth.uniform_error[head]),
+            state_numbers=chosen.state_numbers,
+            flops_per_token=chosen.flops_per_token,
+        )
 
 
 def ranks(truth: LayerTruth) -> list[int]:

@@ -18,16 +18,27 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel, intercept
-from linattn.lab.audit.grid import AuditGrid, Configuration
+from linattn.lab.audit.grid import AuditGrid, Configuration, in_words
 from linattn.lab.audit.kept import Kept
-from linattn.lab.audit.layer_rows import head_rows, rank_rows, ranks
+from linattn.lab.audit.layer_rows import head_rows, plan_rows, rank_rows, ranks
 from linattn.lab.audit.leaving_out import unpayable
 from linattn.lab.audit.paying import time_lengths, time_model, worth_timing
 from linattn.lab.audit.planned import Planner
 from linattn.lab.audit.recording import record
-from linattn.lab.audit.records import EXACT, PLANNED, UNIFORM, AuditRow, Header, LengthsRow, ModelRow, PlanRow, TimeRow
+from linattn.lab.audit.records import (
+    EXACT,
+    PLANNED,
+    UNIFORM,
+    AuditRow,
+    Header,
+    LengthsRow,
+    ModelRow,
+    TimeRow,
+    WeightsRow,
+)
 from linattn.lab.audit.text import Text
 from linattn.lab.audit.truth import LayerTruth
+from linattn.lab.audit.weights import explored_heads, weights_row
 from linattn.lab.audit.work import Work
 from linattn.lab.circumstances import versions
 from linattn.lab.pace import Silent, Watch
@@ -187,6 +198,9 @@ class Audit:
             if not kept.has_model(label, None, 0):
                 yield self._end_to_end(label, None, 0, answer)
                 watch.advance(self._work.baseline)
+        for number, layer in enumerate(self._layers):
+            if not kept.has_weights(EXACT, None, number):
+                yield self._weights(EXACT, None, number, layer.sampled())
         if self._are_ranked:
             yield from self._measure_ranks(kept, watch)
         for configuration in self.grid.configurations():
@@ -214,15 +228,21 @@ class Audit:
     def _measure(self, configuration: Configuration, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
         """One method at one width with one draw: each layer's heads, then the whole model."""
         label, draw = configuration.method.label, configuration.draw
-        words = _words(configuration, self._sample(configuration), self.header.draws)
+        words = in_words(configuration, self._sample(configuration), self.header.draws)
         watch.begin(words)
         maps = []
         for number, layer in enumerate(self._layers):
             feature_map = self._build(configuration, number)
             maps.append(feature_map)
-            if not kept.has_heads(label, feature_map.num_features, draw, number):
-                watch.pass_by(f"{words}, layer {number + 1} of {len(self._layers)}")
-                measured = layer.measure(configuration.method, feature_map)
+            width = feature_map.num_features
+            are_there = kept.has_heads(label, width, draw, number)
+            if are_there and (draw or kept.has_weights(label, width, number)):
+                continue
+            watch.pass_by(f"{words}, layer {number + 1} of {len(self._layers)}")
+            measured = layer.measure(configuration.method, feature_map)
+            if not draw and not kept.has_weights(label, width, number):
+                yield self._weights(label, width, number, measured.sampled)
+            if not are_there:
                 yield from head_rows(configuration, number, feature_map, layer, measured)
                 watch.advance(self._work.heads(configuration.method, feature_map))
         watch.pass_by(f"{words}, the whole model")
@@ -232,6 +252,11 @@ class Audit:
         yield self._end_to_end(label, features, draw, answer)
         watch.advance(self._work.model(configuration.method, maps[0], is_timed=draw == 0))
 
+    def _weights(self, label: str, features: int | None, number: int, weights: Tensor) -> WeightsRow:
+        """A layer's rows for the explorer."""
+        heads = explored_heads([layer.call.query.shape[1] for layer in self._layers])[number]
+        return weights_row(label, features, number, heads, self._layers[number].sampled_queries, weights)
+
     def _measure_plans(self, planner: Planner, kept: Kept, watch: Watch) -> Iterator[AuditRow]:
         """One row per head, then the whole model."""
         watch.begin(f"A method for each head, for an error of {planner.target}")
@@ -239,20 +264,7 @@ class Audit:
             if kept.has_plan(number):
                 continue
             watch.pass_by(f"A method for each head, layer {number + 1} of {len(self._layers)}")
-            plan, call = planner.plan(number), layer.call
-            errors = layer.error(plan.attend(call.query, call.key, call.value)).tolist()
-            for head, (chosen, error) in enumerate(zip(plan.heads, errors, strict=True)):
-                yield PlanRow(
-                    layer=number,
-                    head=head,
-                    method=chosen.method,
-                    expected_error=chosen.expected_error,
-                    next_order_error=chosen.next_order_error,
-                    error=error,
-                    uniform_error=float(layer.uniform_error[head]),
-                    state_numbers=chosen.state_numbers,
-                    flops_per_token=chosen.flops_per_token,
-                )
+            yield from plan_rows(number, planner.plan(number), layer)
             watch.advance(self._work.plan)
 
         answer = self._by_plans(planner)
@@ -364,7 +376,7 @@ class Audit:
         for label, features in wanted:
             if not kept.has_lengths(label, features):
                 one = configurations[label, features]
-                watch.begin(f"{_words(one, self._sample(one), 1)}: from which length on it is faster")
+                watch.begin(f"{in_words(one, self._sample(one), 1)}: from which length on it is faster")
                 answer = self._linear(one.method, [self._build(one, 0)])
                 yield time_lengths(label, features, answer, self._first_call)
 
@@ -382,10 +394,3 @@ class Audit:
             return method.attend(feature_map, call.query, call.key, call.value, is_causal=call.is_causal)
 
         return answer
-
-
-def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
-    """A configuration in words, for the progress shown."""
-    width = f", {sample.num_features:,} features" if sample.num_features else ""
-    words = f"{configuration.method.label}{width}"
-    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.is_random else words
