@@ -1,12 +1,12 @@
 """Write the figures of README.md and of the site: tables between markers, docs/claims.md, docs/cli.md,
-docs/report_json.md and drawings.
+docs/report_json.md, docs/explorer_frame.html and drawings.
 
     python docs/write_tables.py [--take REPORT]
 
 A line <!-- NAME --> and one <!-- end --> in README.md or any page of docs/ enclose the table of that name.
 
-From docs/figures.json, benchmarks/results.jsonl (make bench) and benchmarks/language_models.jsonl
-(benchmarks/language_models_at_equal_time.py). --take first takes docs/figures.json from
+From docs/figures.json, docs/explorer.json, benchmarks/results.jsonl (make bench) and benchmarks/language_models.jsonl
+(benchmarks/language_models_at_equal_time.py). --take first takes docs/figures.json and docs/explorer.json from
 audit.jsonl and claims.jsonl of a folder (`make readme` measures them), which are too large to be kept.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from draw_figures import drawings
+from explorer_figures import explorer_frame, take_explorer
 from linattn.lab.report import SOURCES, summarise_audit, summarise_claims
 from linattn.records.atomic import atomic_file
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
@@ -341,6 +342,7 @@ def written() -> dict[Path, str]:
         docs / "claims.md": claims_page(figures["claims"]),
         docs / "cli.md": cli_page(),
         docs / "report_json.md": schema_page(),
+        docs / "explorer_frame.html": explorer_frame(),
         **{docs / "images" / name: text for name, text in drawings(figures["audit"]).items()},
     }
 
@@ -352,6 +354,7 @@ def main() -> None:
             pass
         case ["--take", report]:
             figures = take_figures(Path(report))
+            take_explorer(Path(report))
             with atomic_file(FIGURES) as file:
                 json.dump(figures, file, indent=1, ensure_ascii=False)
                 file.write("\n")

@@ -46,7 +46,7 @@ FAULTS = (
     Fault(
         "measure finished methods of an audit again",
         "lab/audit/measuring.py",
-        "is_done=is_whole or kept.has_heads(label, features, draw, number)",
+        "is_done=is_whole or self._has_layer(configuration, number, kept)",
         "is_done=False",
         "tests/lab/commands/test_audit.py",
     ),
@@ -295,5 +295,26 @@ FAULTS = (
         '_NAMED = re.compile(rf"\\w+\\(.*?\\)+|',
         '_NAMED = re.compile(rf"',
         "tests/lab/commands/test_refusals.py src/linattn/lab/commands/terminal.py",
+    ),
+    Fault(
+        "keep the rows of every draw for the explorer",
+        "lab/audit/measuring.py",
+        "if not draw and not kept.has_weights(label, width, number):",
+        "if not kept.has_weights(label, width, number):",
+        "tests/lab/audit/test_weights.py",
+    ),
+    Fault(
+        "lose the sign of a weight",
+        "lab/audit/weights.py",
+        ".round() * cells.sign() + STEPS",
+        ".round() + STEPS",
+        "tests/lab/audit/test_weights.py",
+    ),
+    Fault(
+        "let rows of the explorer be of any length",
+        "lab/report/audit/explored.py",
+        " or sizes - {len(queries) * (cells + 1)}:",
+        ":",
+        "tests/lab/audit/test_weights.py",
     ),
 )

@@ -11,6 +11,20 @@ from snippets import ROOT
 
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 MAIN = ["index.html", "quickstart.html", "concepts/maps.html", "faq.html", "evidence/audit.html"]
+MAIN += ["evidence/explorer.html"]
+
+
+def test_the_explorer_shows_a_head(visit):
+    """In a frame of its page, which asks for nothing but itself, on a phone too."""
+    page = visit("evidence/explorer.html", 380)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    frame = page.frame_locator("iframe.explorer")
+    words = frame.locator("#explorer-words")
+    before = words.inner_text()
+    frame.get_by_label("Method", exact=True).select_option("FavorPlus (256 features)")
+    assert words.inner_text() != before
+    assert "FavorPlus (256 features) on layer 0, head 0: relative error" in words.inner_text()
+    assert frame.locator("#explorer-0 .line").count() == 2
 
 
 @pytest.mark.parametrize("name", MAIN)

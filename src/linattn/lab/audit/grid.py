@@ -60,6 +60,13 @@ class Configuration:
         return self.method.build(head_dim, num_features=self.num_features, scale=scale, seed=seed)
 
 
+def in_words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
+    """A configuration in words, for the progress shown; `sample` tells its width."""
+    width = f", {sample.num_features:,} features" if sample.num_features else ""
+    words = f"{configuration.method.label}{width}"
+    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.is_random else words
+
+
 @dataclass(frozen=True)
 class AuditGrid:
     """Which methods an audit measures, at which widths, with how many draws.

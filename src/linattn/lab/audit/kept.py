@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from linattn.lab.audit.records import AuditRow, HeadRow, LengthsRow, ModelRow, RankRow, TimeRow
+from linattn.lab.audit.records import AuditRow, HeadRow, LengthsRow, ModelRow, RankRow, TimeRow, WeightsRow
 
 # What rows were measured together: their kind, and what they are of.
 Group = tuple[str, str, int | None, int, int]
 # Kinds of which one row is a whole.
-_ALONE = ("model", "time", "lengths")
+_ALONE = ("model", "time", "lengths", "weights")
 
 
 class Kept:
@@ -61,6 +61,10 @@ class Kept:
         """Whether a layer's heads were."""
         return ("head", label, features, draw, layer) in self._whole
 
+    def has_weights(self, label: str, features: int | None, layer: int) -> bool:
+        """Whether a layer's rows for the explorer were kept."""
+        return ("weights", label, features, 0, layer) in self._whole
+
     def has_ranks(self, layer: int) -> bool:
         """Whether a layer's limits were."""
         return ("rank", "", None, 0, layer) in self._whole
@@ -78,4 +82,6 @@ def _group(row: AuditRow) -> Group:
         return ("model", row.map, row.features, row.draw, 0)
     if isinstance(row, TimeRow | LengthsRow):
         return ("time" if isinstance(row, TimeRow) else "lengths", row.map, row.features, 0, 0)
+    if isinstance(row, WeightsRow):
+        return ("weights", row.map, row.features, 0, row.layer)
     return ("rank" if isinstance(row, RankRow) else "plan", "", None, 0, row.layer)

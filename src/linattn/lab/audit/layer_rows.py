@@ -57,11 +57,11 @@ def rank_rows(layer: int, truth: LayerTruth) -> Iterator[RankRow]:
             yield RankRow(layer, head, rank, rank * (value_dim + 1), error)
 
 
-def plan_rows(layer: int, made: Plan, truth: LayerTruth) -> Iterator[PlanRow]:
-    """One row per head of a layer's plan."""
+def plan_rows(layer: int, plan: Plan, truth: LayerTruth) -> Iterator[PlanRow]:
+    """What a plan chose for each head of a layer, measured on the text of the audit."""
     call = truth.call
-    errors = truth.error(made.attend(call.query, call.key, call.value)).tolist()
-    for head, (chosen, error) in enumerate(zip(made.heads, errors, strict=True)):
+    errors = truth.error(plan.attend(call.query, call.key, call.value)).tolist()
+    for head, (chosen, error) in enumerate(zip(plan.heads, errors, strict=True)):
         yield PlanRow(
             layer=layer,
             head=head,

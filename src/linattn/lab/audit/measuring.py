@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LoadedModel
-from linattn.lab.audit.grid import AuditGrid, Configuration, LayerMaps
+from linattn.lab.audit.grid import AuditGrid, Configuration, LayerMaps, in_words
 from linattn.lab.audit.kept import Kept
 from linattn.lab.audit.layer_rows import head_rows, plan_rows, rank_rows, ranks
 from linattn.lab.audit.leaving_out import unpayable
@@ -32,12 +32,13 @@ from linattn.lab.audit.records import (
     UNIFORM,
     AuditRow,
     Header,
-    HeadRow,
     PlanRow,
     RankRow,
+    WeightsRow,
 )
 from linattn.lab.audit.text import Text
 from linattn.lab.audit.truth import LayerTruth
+from linattn.lab.audit.weights import explored_heads, weights_row
 from linattn.lab.audit.whole_model import WholeModel
 from linattn.lab.audit.work import Work
 from linattn.lab.circumstances import versions
@@ -198,6 +199,9 @@ class Audit:
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
             measure = partial(self._whole.end_to_end, label, None, 0, answer)
             yield Unit(stage, "", work.baseline, measure, _alone, is_done=kept.has_model(label, None, 0))
+        for number in range(len(self._layers)):
+            kept_already = kept.has_weights(EXACT, None, number)
+            yield Unit(stage, "", 0.0, partial(self._exact_weights, number), _alone, is_done=kept_already)
         if self._are_ranked:
             stage = "The limit of every rank"
             for number, layer in enumerate(self._layers):
@@ -221,15 +225,15 @@ class Audit:
         """One method at one width with one draw: each layer's heads, the model's time, then the whole model."""
         method, draw, sample = configuration.method, configuration.draw, self._sample(configuration)
         label, features, work = method.label, sample.num_features, self._work
-        stage, maps = _words(configuration, sample, self.header.draws), LayerMaps(partial(self._build, configuration))
+        stage, maps = in_words(configuration, sample, self.header.draws), LayerMaps(partial(self._build, configuration))
         is_whole = kept.has_model(label, features, draw)
         for number in range(len(self._layers)):
             yield Unit(
                 stage,
                 f"{stage}, {self._place(number)}",
                 work.heads(method, sample),
-                partial(self._head_rows, configuration, maps, number),
-                is_done=is_whole or kept.has_heads(label, features, draw, number),
+                partial(self._head_rows, configuration, maps, number, kept),
+                is_done=is_whole or self._has_layer(configuration, number, kept),
             )
         words, answer = f"{stage}, the whole model", self._linear(method, maps)
         if draw == 0:
@@ -239,11 +243,38 @@ class Audit:
         measure = partial(self._whole.end_to_end, label, features, draw, answer)
         yield Unit(stage, words, work.model(method, sample), measure, _alone, is_done=is_whole)
 
-    def _head_rows(self, configuration: Configuration, maps: LayerMaps, number: int) -> list[HeadRow]:
-        """One row per head of a layer."""
-        layer, feature_map = self._layers[number], maps[number]
-        measured = layer.measure(configuration.method, feature_map)
-        return list(head_rows(configuration, number, feature_map, layer, measured))
+    def _has_layer(self, configuration: Configuration, number: int, kept: Kept) -> bool:
+        """Whether a layer's figures are all there; rows for the explorer are of the first draw."""
+        label, draw, features = configuration.method.label, configuration.draw, self._sample(configuration).num_features
+        are_there = kept.has_heads(label, features, draw, number)
+        return are_there and (draw > 0 or kept.has_weights(label, features, number))
+
+    def _head_rows(
+        self, configuration: Configuration, maps: LayerMaps, number: int, kept: Kept
+    ) -> list[HeadRow | WeightsRow]:
+        """What is not kept of a layer: its rows for the explorer, and one row per head."""
+        label, draw, layer, feature_map = (
+            configuration.method.label,
+            configuration.draw,
+            self._layers[number],
+            maps[number],
+        )
+        width, measured = feature_map.num_features, layer.measure(configuration.method, feature_map)
+        found: list[HeadRow | WeightsRow] = []
+        if draw == 0 and not kept.has_weights(label, width, number):
+            found.append(self._weights(label, width, number, measured.sampled))
+        if not kept.has_heads(label, width, draw, number):
+            found += head_rows(configuration, number, feature_map, layer, measured)
+        return found
+
+    def _exact_weights(self, number: int) -> WeightsRow:
+        """A layer's rows under softmax, for the explorer."""
+        return self._weights(EXACT, None, number, self._layers[number].sampled())
+
+    def _weights(self, label: str, features: int | None, number: int, weights: Tensor) -> WeightsRow:
+        """A layer's rows for the explorer."""
+        heads = explored_heads([layer.call.query.shape[1] for layer in self._layers])[number]
+        return weights_row(label, features, number, heads, self._layers[number].sampled_queries, weights)
 
     def _plan_units(self, planner: Planner, kept: Kept) -> Iterator[_Unit]:
         """The plan of each layer with one row per head, then the whole model."""
@@ -329,7 +360,7 @@ class Audit:
             one = configurations[label, features]
             answer = self._linear(one.method, LayerMaps(partial(self._build, one)))
             yield Unit(
-                f"{_words(one, self._sample(one), 1)}: from which length on it is faster",
+                f"{in_words(one, self._sample(one), 1)}: from which length on it is faster",
                 "",
                 0.0,
                 partial(time_lengths, label, features, answer, self._first_call),
@@ -372,10 +403,3 @@ def _alone(row: AuditRow) -> Iterator[AuditRow]:
 def _rank_rows(number: int, layer: LayerTruth) -> list[RankRow]:
     """The limits of every rank on a layer."""
     return list(rank_rows(number, layer))
-
-
-def _words(configuration: Configuration, sample: FeatureMap, draws: int) -> str:
-    """A configuration in words, for the progress shown."""
-    width = f", {sample.num_features:,} features" if sample.num_features else ""
-    words = f"{configuration.method.label}{width}"
-    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.is_random else words

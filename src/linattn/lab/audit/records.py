@@ -198,6 +198,29 @@ class RankRow:
 
 
 @dataclass(frozen=True)
+class WeightsRow:
+    """A few attention rows of heads of one layer, with the first draw: what the report's explorer shows.
+
+    Attributes:
+        map: the method's written form, or "exact".
+        features: the map's width; null for "exact".
+        layer: from 0, of those that are audited.
+        heads: from 0; those whose rows are kept.
+        queries: numbers of the tokens that attend.
+        rows: a text per head: for each query in turn a letter for s, A being 0, B 1 and so on, then a letter per cell,
+            of neighbouring keys whose weights w are added up; there A to Z, a to z, 0 to 9 and + are -31 to 31, the
+            sign of w times 31·√(|w|·2ˢ), beyond 1 as 1, and / is not finite.
+    """
+
+    map: str
+    features: int | None
+    layer: int
+    heads: tuple[int, ...]
+    queries: tuple[int, ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PlanRow:
     """The method a plan chose for one head, measured on a text the plan was not made on.
 
@@ -224,7 +247,7 @@ class PlanRow:
     flops_per_token: int
 
 
-AuditRow = HeadRow | ModelRow | TimeRow | LengthsRow | RankRow | PlanRow
+AuditRow = HeadRow | ModelRow | TimeRow | LengthsRow | RankRow | WeightsRow | PlanRow
 
 _KINDS: dict[str, type[AuditRow]] = {
     "head": HeadRow,
@@ -232,6 +255,7 @@ _KINDS: dict[str, type[AuditRow]] = {
     "time": TimeRow,
     "lengths": LengthsRow,
     "rank": RankRow,
+    "weights": WeightsRow,
     "plan": PlanRow,
 }
 AUDIT: Form[Header, AuditRow] = Form("an audit", Header, _KINDS)

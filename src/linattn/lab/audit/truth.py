@@ -16,6 +16,7 @@ from torch import Tensor
 from linattn.attention import attention_rows, softmax_attention
 from linattn.feature_maps import FeatureMap, RandomFeatureMap, Sderf, Wrapper
 from linattn.lab.audit.moments import logit_std, pair_moments, predicted_ratio
+from linattn.lab.audit.weights import few_queries
 from linattn.planning import measures
 from linattn.planning.methods import Method
 
@@ -49,7 +50,11 @@ class Call(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HeadErrors:
-    """One method on one layer; every field (H,) float64, as the fields of `linattn.lab.audit.records.HeadRow`."""
+    """One method on one layer; every field (H,) float64, as the fields of `linattn.lab.audit.records.HeadRow`.
+
+    Attributes:
+        sampled: the attention rows of a few queries, (H, n, L).
+    """
 
     error: Tensor
     total_variation: Tensor
@@ -58,6 +63,7 @@ class HeadErrors:
     key_norm: Tensor
     sum_square: Tensor
     predicted_ratio: Tensor
+    sampled: Tensor
 
 
 class LayerTruth:
@@ -67,6 +73,7 @@ class LayerTruth:
         call: the recorded call, one unpadded text.
         first: queries from this one on are measured.
         query_index: (n,) queries whose attention rows are compared.
+        sampled_queries: those of them whose rows are kept.
         uniform_error: (H,) relative error of averaging uniformly.
         uniform_total_variation: (H,) of uniform rows.
         uniform_kl: (H,) of uniform rows.
@@ -84,6 +91,8 @@ class LayerTruth:
         self.call, self.first = call, first
         length = call.query.shape[2]
         self.query_index = torch.linspace(first, length - 1, min(num_rows, length - first)).round().long()
+        self._few = few_queries(len(self.query_index))
+        self.sampled_queries: list[int] = self.query_index[self._few].tolist()
         self._visible = measures.visible_keys(
             self.query_index, num_queries=length, num_keys=length, is_causal=call.is_causal
         )
@@ -141,7 +150,12 @@ class LayerTruth:
             key_norm=moments.key_norm,
             sum_square=moments.sum_square,
             predicted_ratio=self._predict(feature_map, moments.sum_square, moments.difference_square),
+            sampled=weights[0, :, self._few],
         )
+
+    def sampled(self) -> Tensor:
+        """Exact attention rows of a few queries, (H, n, L)."""
+        return self._log_exact()[0, :, self._few].exp()
 
     def error(self, out: Tensor) -> Tensor:
         """Relative errors (H,) of an output (1, H, L, Dv) of this layer's call, over the measured queries."""

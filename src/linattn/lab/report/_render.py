@@ -25,10 +25,14 @@ def write_html(path: Path, template: str, figures: Mapping[str, Chart], values: 
     Raises:
         OSError: if the file cannot be written.
     """
-    drawn = {name: to_json(figure) for name, figure in figures.items()}
-    page = _environment().get_template(template).render({**values, "figures": drawn})
     with atomic_file(path) as file:
-        file.write(page)
+        file.write(rendered(template, figures, values))
+
+
+def rendered(template: str, figures: Mapping[str, Chart], values: Mapping[str, object]) -> str:
+    """A template, filled: the text of `write_html`."""
+    drawn = {name: to_json(figure) for name, figure in figures.items()}
+    return _environment().get_template(template).render({**values, "figures": drawn})
 
 
 @cache

@@ -12,6 +12,7 @@ from linattn.lab.report._text import Point
 from linattn.lab.report.answers import answers
 from linattn.lab.report.audit import frontier, head_map, tables
 from linattn.lab.report.audit.advice import advise, best_line
+from linattn.lab.report.audit.explored import explorer
 from linattn.lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise_audit
 from linattn.lab.report.bench.figures import memory_curves, time_curves
 from linattn.lab.report.bench.summary import BenchSummary, conclude, length_table, summarise_bench
@@ -170,6 +171,7 @@ def _draw_audit(summary: AuditSummary) -> Section:
         "chosen": f"{chosen.map} · {chosen.features:,}",
         "cells": head_map.head_cells(summary),
         "small_gain": SMALL_GAIN,
+        "explorer": to_json(explorer(summary)),
     }
     return Section(figures, values)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
+from linattn.lab.audit.records import AUDIT, WeightsRow
+
 WIDTHS = [380, 1280]
 LARGEST_PAGE = 2_000_000
 
@@ -62,7 +64,7 @@ def test_claims_are_filtered_by_verdict_and_by_words(opened):
     assert shown(page) == ["query-costs-r", "elementwise-exp-is-softmax"]
     page.get_by_label("Search claims").fill("ELEMENTWISE")
     assert shown(page) == ["elementwise-exp-is-softmax"]
-    expect(page.get_by_role("status")).to_have_text("1 shown")
+    expect(page.locator("#claims-shown")).to_have_text("1 shown")
     page.get_by_role("button", name="All").click()
     page.get_by_label("Search claims").fill("no such words")
     assert shown(page) == []
@@ -169,3 +171,45 @@ def test_everything_that_acts_is_reached_by_keyboard(opened):
     page.locator("#claim-constant-time-lookup summary").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#chart-constant-time-lookup svg").first).to_be_visible()
+
+
+def drawn(page, place=0):
+    """The paths of softmax's curve and of the method's."""
+    return [line.get_attribute("d") for line in page.locator(f"#explorer-{place} .line").all()]
+
+
+def test_the_explorer_shows_a_head_s_rows_error_and_bytes(opened):
+    """Head, budget and method are chosen by their labels; rows, figures and words for those who do not see follow."""
+    page = opened(380)
+    head, budget, method = (page.get_by_label(name, exact=True) for name in ("Head", "At most, per head", "Method"))
+    page.locator("#explorer-0").scroll_into_view_if_needed()
+    expect(page.locator("#explorer-0 svg")).to_be_visible()
+    before, words = drawn(page), page.locator("#explorer-words").inner_text()
+    assert len(before) == 2
+    errors = [float(text.rpartition("error ")[2]) for text in method.locator("option").all_inner_texts()]
+    assert len(errors) == 4
+    assert errors == sorted(errors)
+    method.select_option("Relu (8 features)")
+    after, told = drawn(page), page.locator("#explorer-words").inner_text()
+    assert (after[0] == after[1], after[1] == before[1], told == words) == (False, False, False)
+    # 8·9 sums and a maximum of 4 bytes each, and 32 keys and values of 8 each.
+    assert "Relu (8 features) on layer 0, head 0: relative error" in told
+    assert "It keeps 292 bytes per head, less than the 2,048 bytes of the exact cache of 32 tokens." in told
+    assert "under Relu (8 features)" in page.locator("#explorer-2").get_attribute("aria-label")
+    head.select_option("layer 1, head 3")
+    assert drawn(page)[0] != before[0]
+    assert "Relu (8 features) on layer 1, head 3" in page.locator("#explorer-words").inner_text()
+    budget.select_option("292 bytes")
+    assert [text.partition(":")[0] for text in method.locator("option").all_inner_texts()] == ["Relu (8 features)"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_the_explorer_s_rows_are_those_of_the_file(opened, report):
+    """What is drawn sums to one for softmax, up to rounding, and is what the audit kept."""
+    page = opened()
+    rows = page.evaluate("explorer.exact.map((text) => explorer.queries.map((_, place) => cellsOf(text, place)))")
+    assert len(rows) == 8
+    assert all(len(row) == 32 and abs(sum(row) - 1) < 32 * 0.02 for head in rows for row in head)
+    kept = [row for row in AUDIT.read(report.parent / "audit.jsonl")[1] if isinstance(row, WeightsRow)]
+    texts = [text for row in kept if row.map == "exact" for text in row.rows]
+    assert page.evaluate("explorer.exact") == texts

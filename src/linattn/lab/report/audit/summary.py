@@ -23,6 +23,7 @@ from linattn.lab.audit.records import (
     RankRow,
 )
 from linattn.lab.report._text import method_words
+from linattn.lab.report.audit.explored import Explored, explored_of
 from linattn.lab.report.audit.plan_summary import PlanSummary
 from linattn.lab.report.audit.times import Times, times_of
 from linattn.planning.costs import exact_flops_per_token, exact_state_numbers
@@ -157,6 +158,7 @@ class AuditSummary:
         uniform_errors: error of averaging of `[layer][head]`.
         limits: of the attention matrices cut to a rank, narrowest first; none where the text was too long for them.
         planned: a plan, measured; None where there was none.
+        explored: a few attention rows of each head under each method; None in files without them.
         unfinished: methods of which some width or draw is not measured yet, in the order they will be; "planned" for
             the plan.
     """
@@ -167,6 +169,7 @@ class AuditSummary:
     uniform_errors: tuple[tuple[float, ...], ...]
     limits: tuple[Limit, ...]
     planned: PlanSummary | None = None
+    explored: Explored | None = None
     unfinished: tuple[str, ...] = ()
 
 
@@ -218,6 +221,7 @@ def summarise_audit(path: Path) -> AuditSummary:
         uniform_errors=_by_head(header, reference, lambda row: row.uniform_error),
         limits=_limits(rows),
         planned=_planned(header, rows, planned, times),
+        explored=explored_of(header, rows),
         unfinished=_unfinished(header, models, planned),
     )
 
