@@ -86,6 +86,7 @@ def accelerated_errors(mesh: DeviceMesh, family: str) -> dict[str, float]:
     part = own_part(mesh, (LENGTH // size,) * size)
     launched = {"WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     with mock.patch.dict(os.environ, launched):
+        _forget_accelerators()
         accelerator = Accelerator(cpu=True)
         assert accelerator.num_processes == size
         split = model(family)
@@ -95,10 +96,15 @@ def accelerated_errors(mesh: DeviceMesh, family: str) -> dict[str, float]:
             _, share = losses(prepared, inputs, part, use_cache=False)
             # Accelerate averages, and this is the mean of a part.
             accelerator.backward(size * share)
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
+        _forget_accelerators()
     pairs = zip(built.named_parameters(), split.parameters(), strict=True)
     return {name: difference(ours.grad, theirs.grad) for (name, theirs), ours in pairs if theirs.grad is not None}
+
+
+def _forget_accelerators() -> None:
+    """Those that earlier jobs of this process made, of this process alone, would be all that later ones know."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
 
 
 def refused(mesh: DeviceMesh, fault: str) -> str:

@@ -6,6 +6,7 @@ import copy
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,13 +17,15 @@ from linattn.convert import Conversion, ConvertConfig, convert_
 from linattn.convert.distilling import distil
 from linattn.convert.samples import from_batches
 from linattn.convert.transfer import transfer
-from linattn.hf import linearize_, load
+from linattn.hf import LoadedModel, linearize_, load
 from linattn.hf.layer_attention import attention_of
 from linattn.lab.audit.grid import AuditGrid
 from linattn.lab.audit.measuring import Audit
 from linattn.lab.audit.planned import Planner
 from linattn.lab.audit.records import AuditRow, LengthsRow, TimeRow
 from linattn.lab.audit.text import Text
+from linattn.lab.constant_memory.measuring import MemoryAudit
+from linattn.lab.constant_memory.records import MemoryRow
 from linattn.planning.methods import parse_method
 from linattn.processes import Processes
 
@@ -43,6 +46,13 @@ def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> tuple[list[Aud
         rows = list(Audit(loaded, text, grid, num_tokens=32, planned=planner).rows())
     chosen = [head.method for plan in planner.plans for head in plan.heads]
     return [row for row in rows if not isinstance(row, TimeRow | LengthsRow)], chosen
+
+
+def memory_audited(
+    mesh: DeviceMesh | None, loaded: LoadedModel, text: Text, budget: int, **sizes: Any
+) -> list[MemoryRow]:
+    """The rows of an audit of a constant memory."""
+    return list(MemoryAudit(loaded, text, [budget], **sizes).rows())
 
 
 def converted(

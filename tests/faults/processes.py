@@ -59,7 +59,7 @@ FAULTS = (
         SHARED,
     ),
     Fault(
-        "train every process on all texts of a step but the first",
+        "train every process on the same texts",
         "convert/sharing.py",
         "x[processes.rank :: processes.size]",
         "x[: len(x) // processes.size]",

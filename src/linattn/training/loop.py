@@ -179,14 +179,16 @@ class _Run:
         """
         model, optimizer = self._training.model, self._optimizer
         last = self._processes.from_first(None if self._work is None else self._work.last(self._training.name))
-        if self._is_sharded:
-            tensors = None if last is None else read(last[0], model, together=True)
-        elif self._processes.is_first:
-            tensors = held(model, optimizer, {}) if last is None else read(last[0], model, together=False)
-            tensors = self._processes.from_first(tensors)
-        else:
-            tensors = self._processes.from_first(None)
-        best = {} if tensors is None else put(tensors, model, optimizer)
+        if last is None and (self._is_sharded or self._processes.size == 1):
+            return None
+        tensors = None
+        if last is not None and (self._is_sharded or self._processes.is_first):
+            tensors = read(last[0], model, together=self._is_sharded)
+        if not self._is_sharded:
+            # Without a checkpoint all begin with what the first process has.
+            tensors = self._processes.first_does(lambda: tensors or held(model, optimizer, {}))
+        assert tensors is not None
+        best = put(tensors, model, optimizer)
         return None if last is None else (last[1], best)
 
     def go(self, pressed: list[int]) -> None:

@@ -70,7 +70,7 @@ def texts(tmp_path) -> list[str]:
     folder.mkdir()
     for number in range(60):
         (folder / f"{number}.txt").write_text(" ".join(f"{count} bottles of beer {number}" for count in range(40)))
-    sizes = "--steps 200 --context 32 --batch 2 --layers 2 --width 16 --heads 2 --features 4 --pattern ls"
+    sizes = "--steps 100 --context 32 --batch 2 --layers 2 --width 16 --heads 2 --features 4 --pattern ls"
     return ["--text", str(folder), *sizes.split()]
 
 
@@ -94,10 +94,10 @@ def checkpoints(work: Path, training: str) -> list[int]:
 
 def test_training_goes_on_in_one_process(tmp_path, texts, killed):
     out, work = tmp_path / "split", tmp_path / "split.unfinished"
-    # At the third look, of which there is one every ten steps.
+    # At the third look, of which there is one every five steps.
     killed("linattn.training.loop _Run _look 3", "train", out, *texts, "--parts", "2", "--shard")
     assert not out.exists()
-    assert checkpoints(work, "training") == [10, 20]
+    assert checkpoints(work, "training") == [5, 10]
     # One process, told neither of parts nor of sharded weights, goes on to the loss of one that was never interrupted.
     run("train", out, *texts)
     run("train", tmp_path / "alone", *texts)
@@ -108,7 +108,7 @@ def test_training_goes_on_in_one_process(tmp_path, texts, killed):
 def test_a_conversion_goes_on_in_one_process(tmp_path, bert, words_of, killed):
     text, out, work = tmp_path / "text.txt", tmp_path / "out", tmp_path / "out.unfinished"
     text.write_text("\n\n".join(words_of(6) for _ in range(200)))
-    options = ["--text", text, "--tokens", 16, "--map", "Expansion(num_centres=2)", "--minutes", 0.1]
+    options = ["--text", text, "--tokens", 16, "--map", "Expansion(num_centres=2)", "--minutes", 0.05]
     printed = killed("linattn.training.loop _Run _look 5", "convert", bert, out, *options)
     # The first process alone prints.
     assert printed.count("Measuring and calibrating") == 1

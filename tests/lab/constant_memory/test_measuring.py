@@ -13,6 +13,8 @@ from linattn.lab.constant_memory.passages import TokenText
 from linattn.lab.constant_memory.recall import REPEATED, TASKS
 from linattn.lab.constant_memory.records import EXACT, MEMORY, UNIFORM, PassageRow, key_of
 from linattn.lab.contenders.windows import SinksAndWindow
+from ranks import NUM_RANKS
+from split_work import memory_audited
 
 TOKENS, BUDGET = 128, 40
 KINDS = ("sinks + window", "TOVA")
@@ -140,3 +142,10 @@ def test_what_is_left_out_says_why(tiny, words):
 def test_refusals(tiny, words, family, text, options, says):
     with pytest.raises(ValueError, match=says):
         MemoryAudit(tiny(family), text or words, [BUDGET], **{"num_tokens": TOKENS * 2, **options})
+
+
+@pytest.mark.xdist_group("ranks")
+def test_processes_that_share_the_rows_have_those_of_one(on_ranks, tiny, words, rows):
+    sizes = {"num_tokens": TOKENS, "num_passages": 2, "kinds": KINDS}
+    for found in on_ranks(NUM_RANKS, memory_audited, tiny("hybrid"), words, BUDGET, **sizes):
+        assert found == rows
