@@ -299,7 +299,7 @@ FAULTS = (
     Fault(
         "keep the rows of every draw for the explorer",
         "lab/audit/measuring.py",
-        "if not draw and not kept.has_weights(label, width, number):",
+        "if draw == 0 and not kept.has_weights(label, width, number):",
         "if not kept.has_weights(label, width, number):",
         "tests/lab/audit/test_weights.py",
     ),

@@ -32,6 +32,7 @@ from linattn.lab.audit.records import (
     UNIFORM,
     AuditRow,
     Header,
+    HeadRow,
     PlanRow,
     RankRow,
     WeightsRow,
@@ -356,28 +357,17 @@ class Audit:
             for one in self.grid.configurations()
             if one.draw == 0
         }
+        timed: list[tuple[str, str, int | None, Callable[[AttentionCall], Tensor]]] = []
         for label, features in wanted:
             one = configurations[label, features]
             answer = self._linear(one.method, LayerMaps(partial(self._build, one)))
-            yield Unit(
-                f"{in_words(one, self._sample(one), 1)}: from which length on it is faster",
-                "",
-                0.0,
-                partial(time_lengths, label, features, answer, self._first_call),
-                _alone,
-                is_alone=True,
-                is_done=kept.has_lengths(label, features),
-            )
+            timed.append((in_words(one, self._sample(one), 1), label, features, answer))
         if self._planned is not None:
-            yield Unit(
-                "A method for each head: from which length on it is faster",
-                "",
-                0.0,
-                partial(time_lengths, PLANNED, None, self._by_plans(self._planned), self._first_call),
-                _alone,
-                is_alone=True,
-                is_done=kept.has_lengths(PLANNED, None),
-            )
+            timed.append(("A method for each head", PLANNED, None, self._by_plans(self._planned)))
+        for words, name, width, answer in timed:
+            stage = f"{words}: from which length on it is faster"
+            measure = partial(time_lengths, name, width, answer, self._first_call)
+            yield Unit(stage, "", 0.0, measure, _alone, is_alone=True, is_done=kept.has_lengths(name, width))
 
     def _linear(self, method: Method, maps: LayerMaps) -> Callable[[AttentionCall], Tensor]:
         """A method with one map per layer."""
