@@ -30,19 +30,25 @@ from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
 from linattn.training import Progress
 
+_Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out. Wanted are 16 "
+        "documents or more, each of a quarter to all of --tokens; paragraphs end at an empty line."
+    ),
+]
+_EvenIfSlower = Annotated[
+    bool,
+    typer.Option("--even-if-slower", help="Convert by the default method or a target's even where it saves nothing."),
+]
+
 
 def convert(
     model: Annotated[
         str, typer.Argument(help='A Hugging Face name, a folder, or "all-MiniLM-L6-v2", which comes as a package.')
     ],
     out: Annotated[Path, typer.Argument(help="A new folder for the converted model and its report.")],
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out. Wanted are "
-            "16 documents or more, each of a quarter to all of --tokens; paragraphs end at an empty line."
-        ),
-    ] = None,
+    text: _Text = None,
     map_: Annotated[
         str | None,
         typer.Option(
@@ -66,12 +72,7 @@ def convert(
         bool, typer.Option("--distil/--no-distil", help="Train the whole model's weights, or the maps alone.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
-    even_if_slower: Annotated[
-        bool,
-        typer.Option(
-            "--even-if-slower", help="Convert by the default method or a target's even where it saves nothing."
-        ),
-    ] = False,
+    even_if_slower: _EvenIfSlower = False,
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
 
