@@ -44,6 +44,11 @@ _Gate = Annotated[
     typer.Option(help='"ForgetGate", "Alibi", "RetNet" or "none".', show_default="ForgetGate where a block is gated"),
 ]
 
+_Parts = Annotated[int, typer.Option(metavar="N", help="Under torchrun: cut each text for N processes.")]
+_Shard = Annotated[
+    bool, typer.Option("--shard", help="Under torchrun: keep a part of weights and moments on each process.")
+]
+
 
 def train(
     out: Annotated[Path, typer.Argument(help="A new folder for the model and its report.")],
@@ -66,10 +71,8 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="At its largest.")] = 4e-3,
     redraw: Annotated[int | None, typer.Option(metavar="N", help="Redraw random maps every N steps.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, draws and the order of texts.")] = 0,
-    parts: Annotated[int, typer.Option(metavar="N", help="Under torchrun: cut each text for N processes.")] = 1,
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Under torchrun: keep a part of weights and moments on each process.")
-    ] = False,
+    parts: _Parts = 1,
+    shard: _Shard = False,
 ) -> None:
     """Train a language model of bytes with linear or softmax attention, and say how many bits a byte costs.
 
