@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -109,10 +110,8 @@ def train(
             seed,
         )
         corpus = from_documents(read_documents(text) if text else python_documents(), context=context)
-        bytes_per_step = context * batch
-        with training_progress(
-            console, "Reading and measuring", lambda progress: _pace(progress, bytes_per_step), parts=_PARTS
-        ) as notify:
+        pace = partial(_pace, context * batch)
+        with training_progress(console, "Reading and measuring", pace, parts=_PARTS) as notify:
             found = pretrain(model, corpus, config, work=work, notify=notify, num_parts=parts, shard=shard)
         if work is not None:
             finish(work, out, lambda draft: _write(model, found, draft))
@@ -138,7 +137,7 @@ def _model(config: LinearLMConfig, seed: int) -> LinearLMForCausalLM:
         return LinearLMForCausalLM(config)
 
 
-def _pace(progress: Progress, bytes_per_step: int) -> str:
+def _pace(bytes_per_step: int, progress: Progress) -> str:
     """How far a training has come."""
     pace = progress.step * bytes_per_step / max(progress.seconds, 1e-9)
     now = progress.first if progress.training_loss is None else progress.training_loss
