@@ -291,10 +291,10 @@ FAULTS = (
     ),
     Fault(
         "name options inside of written forms",
-        "lab/commands/terminal.py",
+        "lab/commands/option_words.py",
         '_NAMED = re.compile(rf"\\w+\\(.*?\\)+|',
         '_NAMED = re.compile(rf"',
-        "tests/lab/commands/test_refusals.py src/linattn/lab/commands/terminal.py",
+        "tests/lab/commands/test_refusals.py src/linattn/lab/commands/option_words.py",
     ),
     Fault(
         "keep the rows of every draw for the explorer",

@@ -10,8 +10,8 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from linattn.lab.commands import terminal
 from linattn.lab.commands.app import COMMANDS, app
+from linattn.lab.commands.option_words import OPTIONS, in_options
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
@@ -204,5 +204,12 @@ def test_every_option_that_errors_speak_of_is_one_of_a_command():
     known = set()
     for name in COMMANDS:
         known |= set(re.findall(r"--[a-z-]+", CliRunner(env=WIDE).invoke(app, [name, "--help"]).output))
-    options = {*terminal._OPTIONS.values(), *terminal._OF_BENCH.values()} - {"--width over --heads"}
-    assert options <= known
+    assert set(OPTIONS.values()) <= known
+
+
+def test_an_argument_that_is_no_option_of_a_command_keeps_its_name():
+    text = "gate='Alibi' is not for head_dim=8 and num_features=7"
+    assert in_options(text, "convert") == "gate='Alibi' is not for head_dim=8 and --features 7"
+    assert in_options(text, "bench") == "gate='Alibi' is not for --head-dim 8 and --features 7"
+    assert in_options(text, "train") == "--gate 'Alibi' is not for --width over --heads 8 and --features 7"
+    assert in_options(text, "nothing") == text

@@ -133,7 +133,7 @@ def test_refusals(texts, tmp_path, trained):
     out = tmp_path / "out"
     for words, message in (
         (["--map", "Nothing"], "Nothing"),
-        (["--context", "100000"], "give more files, or a shorter context"),
+        (["--context", "100000"], "give more files, or a shorter one"),
         (["--text", tmp_path / "nowhere"], "there is no file or folder"),
         (["--pattern", "x"], 'pattern must be letters "l" (linear) and "s" (softmax), got'),
         (["--minutes", "-1"], "minutes must be a positive number"),

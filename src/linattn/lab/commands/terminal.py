@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,43 +20,11 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
+from linattn.lab.commands.option_words import in_options
 from linattn.processes import Processes
 from linattn.records.tables import Table
 
 _FAILED, _INTERRUPTED = 1, 130
-
-# Options by the names that functions have for them, for errors that come from there.
-_OPTIONS = {
-    "adapter_rank": "--adapters",
-    "batch_size": "--batch",
-    "feature_map": "--map",
-    "features": "--features",
-    "head_dim": "--width over --heads",
-    "heads": "--heads",
-    "hidden_size": "--width",
-    "kinds": "--contender",
-    "intermediate_size": "--hidden",
-    "learning_rate": "--learning-rate",
-    "method": "--map",
-    "methods": "--map",
-    "num_attention_heads": "--heads",
-    "num_features": "--features",
-    "num_hidden_layers": "--layers",
-    "num_parts": "--parts",
-    "num_passages": "--passages",
-    "num_tokens": "--tokens",
-    "redraw_every": "--redraw",
-    "target_error": "--target",
-    "top_p": "--top-p",
-    "even_if_slower": "--even-if-slower",
-    **{name: f"--{name}" for name in ("batch", "budget", "context", "device", "draws", "dropout", "dtype", "gate")},
-    **{name: f"--{name}" for name in ("gated", "lengths", "minutes", "pattern", "positions", "repeats", "seed")},
-    **{name: f"--{name}" for name in ("steps", "temperature")},
-}
-# The width of a head is an option there alone.
-_OF_BENCH = {"head_dim": "--head-dim"}
-# A written form with its options is left as it is; other names are options where they are given, judged, or no words.
-_NAMED = re.compile(rf"\w+\(.*?\)+|\b({'|'.join(_OPTIONS)})\b(=True\b|=| must\b)?")
 
 
 def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
@@ -87,33 +54,6 @@ def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
 def console_of(processes: Processes) -> Console:
     """The terminal, for the first process; the others are silent."""
     return Console(quiet=not processes.is_first)
-
-
-def in_options(text: str, command: str) -> str:
-    """A message of a function in the words of the command line.
-
-    Args:
-        text: the message.
-        command: the subcommand's name.
-
-    Returns:
-        The message, options in place of arguments.
-
-    Example:
-        >>> in_options("num_features must be even, got num_features=7; Dpfp(num_features=8) has features", "audit")
-        '--features must be even, got --features 7; Dpfp(num_features=8) has features'
-    """
-
-    options = _OPTIONS | (_OF_BENCH if command == "bench" else {})
-
-    def option(found: re.Match[str]) -> str:
-        """One name."""
-        name, after = found[1], found[2]
-        if name is None or (after is None and "_" not in name):
-            return found[0]
-        return options[name] + {"=": " ", " must": " must"}.get(after or "", "")
-
-    return _NAMED.sub(option, text)
 
 
 @contextmanager
