@@ -200,7 +200,8 @@ class _Backward(torch.autograd.Function):
         if any(not _is_of_call(x, dim) for x, dim in zip(arguments[first:], in_dims[first:], strict=True)):
             raise NotImplementedError(
                 "per-sample gradients (vmap over grad) of a feature map's own parameters are not supported by "
-                f"backend={arguments[0].fold.backend!r}; freeze them with requires_grad_(False), or use backend='reference'"
+                f"backend={arguments[0].fold.backend!r}; freeze them with requires_grad_(False), or use "
+                "backend='reference'"
             )
         return _mapped(_Backward, info.batch_size, in_dims, arguments, num_static=2)
 
@@ -213,7 +214,8 @@ def _mapped(function: Any, size: int, in_dims: Sequence[Any], arguments: Sequenc
         if is_shared and dim is not None:
             raise NotImplementedError(
                 "vmap over a feature map's own parameters is not supported by "
-                f"backend={arguments[0].fold.backend!r}, got a mapped tensor of shape {tuple(x.shape)}; give the map num_heads=… for one set per head, or use backend='reference'"
+                f"backend={arguments[0].fold.backend!r}, got a mapped tensor of shape {tuple(x.shape)}; give the map "
+                "num_heads=… for one set per head, or use backend='reference'"
             )
         if x is not None and not is_shared:
             x = (x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)

@@ -98,7 +98,8 @@ def run(task: fold.Task, inputs: Any, tensors: Sequence[Tensor]) -> list[Tensor]
     if _inside_a_transform():
         raise NotImplementedError(
             "torch.func transforms (grad, vmap, jvp) inside torch.compile are not supported by "
-            f"backend={task.fold.backend!r}; apply the transform outside the compiled function, or use backend='reference'"
+            f"backend={task.fold.backend!r}; apply the transform outside the compiled function, or use "
+            "backend='reference'"
         )
     given, names = [x for x in inputs if x is not None], ",".join(task.names)
     found: list[Tensor] = _fold(task.name, task.span, task.feature_map.handle, names, given, list(tensors))

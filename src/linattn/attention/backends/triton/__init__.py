@@ -35,7 +35,7 @@ class Triton:
         extra = call.key.shape[2] - call.query.shape[3]
         if extra > 0:
             before, call = self.absorb(call.with_keys(slice(extra)), before), call.with_keys(slice(extra, None))
-        bound, query, key, value, bias, _ = call
+        _, query, key, value, bias, _ = call
         late = query[..., max(-extra, 0) :, :]
         found = _run("triton causal", call, Causal(late, key, value, *before, bias), span)
         rows, after = Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)

@@ -18,7 +18,7 @@ from linattn.feature_maps._powers import LOG2_E
 
 def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
     """The sums after these keys, in memory of their own."""
-    work, folded, peaks = _folded(feature_map, inputs, is_followed=False)
+    work, folded, peaks = _folded(feature_map, inputs, saved=None)
     given = folded.key, folded.value, work.key_side.side(), folded.keys
     _, last = run_segments(work, key_states, given, peaks, None, is_kept=False)
     own = as_sums(work, last, peaks[:, 0].view(inputs.key.shape[:2]), inputs.m.shape[-1])
@@ -28,7 +28,7 @@ def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
 def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     """The gradients of key, value, S and z."""
     inputs: Absorb = saved.inputs
-    work, folded, peaks = _folded(feature_map, inputs, is_followed=bool(saved.tensors))
+    work, folded, peaks = _folded(feature_map, inputs, saved=saved)
     of_S, of_z, num_features = saved.grads.S, saved.grads.z, work.shape.num_features
     before = per_feature(torch.exp(inputs.m - saved.outputs.m), num_features)
     # The sums are relative to m, which is at least the keys' own peak; that of masked keys is of no account.
@@ -40,12 +40,12 @@ def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     return Gradients((of_key, of_value, of_S * before.unsqueeze(-1), of_z * before), of_bias, back.finish())
 
 
-def _folded(feature_map: FeatureMap, inputs: Absorb, *, is_followed: bool) -> tuple[Work, FoldedKeys, Tensor]:
+def _folded(feature_map: FeatureMap, inputs: Absorb, *, saved: Saved | None) -> tuple[Work, FoldedKeys, Tensor]:
     """The keys as one group, and its peak, (B·H, 2)."""
     key, value, *_, bias = inputs
     batch, heads, length, _ = key.shape
     sizes = (batch, heads, 1, length, value.shape[-1])
-    work = plan(feature_map, key, sizes, span=length, is_followed=is_followed)
+    work = plan(feature_map, key, sizes, span=length, saved=saved)
     folded = fold_keys(work, key, value, bias)
     highest = torch.nn.functional.pad(folded.peaks, (1, 0), value=NO_KEY.value).amax(-1)
     return work, folded, highest.view(-1, 1).expand(-1, 2).contiguous()

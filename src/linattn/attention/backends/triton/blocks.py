@@ -85,8 +85,8 @@ class Shape(NamedTuple):
     dv: int
     padded_dv: int
     num_features: int
+    total: int  # R filled to whole tiles
     tile: int  # F
-    num_tiles: int
     block: int  # C
     kind: str  # "powers": computed here; "exponents", "features": given in the tokens' place
     operand: Any  # dtype of what is multiplied
@@ -262,17 +262,14 @@ def column_powers(vectors, w, side, head, cut, begin, stride, numbers, kept, til
 @triton.jit
 def as_features(powers, shift, kept, shape: tl.constexpr):
     """2^(power - shift), or given features times 2^-shift; 0 where there is no token."""
-    if shape.kind == "features":
-        found = powers * tl.exp2(-shift)
-    else:
-        found = tl.exp2(powers - shift)
+    found = powers * tl.exp2(-shift) if shape.kind == "features" else tl.exp2(powers - shift)
     return tl.where(kept, found, 0.0)
 
 
 @triton.jit
 def load_state(S, index, tile, shape: tl.constexpr):
     """S of a tile, (F, padded Dv), of the index-th state of whole tiles."""
-    begin = S + index.to(tl.int64) * (shape.num_tiles * shape.tile * shape.dv)
+    begin = S + index.to(tl.int64) * (shape.total * shape.dv)
     every = tl.full([shape.tile], 1, tl.int1)
     return load_rows(begin, shape.dv, features_of(tile, shape), every, shape.dv, shape.padded_dv)
 
@@ -280,13 +277,13 @@ def load_state(S, index, tile, shape: tl.constexpr):
 @triton.jit
 def load_sums(z, index, tile, shape: tl.constexpr):
     """z of a tile, (F,)."""
-    return tl.load(z + index.to(tl.int64) * (shape.num_tiles * shape.tile) + features_of(tile, shape))
+    return tl.load(z + index.to(tl.int64) * (shape.total) + features_of(tile, shape))
 
 
 @triton.jit
 def store_state(S, z, index, tile, found, total, shape: tl.constexpr):
     """Write both."""
-    size: tl.constexpr = shape.num_tiles * shape.tile
+    size: tl.constexpr = shape.total
     every = tl.full([shape.tile], 1, tl.int1)
     store_rows(
         S + index.to(tl.int64) * (size * shape.dv), features_of(tile, shape), every, found, shape.dv, shape.padded_dv

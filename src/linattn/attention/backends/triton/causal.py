@@ -58,12 +58,12 @@ class Passed(NamedTuple):
 
 def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:
     """Rows; with `span`, of the keys of earlier spans of so many tokens only."""
-    work, folded, peaks, _, states, last = _pass(feature_map, inputs, span, is_followed=False)
+    work, folded, peaks, _, states, last = _pass(feature_map, inputs, span, saved=None)
     query, found = work.queries(inputs.query), empty_outputs(work, inputs.query)
     sides = work.query_side.side(), work.key_side.side()
     programs = found.den[..., 0].numel() * work.cut.num_blocks if found.den.numel() else 0
     given = query, folded.key, folded.value, *sides, folded.keys, peaks, tuple(states), tuple(found)
-    work.run(row_outputs, programs, *given, work.cut, work.shape, span == 0)
+    work.run(row_outputs, programs, (*given, work.cut), (span == 0,))
     sums = as_sums(work, last, peaks[:, -1].view(inputs.key.shape[:2]), inputs.m.shape[-1])
     out = found.out.to(inputs.query.dtype)
     return CausalOutputs(out, found.den, found.reference, *sums, found.shift)
@@ -72,7 +72,7 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
 def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
     """The gradients of query, key, value, S and z."""
     inputs: Causal = saved.inputs
-    work, folded, peaks, fall, states, _ = _pass(feature_map, inputs, span, is_followed=bool(saved.tensors))
+    work, folded, peaks, fall, states, _ = _pass(feature_map, inputs, span, saved=saved)
     sides = work.query_side.side(), work.key_side.side()
     back = Back(work, saved, folded if span == 0 else None, peaks, sides)
     queries = back.rows()
@@ -87,11 +87,11 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
     return Gradients((of_query, of_key, of_value, *sums), of_bias, back.finish())
 
 
-def _pass(feature_map: FeatureMap, inputs: Causal, span: int, *, is_followed: bool) -> Passed:
+def _pass(feature_map: FeatureMap, inputs: Causal, span: int, *, saved: Saved | None) -> Passed:
     """Fold the keys and sum their states."""
     query, key, value, S, z, m, bias = inputs
     sizes = (*query.shape[:4], value.shape[-1])
-    work = plan(feature_map, key, sizes, span=span, is_followed=is_followed)
+    work = plan(feature_map, key, sizes, span=span, saved=saved)
     folded = fold_keys(work, key, value, bias)
     # The given sums relative to one power of two.
     first = ((m * LOG2_E).amax(-1).ceil() - headroom(work)).clamp(min=blocks.NO_KEY.value)

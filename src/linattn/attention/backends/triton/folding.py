@@ -1,4 +1,4 @@
-"""The folds of this backend, under the table of folds: autograd, torch.compile and torch.func are what all folds have."""
+"""The folds of this backend, in the table of folds: what takes them to autograd and torch.compile is that of all folds."""
 
 from __future__ import annotations
 

@@ -80,6 +80,8 @@ class Back:
         # What is given for keys has one gradient for each query head: a program cannot sum them.
         parts = cut.members if self.work.is_given and queries is not None else 1
         shape = *x.shape[:2], parts, x.shape[2]
+        # Features have logarithmic weights beside them, whose gradient is the biases'.
+        has_bias = self.saved.bias_grad or self.work.shape.kind == "features"
         found = blocks.KeyGradients(
             torch.empty(*shape, self._width(x), dtype=self._dtype(x), device=x.device),
             torch.empty(*shape, value.shape[-1], dtype=torch.float32 if parts > 1 else value.dtype, device=x.device),
@@ -90,7 +92,7 @@ class Back:
         query, grad_out, of_rows = queries or nothing
         given = query, key, values, *self.sides, keys, self.peaks, tuple(states), grad_out, of_rows, found
         programs = x[..., 0, 0].numel() * parts * cut.num_blocks if x.numel() else 0
-        self.work.run(key_gradients, programs, *given, cut, cut.members // parts, self.work.shape, queries is not None)
+        self.work.run(key_gradients, programs, (*given, cut, cut.members // parts), (queries is not None, has_bias))
         of_key, of_value, of_bias = (y.sum(2) if parts > 1 else y.squeeze(2) for y in found)
         of_key = self._through_map(of_key, of_bias) if self.work.is_given else of_key.to(x.dtype)
         return of_key, of_value.to(value.dtype), self._of_bias(of_bias)
@@ -125,7 +127,7 @@ class Back:
     def _run(self, kernel: object, like: Tensor, *arguments: object, is_causal: bool) -> None:
         """Launch a program for each block of rows (B, H, G, L)."""
         programs = like[..., 0].numel() * self.work.cut.num_blocks if like.numel() else 0
-        self.work.run(kernel, programs, *arguments, self.work.cut, self.work.shape, is_causal)
+        self.work.run(kernel, programs, (*arguments, self.work.cut), (is_causal,))
 
     def _width(self, x: Tensor) -> int:
         """Numbers of a token's gradient that a kernel writes."""

@@ -20,7 +20,6 @@ from linattn.attention.backends.triton.blocks import (
     load_weights,
     operand,
     row_powers,
-    seen_by,
     store_given,
     store_rows,
     tokens_of,
@@ -45,7 +44,7 @@ def own_rows(value, grad_out, rows, row, offset, numbers, there, kept, cut, shap
 @triton.jit
 def key_gradients(
     query, key, value, query_side, key_side, keys, peaks, grad_states, grad_out, rows, found, cut, members_each,
-    shape: tl.constexpr, is_causal: tl.constexpr,
+    shape: tl.constexpr, is_causal: tl.constexpr, has_bias: tl.constexpr,
 ):  # fmt: skip
     """Those of vectors, or of given exponents or features, of values and of biases, by `members_each` query heads."""
     i, row = tl.program_id(0) % cut.num_blocks, tl.program_id(0) // cut.num_blocks
@@ -60,9 +59,9 @@ def key_gradients(
     peak = tl.load(peaks + head.to(tl.int64) * (cut.num_groups + 1) + group + 1)
     # Later rows are pulled on once, by the first part.
     scale = tl.where(kept & (part == 0), tl.exp2(tl.minimum(offset - peak, 0.0)), 0.0)
-    total = tl.zeros([shape.block, shape.padded_d], tl.float32)
-    of_values = tl.zeros([shape.block, shape.padded_dv], tl.float32)
-    curved, of_bias = tl.zeros([shape.block], tl.float32), tl.zeros([shape.block], tl.float32)
+    total = tl.full([shape.block, shape.padded_d], 0.0, tl.float32)
+    of_values = tl.full([shape.block, shape.padded_dv], 0.0, tl.float32)
+    curved, of_bias = tl.full([shape.block], 0.0, tl.float32), tl.full([shape.block], 0.0, tl.float32)
     for member in range(members_each if is_causal else 1):
         if is_causal:
             own = head * cut.members + part * members_each + member
@@ -71,8 +70,8 @@ def key_gradients(
             query_vectors = load_vectors(begin_query, query.token, numbers, there, shape)
             at = own.to(tl.int64) * cut.length + numbers
             query_shift = tl.load(rows.shift + at, mask=there, other=float("inf"))
-            seen = tl.zeros([shape.block, shape.block], tl.float32)
-        for tile in range(shape.num_tiles):
+            seen = tl.full([shape.block, shape.block], 0.0, tl.float32)
+        for tile in range(shape.total // shape.tile):
             S = operand(load_state(grad_states[0], head * cut.num_groups + group, tile, shape), shape)
             z = load_sums(grad_states[1], head * cut.num_groups + group, tile, shape)
             pulled = (dot(v, tl.trans(S), shape) + z[None, :]) * scale[:, None]
@@ -89,7 +88,8 @@ def key_gradients(
                 pulled = add_dot(weights, phi_query, pulled, shape)
                 seen = add_dot(operand(phi, shape), tl.trans(phi_query), seen, shape)
             of_powers = pulled * phi
-            of_bias += tl.sum(of_powers, 1)
+            if has_bias:
+                of_bias += tl.sum(of_powers, 1)
             if shape.kind == "powers":
                 total = add_dot(operand(of_powers, shape), w, total, shape)
                 curved += tl.sum(of_powers * load_curvature(key_side, head, cut, tile, shape)[None, :], 1)
@@ -101,7 +101,8 @@ def key_gradients(
             scale = scale * 0
     at = row.to(tl.int64) * cut.length
     store_rows(found.value + at * shape.dv, numbers, there, of_values, shape.dv, shape.padded_dv)
-    tl.store(found.bias + at + numbers, of_bias, mask=there)
+    if has_bias:
+        tl.store(found.bias + at + numbers, of_bias, mask=there)
     if shape.kind == "powers":
         x = load_rows(begin, key.token, numbers, kept, shape.d, shape.padded_d).to(tl.float32)
         total = (total + 2 * curved[:, None] * x) * LN_2

@@ -25,7 +25,7 @@ def key_offsets(key, bias, side, keys, peaks, cut, shape: tl.constexpr, has_bias
     """Offsets and shifts of the keys, (B, H, L), and the largest offset of each block, (B, H, blocks)."""
     i, head = tl.program_id(0) % cut.num_blocks, tl.program_id(0) // cut.num_blocks
     numbers, there = tokens_of(i, cut, shape)
-    kept, whole = there, tl.zeros([shape.block], tl.float32)
+    kept, whole = there, tl.full([shape.block], 0.0, tl.float32)
     fraction = whole
     if has_bias:
         given = tl.load(at_head(bias, head, cut.heads) + numbers * bias.token, mask=kept, other=float("-inf"))
@@ -34,12 +34,12 @@ def key_offsets(key, bias, side, keys, peaks, cut, shape: tl.constexpr, has_bias
         # Apart, since a large bias would cost the shift its digits.
         whole = tl.floor(given)
         fraction = given - whole
-    own = tl.zeros([shape.block], tl.float32)
+    own = tl.full([shape.block], 0.0, tl.float32)
     if shape.kind != "features":
         begin = at_head(key, head, cut.heads)
         vectors = load_vectors(begin, key.token, numbers, kept, shape)
         largest = tl.full([shape.block], NO_KEY, tl.float32)
-        for tile in range(shape.num_tiles):
+        for tile in range(shape.total // shape.tile):
             w = load_weights(side, head, cut, tile, shape)
             powers = row_powers(vectors, w, side, head, cut, begin, key.token, numbers, kept, tile, shape)
             largest = tl.maximum(largest, tl.max(powers, 1))

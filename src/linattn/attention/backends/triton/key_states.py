@@ -28,13 +28,14 @@ def key_states(
     shape: tl.constexpr, has_start: tl.constexpr, is_kept: tl.constexpr,
 ):  # fmt: skip
     """The states before each group, relative to the peaks before it, and those after segments of blocks."""
-    tile, rest = tl.program_id(0) % shape.num_tiles, tl.program_id(0) // shape.num_tiles
+    num_tiles: tl.constexpr = shape.total // shape.tile
+    tile, rest = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     segment, head = rest % num_segments, rest // num_segments
     if has_start:
         S, z = load_state(start[0], rest, tile, shape), load_sums(start[1], rest, tile, shape)
     else:
-        S = tl.zeros([shape.tile, shape.padded_dv], tl.float32)
-        z = tl.zeros([shape.tile], tl.float32)
+        S = tl.full([shape.tile, shape.padded_dv], 0.0, tl.float32)
+        z = tl.full([shape.tile], 0.0, tl.float32)
     begin, values = at_head(key, head, cut.heads), at_head(value, head, cut.heads)
     w, row = load_weights(side, head, cut, tile, shape), head.to(tl.int64) * cut.length
     peaks += head.to(tl.int64) * (cut.num_groups + 1)

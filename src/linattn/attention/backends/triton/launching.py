@@ -5,17 +5,18 @@ Letters as in triton/__init__.py, N blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from linattn.attention.backends.triton import tiles
+from linattn.attention.backends.blocked.records import Saved
 from linattn.attention.backends.triton.blocks import Cut, Keys, Rows, Shape
 from linattn.attention.backends.triton.key_offsets import key_offsets
 from linattn.attention.backends.triton.sides import Packed, kind_of, packed_sides
-from linattn.attention.backends.triton.tiles import IS_INTERPRETED, options, shape_of
+from linattn.attention.backends.triton.tiles import capability, shape_of, tuned
 from linattn.feature_maps import FeatureMap
 
 
@@ -27,6 +28,7 @@ class Work(NamedTuple):
     query_side: Packed
     key_side: Packed
     cut: Cut
+    device: torch.device
 
     @property
     def is_given(self) -> bool:
@@ -53,20 +55,30 @@ class Work(NamedTuple):
         """Tokens as the kernels read them; an interpreter cannot calculate with bfloat16."""
         return x.float() if self.shape.emulated else x
 
-    def run(self, kernel: Any, programs: int, *arguments: Any) -> None:
-        """Launch so many programs of a kernel."""
+    def run(
+        self, kernel: Any, programs: int, arguments: Sequence[Any], flags: Sequence[bool], *, by_tile: bool = False
+    ) -> None:
+        """Launch so many programs of a kernel, for each tile of features where it is `by_tile`."""
+        tuning = tuned(kernel.__name__, self.shape, capability(self.device))
+        shape = self.shape._replace(tile=tuning.tile)
+        programs *= shape.total // shape.tile if by_tile else 1
         if programs:
-            kernel[(programs,)](*arguments, **options(kernel.__name__, self.shape))
+            options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+            with torch.cuda.device_of(arguments[0].data):
+                kernel[(programs,)](*arguments, shape, *flags, **options)
 
 
 def plan(
-    feature_map: FeatureMap, like: Tensor, sizes: tuple[int, int, int, int, int], *, span: int, is_followed: bool
+    feature_map: FeatureMap, like: Tensor, sizes: tuple[int, int, int, int, int], *, span: int, saved: Saved | None
 ) -> Work:
-    """The work of a call on tokens `like` these, with (B, H, G, L, Dv); spans of 0 tokens are blocks."""
+    """The work of a call on tokens `like` these, with (B, H, G, L, Dv); spans of 0 tokens are blocks.
+
+    The backward pass, which is given what was saved, is cut by sizes of its own.
+    """
     _, heads, members, length, dv = sizes
-    shape = shape_of(
-        kind_of(feature_map, is_followed=is_followed), like.shape[-1], dv, feature_map.num_features, like.dtype
-    )
+    kind = kind_of(feature_map, is_followed=saved is not None and bool(saved.tensors))
+    num_features, is_backward = feature_map.num_features, saved is not None
+    shape = shape_of(kind, like.shape[-1], dv, num_features, like.dtype, is_backward=is_backward)
     span = span or shape.block
     per_group = triton.cdiv(span, shape.block)
     num_groups = triton.cdiv(length, span)
@@ -74,7 +86,7 @@ def plan(
     num_blocks = (num_groups - 1) * per_group + triton.cdiv(rest, shape.block) if length else 0
     query_side, key_side = packed_sides(feature_map, shape, like.new_empty(0, dtype=torch.float32))
     cut = Cut(length, span, per_group, num_blocks, num_groups, heads, members)
-    return Work(feature_map, shape, query_side, key_side, cut)
+    return Work(feature_map, shape, query_side, key_side, cut, like.device)
 
 
 def rows(x: Tensor) -> Rows:
@@ -111,7 +123,7 @@ def fold_keys(work: Work, key: Tensor, value: Tensor, bias: Tensor | None) -> Fo
     programs, found = batch * heads * work.cut.num_blocks, Keys(offset, shift)
     given = Rows(offset, 0, 0, 0) if bias is None else bias_rows(bias)
     side = work.key_side.side()
-    work.run(key_offsets, programs, keys, given, side, found, peaks, work.cut, work.shape, bias is not None)
+    work.run(key_offsets, programs, (keys, given, side, found, peaks, work.cut), (bias is not None,))
     return FoldedKeys(keys, values, found, peaks)
 
 

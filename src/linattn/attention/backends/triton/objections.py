@@ -16,37 +16,50 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def objections(call: Call) -> list[str]:
     """Every reason, each with what to do about it."""
-    bound, query, _, value, *_ = call
-    found = [] if is_there() else ["Triton is not installed (pip install triton)"]
-    if query.device.type != "cuda" and not (is_there() and is_interpreted()):
-        found.append(f"its kernels run on CUDA GPUs, and the tensors are on {query.device}")
-    elif query.device.type == "cuda" and (capability := _capability(query.device)) < _OLDEST:
-        found.append(f"its kernels need compute capability {_OLDEST}, and {query.device} has {capability}")
-    if query.dtype not in _DTYPES:
-        found.append(f"it takes float32, bfloat16 and float16, and the tensors are {query.dtype}")
-    if bound.is_grouped:
+    device, dtype, value_dim = call.query.device, call.query.dtype, call.value.shape[-1]
+    found = []
+    if place := _reason(device):
+        found.append(place)
+    if dtype not in _DTYPES:
+        found.append(f"it takes float32, bfloat16 and float16, and the tensors are {dtype}")
+    if call.bound.is_grouped:
         found.append("it has no kernel for maps whose queries read one group of the features, as Expansion's do")
-    if not 0 < value.shape[-1] <= _WIDEST:
-        found.append(f"it takes values of width 1 to {_WIDEST}, and these have {value.shape[-1]}")
+    if not 0 < value_dim <= _WIDEST:
+        found.append(f"it takes values of width 1 to {_WIDEST}, and these have {value_dim}")
     return found
 
 
-@cache
-def is_there() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
+def _reason(device: torch.device) -> str:
+    """Why nothing can run there, or ""."""
+    if torch.compiler.is_compiling():
+        # Imported here: torch's marks for its compiler import the compiler.
+        from linattn.attention.backends.triton._constants import constant_reason
+
+        found: str = constant_reason(str(device))
+        return found
+    return reason(str(device))
 
 
 @cache
+def reason(device: str) -> str:
+    """Why nothing can run on a device, or ""; the kernels are loaded then."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    place = torch.device(device)
+    if place.type == "cuda" and (capability := torch.cuda.get_device_capability(place)) < _OLDEST:
+        return f"its kernels need compute capability {_OLDEST}, and {device} has {capability}"
+    if place.type != "cuda" and not is_interpreted():
+        return f"its kernels run on CUDA GPUs, and the tensors are on {device}"
+    # Imported here: `import linattn` needs torch alone.
+    from linattn.attention.backends.triton import folding
+
+    assert folding.FOLDS
+    return ""
+
+
 def is_interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter, on the CPU, as tests have it."""
     # Imported here: only Triton knows.
     from linattn.attention.backends.triton.tiles import IS_INTERPRETED
 
     return IS_INTERPRETED
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU."""
-    return torch.cuda.get_device_capability(device)

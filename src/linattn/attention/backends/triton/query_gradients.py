@@ -54,9 +54,9 @@ def query_gradients(
         weights = tl.where(seen_by(numbers, kept), (dot(grad, tl.trans(v), shape) - delta[:, None]) * factor, 0.0)
         weights = operand(weights, shape)
     scale = tl.exp2(peak - highest) * inverse
-    total = tl.zeros([shape.block, shape.padded_d], tl.float32)
-    curved = tl.zeros([shape.block], tl.float32)
-    for tile in range(shape.num_tiles):
+    total = tl.full([shape.block, shape.padded_d], 0.0, tl.float32)
+    curved = tl.full([shape.block], 0.0, tl.float32)
+    for tile in range(shape.total // shape.tile):
         S = operand(load_state(states[0], head * cut.num_groups + group, tile, shape), shape)
         z = load_sums(states[1], head * cut.num_groups + group, tile, shape)
         pulled = (dot(grad, tl.trans(S), shape) - delta[:, None] * z[None, :]) * scale[:, None]

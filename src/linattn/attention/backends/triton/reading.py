@@ -29,18 +29,18 @@ class ReadOutputs(NamedTuple):
 
 def read(feature_map: FeatureMap, inputs: Read) -> ReadOutputs:
     """All rows."""
-    work, peaks, sides, states = _sums(feature_map, inputs, is_followed=False)
+    work, peaks, sides, states = _sums(feature_map, inputs, saved=None)
     found = empty_outputs(work, inputs.query)
     query = work.queries(inputs.query)
     programs = found.den[..., 0].numel() * work.cut.num_blocks if found.den.numel() else 0
     given = query, query, query, *sides, blocks.Keys(peaks, peaks), peaks, tuple(states), tuple(found)
-    work.run(row_outputs, programs, *given, work.cut, work.shape, False)
+    work.run(row_outputs, programs, (*given, work.cut), (False,))
     return found._replace(out=found.out.to(inputs.query.dtype))
 
 
 def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     """The gradients of query, S and z."""
-    work, peaks, sides, states = _sums(feature_map, saved.inputs, is_followed=bool(saved.tensors))
+    work, peaks, sides, states = _sums(feature_map, saved.inputs, saved=saved)
     back = Back(work, saved, None, peaks, sides)
     queries = back.rows()
     of_query = back.queries(queries, states)
@@ -62,7 +62,7 @@ def empty_like(inputs: Read | Causal) -> ReadOutputs:
 
 
 def _sums(
-    feature_map: FeatureMap, inputs: Read, *, is_followed: bool
+    feature_map: FeatureMap, inputs: Read, *, saved: Saved | None
 ) -> tuple[Work, Tensor, tuple[blocks.Side, blocks.Side], States]:
     """The work, the sums' peak twice, (B·H, 2), both sides and the sums as one state before one group of all rows.
 
@@ -70,7 +70,7 @@ def _sums(
     """
     query, S, z, m = inputs
     batch, heads, members, length, _ = query.shape
-    work = plan(feature_map, query, (batch, heads, members, length, S.shape[-1]), span=length, is_followed=is_followed)
+    work = plan(feature_map, query, (batch, heads, members, length, S.shape[-1]), span=length, saved=saved)
     peaks, side = m.new_zeros(batch * heads, 2), work.query_side.side(m)
     if work.shape.kind == "features":
         peaks, side = (m * LOG2_E).view(-1, 1).expand(-1, 2).contiguous(), work.query_side.side()

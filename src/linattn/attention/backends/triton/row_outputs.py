@@ -32,22 +32,22 @@ def row_outputs(
     query, key, value, query_side, key_side, keys, peaks, states, outputs, cut,
     shape: tl.constexpr, is_causal: tl.constexpr,
 ):  # fmt: skip
-    """Outputs, denominators, their exponents and the queries' shifts, of the state before each row's group and of the block's own keys."""
+    """Outputs, denominators, their exponents and the queries' shifts, over the state before each group and own keys."""
     i, row = tl.program_id(0) % cut.num_blocks, tl.program_id(0) // cut.num_blocks
     head, group = row // cut.members, i // cut.per_group
     numbers, there = tokens_of(i, cut, shape)
     begin = at_head(query, row, cut.heads * cut.members)
     vectors = load_vectors(begin, query.token, numbers, there, shape)
-    num = tl.zeros([shape.block, shape.padded_dv], tl.float32)
-    den = tl.zeros([shape.block], tl.float32)
+    num = tl.full([shape.block, shape.padded_dv], 0.0, tl.float32)
+    den = tl.full([shape.block], 0.0, tl.float32)
     shift = den if shape.kind == "features" else tl.full([shape.block], NO_KEY, tl.float32)
     if is_causal:
         at = head.to(tl.int64) * cut.length + numbers
         key_shift, offset, kept = load_keys(keys, at, there)
         begin_key = at_head(key, head, cut.heads)
         key_vectors = load_vectors(begin_key, key.token, numbers, kept, shape)
-        weights = tl.zeros([shape.block, shape.block], tl.float32)
-    for tile in range(shape.num_tiles):
+        weights = tl.full([shape.block, shape.block], 0.0, tl.float32)
+    for tile in range(shape.total // shape.tile):
         w = load_weights(query_side, head, cut, tile, shape)
         powers = row_powers(vectors, w, query_side, head, cut, begin, query.token, numbers, there, tile, shape)
         if shape.kind != "features":

@@ -17,7 +17,7 @@ from linattn.attention.backends.triton.launching import Work
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps._powers import LOG2_E
 
-# Programs for each multiprocessor, so that all are busy, and the fewest groups or blocks that are worth a segment of their own.
+# Programs for each multiprocessor, so that all are busy, and the fewest groups or blocks that are worth a segment.
 _PROGRAMS, _FEWEST = 4, 8
 
 
@@ -39,7 +39,7 @@ class States(NamedTuple):
 
 def empty_states(work: Work, count: int, dtype: torch.dtype, device: torch.device) -> States:
     """Memory for so many."""
-    size = work.shape.num_tiles * work.shape.tile
+    size = work.shape.total
     S = torch.empty(count, size, work.shape.dv, dtype=dtype, device=device)
     return States(S, torch.empty(count, size, dtype=torch.float32, device=device))
 
@@ -56,16 +56,14 @@ def run_segments(
     dtype = torch.bfloat16 if work.shape.operand.name == "bf16" and not work.shape.emulated else torch.float32
     kept = empty_states(work, num_heads * cut.num_groups if is_kept else 0, dtype, peaks.device)
     if cut.num_blocks == 0:
-        zeros = empty_states(work, num_heads, torch.float32, peaks.device).times(peaks.new_zeros(num_heads))
-        return kept, start or States(*(torch.zeros_like(x) for x in zeros))
+        return kept, start or States(*map(torch.zeros_like, empty_states(work, num_heads, torch.float32, peaks.device)))
     is_apart = cut.num_groups == 1 and start is None and not is_kept
     each, count = _segments(work, num_heads, num_processors(peaks.device), is_apart=is_apart)
 
     def run(before: States | None, *, is_kept: bool) -> States:
         last = empty_states(work, num_heads * count, torch.float32, peaks.device)
         arguments = (*given, peaks, tuple(before or last), tuple(kept), tuple(last), cut, each, count)
-        programs = num_heads * count * work.shape.num_tiles
-        work.run(kernel, programs, *arguments, work.shape, before is not None, is_kept)
+        work.run(kernel, num_heads * count, arguments, (before is not None, is_kept), by_tile=True)
         return last
 
     if count == 1:
@@ -87,7 +85,7 @@ def num_processors(device: torch.device) -> int:
 
 def _segments(work: Work, num_heads: int, processors: int, *, is_apart: bool) -> tuple[int, int]:
     """Blocks of a segment, and the number of segments; groups stay whole unless it is one without a state before."""
-    unit, programs = 1 if is_apart else work.cut.per_group, num_heads * work.shape.num_tiles
+    unit, programs = 1 if is_apart else work.cut.per_group, num_heads * work.shape.total // work.shape.tile
     units = triton.cdiv(work.cut.num_blocks, unit)
     wanted = triton.cdiv(_PROGRAMS * processors, max(programs, 1))
     each = max(triton.cdiv(units, wanted), min(_FEWEST, units))
@@ -111,7 +109,7 @@ def _in_turn(totals: States, start: States | None, peaks: Tensor, *, is_backward
 
 def whole_tiles(work: Work, S: Tensor, z: Tensor) -> States:
     """Sums (B, H, R, Dv) and (B, H, R) filled to whole tiles, heads flattened."""
-    empty = work.shape.num_tiles * work.shape.tile - work.shape.num_features
+    empty = work.shape.total - work.shape.num_features
     S, z = S.flatten(0, 1).contiguous(), z.flatten(0, 1).contiguous()
     return States(F.pad(S, (0, 0, 0, empty)), F.pad(z, (0, empty))) if empty else States(S, z)
 

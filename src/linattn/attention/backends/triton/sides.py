@@ -88,7 +88,7 @@ def _of_learned(exponents: Exponents, shape: Shape) -> Packed:
 
 def _packed(weights: Tensor, bias: Tensor, curvature: Tensor, shape: Shape) -> Packed:
     """Filled to whole tiles, with features that are 0."""
-    empty = shape.num_tiles * shape.tile - shape.num_features
+    empty = shape.total - shape.num_features
     weights = F.pad(weights, (0, shape.padded_d - weights.shape[-1], 0, empty)).contiguous()
     if not shape.emulated and shape.operand.name == "bf16":
         weights = weights.to(torch.bfloat16)

@@ -27,18 +27,19 @@ def state_gradients(
     shape: tl.constexpr, has_start: tl.constexpr, is_kept: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the states after each group, as later rows leave them, and of those before segments of blocks."""
-    tile, rest = tl.program_id(0) % shape.num_tiles, tl.program_id(0) // shape.num_tiles
+    num_tiles: tl.constexpr = shape.total // shape.tile
+    tile, rest = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     segment, head = rest % num_segments, rest // num_segments
     if has_start:
         S, z = load_state(start[0], rest, tile, shape), load_sums(start[1], rest, tile, shape)
     else:
-        S = tl.zeros([shape.tile, shape.padded_dv], tl.float32)
-        z = tl.zeros([shape.tile], tl.float32)
+        S = tl.full([shape.tile, shape.padded_dv], 0.0, tl.float32)
+        z = tl.full([shape.tile], 0.0, tl.float32)
     w = load_weights(side, head, cut, tile, shape)
     peaks += head.to(tl.int64) * (cut.num_groups + 1)
     first = segment * per_segment
     stop = tl.minimum(first + per_segment, cut.num_blocks)
-    for back in range(0, stop - first):
+    for back in range(stop - first):
         i = stop - 1 - back
         group = i // cut.per_group
         peak = tl.load(peaks + group)
