@@ -1,4 +1,4 @@
-"""Small tiles, so that few tokens fill several blocks and few features several tiles; not on a GPU, which runs what ships."""
+"""Small tiles, so that few tokens fill several blocks and few features several tiles; a GPU runs what ships."""
 
 from __future__ import annotations
 

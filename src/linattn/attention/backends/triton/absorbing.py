@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.records import Absorb, Gradients, Saved, sums_of
-from linattn.attention.backends.triton.blocks import NO_KEY
 from linattn.attention.backends.triton.gradients import Back
-from linattn.attention.backends.triton.key_states import key_states
+from linattn.attention.backends.triton.kernels.blocks import NO_KEY
+from linattn.attention.backends.triton.kernels.key_states import key_states
 from linattn.attention.backends.triton.launching import FoldedKeys, Work, fold_keys, plan
 from linattn.attention.backends.triton.segments import as_sums, run_segments, whole_tiles
 from linattn.attention.sums import Sums, per_feature

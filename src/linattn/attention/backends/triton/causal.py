@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.records import Causal, Gradients, Saved, empty_sums
-from linattn.attention.backends.triton import blocks, reading
+from linattn.attention.backends.triton import reading
 from linattn.attention.backends.triton.gradients import Back
-from linattn.attention.backends.triton.key_states import key_states
+from linattn.attention.backends.triton.kernels import blocks
+from linattn.attention.backends.triton.kernels.key_states import key_states
+from linattn.attention.backends.triton.kernels.row_outputs import row_outputs
 from linattn.attention.backends.triton.launching import FoldedKeys, Work, fold_keys, plan
 from linattn.attention.backends.triton.reading import empty_outputs
-from linattn.attention.backends.triton.row_outputs import row_outputs
 from linattn.attention.backends.triton.segments import (
     States,
     as_sums,

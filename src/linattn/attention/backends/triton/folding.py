@@ -1,4 +1,4 @@
-"""The folds of this backend, in the table of folds: what takes them to autograd and torch.compile is that of all folds."""
+"""The folds of this backend, in the table of folds, from which autograd, torch.compile and torch.func run them."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from linattn.attention.backends.blocked.features import MapGradients
 from linattn.attention.backends.blocked.records import KeyGradients, Saved
-from linattn.attention.backends.triton import blocks
-from linattn.attention.backends.triton.key_gradients import key_gradients
+from linattn.attention.backends.triton.kernels import blocks
+from linattn.attention.backends.triton.kernels.key_gradients import key_gradients
+from linattn.attention.backends.triton.kernels.query_gradients import query_gradients
+from linattn.attention.backends.triton.kernels.row_gradients import row_gradients
+from linattn.attention.backends.triton.kernels.state_gradients import state_gradients
 from linattn.attention.backends.triton.launching import FoldedKeys, Work, key_weight, rows
-from linattn.attention.backends.triton.query_gradients import query_gradients
-from linattn.attention.backends.triton.row_gradients import row_gradients
 from linattn.attention.backends.triton.segments import States, run_segments
-from linattn.attention.backends.triton.state_gradients import state_gradients
 
 
 class Queries(NamedTuple):

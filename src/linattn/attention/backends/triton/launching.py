@@ -13,8 +13,8 @@ import triton
 from torch import Tensor
 
 from linattn.attention.backends.blocked.records import Saved
-from linattn.attention.backends.triton.blocks import Cut, Keys, Rows, Shape
-from linattn.attention.backends.triton.key_offsets import key_offsets
+from linattn.attention.backends.triton.kernels.blocks import Cut, Keys, Rows, Shape
+from linattn.attention.backends.triton.kernels.key_offsets import key_offsets
 from linattn.attention.backends.triton.sides import Packed, kind_of, packed_sides
 from linattn.attention.backends.triton.tiles import capability, shape_of, tuned
 from linattn.feature_maps import FeatureMap

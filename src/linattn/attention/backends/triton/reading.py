@@ -9,10 +9,10 @@ from torch import Tensor
 
 from linattn.attention.backends.blocked.records import Causal, Gradients, Read, Saved
 from linattn.attention.backends.blocked.rows import empty_rows
-from linattn.attention.backends.triton import blocks
 from linattn.attention.backends.triton.gradients import Back
+from linattn.attention.backends.triton.kernels import blocks
+from linattn.attention.backends.triton.kernels.row_outputs import row_outputs
 from linattn.attention.backends.triton.launching import Work, plan
-from linattn.attention.backends.triton.row_outputs import row_outputs
 from linattn.attention.backends.triton.segments import States, of_features, whole_tiles
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._powers import LOG2_E

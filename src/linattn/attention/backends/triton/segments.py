@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from linattn.attention.backends.triton.blocks import HEADROOM, NO_KEY
+from linattn.attention.backends.triton.kernels.blocks import HEADROOM, NO_KEY
 from linattn.attention.backends.triton.launching import Work
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps._powers import LOG2_E

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from linattn.attention.backends.triton.blocks import NO_KEY, Shape, Side
+from linattn.attention.backends.triton.kernels.blocks import NO_KEY, Shape, Side
 from linattn.feature_maps import FeatureMap, LearnedExponential
 from linattn.feature_maps._learned import Exponents
 from linattn.feature_maps._powers import LOG2_E, Powers
@@ -79,6 +79,7 @@ def _of_powers(powers: Powers, shape: Shape) -> Packed:
 
 def _of_learned(exponents: Exponents, shape: Shape) -> Packed:
     """Those of trained exponents, frozen now."""
+    assert exponents.curvature is not None, "the exponents of LearnedExponential have a curvature"
     weights, bias, curvature = (
         (x.detach() if x.dim() == rank else x.detach().unsqueeze(0)) * LOG2_E
         for x, rank in ((exponents.weight, 3), (exponents.bias, 2), (exponents.curvature, 2))

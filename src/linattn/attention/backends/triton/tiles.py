@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.blocks import Shape, operand
+from linattn.attention.backends.triton.kernels.blocks import Shape, operand
 
 # Whether Triton interprets the kernels on the CPU, as TRITON_INTERPRET=1 has it: for tests.
 IS_INTERPRETED = not isinstance(operand, triton.JITFunction)
@@ -84,4 +84,4 @@ def shape_of(kind: str, d: int, dv: int, num_features: int, dtype: torch.dtype, 
 
 def padded(width: int) -> int:
     """The next power of two, at least what a matrix instruction takes."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())

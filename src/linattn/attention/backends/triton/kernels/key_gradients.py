@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.blocks import (
+from linattn.attention.backends.triton.kernels.blocks import (
     LN_2,
     add_dot,
     as_features,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.blocks import at_head, highest_seen, load_keys, load_rows, tokens_of
+from linattn.attention.backends.triton.kernels.blocks import at_head, highest_seen, load_keys, load_rows, tokens_of
 
 # The smallest normal float32: a smaller denominator has no inverse.
 SMALLEST = tl.constexpr(2.0**-126)
