@@ -83,9 +83,10 @@ def linear_attention(
         TypeError: `feature_map` is no FeatureMap instance; tensors are of another dtype or differ in theirs;
             `key_mask` is not bool.
         ValueError: shapes, devices, the map's width or heads do not fit; tensors are on the meta device; unknown
-            `backend`, or one that cannot run the call, with every reason; a map that takes statistics from the call is used causally; an exact part beside a map that is
-            not one for the softmax kernel with a positive normaliser; a window where queries and keys differ in number;
-            merged keys beside a map or on another backend than "auto", or no map without them.
+            `backend`, or one that cannot run the call, with every reason; a map that takes statistics from the call is
+            used causally; an exact part beside a map that is not one for the softmax kernel with a positive normaliser;
+            a window where queries and keys differ in number; merged keys beside a map or on another backend than
+            "auto", or no map without them.
 
     Example:
         >>> import torch, linattn

@@ -72,7 +72,9 @@ def run_segments(
     if is_apart:
         return kept, States(totals.S.sum(1), totals.z.sum(1))
     bounds = [min(segment * each // cut.per_group, cut.num_groups) for segment in range(count + 1)]
-    before, last = _in_turn(totals, start, peaks[:, bounds], is_backward=kernel.__name__ == "state_gradients")
+    # Not by an index, which would come from the host and break a CUDA graph.
+    between = torch.stack([peaks[:, bound] for bound in bounds], 1)
+    before, last = _in_turn(totals, start, between, is_backward=kernel.__name__ == "state_gradients")
     if is_kept:
         run(before, is_kept=True)
     return kept, last

@@ -143,6 +143,19 @@ def load_rows(begin, stride, numbers, kept, width: tl.constexpr, padded: tl.cons
 
 
 @triton.jit
+def load_operand(begin, stride, numbers, kept, shape: tl.constexpr):
+    """Values of a block, (C, padded Dv), as an operand."""
+    return operand(load_rows(begin, stride, numbers, kept, shape.dv, shape.padded_dv), shape)
+
+
+@triton.jit
+def curved_rows(begin, stride, numbers, kept, curved, shape: tl.constexpr):
+    """The gradient of a·|x|², 2·x·Σ a·(gradient of the power), (C, padded D)."""
+    x = load_rows(begin, stride, numbers, kept, shape.d, shape.padded_d)
+    return 2 * curved[:, None] * x.to(tl.float32)
+
+
+@triton.jit
 def load_columns(begin, stride, numbers, kept, width: tl.constexpr, padded: tl.constexpr):
     """The same as (padded width, C)."""
     rows = tl.arange(0, padded)
@@ -278,6 +291,12 @@ def load_state(S, index, tile, shape: tl.constexpr):
 def load_sums(z, index, tile, shape: tl.constexpr):
     """z of a tile, (F,)."""
     return tl.load(z + index.to(tl.int64) * (shape.total) + features_of(tile, shape))
+
+
+@triton.jit
+def load_operand_state(states, index, tile, shape: tl.constexpr):
+    """S of a tile as an operand, and z."""
+    return operand(load_state(states[0], index, tile, shape), shape), load_sums(states[1], index, tile, shape)
 
 
 @triton.jit

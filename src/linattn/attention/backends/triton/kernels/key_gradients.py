@@ -10,12 +10,12 @@ from linattn.attention.backends.triton.kernels.blocks import (
     add_dot,
     as_features,
     at_head,
+    curved_rows,
     dot,
     load_curvature,
     load_keys,
-    load_rows,
-    load_state,
-    load_sums,
+    load_operand,
+    load_operand_state,
     load_vectors,
     load_weights,
     operand,
@@ -34,7 +34,7 @@ def own_rows(value, grad_out, rows, row, offset, numbers, there, kept, cut, shap
     delta = tl.load(rows.delta + at, mask=there, other=0.0)
     highest = tl.load(rows.peak + at, mask=there, other=float("inf"))
     begin = at_head(grad_out, row, cut.heads * cut.members)
-    grad = operand(load_rows(begin, grad_out.token, numbers, there, shape.dv, shape.padded_dv), shape)
+    grad = load_operand(begin, grad_out.token, numbers, there, shape)
     factor = tl.exp2(tl.minimum(offset[:, None] - highest[None, :], 0.0)) * inverse[None, :]
     factor = tl.where((numbers[:, None] <= numbers[None, :]) & kept[:, None] & there[None, :], factor, 0.0)
     pulled = operand((dot(value, tl.trans(grad), shape) - delta[None, :]) * factor, shape)
@@ -54,8 +54,7 @@ def key_gradients(
     shift, offset, kept = load_keys(keys, head.to(tl.int64) * cut.length + numbers, there)
     begin = at_head(key, head, cut.heads)
     vectors = load_vectors(begin, key.token, numbers, kept, shape)
-    v = load_rows(at_head(value, head, cut.heads), value.token, numbers, kept, shape.dv, shape.padded_dv)
-    v = operand(v, shape)
+    v = load_operand(at_head(value, head, cut.heads), value.token, numbers, kept, shape)
     peak = tl.load(peaks + head.to(tl.int64) * (cut.num_groups + 1) + group + 1)
     # Later rows are pulled on once, by the first part.
     scale = tl.where(kept & (part == 0), tl.exp2(tl.minimum(offset - peak, 0.0)), 0.0)
@@ -68,12 +67,10 @@ def key_gradients(
             grad, factor, weights = own_rows(v, grad_out, rows, own, offset, numbers, there, kept, cut, shape)
             begin_query = at_head(query, own, cut.heads * cut.members)
             query_vectors = load_vectors(begin_query, query.token, numbers, there, shape)
-            at = own.to(tl.int64) * cut.length + numbers
-            query_shift = tl.load(rows.shift + at, mask=there, other=float("inf"))
+            query_shift = tl.load(rows.shift + own.to(tl.int64) * cut.length + numbers, mask=there, other=float("inf"))
             seen = tl.full([shape.block, shape.block], 0.0, tl.float32)
         for tile in range(shape.total // shape.tile):
-            S = operand(load_state(grad_states[0], head * cut.num_groups + group, tile, shape), shape)
-            z = load_sums(grad_states[1], head * cut.num_groups + group, tile, shape)
+            S, z = load_operand_state(grad_states, head * cut.num_groups + group, tile, shape)
             pulled = (dot(v, tl.trans(S), shape) + z[None, :]) * scale[:, None]
             w = load_weights(key_side, head, cut, tile, shape)
             powers = row_powers(vectors, w, key_side, head, cut, begin, key.token, numbers, kept, tile, shape)
@@ -104,6 +101,5 @@ def key_gradients(
     if has_bias:
         tl.store(found.bias + at + numbers, of_bias, mask=there)
     if shape.kind == "powers":
-        x = load_rows(begin, key.token, numbers, kept, shape.d, shape.padded_d).to(tl.float32)
-        total = (total + 2 * curved[:, None] * x) * LN_2
-        store_rows(found.key + at * shape.d, numbers, there, total, shape.d, shape.padded_d)
+        total += curved_rows(begin, key.token, numbers, kept, curved, shape)
+        store_rows(found.key + at * shape.d, numbers, there, total * LN_2, shape.d, shape.padded_d)

@@ -11,7 +11,7 @@ from linattn.attention.backends.triton.kernels.blocks import (
     at_head,
     column_powers,
     load_keys,
-    load_rows,
+    load_operand,
     load_state,
     load_sums,
     load_vector_columns,
@@ -54,7 +54,7 @@ def key_states(
         vectors = load_vector_columns(begin, key.token, numbers, kept, shape)
         powers = column_powers(vectors, w, side, head, cut, begin, key.token, numbers, kept, tile, shape)
         phi = as_features(powers, shift[None, :], kept[None, :], shape)
-        v = load_rows(values, value.token, numbers, kept, shape.dv, shape.padded_dv)
-        S = add_dot(operand(phi, shape), operand(v, shape), S, shape)
+        v = load_operand(values, value.token, numbers, kept, shape)
+        S = add_dot(operand(phi, shape), v, S, shape)
         z += tl.sum(phi, 1)
     store_state(last[0], last[1], rest, tile, S, z, shape)

@@ -10,12 +10,12 @@ from linattn.attention.backends.triton.kernels.blocks import (
     add_dot,
     as_features,
     at_head,
+    curved_rows,
     dot,
     load_curvature,
     load_keys,
-    load_rows,
-    load_state,
-    load_sums,
+    load_operand,
+    load_operand_state,
     load_vectors,
     load_weights,
     operand,
@@ -39,7 +39,7 @@ def query_gradients(
     at, begin = row.to(tl.int64) * cut.length, at_head(query, row, cut.heads * cut.members)
     vectors = load_vectors(begin, query.token, numbers, there, shape)
     values = at_head(grad_out, row, cut.heads * cut.members)
-    grad = operand(load_rows(values, grad_out.token, numbers, there, shape.dv, shape.padded_dv), shape)
+    grad = load_operand(values, grad_out.token, numbers, there, shape)
     shift = tl.load(rows.shift + at + numbers, mask=there, other=float("inf"))
     inverse = tl.load(rows.inverse + at + numbers, mask=there, other=0.0)
     delta = tl.load(rows.delta + at + numbers, mask=there, other=0.0)
@@ -49,7 +49,7 @@ def query_gradients(
         key_shift, offset, kept = load_keys(keys, head.to(tl.int64) * cut.length + numbers, there)
         begin_key, values = at_head(key, head, cut.heads), at_head(value, head, cut.heads)
         key_vectors = load_vectors(begin_key, key.token, numbers, kept, shape)
-        v = operand(load_rows(values, value.token, numbers, kept, shape.dv, shape.padded_dv), shape)
+        v = load_operand(values, value.token, numbers, kept, shape)
         factor = tl.exp2(tl.minimum(offset[None, :] - highest[:, None], 0.0)) * inverse[:, None]
         weights = tl.where(seen_by(numbers, kept), (dot(grad, tl.trans(v), shape) - delta[:, None]) * factor, 0.0)
         weights = operand(weights, shape)
@@ -57,8 +57,7 @@ def query_gradients(
     total = tl.full([shape.block, shape.padded_d], 0.0, tl.float32)
     curved = tl.full([shape.block], 0.0, tl.float32)
     for tile in range(shape.total // shape.tile):
-        S = operand(load_state(states[0], head * cut.num_groups + group, tile, shape), shape)
-        z = load_sums(states[1], head * cut.num_groups + group, tile, shape)
+        S, z = load_operand_state(states, head * cut.num_groups + group, tile, shape)
         pulled = (dot(grad, tl.trans(S), shape) - delta[:, None] * z[None, :]) * scale[:, None]
         if is_causal:
             w = load_weights(key_side, head, cut, tile, shape)
@@ -77,6 +76,5 @@ def query_gradients(
                 total = add_dot(operand(pulled, shape), w, total, shape)
                 curved += tl.sum(pulled * load_curvature(query_side, head, cut, tile, shape)[None, :], 1)
     if shape.kind == "powers":
-        x = load_rows(begin, query.token, numbers, there, shape.d, shape.padded_d).to(tl.float32)
-        total = (total + 2 * curved[:, None] * x) * LN_2
-        store_rows(found + at * shape.d, numbers, there, total, shape.d, shape.padded_d)
+        total += curved_rows(begin, query.token, numbers, there, curved, shape)
+        store_rows(found + at * shape.d, numbers, there, total * LN_2, shape.d, shape.padded_d)

@@ -14,9 +14,8 @@ from linattn.attention.backends.triton.kernels.blocks import (
     at_head,
     highest_seen,
     load_keys,
-    load_rows,
-    load_state,
-    load_sums,
+    load_operand,
+    load_operand_state,
     load_vectors,
     load_weights,
     operand,
@@ -64,17 +63,17 @@ def row_outputs(
             )
             phi_key = operand(as_features(powers, key_shift[:, None], kept[:, None], shape), shape)
             weights = add_dot(operand(phi, shape), tl.trans(phi_key), weights, shape)
-        S = operand(load_state(states[0], head * cut.num_groups + group, tile, shape), shape)
+        S, z = load_operand_state(states, head * cut.num_groups + group, tile, shape)
         num = add_dot(operand(phi, shape), S, num, shape)
-        den += tl.sum(phi * load_sums(states[1], head * cut.num_groups + group, tile, shape)[None, :], 1)
+        den += tl.sum(phi * z[None, :], 1)
     peak = tl.load(peaks + head.to(tl.int64) * (cut.num_groups + 1) + group)
     if is_causal:
         highest = highest_seen(offset, peak, numbers, kept)
         fall = tl.exp2(peak - highest)
         factor = tl.where(seen_by(numbers, kept), tl.exp2(tl.minimum(offset[None, :] - highest[:, None], 0.0)), 0.0)
-        v = load_rows(at_head(value, head, cut.heads), value.token, numbers, kept, shape.dv, shape.padded_dv)
+        v = load_operand(at_head(value, head, cut.heads), value.token, numbers, kept, shape)
         weights = operand(weights * factor, shape)
-        num = add_dot(weights, operand(v, shape), num * fall[:, None], shape)
+        num = add_dot(weights, v, num * fall[:, None], shape)
         den = den * fall + tl.sum(weights.to(tl.float32), 1)
         peak = highest
     at = row.to(tl.int64) * cut.length + numbers

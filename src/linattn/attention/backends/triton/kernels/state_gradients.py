@@ -10,7 +10,7 @@ from linattn.attention.backends.triton.kernels.blocks import (
     as_features,
     at_head,
     column_powers,
-    load_rows,
+    load_operand,
     load_state,
     load_sums,
     load_vector_columns,
@@ -60,7 +60,7 @@ def state_gradients(
             powers = column_powers(vectors, w, side, head, cut, begin, query.token, numbers, there, tile, shape)
             phi = as_features(powers, shift[None, :], there[None, :], shape) * factor[None, :]
             values = at_head(grad_out, row, cut.heads * cut.members)
-            grad = load_rows(values, grad_out.token, numbers, there, shape.dv, shape.padded_dv)
-            S = add_dot(operand(phi, shape), operand(grad, shape), S, shape)
+            grad = load_operand(values, grad_out.token, numbers, there, shape)
+            S = add_dot(operand(phi, shape), grad, S, shape)
             z -= tl.sum(phi * tl.load(rows.delta + at, mask=there, other=0.0)[None, :], 1)
     store_state(last[0], last[1], rest, tile, S, z, shape)
