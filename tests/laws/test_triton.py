@@ -41,7 +41,7 @@ def test_it_refuses_with_every_reason() -> None:
     tokens = qkv(value_dim=300)
     message = (
         r"'triton' cannot run this call: .*on cpu.*torch.float64; it has no kernel for maps whose queries read one "
-        r"group.*width 1 to 256, and these have 300; choose another"
+        r"group.*width 1 to 256 in torch.float64, and these have 300; choose another"
     )
     with pytest.raises(ValueError, match=message):
         linattn.linear_attention(*tokens, build("Expansion"), enable_gqa=True, backend="triton")

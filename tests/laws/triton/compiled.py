@@ -83,7 +83,7 @@ def compile_instead(capability: int) -> None:
 
 
 def main() -> None:
-    """Compile the kernels of a causal call, and of the pass over its segments."""
+    """Compile the kernels of a causal call, and of one token."""
     parser = argparse.ArgumentParser()
     parser.add_argument("capability", type=int)
     parser.add_argument("dtype")
@@ -102,6 +102,8 @@ def main() -> None:
         feature_map.fit(*tokens[:2])
     leaves = [x.to(getattr(torch, given.dtype)).requires_grad_() for x in tokens]
     linattn.linear_attention(*leaves, feature_map, is_causal=True, backend="triton").sum().backward()
+    with torch.no_grad():
+        linattn.linear_attention_with_state(*(x[:, :, :1] for x in leaves), feature_map, backend="triton")
 
 
 if __name__ == "__main__":

@@ -86,6 +86,35 @@ def test_exact_keys_stand_beside_it(exact: Exact, is_causal: bool, device: str) 
     assert relative_error(outs[1], outs[0]) < TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("map_name", ["FavorPlus-per-head", "Centred-FavorPlus", "Relu"])
+def test_token_by_token_is_the_whole(map_name: str, dtype: torch.dtype, device: str) -> None:
+    """Masked tokens among them, one of which holds NaN; the last states are equal too."""
+    given = [x.to(device, dtype) for x in qkv(1, 4, 2, 9, 9, value_dim=37)]
+    mask = torch.ones(1, 9, dtype=torch.bool, device=device)
+    mask[0, 0], mask[0, 4] = False, False
+    given[1][:, :, 4] = torch.nan
+    feature_map, state, outs = build(map_name).to(device), None, []
+    with torch.no_grad():
+        whole = linattn.linear_attention_with_state(
+            *given, feature_map, key_mask=mask, enable_gqa=True, backend="triton"
+        )
+        for i in range(9):
+            token = [x[:, :, i : i + 1] for x in given]
+            found = linattn.linear_attention_with_state(
+                *token, feature_map, state, key_mask=mask[:, i : i + 1], enable_gqa=True, backend="triton"
+            )
+            state = found.state
+            outs.append(found.out)
+        # A whole call rounds features, weights and outputs to bfloat16, a step outputs and weights.
+        allowed = TOLERANCE if dtype == torch.float32 else 4 * torch.finfo(dtype).eps / 2
+        assert relative_error(torch.cat(outs, 2), whole.out) < allowed
+        query = given[0][:, :, :2]
+        last, expected = state.read(feature_map, query), whole.state.read(feature_map, query)
+    assert relative_error(last.out, expected.out) < allowed
+    assert relative_error(last.log_normalizer, expected.log_normalizer) < allowed
+
+
 def test_it_compiles_into_one_graph(device: str) -> None:
     feature_map, leaves = build("FavorPlus").to(device), [x.requires_grad_() for x in tokens(device, 20)]
 

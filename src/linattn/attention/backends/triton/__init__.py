@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import Blocked
+from linattn.attention.backends.blocked.fold import is_followed
 from linattn.attention.backends.blocked.records import Absorb, Causal, Read
 from linattn.attention.backends.triton.objections import objections
 from linattn.attention.sums import Sums
@@ -35,7 +36,12 @@ class Triton:
         extra = call.key.shape[2] - call.query.shape[3]
         if extra > 0:
             before, call = self.absorb(call.with_keys(slice(extra)), before), call.with_keys(slice(extra, None))
-        _, query, key, value, bias, _ = call
+        bound, query, key, value, bias, _ = call
+        if key.shape[2] == query.shape[3] == 1 and not span and _is_bare(call, before):
+            # Imported here: the kernels need Triton, and `import linattn` needs torch alone.
+            from linattn.attention.backends.triton.stepping import step
+
+            return step(bound.feature_map, Causal(query, key, value, *before, bias))
         late = query[..., max(-extra, 0) :, :]
         found = _run("triton causal", call, Causal(late, key, value, *before, bias), span)
         rows, after = Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
@@ -57,6 +63,13 @@ class Triton:
     def column_mass(self, call: Call) -> Tensor:
         """As the blocked backend has it: a constant, of plain torch on any device."""
         return Blocked().column_mass(call)
+
+
+def _is_bare(call: Call, before: Sums) -> bool:
+    """Whether nothing follows the call, and its map is exponential: one token then takes one launch."""
+    if call.bound.tensors or not call.bound.feature_map.exponential or torch.compiler.is_compiling():
+        return False
+    return not is_followed(call.query, call.key, call.value, *before, call.bias)
 
 
 def _run(name: str, call: Call, inputs: Any, span: int = 0) -> Any:

@@ -76,7 +76,7 @@ def plan(
     The backward pass, which is given what was saved, is cut by sizes of its own.
     """
     _, heads, members, length, dv = sizes
-    kind = kind_of(feature_map, is_followed=saved is not None and bool(saved.tensors))
+    kind = kind_of(feature_map, like.dtype, is_followed=saved is not None and bool(saved.tensors))
     num_features, is_backward = feature_map.num_features, saved is not None
     shape = shape_of(kind, like.shape[-1], dv, num_features, like.dtype, is_backward=is_backward)
     span = span or shape.block
@@ -111,8 +111,8 @@ class FoldedKeys(NamedTuple):
 
 def fold_keys(work: Work, key: Tensor, value: Tensor, bias: Tensor | None) -> FoldedKeys:
     """Keys (B, H, L, D), values and biases, with each key's offset."""
-    if work.is_given and bias is not None:
-        key = key.masked_fill((bias == -torch.inf).unsqueeze(-1), 0)
+    if work.is_given:
+        key = without_masked(key, bias)
     weight = key_weight(work, key)
     bias = weight if bias is None else bias.float() if weight is None else bias + weight
     keys, values = rows(work.given(key, "key")), rows(work.as_operand(value))
@@ -125,6 +125,11 @@ def fold_keys(work: Work, key: Tensor, value: Tensor, bias: Tensor | None) -> Fo
     side = work.key_side.side()
     work.run(key_offsets, programs, (keys, given, side, found, peaks, work.cut), (bias is not None,))
     return FoldedKeys(keys, values, found, peaks)
+
+
+def without_masked(key: Tensor, bias: Tensor | None) -> Tensor:
+    """Keys, 0 where they are masked."""
+    return key if bias is None else key.masked_fill((bias == -torch.inf).unsqueeze(-1), 0)
 
 
 def key_weight(work: Work, key: Tensor) -> Tensor | None:

@@ -9,9 +9,9 @@ import torch
 
 from linattn.attention.backends.backend import Call
 
-# The widest values that a block of sums has room for, and the oldest GPUs with products of bfloat16.
-_WIDEST, _OLDEST = 256, (8, 0)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The widest vectors whose blocks stay in registers, by dtype, and the oldest GPUs with products of bfloat16.
+WIDEST = {torch.bfloat16: 256, torch.float16: 128, torch.float32: 128}
+_OLDEST = (8, 0)
 
 
 def objections(call: Call) -> list[str]:
@@ -20,12 +20,12 @@ def objections(call: Call) -> list[str]:
     found = []
     if place := _reason(device):
         found.append(place)
-    if dtype not in _DTYPES:
+    if dtype not in WIDEST:
         found.append(f"it takes float32, bfloat16 and float16, and the tensors are {dtype}")
     if call.bound.is_grouped:
         found.append("it has no kernel for maps whose queries read one group of the features, as Expansion's do")
-    if not 0 < value_dim <= _WIDEST:
-        found.append(f"it takes values of width 1 to {_WIDEST}, and these have {value_dim}")
+    if not 0 < value_dim <= (widest := WIDEST.get(dtype, 256)):
+        found.append(f"it takes values of width 1 to {widest} in {dtype}, and these have {value_dim}")
     return found
 
 

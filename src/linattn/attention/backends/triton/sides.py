@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from linattn.attention.backends.triton.kernels.blocks import NO_KEY, Shape, Side
+from linattn.attention.backends.triton.objections import WIDEST
 from linattn.feature_maps import FeatureMap, LearnedExponential
 from linattn.feature_maps._learned import Exponents
 from linattn.feature_maps._powers import LOG2_E, Powers
 
-# The widest vectors that a tile of weights has room for.
-WIDEST = 256
 _PACKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -38,11 +37,11 @@ class Packed(NamedTuple):
         return Side(self.weights, bias, self.curvature, *strides)
 
 
-def kind_of(feature_map: FeatureMap, *, is_followed: bool) -> str:
+def kind_of(feature_map: FeatureMap, dtype: torch.dtype, *, is_followed: bool) -> str:
     """Whether the kernels compute a map's features, from their powers, or are given exponents or features."""
     if not feature_map.exponential:
         return "features"
-    if is_followed or feature_map.head_dim > WIDEST:
+    if is_followed or feature_map.head_dim > WIDEST[dtype]:
         return "exponents"
     is_power = isinstance(feature_map, LearnedExponential) or feature_map.powers(torch.float32) is not None
     return "powers" if is_power else "exponents"
