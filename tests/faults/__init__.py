@@ -18,6 +18,7 @@ from faults import (
     positions,
     records,
     training,
+    triton,
     whole_models,
 )
 
@@ -28,6 +29,7 @@ FAULTS = (
     *merged_keys.FAULTS,
     *biases.FAULTS,
     *calls.FAULTS,
+    *triton.FAULTS,
     *positions.FAULTS,
     *models.FAULTS,
     *nn.FAULTS,

@@ -45,7 +45,9 @@ def gradients(
 
 def check(map_name: str, dtype: torch.dtype, device: str, *, is_causal: bool, allowed: float) -> None:
     """Every result within so many roundings of the truth."""
-    tokens = tuple(x.to(dtype).to(device) for x in qkv(1, 4, 2, 21, 21, value_dim=5))
+    # Grouped heads for one of the maps: an interpreter takes its time.
+    heads = 4 if map_name == "FavorPlus-per-head" else 2
+    tokens = tuple(x.to(dtype).to(device) for x in qkv(1, heads, 2, 21, 21, value_dim=5))
     feature_map = build(map_name).to(device)
     truth = gradients(feature_map, tokens, "reference", torch.float64, is_causal=is_causal)
     found = gradients(feature_map, tokens, "triton", dtype, is_causal=is_causal)

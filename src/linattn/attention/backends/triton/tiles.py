@@ -38,7 +38,7 @@ def tuned(kernel: str, shape: Shape, capability: tuple[int, int]) -> Tuning:
     Chosen by what the compiler reports, not by time: see tests/laws/test_triton_compiled.py.
     """
     if kernel == "token_step":
-        return Tuning(shape.tile, 4, 1)
+        return Tuning(16 if shape.operand == tl.float32 and shape.padded_d > 64 else shape.tile, 4, 1)
     wide = max(shape.padded_d, shape.padded_dv)
     found = Tuning(shape.tile, 8, 1)
     if shape.operand != tl.bfloat16:
