@@ -19,8 +19,8 @@ from result_file import put_in_place, read_rows, write_rows
 
 HERE = Path(__file__).parent
 NOT_CLAIMS = {"run", "measuring", "ranks", "result_file"}
-# Hours: run by itself.
-LONG = {"language_models_at_equal_time"}
+# Hours, or a GPU: run by themselves.
+LONG = {"language_models_at_equal_time", "gpu_kernels"}
 ONE = "--one"
 
 

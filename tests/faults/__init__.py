@@ -19,6 +19,7 @@ from faults import (
     processes,
     records,
     training,
+    triton,
     whole_models,
 )
 
@@ -29,6 +30,7 @@ FAULTS = (
     *merged_keys.FAULTS,
     *biases.FAULTS,
     *calls.FAULTS,
+    *triton.FAULTS,
     *positions.FAULTS,
     *models.FAULTS,
     *nn.FAULTS,

@@ -72,8 +72,9 @@ def linear_attention(
         exact: which keys are attended to by softmax, without the map: near ones, heavy ones or both, as
             `Exact(window=32, num_heavy=32)`; or near ones, and all others merged, without a map, as
             `Exact(window=128, num_merged=256)`. None: the map takes all keys.
-        backend: "blocked" (plain torch, linear), "reference" (quadratic, for checking) or "auto", which takes
-            "blocked". A named backend runs or raises.
+        backend: "blocked" (plain torch, linear), "triton" (fused kernels on a CUDA GPU, not for float64 nor
+            `Expansion`), "reference" (quadratic, for checking) or "auto", which takes "triton" where it can run the
+            call, else "blocked". A named backend runs or raises.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.
@@ -82,9 +83,10 @@ def linear_attention(
         TypeError: `feature_map` is no FeatureMap instance; tensors are of another dtype or differ in theirs;
             `key_mask` is not bool.
         ValueError: shapes, devices, the map's width or heads do not fit; tensors are on the meta device; unknown
-            `backend`; a map that takes statistics from the call is used causally; an exact part beside a map that is
-            not one for the softmax kernel with a positive normaliser; a window where queries and keys differ in number;
-            merged keys beside a map or on another backend than "auto", or no map without them.
+            `backend`, or one that cannot run the call, with every reason; a map that takes statistics from the call is
+            used causally; an exact part beside a map that is not one for the softmax kernel with a positive normaliser;
+            a window where queries and keys differ in number; merged keys beside a map or on another backend than
+            "auto", or no map without them.
 
     Example:
         >>> import torch, linattn

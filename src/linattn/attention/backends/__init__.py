@@ -8,9 +8,11 @@ from linattn.attention.backends.backend import Rows as Rows
 from linattn.attention.backends.backend import regular as regular
 from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.reference import Reference
+from linattn.attention.backends.triton import Triton
 
-# "auto" takes the first that has no objection.
-BACKENDS: dict[str, Backend] = {"blocked": Blocked(), "reference": Reference()}
+# "auto" takes the first that has no objection, on a GPU that of its kernels if they can run the call.
+_TRITON = Triton()
+BACKENDS: dict[str, Backend] = {"blocked": Blocked(), "reference": Reference(), "triton": _TRITON}
 
 
 def check_backend(name: str) -> None:
@@ -26,6 +28,8 @@ def choose(name: str, call: Call) -> Backend:
         ValueError: the named backend cannot run the call; every reason is listed.
     """
     if name == "auto":
+        if call.query.is_cuda and BACKENDS.get("triton") is _TRITON and not _TRITON.objections(call):
+            return _TRITON
         return next(backend for backend in BACKENDS.values() if not backend.objections(call))
     if reasons := BACKENDS[name].objections(call):
         raise ValueError(f'backend={name!r} cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')

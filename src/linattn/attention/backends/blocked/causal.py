@@ -34,7 +34,15 @@ from linattn.attention.backends.blocked.features import (
 )
 from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
-from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, sums_of
+from linattn.attention.backends.blocked.records import (
+    Causal,
+    CausalOutputs,
+    Gradients,
+    KeyGradients,
+    Saved,
+    empty_sums,
+    sums_of,
+)
 from linattn.attention.backends.blocked.rows import SavedRows, empty_rows, rows_of, saved_rows, store_rows, times_z
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -139,6 +147,12 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
 def segments(inputs: Causal, span: int) -> list[list[slice]]:
     """The blocks of the forward and the backward pass, in segments."""
     return stretches(blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span), SEGMENT)
+
+
+def empty_outputs(inputs: Causal, span: int) -> CausalOutputs:
+    """Memory for all outputs."""
+    rows, kept = empty_rows(inputs.query, inputs.S), empty_checkpoints(inputs, span)
+    return CausalOutputs(*rows, *empty_sums(inputs), *kept, no_bounds(inputs, span))
 
 
 def empty_checkpoints(inputs: Causal, span: int) -> Sums:

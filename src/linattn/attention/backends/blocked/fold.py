@@ -24,7 +24,9 @@ from linattn.attention.backends.blocked.records import (
     MassOutputs,
     Read,
     Saved,
+    empty_sums,
 )
+from linattn.attention.backends.blocked.rows import empty_rows
 from linattn.attention.bound_map import BoundMap
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -37,6 +39,8 @@ class Fold(NamedTuple):
     backward: Callable[..., Gradients] | None  # None where all outputs are constants
     inputs: Any
     outputs: Any
+    shapes: Callable[[Any, int], Sequence[Tensor]]  # (inputs, span) -> memory of the outputs, for the compiler
+    backend: str = "blocked"
 
     def constants(self, feature_map: FeatureMap, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs without a gradient; a plain map's exponents of rows are maxima, a grouped one's are not."""
@@ -44,11 +48,12 @@ class Fold(NamedTuple):
         return [x for name, x in zip(self.outputs._fields, outputs, strict=True) if name not in followed]
 
 
+# Other backends add theirs, under names of their own.
 FOLDS = {
-    "absorb": Fold(absorbing.absorb, absorbing.absorb_backward, Absorb, Sums),
-    "read": Fold(reading.read, reading.read_backward, Read, Rows),
-    "causal": Fold(causal.forward, causal.backward, Causal, CausalOutputs),
-    "mass": Fold(reading.mass, None, Causal, MassOutputs),
+    "absorb": Fold(absorbing.absorb, absorbing.absorb_backward, Absorb, Sums, lambda given, _: empty_sums(given)),
+    "read": Fold(reading.read, reading.read_backward, Read, Rows, lambda given, _: empty_rows(given.query, given.S)),
+    "causal": Fold(causal.forward, causal.backward, Causal, CausalOutputs, causal.empty_outputs),
+    "mass": Fold(reading.mass, None, Causal, MassOutputs, lambda given, _: [given.z.new_empty(given.key.shape[:3])]),
 }
 
 
@@ -178,13 +183,14 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is kept."""
+        """Nothing is kept but the name for the refusal."""
+        ctx.backend = inputs[0].fold.backend
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Refuse second derivatives."""
         raise NotImplementedError(
-            "backend='blocked' has first derivatives only; use backend='reference' for second derivatives"
+            f"backend={ctx.backend!r} has first derivatives only; use backend='reference' for second derivatives"
         )
 
     @staticmethod
@@ -194,7 +200,8 @@ class _Backward(torch.autograd.Function):
         if any(not _is_of_call(x, dim) for x, dim in zip(arguments[first:], in_dims[first:], strict=True)):
             raise NotImplementedError(
                 "per-sample gradients (vmap over grad) of a feature map's own parameters are not supported by "
-                "backend='blocked'; freeze them with requires_grad_(False), or use backend='reference'"
+                f"backend={arguments[0].fold.backend!r}; freeze them with requires_grad_(False), or use "
+                "backend='reference'"
             )
         return _mapped(_Backward, info.batch_size, in_dims, arguments, num_static=2)
 
@@ -206,8 +213,9 @@ def _mapped(function: Any, size: int, in_dims: Sequence[Any], arguments: Sequenc
         is_shared = place >= first_bound and not _is_of_call(x, dim)
         if is_shared and dim is not None:
             raise NotImplementedError(
-                "vmap over a feature map's own parameters is not supported by backend='blocked', got a mapped tensor "
-                f"of shape {tuple(x.shape)}; give the map num_heads=… for one set per head, or use backend='reference'"
+                "vmap over a feature map's own parameters is not supported by "
+                f"backend={arguments[0].fold.backend!r}, got a mapped tensor of shape {tuple(x.shape)}; give the map "
+                "num_heads=… for one set per head, or use backend='reference'"
             )
         if x is not None and not is_shared:
             x = (x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)

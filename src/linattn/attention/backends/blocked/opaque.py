@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked import fold
-from linattn.attention.backends.blocked.causal import empty_checkpoints, no_bounds
-from linattn.attention.backends.blocked.rows import empty_rows
 from linattn.feature_maps._base import live_map
 
 
@@ -27,14 +25,8 @@ def _fold(name: str, span: int, handle: int, names: str, inputs: list[Tensor], t
 @_fold.register_fake
 def _(name: str, span: int, handle: int, names: str, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """The outputs' shapes."""
-    given = fold.FOLDS[name].inputs(*inputs)
-    state = [x.new_empty(x.shape) for x in (given.S, given.z, given.m)]
-    if name == "mass":
-        return [given.z.new_empty(given.key.shape[:3])]
-    if name == "absorb":
-        return state
-    rows = list(empty_rows(given.query, given.S))
-    return rows if name == "read" else [*rows, *state, *empty_checkpoints(given, span), no_bounds(given, span)]
+    given = fold.FOLDS[name]
+    return list(given.shapes(given.inputs(*inputs), span))
 
 
 # Not a custom_op: the fold pulls the map back with autograd, which a custom_op switches off around its body.
@@ -105,8 +97,9 @@ def run(task: fold.Task, inputs: Any, tensors: Sequence[Tensor]) -> list[Tensor]
     """The fold's outputs inside a compiled graph; raises in a torch.func transform, which would be silently wrong."""
     if _inside_a_transform():
         raise NotImplementedError(
-            "torch.func transforms (grad, vmap, jvp) inside torch.compile are not supported by backend='blocked'; "
-            "apply the transform outside the compiled function, or use backend='reference'"
+            "torch.func transforms (grad, vmap, jvp) inside torch.compile are not supported by "
+            f"backend={task.fold.backend!r}; apply the transform outside the compiled function, or use "
+            "backend='reference'"
         )
     given, names = [x for x in inputs if x is not None], ",".join(task.names)
     found: list[Tensor] = _fold(task.name, task.span, task.feature_map.handle, names, given, list(tensors))

@@ -72,6 +72,11 @@ def sums_of(inputs: Absorb | Read | Causal) -> Sums:
     return Sums(inputs.S, inputs.z, inputs.m)
 
 
+def empty_sums(inputs: Absorb | Causal) -> Sums:
+    """Memory for the sums after a fold."""
+    return Sums(*(x.new_empty(x.shape) for x in (inputs.S, inputs.z, inputs.m)))
+
+
 class Saved(NamedTuple):
     """What a backward pass is given: a forward pass, and the gradients of its outputs in their own record."""
 

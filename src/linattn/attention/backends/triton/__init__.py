@@ -1,0 +1,80 @@
+"""Kernels for CUDA GPUs, written in Triton: features are made inside them and never stored.
+
+Triton is imported when the first call comes: this package can be imported, and asked for its objections, without it.
+
+Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, R
+features, M exponents kept per head (the map's num_exponents).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linattn.attention.backends.backend import Call, Rows
+from linattn.attention.backends.blocked import Blocked
+from linattn.attention.backends.blocked.fold import is_followed
+from linattn.attention.backends.blocked.records import Absorb, Causal, Read
+from linattn.attention.backends.triton.objections import objections
+from linattn.attention.sums import Sums
+
+
+class Triton:
+    """Fused kernels on a GPU; bitwise the same from run to run, earlier rows whatever later keys are."""
+
+    def objections(self, call: Call) -> list[str]:
+        """Every reason why the kernels cannot run the call."""
+        return objections(call)
+
+    def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
+        """Absorb, then read; or the causal fold over as many keys as queries, the others absorbed or read apart."""
+        if not call.is_causal:
+            after = self.absorb(call, before)
+            return self.read(call, after), after
+        extra = call.key.shape[2] - call.query.shape[3]
+        if extra > 0:
+            before, call = self.absorb(call.with_keys(slice(extra)), before), call.with_keys(slice(extra, None))
+        bound, query, key, value, bias, _ = call
+        if key.shape[2] == query.shape[3] == 1 and not span and _is_bare(call, before):
+            # Imported here: the kernels need Triton, and `import linattn` needs torch alone.
+            from linattn.attention.backends.triton.stepping import step
+
+            return step(bound.feature_map, Causal(query, key, value, *before, bias))
+        late = query[..., max(-extra, 0) :, :]
+        found = _run("triton causal", call, Causal(late, key, value, *before, bias), span)
+        rows, after = Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
+        if extra < 0:
+            early = self.read(call._replace(query=query[..., :-extra, :]), before)
+            rows = Rows(*(torch.cat(parts, 3) for parts in zip(early, rows, strict=True)))
+        return rows, after
+
+    def absorb(self, call: Call, before: Sums) -> Sums:
+        """One pass over the keys."""
+        found: Sums = _run("triton absorb", call, Absorb(call.key, call.value, *before, call.bias))
+        return found
+
+    def read(self, call: Call, sums: Sums) -> Rows:
+        """One pass over the queries."""
+        found = _run("triton read", call, Read(call.query, *sums))
+        return Rows(found.out, found.den, found.reference)
+
+    def column_mass(self, call: Call) -> Tensor:
+        """As the blocked backend has it: a constant, of plain torch on any device."""
+        return Blocked().column_mass(call)
+
+
+def _is_bare(call: Call, before: Sums) -> bool:
+    """Whether nothing follows the call, and its map is exponential: one token then takes one launch."""
+    if call.bound.tensors or not call.bound.feature_map.exponential or torch.compiler.is_compiling():
+        return False
+    return not is_followed(call.query, call.key, call.value, *before, call.bias)
+
+
+def _run(name: str, call: Call, inputs: Any, span: int = 0) -> Any:
+    """Run a fold, in the table from the first call on."""
+    # Imported here: the kernels need Triton, and `import linattn` needs torch alone.
+    from linattn.attention.backends.triton import folding
+
+    return folding.run(name, call.bound, inputs, span)

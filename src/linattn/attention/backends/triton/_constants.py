@@ -1,0 +1,13 @@
+"""What a compiled graph holds as a constant: whether a device can run the kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from linattn.attention.backends.triton.objections import reason
+
+
+@torch.compiler.assume_constant_result
+def constant_reason(device: str) -> str:
+    """`reason`, found while the graph is made."""
+    return reason(device)

@@ -1,0 +1,1 @@
+"""The kernels, one a file, and what they share."""

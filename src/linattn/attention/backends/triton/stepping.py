@@ -1,0 +1,38 @@
+"""One token, without gradients: one launch. Letters as in triton/__init__.py."""
+
+from __future__ import annotations
+
+import triton
+
+from linattn.attention.backends.backend import Rows
+from linattn.attention.backends.blocked.records import Causal, empty_sums, sums_of
+from linattn.attention.backends.blocked.rows import empty_rows
+from linattn.attention.backends.triton.kernels.token_step import token_step
+from linattn.attention.backends.triton.launching import bias_rows, plan, rows, without_masked
+from linattn.attention.sums import Sums
+from linattn.feature_maps import FeatureMap
+
+# Values of one program: parts of a head's state go to several, which all make its features.
+_PART = 32
+
+
+def step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
+    """The rows of a token's queries (B, H, G, 1, D), and the sums after it; of an exponential map."""
+    query, key, value, *_, bias = inputs
+    batch, heads, members, _, _ = query.shape
+    work = plan(feature_map, key, (batch, heads, members, 1, value.shape[-1]), span=0, saved=None)
+    # The queries of a head stand in the place of tokens.
+    width = min(_PART, work.shape.padded_dv)
+    block = max(16, triton.next_power_of_2(members))
+    work = work._replace(shape=work.shape._replace(padded_dv=width, block=block))
+    found, after = empty_rows(query, inputs.S), empty_sums(inputs)
+    out = work.as_operand(found.out)
+    masked = without_masked(key, bias) if work.is_given else key
+    tokens = rows(work.given(query.squeeze(3), "query")), rows(work.given(masked, "key"))
+    given = (*tokens, rows(work.as_operand(value)), work.query_side.side(), work.key_side.side())
+    biases = tokens[0] if bias is None else bias_rows(bias)
+    before = tuple(x.contiguous() for x in sums_of(inputs))
+    arguments = (*given, biases, before, tuple(after), (out, found.den, found.reference), work.cut)
+    parts = triton.cdiv(work.shape.dv, width)
+    work.run(token_step, batch * heads * parts, arguments, (bias is not None,))
+    return found._replace(out=out.to(query.dtype)), after

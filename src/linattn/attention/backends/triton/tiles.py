@@ -1,0 +1,89 @@
+"""Which sizes the kernels run with, and what they are compiled for. Letters as in triton/__init__.py."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from linattn.attention.backends.triton.kernels.blocks import Shape, operand
+
+# Whether Triton interprets the kernels on the CPU, as TRITON_INTERPRET=1 has it: for tests.
+IS_INTERPRETED = not isinstance(operand, triton.JITFunction)
+
+
+class Tuning(NamedTuple):
+    """How one kernel runs: features F of a tile, warps, stages."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def sizes(wide: int, dtype: torch.dtype, *, is_backward: bool) -> tuple[int, int]:
+    """The most features of a tile, and the tokens C of a block, for heads up to so wide."""
+    if dtype == torch.bfloat16:
+        return (64 if wide <= 128 else 32), (32 if is_backward and wide > 128 else 64)
+    if wide > 64:
+        return 32, 16
+    return (32, 16 if is_backward else 64) if dtype == torch.float16 else (32, 32)
+
+
+def tuned(kernel: str, shape: Shape, capability: tuple[int, int]) -> Tuning:
+    """What keeps a kernel's sums in registers and its operands in shared memory, on a GPU of this capability.
+
+    Chosen by what the compiler reports, not by time: see tests/laws/test_triton_compiled.py.
+    """
+    if kernel == "token_step":
+        return Tuning(16 if shape.operand == tl.float32 and shape.padded_d > 64 else shape.tile, 4, 1)
+    wide = max(shape.padded_d, shape.padded_dv)
+    found = Tuning(shape.tile, 8, 1)
+    if shape.operand != tl.bfloat16:
+        if wide > 64:
+            small = shape.precision == "ieee" or wide > 128 or kernel in ("query_gradients", "key_gradients")
+            found = Tuning(16 if small else 32, 8, 1)
+        elif shape.precision == "tf32" and shape.block == 16:
+            found = Tuning(shape.tile, 4, 1)
+    elif kernel == "key_gradients":
+        found = Tuning(64 if wide <= 64 and capability >= (9, 0) else 16, 8, 1)
+    elif wide <= 64:
+        # With two stages the compiler fails on the offsets for the newest GPUs.
+        found = Tuning(64, 4, 1 if kernel == "key_offsets" else 2)
+    elif kernel == "query_gradients" or (kernel == "row_outputs" and capability < (9, 0)):
+        found = Tuning(32 if wide <= 128 else 16, 8, 1)
+    return found._replace(tile=min(found.tile, shape.tile))
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """That of a GPU; an interpreter has any."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def shape_of(kind: str, d: int, dv: int, num_features: int, dtype: torch.dtype, *, is_backward: bool) -> Shape:
+    """What a call's kernels are compiled for; float16 is multiplied as float32, whose range its features need."""
+    is_short, d = dtype == torch.bfloat16, d if kind == "powers" else 1
+    features, tokens = sizes(max(d, dv), dtype, is_backward=is_backward)
+    features = min(features, padded(num_features))
+    return Shape(
+        d=d,
+        padded_d=padded(d),
+        dv=dv,
+        padded_dv=padded(dv),
+        num_features=num_features,
+        total=triton.cdiv(num_features, features) * features,
+        tile=features,
+        block=tokens,
+        kind=kind,
+        operand=tl.bfloat16 if is_short else tl.float32,
+        precision="tf32" if dtype == torch.float16 else "ieee",
+        emulated=is_short and IS_INTERPRETED,
+    )
+
+
+def padded(width: int) -> int:
+    """The next power of two, at least what a matrix instruction takes."""
+    return max(16, 1 << (width - 1).bit_length())

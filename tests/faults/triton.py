@@ -1,0 +1,96 @@
+"""Faults of the kernels for GPUs."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+TRITON = "attention/backends/triton/"
+KERNELS = TRITON + "kernels/"
+TRUTH, FOLD, BITS = (f"tests/laws/test_triton.py -k laws_{name}" for name in ("truth", "fold", "bits"))
+
+FAULTS = (
+    Fault(
+        "let a row see its block's later keys",
+        KERNELS + "blocks.py",
+        "(numbers[:, None] >= numbers[None, :]) & kept[None, :]",
+        "(numbers[:, None] > -1) & kept[None, :]",
+        BITS,
+    ),
+    Fault(
+        "one offset for all keys of a block",
+        KERNELS + "key_offsets.py",
+        "own = tl.ceil(largest) - HEADROOM",
+        "own = own * 0 + tl.ceil(tl.max(largest, 0)) - HEADROOM",
+        BITS,
+    ),
+    Fault(
+        "let masked keys in",
+        KERNELS + "key_offsets.py",
+        'kept = kept & (given > float("-inf"))',
+        "kept = kept & (given < float('inf'))",
+        BITS,
+    ),
+    Fault(
+        "drop a bias's fraction",
+        KERNELS + "key_offsets.py",
+        "tl.where(kept, own - fraction,",
+        "tl.where(kept, own,",
+        TRUTH,
+    ),
+    Fault(
+        "no gradient of the normaliser",
+        KERNELS + "row_gradients.py",
+        "delta = tl.sum(y * grad, 1)",
+        "delta = 0 * tl.sum(y * grad, 1)",
+        TRUTH,
+    ),
+    Fault(
+        "no gradient of a query's length",
+        KERNELS + "query_gradients.py",
+        "total += curved_rows(",
+        "total += 0 * curved_rows(",
+        TRUTH,
+    ),
+    Fault(
+        "leave states at their former peak",
+        KERNELS + "key_states.py",
+        "S, z = S * fall, z * fall",
+        "fall = fall",
+        FOLD,
+    ),
+    Fault(
+        "gradients of states from one query head",
+        KERNELS + "state_gradients.py",
+        "for member in range(cut.members):",
+        "for member in range(1):",
+        FOLD,
+    ),
+    Fault(
+        "start every segment from nothing",
+        TRITON + "segments.py",
+        "        run(before, is_kept=True)",
+        "        run(None, is_kept=True)",
+        FOLD,
+    ),
+    Fault(
+        "read before the token's own key",
+        KERNELS + "token_step.py",
+        "+ phi[:, None] * v[None, :]",
+        "",
+        FOLD,
+    ),
+    Fault(
+        "forget the given state",
+        TRITON + "causal.py",
+        "start = whole_tiles(work, S * fall.unsqueeze(-1), z * fall)",
+        "start = whole_tiles(work, 0 * S, 0 * z)",
+        FOLD,
+    ),
+    Fault(
+        "tiles that older GPUs have no registers for",
+        TRITON + "tiles.py",
+        "Tuning(64 if wide <= 64 and capability >= (9, 0) else 16, 8, 1)",
+        "Tuning(64, 8, 1)",
+        "tests/laws/test_triton_compiled.py -k 80-bfloat16-64",
+    ),
+)

@@ -1,0 +1,59 @@
+"""Every kernel compiles for the GPUs it is shipped for, none of which has to be there: products by matrix instructions,
+sums in registers, operands in shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "triton" / "compiled.py"
+# Bytes of shared memory that a block may have (CUDA's compute capabilities), and of stack: 32 registers.
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+STACK = 128
+# TF32's operands are held once in every warp, which at this width are more than the registers.
+SPILLED = {("float16", 128): 288}
+KERNELS = {
+    "key_offsets", "key_states", "row_outputs", "row_gradients", "state_gradients", "query_gradients", "key_gradients"
+}  # fmt: skip
+# Capability, dtype, width of heads, map: FavorPlus has powers, a trained map's exponents are given to the backward
+# pass, of Relu features are given.
+CALLS = [
+    (80, "bfloat16", 64, "FavorPlus"),
+    (89, "bfloat16", 64, "FavorPlus"),
+    (90, "bfloat16", 64, "FavorPlus"),
+    (100, "bfloat16", 64, "FavorPlus"),
+    (90, "bfloat16", 128, "FavorPlus"),
+    (90, "float16", 64, "FavorPlus"),
+    (90, "float32", 64, "FavorPlus"),
+    (80, "bfloat16", 128, "FavorPlus"),
+    (90, "bfloat16", 256, "FavorPlus"),
+    (90, "float16", 128, "FavorPlus"),
+    (90, "float32", 128, "FavorPlus"),
+    (90, "bfloat16", 64, "LearnedExponential"),
+    (90, "bfloat16", 64, "Relu"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
+def test_kernels_compile_within_a_gpu(call: tuple[int, str, int, str]) -> None:
+    capability, dtype, width, _ = call
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, call)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    # One token has a kernel of its own, unless a linear map or followed parameters leave it to the others.
+    own = {"token_step"} if call[-1] == "FavorPlus" else set()
+    assert {row["kernel"] for row in rows} == KERNELS | own
+    for row in rows:
+        assert row["stack"] <= SPILLED.get((dtype, width), STACK), row
+        assert row["shared"] <= SHARED[capability], row
+        # float32 is multiplied exactly, which no matrix instruction does; given features are not multiplied first.
+        if dtype != "float32" and row["kernel"] not in ("row_gradients", "key_offsets"):
+            assert row["products"] > 0, row

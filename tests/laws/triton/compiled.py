@@ -1,0 +1,110 @@
+"""Compile the kernels of one call, forward and backward, for a GPU that need not be there; print what became of each.
+
+    TRITON_INTERPRET=0 python tests/laws/triton/compiled.py CAPABILITY DTYPE WIDTH MAP
+
+One line of JSON for each kernel: registers, stack and shared memory in bytes, matrix instructions. The launches are the
+shipped ones, stopped before a device would have to be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import linattn
+from linattn.attention.backends.triton import launching
+from linattn.attention.backends.triton.objections import objections
+from linattn.attention.backends.triton.tiles import tuned
+
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
+LENGTH = 256
+
+
+class Driver:
+    """What Triton asks of a GPU before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def describe(compiled: Any) -> dict[str, int]:
+    """Registers, stack, shared memory and matrix instructions of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [TOOL, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK"))
+    products = sum(compiled.asm["ptx"].count(name) for name in PRODUCTS)
+    return {"registers": registers, "stack": stack, "shared": compiled.metadata.shared, "products": products}
+
+
+def compile_instead(capability: int) -> None:
+    """Have launches compile and print."""
+    done = set()
+
+    def run(
+        self: launching.Work, kernel: Any, programs: int, arguments: Sequence[Any], flags: Sequence[bool],
+        *, by_tile: bool = False,
+    ) -> None:  # fmt: skip
+        tuning = tuned(kernel.__name__, self.shape, (capability // 10, capability % 10))
+        options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+        shape = self.shape._replace(tile=tuning.tile)
+        if (kernel.__name__, *flags) in done:
+            return
+        done.add((kernel.__name__, *flags))
+        found = describe(kernel.warmup(*arguments, shape, *flags, grid=(1,), **options))
+        sys.stdout.write(json.dumps({"kernel": kernel.__name__} | found) + "\n")
+        sys.stdout.flush()
+
+    launching.Work.run = run
+
+
+def main() -> None:
+    """Compile the kernels of a causal call, and of one token."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("capability", type=int)
+    parser.add_argument("dtype")
+    parser.add_argument("width", type=int)
+    parser.add_argument("map")
+    given = parser.parse_args()
+    driver.set_active(Driver(given.capability))
+    compile_instead(given.capability)
+    # Tensors lie on the CPU; no kernel runs.
+    sys.modules[objections.__module__].is_interpreted = lambda: True
+    kind = linattn.feature_maps.FEATURE_MAPS[given.map]
+    feature_map = kind(given.width) if given.map == "Relu" else kind(given.width, 256)
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(1, 2, LENGTH, given.width, generator=generator) for _ in range(3)]
+    if isinstance(feature_map, linattn.feature_maps.FittedMap):
+        feature_map.fit(*tokens[:2])
+    leaves = [x.to(getattr(torch, given.dtype)).requires_grad_() for x in tokens]
+    linattn.linear_attention(*leaves, feature_map, is_causal=True, backend="triton").sum().backward()
+    with torch.no_grad():
+        linattn.linear_attention_with_state(*(x[:, :, :1] for x in leaves), feature_map, backend="triton")
+
+
+if __name__ == "__main__":
+    main()
