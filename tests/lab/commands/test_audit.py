@@ -76,7 +76,7 @@ def test_audit(run, tmp_path, family):
     assert header.maps == ["FavorPlus", "Centred(Taylor(order=1))"]
     heads = 2 * 4
     ranks = 6 if family == "bert" else 5
-    assert len(without_times(rows)) == 2 + ranks * heads + (2 * 2 + 1) * (heads + 1)
+    assert len(without_times(rows)) == 2 + 2 + ranks * heads + (2 * 2 + 1) * (heads + 1) + 3 * 2
     assert sum(isinstance(row, TimeRow) for row in rows) == 3
     assert "uniform averaging" in result.output
     assert "Up to 80 numbers per head, what 8 random features keep" in result.output
@@ -147,15 +147,15 @@ def measured(monkeypatch):
     return found
 
 
-# Two baselines, five ranks of two layers of four heads, then for each method two layers of heads, the model's time
-# and the whole model; times at growing lengths come last.
-@pytest.mark.parametrize("number", [0, 1, 2, 5, 44, 46, 50, 51, 52, 53, 56, 60, 61, 62])
+# Two baselines, two layers' attention rows, five ranks of two layers of four heads, then for each method two layers of
+# attention rows and heads, the model's time and the whole model; times at growing lengths come last.
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 46, 49, 54, 55, 56, 58, 61, 66, 67, 68])
 def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, measured, number):
     words = ["--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "1"]
     file = tmp_path / "out" / "audit.jsonl"
     run(*words)
     whole = figures(file)
-    assert len(without_times(whole)) == 60
+    assert len(without_times(whole)) == 66
     file.unlink()
     ends(number)
     result = run(*words)
@@ -167,7 +167,7 @@ def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, m
     assert run(*words).exit_code == 0
     assert set(without_times(figures(file))) == set(without_times(whole))
     assert [type(row) for row in figures(file)].count(TimeRow) == 2
-    layers = (max(number - 42, 0) // 4, max(number - 52, 0) // 4)
+    layers = (max(number - 44, 0) // 5, max(number - 56, 0) // 5)
     assert measured == ["FavorPlus"] * max(2 - layers[0], 0) + ["Relu"] * max(2 - layers[1], 0)
     assert sorted(path.name for path in file.parent.iterdir()) == ["audit.jsonl", "index.html", "report.json"]
 
@@ -188,7 +188,7 @@ def test_a_finished_audit_is_measured_anew_when_asked_for(run, tmp_path, measure
 def test_an_interrupt_leaves_a_page_of_what_is_measured(run, tmp_path, ends):
     words = ["--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "2"]
     ranks = 5 * 2 * 4
-    ends(2 + ranks + 9 + 3)
+    ends(2 + 2 + ranks + 12 + 2)
     result = run(*words)
     assert f"{tmp_path / 'out' / 'index.html'} shows the 1 methods and widths" in result.output.replace("\n", "")
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))

@@ -135,7 +135,7 @@ def test_what_is_left_out_says_why(tiny, words):
         ("bert", None, {}, "for causal language models"),
         ("llama", Text("short", "abc " * 40), {}, "too few for 1 passages"),
         ("windowed", None, {}, "no layer of MistralForCausalLM would be replaced"),
-        ("llama", None, {"num_tokens": 8}, "at least 64 tokens"),
+        ("llama", None, {"num_tokens": 8}, "num_tokens must be at least 64, got 8"),
         ("llama", None, {"kinds": ("oracle",)}, "oracle"),
     ],
 )
