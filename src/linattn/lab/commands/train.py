@@ -109,9 +109,8 @@ def train(
             seed,
         )
         corpus = from_documents(read_documents(text) if text else python_documents(), context=context)
-        bytes_per_step = context * batch
         with training_progress(
-            console, "Reading and measuring", lambda progress: _pace(progress, bytes_per_step), parts=_PARTS
+            console, "Reading and measuring", lambda progress: _pace(progress, context * batch), parts=_PARTS
         ) as notify:
             found = pretrain(model, corpus, config, work=work, notify=notify, num_parts=parts, shard=shard)
         if work is not None:
