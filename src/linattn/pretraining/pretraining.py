@@ -126,10 +126,12 @@ def pretrain(
     # The first process writes for all.
     work = work if share.processes.is_first else None
     with alone_in(work), share.laid_out(model) as laid_out:
+        # What it refuses leaves no folder.
+        training = _training(laid_out, corpus, config, share)
         folder = None if work is None else WorkFolder(work, _identity(model, corpus, config), kind="training")
         if folder is not None:
             folder.claim()
-        trained = train(_training(laid_out, corpus, config, share), folder, notify or (lambda *_: None))
+        trained = train(training, folder, notify or (lambda *_: None))
     model.train(False)
     test = windows(corpus.test, config.context, _TEST_BYTES)
     judged = share.processes.first_does(lambda: score(model, test))

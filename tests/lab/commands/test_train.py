@@ -25,14 +25,14 @@ SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--features", "8", "-
 # Runs the command until so many checkpoints were written, and is then killed.
 DYING = """
 import os, signal, sys
-from linattn.training.checkpoints import WorkFolder
-left, own = [None] * int(sys.argv[1]), WorkFolder.save
+from linattn.training.loop import _Run
+left, own = [None] * int(sys.argv[1]), _Run._save
 def dying(*args):
     own(*args)
     left.pop()
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
-WorkFolder.save = dying
+_Run._save = dying
 sys.argv[1:] = sys.argv[2:]
 from linattn.cli import main
 main()
