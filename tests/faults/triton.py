@@ -24,10 +24,10 @@ FAULTS = (
         BITS,
     ),
     Fault(
-        "let masked keys in",
-        KERNELS + "key_offsets.py",
-        'kept = kept & (given > float("-inf"))',
-        "kept = kept & (given < float('inf'))",
+        "load what masked keys hold",
+        KERNELS + "blocks.py",
+        'kept = there & (shift < float("inf"))',
+        "kept = there",
         BITS,
     ),
     Fault(

@@ -25,8 +25,8 @@ def results(
 
 
 def tokens(device: str, *, scale: float = 0.7, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Queries, keys and values of grouped heads."""
-    return [x.to(device, dtype) for x in qkv(1, 2, 1, 36, 36, scale=scale)]
+    """Queries, keys and values of two heads."""
+    return [x.to(device, dtype) for x in qkv(1, 2, 2, 36, 36, scale=scale)]
 
 
 @pytest.mark.parametrize("factor", [2.0, 30.0])

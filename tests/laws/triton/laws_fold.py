@@ -68,7 +68,6 @@ def test_segments_side_by_side_are_one_pass(is_causal: bool, device: str, monkey
         leaves = [x.requires_grad_() for x in tokens(device, 60)]
         out = linattn.linear_attention(*leaves, feature_map, is_causal=is_causal, enable_gqa=True, backend="triton")
         results.append((out, *torch.autograd.grad((out * out).sum(), leaves)))
-    assert segments._segments.calls if hasattr(segments._segments, "calls") else True
     for index, (one, many) in enumerate(zip(*results, strict=True)):
         assert relative_error(many, one) < TOLERANCE, f"item {index}"
 
