@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import sys
-for name in "triton transformers accelerate tensorboard jinja2 typer rich scipy numpy".split():
+for name in "triton transformers accelerate tensorboard peft jinja2 typer rich scipy numpy".split():
     sys.modules[name] = None
 import torch, linattn, linattn.planning.choosing, linattn.planning.measures, linattn.planning.methods
 x = torch.randn(1, 2, 70, 8, requires_grad=True)
@@ -25,7 +25,8 @@ except ImportError as error:
 """
 WITHOUT_ACCELERATE = """
 import sys
-sys.modules["accelerate"] = None
+# Which needs the other.
+sys.modules["peft"] = sys.modules["accelerate"] = None
 import linattn.hf
 try:
     import linattn.convert
@@ -50,7 +51,7 @@ def run(script: str) -> str:
 
 
 def test_the_core_runs_with_torch_alone() -> None:
-    assert run(SCRIPT) == MISSING.format("transformers, accelerate, tensorboard")
+    assert run(SCRIPT) == MISSING.format("transformers, accelerate, tensorboard, peft")
 
 
 def test_importing_the_core_loads_nothing_that_torch_has_not() -> None:
@@ -59,4 +60,4 @@ def test_importing_the_core_loads_nothing_that_torch_has_not() -> None:
 
 
 def test_converting_says_what_it_needs() -> None:
-    assert run(WITHOUT_ACCELERATE) == MISSING.format("accelerate")
+    assert run(WITHOUT_ACCELERATE) == MISSING.format("accelerate, peft")

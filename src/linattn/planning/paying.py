@@ -6,7 +6,6 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from linattn.attention import softmax_attention
 from linattn.feature_maps import FeatureMap
 from linattn.planning.costs import exact_state_numbers, state_numbers
 from linattn.planning.methods import Method, fit
-from linattn.planning.timing import seconds
+from linattn.planning.timing import seconds, spread
 
 LINEAR, EXACT = "linear", "exact"
 Tokens = tuple[Tensor, Tensor, Tensor]
@@ -254,7 +253,8 @@ def _medians(
 
     with torch.no_grad():
         found = seconds({LINEAR: partial(waited, linear), EXACT: partial(waited, exact)}, repeats=repeats)
-    return statistics.median(found[LINEAR]), statistics.median(found[EXACT])
+    linear, exact = (spread(found[name])["median"] for name in (LINEAR, EXACT))
+    return linear, exact
 
 
 def _repeated(tokens: Tokens, length: int) -> Tokens:

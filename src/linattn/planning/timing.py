@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 
@@ -65,4 +64,7 @@ def spread(samples: list[float]) -> dict[str, float]:
         >>> spread([3.0, 1.0, 2.0])
         {'median': 2.0, 'min': 1.0, 'max': 3.0}
     """
+    # Imported here: it loads decimal arithmetic, which `import linattn` needs not.
+    import statistics
+
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
