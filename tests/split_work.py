@@ -41,7 +41,7 @@ def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> tuple[list[Aud
     # Exact attention takes the fewest operations of all at 32 tokens.
     with (
         mock.patch("linattn.planning.choosing.exact_flops_per_token", return_value=10**9),
-        mock.patch("linattn.lab.audit.paying._MOST_TOKENS", 64),
+        mock.patch("linattn.planning.paying._MOST_TOKENS", 64),
     ):
         rows = list(Audit(loaded, text, grid, num_tokens=32, planned=planner).rows())
     chosen = [head.method for plan in planner.plans for head in plan.heads]
@@ -77,11 +77,12 @@ def step_gradients(mesh: DeviceMesh | None, folder: Path, name: str) -> dict[str
     draw = torch.Generator().manual_seed(1)
     mask = (torch.arange(12) < torch.tensor([[12], [5], [9], [4]])).long()
     batches = [{"input_ids": torch.randint(3, 40, (4, 12), generator=draw), "attention_mask": mask} for _ in range(16)]
-    samples, options = from_batches(batches, seed=0), {"seconds": 1.0, "learning_rate": 1.0}
+    samples = from_batches(batches, seed=0)
     if name == "transfer":
-        training = transfer(model, maps, layers, teacher, samples, **options)
+        training = transfer(model, maps, layers, teacher, samples, seconds=1.0, learning_rate=1.0)
     else:
-        training = distil(model, maps, teacher, samples, map_learning_rate=1.0, **options)
+        weights = list(model.parameters()), 1.0
+        training = distil(model, weights, maps, teacher, samples, seconds=1.0, map_learning_rate=1.0)
     training.loss(0).backward()
     grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     processes.average_(grads.values())

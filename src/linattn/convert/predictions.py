@@ -35,10 +35,10 @@ class Predictions(NamedTuple):
     head: Callable[[Tensor], Tensor] | None
     following: Tensor | None = None
 
-    def log_probabilities(self, states: Tensor, dtype: torch.dtype) -> Tensor:
-        """Logarithms (m, V) of what is predicted from some of the states (m, ·)."""
+    def log_probabilities(self, states: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Logarithms (m, V) of what is predicted from some of the states (m, ·), in this dtype or a wider one."""
         logits = states if self.head is None else self.head(states)
-        return logits.to(dtype).log_softmax(-1)
+        return logits.to(torch.promote_types(logits.dtype, dtype)).log_softmax(-1)
 
     def pieces(self) -> Iterator[slice]:
         """Consecutive stretches of the tokens, each of few enough for their logits to be held."""
@@ -58,7 +58,7 @@ def token_divergence(
     Args:
         student: n tokens.
         teacher: the same n; a constant for gradients.
-        dtype: in which logits are compared.
+        dtype: in which logits are compared, if theirs is not wider.
         mean: of a number over all processes, where the texts of a step are dealt out to several.
 
     Example:
