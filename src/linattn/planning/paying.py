@@ -253,8 +253,7 @@ def _medians(
 
     with torch.no_grad():
         found = seconds({LINEAR: partial(waited, linear), EXACT: partial(waited, exact)}, repeats=repeats)
-    linear, exact = (spread(found[name])["median"] for name in (LINEAR, EXACT))
-    return linear, exact
+    return spread(found[LINEAR])["median"], spread(found[EXACT])["median"]
 
 
 def _repeated(tokens: Tokens, length: int) -> Tokens:
