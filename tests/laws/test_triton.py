@@ -54,7 +54,8 @@ def test_it_refuses_with_every_reason() -> None:
         linattn.linear_attention(*tokens, build("Expansion"), enable_gqa=True, backend="triton")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+# What "auto" looks at is where the tensors are, and a tensor is on a GPU where there is one alone.
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_auto_takes_it_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from linattn.attention.backends.triton import Triton
 

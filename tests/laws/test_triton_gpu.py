@@ -10,6 +10,7 @@ import linattn
 from grid import relative_error
 from linattn.feature_maps import FavorPlus
 
+# Races, real sizes and addresses beyond 2**31 do not exist in the interpreter, which runs the laws everywhere else.
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 

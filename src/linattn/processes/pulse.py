@@ -48,7 +48,7 @@ class _Pulse:
     def beat(self) -> None:
         """Count on, and look at the next process's count."""
         # A client of its own: one that is shared would wait while the group uses it.
-        # Public by torch's documentation, whose package does not list it.
+        # The ignored error: torch documents TCPStore there, and its package's types do not list it.
         store = dist.TCPStore(*self._address, is_master=False)  # type: ignore[attr-defined]
         while not self.stop.wait(_BEAT):
             try:

@@ -93,6 +93,7 @@ def measured(length: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return meter.bytes
 
 
+# These laws run on a GPU as well, where the kernels' loads and stores are not functions that can be counted.
 @pytest.mark.skipif(not tiles.IS_INTERPRETED, reason="loads are counted in the interpreter")
 def test_kernels_move_at_most_a_third_more_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two lengths the difference, so that what a call moves once does not count."""

@@ -55,8 +55,8 @@ def in_options(text: str, command: str) -> str:
         >>> in_options("num_features must be even, got num_features=7; Dpfp(num_features=8) has features", "audit")
         '--features must be even, got --features 7; Dpfp(num_features=8) has features'
     """
-    # Looked up by its name alone, without a context.
-    asked = typer.main.get_group(app).get_command(None, command)  # type: ignore[arg-type]
+    group = typer.main.get_group(app)
+    asked = group.get_command(typer.Context(group), command)
     known = {option for parameter in asked.params for option in parameter.opts} if asked else set()
 
     def option(found: re.Match[str]) -> str:
