@@ -49,6 +49,14 @@ def test_divergence_and_its_gradients_are_torchs():
     )
 
 
+def test_wide_predictions_are_compared_as_they_are():
+    """The default dtype is the narrowest, not the one: float32 would leave 1e-7 here."""
+    pair = Predictions(states(0), head(2)), Predictions(states(1), head(3))
+    found, wide = token_divergence(*pair), token_divergence(*pair, torch.float64)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, wide, rtol=1e-14, atol=0)
+
+
 def test_nothing_is_kept_for_the_gradient_but_states():
     kept: list[int] = []
 
