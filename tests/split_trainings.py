@@ -13,7 +13,7 @@ from linattn.hf import LinearLMConfig, LinearLMForCausalLM
 from linattn.pretraining.sharing import Share
 from linattn.training import Processes, Progress, Steps, Training, WorkFolder, train
 
-STEPS, TEXTS, LENGTH = 40, 4, 16
+STEPS, TEXTS, LENGTH = 200, 4, 16
 # Parts of a text, and whether weights are sharded; four processes.
 LAYOUTS = {
     "data": (1, False),
