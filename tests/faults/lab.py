@@ -15,6 +15,20 @@ FAULTS = (
         "shift the causal diagonal down", BLOCKED + "causal.py", ".tril_()", ".tril_(-1)", "tests/laws/test_truth.py"
     ),
     Fault(
+        "count what a stream keeps without causality too",
+        "lab/bench/measuring.py",
+        "value_dim=settings.head_dim, is_causal=settings.is_causal\n            ),",
+        "value_dim=settings.head_dim, is_causal=True\n            ),",
+        "tests/lab/bench/test_measuring.py",
+    ),
+    Fault(
+        "set a state beside the cache of the shortest text",
+        "lab/report/bench/summary.py",
+        "length = header.lengths[-1]\n    cached",
+        "length = header.lengths[0]\n    cached",
+        "tests/lab/report/test_bench.py",
+    ),
+    Fault(
         "take figures again that were kept",
         "lab/experiments/reproduction.py",
         "if (measurement.series, measurement.x) not in taken:",

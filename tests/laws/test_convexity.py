@@ -62,17 +62,17 @@ def test_outputs_stay_within_the_hull_at_any_scale(case: Case, scale: float) -> 
     assert (found <= high + band).all()
 
 
-@pytest.mark.parametrize("map_name", ["FavorPlus", "EluPlusOne"])
-def test_a_hundred_thousand_bfloat16_steps_do_not_drift(map_name: str) -> None:
+@pytest.mark.parametrize(("map_name", "steps"), [("FavorPlus", 100_000), ("EluPlusOne", 10_000)])
+def test_bfloat16_steps_do_not_drift(map_name: str, steps: int) -> None:
     """A running sum kept in bfloat16 would stand still at 256."""
     feature_map = Case(map_name, "blocked", True).build()
     x = tokens(1, 1, 1, HEAD_DIM, dtype=torch.bfloat16)
     one, state = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16), None
     with torch.no_grad():
-        for _ in range(100_000):
+        for _ in range(steps):
             out, state = linattn.linear_attention_with_state(x, x, one, feature_map, state)
     assert abs(out.item() - 1) <= 1e-2
     phi = torch.exp(feature_map.key(x.float())) if feature_map.exponential else feature_map.key(x.float())
     total = state.z * torch.exp(state.m)
-    # 1e5 float32 additions of one number: relative error at most 1e5 · eps/2 = 6e-3.
-    torch.testing.assert_close(total, 100_000 * phi[:, :, 0], rtol=6e-3, atol=0)
+    # So many float32 additions of one number: relative error at most steps · eps/2, 6e-3 of 1e5.
+    torch.testing.assert_close(total, steps * phi[:, :, 0], rtol=6e-8 * steps, atol=0)

@@ -44,7 +44,7 @@ def test_a_training_cut_off_is_one_that_was_not(build, corpus, kind, tmp_path):
     """To the bit, draws of maps and of dropout too."""
     options = KINDS[kind]
     redraw = 7 if "method" not in options and "pattern" not in options else None
-    config = replace(CONFIG, redraw_every=redraw)
+    config = replace(CONFIG, steps=48, redraw_every=redraw)
     whole = build(**options)
     expected = pretrain(whole, corpus, config)
     cuts = [13, 31, 44]

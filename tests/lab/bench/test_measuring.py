@@ -70,6 +70,22 @@ def test_all_keys_merged_into_themselves_are_exact_attention():
         assert row.approximation_error < 1e-6 < 1e-2 < row.uniform_error
 
 
+@pytest.mark.parametrize(
+    ("map_", "is_causal", "numbers"),
+    # R·(D + 2); twice the window's keys and values beside it; N·(D + D + 1), causally 2·D + 1 statistics.
+    [
+        ("FavorPlus", False, 16 * 10),
+        ("FavorPlus + window 4", True, 16 * 10 + 8 * 16),
+        ("merged 8", False, 8 * 17),
+        ("merged 8 + window 4", True, 8 * 17 + 8 * 16 + 17),
+    ],
+)
+def test_the_header_counts_what_a_head_keeps(map_, is_causal, numbers):
+    features = 16 if "Favor" in map_ else None
+    settings = replace(SMALL, map=map_, features=features, is_causal=is_causal)
+    assert Bench(settings).header.state_numbers == numbers
+
+
 def test_the_header_records_the_circumstances():
     settings = replace(SMALL, map="centred(Taylor(order=1))", features=None, batch=3, seed=5, is_causal=True)
     header = Bench(settings, exact_limit=7.0).header

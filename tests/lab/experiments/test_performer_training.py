@@ -10,6 +10,9 @@ from linattn.lab.experiments.performer import redraw_is_needed, swap_needs_littl
 from linattn.lab.experiments.performer import trigonometric_training_is_unstable as sines
 from linattn.lab.experiments.performer._recall import accuracy, average, pretrained
 
+# They go on from one pretraining, which every process does for itself.
+pytestmark = pytest.mark.xdist_group("Performer's training")
+
 
 def _no_recovery(row):
     """Tuning that changes nothing."""

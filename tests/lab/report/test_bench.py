@@ -23,6 +23,7 @@ HEADER = BenchHeader(
     map="FavorPlus",
     map_repr="FavorPlus(64, 256)",
     num_features=256,
+    state_numbers=16_640,
     batch=2,
     num_heads=8,
     head_dim=64,
@@ -98,6 +99,13 @@ def test_power_laws_give_their_crossing_and_their_slopes(summary):
         "Linear attention is faster from L = 1,500 on, interpolated between 1,024 and 2,048."
     )
     assert words(summary, "Growth") == "Time grows as L^1.00 (linear) and L^2.00 (exact), by least squares."
+
+
+def test_what_is_kept_stands_beside_the_cache(summary):
+    assert words(summary, "Kept") == (
+        "Of a text of any length a head keeps 16,640 numbers, as many as the keys and values of 130 tokens; exact "
+        "attention keeps all of them, at L = 8,192 1,048,576."
+    )
 
 
 def test_faster_everywhere(summary_of):

@@ -14,7 +14,7 @@ from linattn.lab.bench.errors import NUM_VERIFIED, verify
 from linattn.lab.bench.records import BenchHeader, LengthRow
 from linattn.lab.bench.settings import Settings
 from linattn.lab.circumstances import processor, versions
-from linattn.planning.costs import exact_flops_per_token, flops_per_token
+from linattn.planning.costs import exact_flops_per_token, flops_per_token, state_numbers
 from linattn.planning.timing import seconds
 
 _EXACT_LIMIT = 60.0
@@ -52,6 +52,9 @@ class Bench:
             map=settings.method.label,
             map_repr=repr(feature_map),
             num_features=feature_map.num_features,
+            state_numbers=state_numbers(
+                settings.method, feature_map, value_dim=settings.head_dim, is_causal=settings.is_causal
+            ),
             batch=settings.batch,
             num_heads=settings.heads,
             head_dim=settings.head_dim,

@@ -21,6 +21,7 @@ class BenchHeader:
         map: the method's written form: a map, with its exact part, or merged keys.
         map_repr: the map as Python shows it, before it is fitted.
         num_features: R, the width of the map; 0 without one.
+        state_numbers: numbers that a head keeps of a text of any length; exact attention keeps 2·D of each token.
         batch: B, the batch size.
         num_heads: H, query heads, of as many key/value heads.
         head_dim: D, of queries, keys and values.
@@ -44,6 +45,7 @@ class BenchHeader:
     map: str
     map_repr: str
     num_features: int
+    state_numbers: int
     batch: int
     num_heads: int
     head_dim: int

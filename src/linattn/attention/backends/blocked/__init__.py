@@ -6,9 +6,12 @@ value width, R features, M exponents kept per head (the map's num_exponents).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from linattn.attention.backends.alignment import attend_aligned
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked.blocks import is_masked
 from linattn.attention.backends.blocked.fold import is_followed, run
@@ -29,27 +32,21 @@ class Blocked:
         return []
 
     def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
-        """Absorb, then read; or the causal fold over as many keys as queries, the others absorbed or read apart."""
-        if not call.is_causal:
-            after = self.absorb(call, before)
-            return self.read(call, after), after
-        extra = call.key.shape[2] - call.query.shape[3]
-        if extra > 0:
-            before, call = self.absorb(call.with_keys(slice(extra)), before), call.with_keys(slice(extra, None))
+        """One pass over the keys, one over the queries; or the causal fold, in one pass over both."""
+        return attend_aligned(self, call, before, partial(self._causal, span=span))
+
+    def _causal(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
+        """The fold over as many keys as queries."""
         bound, query, key, value, bias, _ = call
-        is_step = key.shape[2] == 1 and extra >= 0 and not (span or bound.is_grouped)
+        inputs = Causal(query, key, value, *before, bias)
+        is_step = key.shape[2] == 1 and not (span or bound.is_grouped)
         # Autograd, compile and functorch must be inactive, and the map use its own tensors.
         is_bare = is_step and not (bound.tensors or torch.compiler.is_compiling())
         if is_bare and not is_followed(query, key, value, *before, bias):
             with outside_autocast(query.device):
-                return _step(bound.feature_map, Causal(query, key, value, *before, bias))
-        late = query[..., max(-extra, 0) :, :]
-        found: CausalOutputs = run("causal", bound, Causal(late, key, value, *before, bias), span)
-        rows, after = Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
-        if extra < 0:
-            first_rows = self.read(call._replace(query=query[..., :-extra, :]), before)
-            rows = Rows(*(torch.cat(pair, 3) for pair in zip(first_rows, rows, strict=True)))
-        return rows, after
+                return _step(bound.feature_map, inputs)
+        found: CausalOutputs = run("causal", bound, inputs, span)
+        return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
 
     def absorb(self, call: Call, before: Sums) -> Sums:
         """One pass over the keys."""

@@ -8,11 +8,13 @@ features, M exponents kept per head (the map's num_exponents).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from linattn.attention.backends.alignment import attend_aligned
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.blocked.fold import is_followed
@@ -29,26 +31,19 @@ class Triton:
         return objections(call)
 
     def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
-        """Absorb, then read; or the causal fold over as many keys as queries, the others absorbed or read apart."""
-        if not call.is_causal:
-            after = self.absorb(call, before)
-            return self.read(call, after), after
-        extra = call.key.shape[2] - call.query.shape[3]
-        if extra > 0:
-            before, call = self.absorb(call.with_keys(slice(extra)), before), call.with_keys(slice(extra, None))
-        bound, query, key, value, bias, _ = call
-        if key.shape[2] == query.shape[3] == 1 and not span and _is_bare(call, before):
+        """One pass over the keys, one over the queries; or the causal fold, in one pass over both."""
+        return attend_aligned(self, call, before, partial(self._causal, span=span))
+
+    def _causal(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
+        """The fold over as many keys as queries."""
+        inputs = Causal(call.query, call.key, call.value, *before, call.bias)
+        if call.key.shape[2] == 1 and not span and _is_bare(call, before):
             # Imported here: the kernels need Triton, and `import linattn` needs torch alone.
             from linattn.attention.backends.triton.stepping import step
 
-            return step(bound.feature_map, Causal(query, key, value, *before, bias))
-        late = query[..., max(-extra, 0) :, :]
-        found = _run("triton causal", call, Causal(late, key, value, *before, bias), span)
-        rows, after = Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
-        if extra < 0:
-            early = self.read(call._replace(query=query[..., :-extra, :]), before)
-            rows = Rows(*(torch.cat(parts, 3) for parts in zip(early, rows, strict=True)))
-        return rows, after
+            return step(call.bound.feature_map, inputs)
+        found = _run("triton causal", call, inputs, span)
+        return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
 
     def absorb(self, call: Call, before: Sums) -> Sums:
         """One pass over the keys."""

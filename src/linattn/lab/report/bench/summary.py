@@ -10,6 +10,7 @@ from statistics import linear_regression
 
 from linattn.lab.bench.records import BENCH, BenchHeader, LengthRow
 from linattn.lab.report._text import Point, method_words, number
+from linattn.planning.costs import exact_state_numbers
 from linattn.planning.paying import Crossover, find_crossover
 from linattn.planning.timing import spread
 from linattn.records.tables import Table
@@ -96,13 +97,15 @@ def conclude(summary: BenchSummary) -> tuple[Point, ...]:
         summary: of a benchmark.
 
     Returns:
-        Remarks: the crossover, growth, what was left out, correctness, and how wrong the approximation is.
+        Remarks: the crossover, growth, what is kept of a text, what was left out, correctness, and how wrong the
+        approximation is.
     """
     points = [Point("Crossover", _crossover_words(summary.crossover))]
     if summary.linear_slope is not None:
         exact = _MISSING if summary.exact_slope is None else f"L^{summary.exact_slope:.2f}"
         text = f"Time grows as L^{summary.linear_slope:.2f} (linear) and {exact} (exact), by least squares."
         points.append(Point("Growth", text))
+    points.append(Point("Kept", _kept_words(summary.header)))
     left_out = [row for row in summary.rows if row.exact_predicted is not None]
     if left_out:
         text = (
@@ -166,6 +169,17 @@ def _crossover_words(found: Crossover) -> str:
     if found.always:
         return f"Linear attention is faster at every length measured (with exact attention up to {found.last:,})."
     return f"Not reached up to L = {found.last:,}: exact attention is as fast there, or faster."
+
+
+def _kept_words(header: BenchHeader) -> str:
+    """The numbers of a state beside those of a cache."""
+    length = header.lengths[-1]
+    cached = exact_state_numbers(length, head_dim=header.head_dim, value_dim=header.head_dim)
+    tokens = header.state_numbers / exact_state_numbers(1, head_dim=header.head_dim, value_dim=header.head_dim)
+    return (
+        f"Of a text of any length a head keeps {header.state_numbers:,} numbers, as many as the keys and values of "
+        f"{tokens:,.0f} tokens; exact attention keeps all of them, at L = {length:,} {cached:,}."
+    )
 
 
 def _correctness(summary: BenchSummary) -> Point:
