@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -15,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from apart import FORKED
+
 SIZES = (2, 3, 4)
 NUM_RANKS = max(SIZES)
 # Of a collective; and of a job, in which one may fail.
@@ -25,14 +26,12 @@ class Pool:
     """Four ranks; jobs run on the first two, three or four of them."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        pipes = [context.Pipe() for _ in range(NUM_RANKS)]
+        pipes = [FORKED.Pipe() for _ in range(NUM_RANKS)]
         self._ends = [own for own, _ in pipes]
         store = Path(self._folder.name) / "store"
         self._ranks = [
-            context.Process(target=_serve, args=(rank, store, pipe), daemon=True)
-            for rank, (_, pipe) in enumerate(pipes)
+            FORKED.Process(target=_serve, args=(rank, store, pipe), daemon=True) for rank, (_, pipe) in enumerate(pipes)
         ]
         for process in self._ranks:
             process.start()

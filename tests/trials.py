@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
+from linattn.lab.experiments import reproduction
 from linattn.lab.experiments.experiment import UNIFORM, Axes, Figure, Measurement, Verdict
 
 
@@ -53,3 +55,16 @@ class Trial:
             raise self.raises[size]
         self.taken.append(size)
         return Figure(float(size**2), standard_error=0.5, expected=size**2 + 0.25)
+
+
+class Slow(Trial):
+    """A figure takes a while."""
+
+    def _area(self, size):
+        time.sleep(0.2)
+        return super()._area(size)
+
+
+def slow_trials() -> None:
+    """From now on this process has two slow experiments in the place of the real ones."""
+    reproduction.EXPERIMENTS = {"first": Slow(), "second": Slow(status="fails")}

@@ -6,9 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from itertools import islice
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from apart import Apart
 from linattn import cli
 from linattn.hf import load
 from linattn.lab.audit.measuring import Audit
@@ -283,23 +281,15 @@ def test_a_real_interrupt(folder, prose, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(prose, encoding="utf-8")
     words = ["--text", str(text), "--tokens", "32", "--map", "FavorPlus", "--draws", "5000", "--out", str(out)]
-    command = [sys.executable, "-c", "from linattn.cli import main; main()", "audit", str(folder("bert")), *words]
-    # One thread: tiny matrices gain nothing from more.
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = ["audit", folder("bert"), *words]
     file, kept = out / "audit.jsonl", 0
     for number in range(2):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone) as process:
-            try:
-                deadline = time.monotonic() + 120
-                while not file.exists() or len(file.read_text().splitlines()) < kept + 100:
-                    assert process.poll() is None
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
-                process.send_signal(signal.SIGINT)
-                output, _ = process.communicate(timeout=120)
-            finally:
-                process.kill()
-        assert process.returncode == 130
+        with Apart(tmp_path / "printed", *words) as process:
+            many = kept + 100
+            process.wait_for(lambda many=many: file.exists() and len(file.read_text().splitlines()) >= many)
+            process.interrupt()
+            status, output = process.ended()
+        assert status == 130
         assert "the same command goes on from there" in output.replace("\n", " ")
         assert ("figures were measured before and are kept" in output) == (number == 1)
         before, kept = kept, len(figures(file))

@@ -8,9 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -22,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
+from apart import Apart, dying
 from linattn.convert.running import run as run_model
 from linattn.convert.samples import from_texts
 from linattn.convert.stages import agreement, measure
@@ -32,22 +30,6 @@ from linattn.lab.commands.app import app
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 LEARNED = "LearnedExponential(num_features=8)"
 STAGES = ["uniform", "unconverted", "calibrated", "converted"]
-# Runs the command until a function of a module was called so many times, and is then killed.
-DYING = """
-import os, signal, sys
-from importlib import import_module
-place, name, times, *sys.argv[1:] = sys.argv[1:]
-module, left = import_module(place), [None] * int(times)
-own = getattr(module, name)
-def dying(*args, **options):
-    left.pop()
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return own(*args, **options)
-setattr(module, name, dying)
-from linattn.cli import main
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +67,6 @@ def report_of(out):
         raise AssertionError(f"{constant} is no JSON")
 
     return json.loads((out / "conversion.json").read_text(encoding="utf-8"), parse_constant=refuse)
-
-
-def subprocess_of(script, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 class Favouring:
@@ -268,18 +240,12 @@ def test_a_sentence_encoder_loads_as_one(text, tmp_path):
 def test_a_real_interrupt_leaves_the_best_so_far(words, tmp_path):
     command = words("--map", LEARNED, "--minutes", "1")
     checkpoints = tmp_path / "out.unfinished" / "checkpoints" / "transfer"
-    with subprocess_of("from linattn.cli import main; main()", *command) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not list(checkpoints.glob("step-*")):
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 0, output
+    with Apart(tmp_path / "printed", *command) as process:
+        process.wait_for(lambda: list(checkpoints.glob("step-*")))
+        process.interrupt()
+        status, output = process.ended()
+    (tmp_path / "printed").unlink()
+    assert status == 0, output
     assert "Training was interrupted; the best weights until then were kept." in output
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     report = report_of(tmp_path / "out")
@@ -297,14 +263,15 @@ def test_killed_three_times_it_ends_as_if_it_had_not_been(words, tmp_path):
     out.rename(tmp_path / "uncut")
     # In a checkpoint, in a step of the second training, and when the model is already written.
     deaths = [
-        ("linattn.training.tensors", "save", "2"),
-        ("linattn.convert.distilling", "distillation", "20"),
-        ("linattn.lab.commands.convert", "model_card", "1"),
+        ("linattn.training.tensors", "save", 2),
+        ("linattn.convert.distilling", "distillation", 20),
+        ("linattn.lab.commands.convert", "model_card", 1),
     ]
     for death in deaths:
-        with subprocess_of(DYING, *death, *command) as process:
-            output, _ = process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, output
+        with Apart(tmp_path / "printed", *command, prepare=dying, arguments=death) as process:
+            status, output = process.ended()
+        (tmp_path / "printed").unlink()
+        assert status == -signal.SIGKILL, output
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out.unfinished", "uncut"]
         if death[1] == "save":
             assert len(list((work / "checkpoints" / "transfer").glob(".step-*"))) == 1

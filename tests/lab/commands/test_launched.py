@@ -12,53 +12,40 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from apart import dying, launch
 from linattn.lab.audit.records import AUDIT, LengthsRow, TimeRow
 from linattn.lab.commands.app import app
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SECONDS = 60
-# The second rank is killed when a method of a class was called so many times.
 DYING = """
-import os, signal, sys
-from importlib import import_module
-place, kind, name, times, *sys.argv[1:] = sys.argv[1:]
-kind, left = getattr(import_module(place), kind), int(times)
-own = getattr(kind, name)
-def dying(*args):
-    global left
-    left -= 1
-    if not left and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return own(*args)
-setattr(kind, name, dying)
+import os
+from apart import dying
 from linattn.cli import main
+if os.environ["RANK"] == "1":
+    dying("linattn.training.loop:_Run", "_look", 3)
 main()
 """
+
+
+def check_cause(said: str) -> None:
+    """The launcher names the killed rank."""
+    assert "Root Cause" in said, said
+    cause = said[said.index("Root Cause") :]
+    assert "rank      : 1" in cause
+    assert "SIGKILL" in cause
 
 
 @pytest.fixture
 def killed(tmp_path):
     """A function that runs the command on two ranks until the second is killed at a call: what was printed."""
-    script = tmp_path / "dying.py"
-    script.write_text(DYING)
+    folder = tmp_path / "printed"
 
-    def at(call: str, *words: object) -> str:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-        # Raises if it takes longer.
-        found = subprocess.run(
-            [*launch, *call.split(), *map(str, words)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        assert found.returncode != 0
-        assert "Root Cause" in found.stderr, found.stderr
-        cause = found.stderr[found.stderr.index("Root Cause") :]
-        assert "rank      : 1" in cause
-        assert "SIGKILL" in cause
-        return found.stdout
+    def at(place: str, name: str, times: int, *words: object) -> str:
+        folder.mkdir()
+        check_cause(launch(folder, words, dying, (place, name, times), SECONDS))
+        assert not (folder / "1").read_text()
+        return (folder / "0").read_text()
 
     return at
 
@@ -94,8 +81,21 @@ def checkpoints(work: Path, training: str) -> list[int]:
 
 def test_training_goes_on_in_one_process(tmp_path, texts, killed):
     out, work = tmp_path / "split", tmp_path / "split.unfinished"
+    script = tmp_path / "dying.py"
     # At the third look, of which there is one every five steps.
-    killed("linattn.training.loop _Run _look 3", "train", out, *texts, "--parts", "2", "--shard")
+    script.write_text(DYING)
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "train", out, *texts]
+    # Raises if it takes longer.
+    ended = subprocess.run(
+        [sys.executable, "-m", *map(str, words), "--parts", "2", "--shard"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert ended.returncode != 0
+    check_cause(ended.stderr)
     assert not out.exists()
     assert checkpoints(work, "training") == [5, 10]
     # One process, told neither of parts nor of sharded weights, goes on to the loss of one that was never interrupted.
@@ -109,7 +109,7 @@ def test_a_conversion_goes_on_in_one_process(tmp_path, bert, words_of, killed):
     text, out, work = tmp_path / "text.txt", tmp_path / "out", tmp_path / "out.unfinished"
     text.write_text("\n\n".join(words_of(6) for _ in range(200)))
     options = ["--text", text, "--tokens", 16, "--map", "Expansion(num_centres=2)", "--minutes", 0.05]
-    printed = killed("linattn.training.loop _Run _look 5", "convert", bert, out, *options)
+    printed = killed("linattn.training.loop:_Run", "_look", 5, "convert", bert, out, *options)
     # The first process alone prints.
     assert printed.count("Measuring and calibrating") == 1
     assert not out.exists()
@@ -127,7 +127,7 @@ def test_an_audit_goes_on_in_one_process(tmp_path, bert, words_of, killed):
     text.write_text(words_of(64))
     options = ["--text", text, "--tokens", 32, "--features", 8, "--draws", 2, "--map", "FavorPlus", "--map", "Relu"]
     # Of each pair of layers the second rank has one: killed in FavorPlus's second draw.
-    printed = killed("linattn.lab.audit.truth LayerTruth measure 2", "audit", bert, *options, "--out", out)
+    printed = killed("linattn.lab.audit.truth:LayerTruth", "measure", 2, "audit", bert, *options, "--out", out)
     assert printed.count("Loading") == 1
     assert [path.name for path in out.iterdir()] == ["audit.jsonl"]
     _, kept = AUDIT.so_far(out / "audit.jsonl")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 
 import pytest
 from typer.testing import CliRunner
 
+from apart import Apart
 from linattn.lab.commands import reproduce as reproduce_command
 from linattn.lab.commands.app import app
 from linattn.lab.experiments import EXPERIMENTS, reproduction
 from linattn.lab.experiments.experiment import FigureRow
 from linattn.lab.experiments.records import CLAIMS, Decision
 from pages import Page
-from trials import Trial
+from trials import Trial, slow_trials
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 
@@ -158,36 +155,16 @@ def test_a_claim_that_does_not_exist(run):
     assert "no claim is called third" in result.output
 
 
-SLOW = """
-import sys, time
-sys.path.insert(0, sys.argv.pop(1))
-from trials import Trial
-from linattn.lab.experiments import reproduction
-class Slow(Trial):
-    def _area(self, size):
-        time.sleep(0.2)
-        return super()._area(size)
-reproduction.EXPERIMENTS = {"first": Slow(), "second": Slow(status="fails")}
-from linattn.cli import main
-main()
-"""
-
-
 def test_a_run_that_is_killed_goes_on(kept, tmp_path):
-    tests = str(__file__).rpartition("/lab/")[0]
-    command = [sys.executable, "-c", SLOW, tests, "reproduce", "--full", "--out", str(tmp_path / "out")]
-    file = tmp_path / "out" / "claims.jsonl"
+    words, file = ["reproduce", "--full", "--out", tmp_path / "out"], tmp_path / "out" / "claims.jsonl"
     for figures in (1, 4, 8):
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            deadline = time.monotonic() + 120
-            while not file.exists() or len(file.read_text().splitlines()) < 1 + figures:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            process.send_signal(signal.SIGKILL)
+        with Apart(tmp_path / "printed", *words, prepare=slow_trials) as process:
+            process.wait_for(lambda many=figures: file.exists() and len(file.read_text().splitlines()) > many)
         with file.open("a") as cut:
             cut.write('{"kind": "figure", "cla')
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    with Apart(tmp_path / "printed", *words, prepare=slow_trials) as process:
+        status, printed = process.ended()
+    assert status == 0, printed
     records = kept()[1]
     assert [record.status for record in records if isinstance(record, Decision)] == ["holds", "fails"]
     assert len(records) == 14

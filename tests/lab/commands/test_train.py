@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from apart import Apart, dying
 from linattn.hf import LinearLMForCausalLM
 from linattn.lab.commands.app import app
 from linattn.pretraining import from_documents, read_documents
@@ -22,21 +20,6 @@ from linattn.pretraining.scoring import score, windows
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--features", "8", "--context", "32", "--steps", "40"]
-# Runs the command until so many checkpoints were written, and is then killed.
-DYING = """
-import os, signal, sys
-from linattn.training.loop import _Run
-left, own = [None] * int(sys.argv[1]), _Run._save
-def dying(*args):
-    own(*args)
-    left.pop()
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-_Run._save = dying
-sys.argv[1:] = sys.argv[2:]
-from linattn.cli import main
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +85,14 @@ def test_options_reach_the_model(texts, tmp_path):
 def test_killed_three_times_it_is_one_that_was_not(trained, texts, tmp_path):
     """Bit by bit: each process has one thread."""
     out = tmp_path / "out"
-    words = ["train", str(out), "--text", str(texts), *SMALL, "--seed", "3", "--learning-rate", "1e-2"]
-    environment = {**os.environ, **WIDE, "OMP_NUM_THREADS": "1"}
-    for times in (3, 5, 2):
-        command = [sys.executable, "-c", DYING, str(times), *words]
-        killed = subprocess.run(command, env=environment, capture_output=True, check=False)
-        assert killed.returncode == -9
+    words = ["train", out, "--text", texts, *SMALL, "--seed", "3", "--learning-rate", "1e-2"]
+    for times in (4, 6, 3):
+        death = ("linattn.training.loop:_Run", "_save", times)
+        with Apart(tmp_path / "printed", *words, prepare=dying, arguments=death) as command:
+            assert command.ended()[0] == -9
         assert not out.exists()
         assert (tmp_path / "out.unfinished").is_dir()
+    (tmp_path / "printed").unlink()
     assert run(*words).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, trained[0]))
