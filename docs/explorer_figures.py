@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from linattn.lab.report import summarise_audit
-from linattn.lab.report.audit.explored import Explorer, explorer
-from linattn.lab.report.audit.explorer_page import explorer_page
+from linattn.lab.report.audit.explorer import Explorer, explorer, explorer_page
 from linattn.records.atomic import atomic_file
 from linattn.records.fields import Reading, to_json
 

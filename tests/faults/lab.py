@@ -9,10 +9,18 @@ RECALL = "lab/experiments/recall/"
 
 FAULTS = (
     Fault(
-        "shift the causal diagonal up", BLOCKED + "causal.py", ".tril_()", ".tril_(1)", "tests/laws/test_causality.py"
+        "shift the causal diagonal up",
+        BLOCKED + "joint_causal.py",
+        ".tril_()",
+        ".tril_(1)",
+        "tests/laws/test_causality.py",
     ),
     Fault(
-        "shift the causal diagonal down", BLOCKED + "causal.py", ".tril_()", ".tril_(-1)", "tests/laws/test_truth.py"
+        "shift the causal diagonal down",
+        BLOCKED + "joint_causal.py",
+        ".tril_()",
+        ".tril_(-1)",
+        "tests/laws/test_truth.py",
     ),
     Fault(
         "count what a stream keeps without causality too",

@@ -10,7 +10,7 @@ import torch
 
 from fuzzing.dice import Dice
 from linattn.attention import rows
-from linattn.attention.backends.blocked import blocks, causal, grouped_reading
+from linattn.attention.backends.blocked import blocks, causal, grouped_reading, joint_causal
 from linattn.attention.exact import bidirectional, heavy, neighbourhood
 from linattn.feature_maps import _base
 
@@ -62,7 +62,7 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         "rows": (rows, "_BUDGET"),
         "piece": (_base, "_PIECE"),
         "fewest": (_base, "_FEWEST"),
-        "jump": (causal, "_MAX_JUMP"),
+        "jump": (joint_causal, "_MAX_JUMP"),
     }
     try:
         for name, size in sizes.items():

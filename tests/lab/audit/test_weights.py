@@ -14,7 +14,7 @@ from linattn.lab.audit.records import AUDIT, HeadRow, WeightsRow
 from linattn.lab.audit.text import Text
 from linattn.lab.audit.weights import CELLS, LETTERS, STEPS, explored_heads, few_queries, weights_row
 from linattn.lab.report import summarise_audit
-from linattn.lab.report.audit.explored import explorer
+from linattn.lab.report.audit.explorer import explorer
 from linattn.planning.methods import parse_method
 
 

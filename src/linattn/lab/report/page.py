@@ -12,7 +12,7 @@ from linattn.lab.report._text import Point
 from linattn.lab.report.answers import answers
 from linattn.lab.report.audit import frontier, head_map, tables
 from linattn.lab.report.audit.advice import advise, best_line
-from linattn.lab.report.audit.explored import explorer
+from linattn.lab.report.audit.explorer import explorer
 from linattn.lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise_audit
 from linattn.lab.report.bench.figures import memory_curves, time_curves
 from linattn.lab.report.bench.summary import BenchSummary, conclude, length_table, summarise_bench

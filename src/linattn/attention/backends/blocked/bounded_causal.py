@@ -6,7 +6,7 @@ are multiplied with. Letters as in blocked/__init__.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,11 @@ from linattn.attention.backends.blocked.bounded import (
 )
 from linattn.attention.backends.blocked.features import query_rows
 from linattn.attention.backends.blocked.grouped_causal import TokenGradients
+from linattn.attention.backends.blocked.joint_causal import JointGradients, JointRows
 from linattn.attention.backends.blocked.records import Saved
 from linattn.attention.backends.blocked.rows import rows_of, saved_rows, store_rows, times_z
 from linattn.attention.sums import Sums
 from linattn.feature_maps._powers import Powers
-
-if TYPE_CHECKING:
-    from linattn.attention.backends.blocked.causal import JointGradients, JointRows
 
 
 class BoundedSegment(NamedTuple):

@@ -42,7 +42,7 @@ def _reason(device: torch.device) -> str:
 
 @cache
 def reason(device: str) -> str:
-    """Why nothing can run on a device, or ""; the kernels are loaded then."""
+    """Why nothing can run on a device, or ""."""
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     place = torch.device(device)
@@ -50,8 +50,6 @@ def reason(device: str) -> str:
         return f"its kernels need compute capability {_OLDEST}, and {device} has {capability}"
     if place.type != "cuda" and not is_interpreted():
         return f"its kernels run on CUDA GPUs, and the tensors are on {device}"
-    # Imported here: `import linattn` needs torch alone.
-
     return ""
 
 

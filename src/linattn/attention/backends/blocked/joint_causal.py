@@ -1,0 +1,204 @@
+"""The causal fold of plain maps: a block's rows share one reference c, the running maximum after the block.
+
+A much larger later key would underflow earlier rows, so heads whose maximum jumps within a block take the sums of
+jumps.py there. Letters as in blocked/__init__.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.attention.backends.blocked.blocks import Running, Workspace, causal_mask
+from linattn.attention.backends.blocked.bounded import FLOOR
+from linattn.attention.backends.blocked.features import (
+    BiasGradient,
+    KeyBlocks,
+    Keys,
+    MapGradients,
+    normalised_query_features,
+    query_block,
+    query_features,
+    query_gradient,
+    query_rows,
+)
+from linattn.attention.backends.blocked.grouped_causal import BlockState, TokenGradients
+from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
+from linattn.attention.backends.blocked.records import Causal, KeyGradients, Saved
+from linattn.attention.backends.blocked.rows import SavedRows, saved_rows, times_z
+from linattn.attention.sums import lowest
+from linattn.feature_maps import FeatureMap
+
+# A denominator may shrink to exp(-60), far above float32's smallest normal number, exp(-87): by so much, and by what z
+# of bounded keys lies below 1.
+_MAX_JUMP = 60.0 - FLOOR
+
+
+class JointRows:
+    """A block's rows for plain maps, all relative to one exponent."""
+
+    def __init__(self, feature_map: FeatureMap, inputs: Causal, span: int) -> None:
+        self.map, self.query, self.span, self.space = feature_map, inputs.query, span, Workspace(inputs.S)
+        self.keys, self.groups = KeyBlocks(feature_map, inputs, self.space), inputs.query.shape[2]
+
+    def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor]:
+        """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n); the block is folded in."""
+        space, exponential = self.space, self.map.exponential
+        keys, values, apart = self.keys.features(block), self.keys.values(block), None
+        t = query_block(self.map, query_rows(self.query, block, space), space)
+        c = keys.peak(state.m)
+        safe = self.safe_heads(keys, block, state.m, c)
+        # First, since rescaling and the features write over the sums, queries and keys that the split rows need.
+        if safe is not None:
+            cut = split(t, keys, values, self.groups, self.span, exponential)
+            apart = split_rows(cut, values.shape[2], state.views())
+        state.rescale(c)
+        phi_q, reference = query_features(t, c, exponential, over=True)
+        phi_k = keys.turned_relative_to(c)
+        # (φ(q)φ(k)ᵀ)v + φ(q)S: the block's own past first, n × n weights; then what came before it.
+        flat_q = phi_q.flatten(0, 1)
+        weights = self.hide_later_(space.product("weights", flat_q, phi_k.flatten(0, 1).mT))
+        num = space.product("num", weights, values.flatten(0, 1)).baddbmm_(flat_q, state.S)
+        den = weights.sum(-1, keepdim=True).add_(times_z(flat_q, state.z))
+        state.fold_in(phi_k, values)
+        if safe is None or apart is None:
+            return num, den, reference
+        keep = safe.flatten()[:, None, None]
+        num, den = (torch.where(keep, x, y.flatten(0, 1)) for x, y in zip((num, den), apart[:2], strict=True))
+        return num, den, torch.where(safe[..., None], reference, apart[2])
+
+    def safe_heads(self, keys: Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
+        """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
+        everywhere.
+
+        Each head decides for itself, so that its rounding does not depend on its neighbours.
+        """
+        if keys.log is None:
+            return None
+        first, masked = keys.log[..., 0, :], self.keys.masked(block)
+        if self.span:
+            first = m  # the first span sees no key of its own block
+        elif masked is not None:
+            index = (~masked).to(torch.uint8).argmax(-1)[..., None, None]
+            first = torch.take_along_dim(keys.log, index, dim=-2).squeeze(-2)
+            # Rows before it see the state alone, where that holds any key.
+            first = torch.where(masked[..., :1] & (m > lowest(m.dtype)), m, first)
+        safe = (c - torch.maximum(m, first)).amax(-1) < _MAX_JUMP
+        return None if bool(safe.all()) else safe
+
+    def hide_later_(self, scores: Tensor) -> Tensor:
+        """Scores (B·H, G·n, n) with those of unseen keys set to 0, in place."""
+        rows = scores.unflatten(1, (self.groups, -1))
+        if self.span:
+            rows.masked_fill_(~causal_mask(scores.shape[-1], self.span, scores.device), 0)
+        else:
+            rows.tril_()
+        return scores
+
+
+class Pulled(NamedTuple):
+    """Gradients of what the map returned for a block's queries and keys, of its values and of the sums before it."""
+
+    t: Tensor
+    keys: KeyGradients
+    value: Tensor  # (B, H, n, Dv)
+    S: Tensor
+    z: Tensor
+
+    def where(self, safe: Tensor, apart: Pulled) -> Pulled:
+        """These in heads (B, H) that are safe, the others elsewhere."""
+
+        def choose(x: Tensor, y: Tensor) -> Tensor:
+            return torch.where(safe[..., None, None] if x.ndim == 4 else safe[..., None], x, y)
+
+        keys = self.keys.join(apart.keys, choose)
+        value, S, z = choose(self.value, apart.value), choose(self.S, apart.S), choose(self.z, apart.z)
+        return Pulled(choose(self.t, apart.t), keys, value, S, z)
+
+
+class JointGradients(JointRows):
+    """The gradients of blocks whose rows share one exponent."""
+
+    keeps_features = True
+
+    def __init__(self, feature_map: FeatureMap, saved: Saved, span: int, at_once: int) -> None:
+        super().__init__(feature_map, saved.inputs, span)
+        self.back, self._saved = MapGradients(feature_map, saved.tensors, at_once=at_once), saved
+        self.of_bias = BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
+
+    def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
+        """Those of S and z before a block, from those after it, which may be written over; its tokens' are stored."""
+        x_q, value = query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
+        rows = saved_rows(self._saved, visit.block, query_block(self.map, x_q, self.space), self.space)
+        if visit.safe is None:
+            found = self._pull_joint(visit, rows, value, grad_S, grad_z)
+        else:
+            # The split goes first, and the joint part gets copies, since that writes over t, grad S and grad z.
+            apart = self._pull_split(visit, rows, value, grad_S, grad_z)
+            found = self._pull_joint(visit, rows, value, grad_S.clone(), grad_z.clone()).where(visit.safe, apart)
+        block, masked = visit.block, self.keys.masked(visit.block)
+        self.of_bias.store(block, masked, found.keys.log)
+        self.back.query(x_q, found.t, partial(tokens.store_query, block))
+        self.back.key(visit.x, found.keys, partial(tokens.store_key, block, masked))
+        tokens.store_value(block, masked, found.value)
+        return found.S, found.z
+
+    def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
+        """A safe block reads the sums and its own keys relative to the same exponent."""
+        c, space, exponential = visit.c, self.space, self.map.exponential
+        decay = (visit.before.m - c).exp_()
+        S = torch.mul(visit.before.S, decay.unsqueeze(-1), out=space.buffer("S", *visit.before.S.shape)).flatten(0, 1)
+        z = (visit.before.z * decay).flatten(0, 1)
+        shaped_q = normalised_query_features(rows.t, c, rows.reference, exponential, over=visit.safe is None)
+        phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
+        weights = self.hide_later_(space.product("weights", phi_q, phi_k.mT))
+        grad_num, grad_den = rows.gradients(
+            lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z)), space
+        )
+        # Of scores φ(q)φ(k)ᵀ: [grad num, grad den] [v, 1]ᵀ where a row sees the key, (B·H, G·n, n).
+        grad_scores = self.hide_later_(space.product("grad_scores", grad_num, v.mT).add_(grad_den))
+        # Rows read [S, z] and the block's own keys.
+        grad_phi_q = space.product("grad_q", grad_num, S.mT).addcmul_(grad_den, z.unsqueeze(-2))
+        grad_phi_q.baddbmm_(grad_scores, phi_k)
+        # Keys are read by the sums after the block, whose gradient is given, and by its own rows.
+        flat_grad_S = grad_S.flatten(0, 1)
+        grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
+        grad_phi_k.baddbmm_(grad_scores.mT, phi_q)
+        grad_v = space.product("grad_v", phi_k, flat_grad_S).baddbmm_(weights.mT, grad_num)
+        # Last, since the products above need the gradient of the sums after the block.
+        flat_grad_S.baddbmm_(phi_q.mT, grad_num)
+        grad_z.add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
+        return Pulled(
+            query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),
+            visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape)),
+            grad_v.view(value.shape),
+            grad_S.mul_(decay.unsqueeze(-1)),
+            grad_z.mul_(decay),
+        )
+
+    def _pull_split(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
+        """A block whose maximum jumps: the sums at their own exponent, and its own past cut into rectangles."""
+        (S, z, m), c, exponential = visit.before, visit.c, self.map.exponential
+        phi_q = normalised_query_features(rows.t, m, rows.reference, exponential)
+        # The segment's pass wrote the features over the exponents, which are wanted here.
+        keys = self.keys.features(visit.block, visit.x, "split ")
+        cut = split(rows.t, keys, value, self.groups, self.span, exponential)
+        length = value.shape[2]
+        flat_num, flat_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2], self.space)
+        grad_num, grad_den = (x.view(*value.shape[:2], *x.shape[1:]) for x in (flat_num, flat_den))
+        inner = split_gradients(cut, length, grad_num, grad_den, rows.reference)
+        grad_phi_q = grad_num @ S.mT + grad_den * z.unsqueeze(-2)
+        grad_t = query_gradient(grad_phi_q, phi_q, m, rows.reference, exponential)
+        grad_phi_k = value @ grad_S.mT + grad_z.unsqueeze(-2)
+        decay = (m - c).exp_()
+        of_state = keys.gradients(c, visit.phi_k, grad_phi_k)
+        return Pulled(
+            grad_t + inner.t,
+            of_state.join(inner.keys, torch.add),
+            visit.phi_k @ grad_S + inner.value,
+            grad_S * decay.unsqueeze(-1) + phi_q.mT @ grad_num,
+            grad_z * decay + (phi_q * grad_den).sum(-2),
+        )
