@@ -23,8 +23,8 @@ SCRIPT = Path(__file__).parent / "triton" / "compiled.py"
 # Bytes of shared memory that a block may have (CUDA's compute capabilities), and of stack: 32 registers.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 STACK = 128
-# TF32's operands are held once in every warp, which at this width are more than the registers.
-SPILLED = {("float16", 128): 288}
+# TF32's operands are held once in every warp, which at this width are more than the registers; 9.0 has room for them.
+SPILLED = {("float16", 128, 80): 184, ("float16", 128, 100): 184}
 KERNELS = {
     "key_offsets", "key_states", "row_outputs", "row_gradients", "state_gradients", "query_gradients", "key_gradients"
 }  # fmt: skip
@@ -41,6 +41,8 @@ CALLS = [
     (80, "bfloat16", 128, "FavorPlus"),
     (90, "bfloat16", 256, "FavorPlus"),
     (90, "float16", 128, "FavorPlus"),
+    (80, "float16", 128, "FavorPlus"),
+    (100, "float16", 128, "FavorPlus"),
     (90, "float32", 128, "FavorPlus"),
     (90, "bfloat16", 64, "LearnedExponential"),
     (90, "bfloat16", 64, "Relu"),
@@ -59,7 +61,7 @@ def test_kernels_compile_within_a_gpu(call: tuple[int, str, int, str]) -> None:
     own = {"token_step"} if call[-1] == "FavorPlus" else set()
     assert {row["kernel"] for row in rows} == KERNELS | own
     for row in rows:
-        assert row["stack"] <= SPILLED.get((dtype, width), STACK), row
+        assert row["stack"] <= SPILLED.get((dtype, width, capability), STACK), row
         assert row["shared"] <= SHARED[capability], row
         # float32 is multiplied exactly, which no matrix instruction does; given features are not multiplied first.
         if dtype != "float32" and row["kernel"] not in ("row_gradients", "key_offsets"):

@@ -43,8 +43,13 @@ def tuned(kernel: str, shape: Shape, capability: tuple[int, int]) -> Tuning:
     found = Tuning(shape.tile, 8, 1)
     if shape.operand != tl.bfloat16:
         if wide > 64:
-            small = shape.precision == "ieee" or wide > 128 or kernel in ("query_gradients", "key_gradients")
-            found = Tuning(16 if small else 32, 8, 1)
+            if shape.precision == "ieee" or wide > 128:
+                found = Tuning(16, 8, 1)
+            elif kernel in ("query_gradients", "key_gradients"):
+                # With one stage the next tile's operands wait in registers, and these are too few.
+                found = Tuning(16, 8, 3)
+            else:
+                found = Tuning(32, 8, 1)
         elif shape.precision == "tf32" and shape.block == 16:
             found = Tuning(shape.tile, 4, 1)
     elif kernel == "key_gradients":
