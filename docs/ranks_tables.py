@@ -36,7 +36,7 @@ def ranks_simulation(lines: list[Row]) -> str:
     """The share of its time that a rank computes, by their number, with processors as measured and faster ones."""
     rows = []
     for line in lines:
-        if line["benchmark"] != _SCALE or " work " not in line["claim"]:
+        if line["benchmark"] != _SCALE or " work over that of one process " not in line["claim"]:
             continue
         direction = line["claim"].split()[0]
         for faster in _FASTER:

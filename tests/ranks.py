@@ -23,15 +23,16 @@ _COLLECTIVE_SECONDS, _JOB_SECONDS = 30, 60
 
 
 class Pool:
-    """Four ranks; jobs run on the first two, three or four of them."""
+    """Ranks of one world; jobs run on all of them, or on the first two or three."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        pipes = [FORKED.Pipe() for _ in range(NUM_RANKS)]
+        pipes = [FORKED.Pipe() for _ in range(num_ranks)]
         self._ends = [own for own, _ in pipes]
         store = Path(self._folder.name) / "store"
         self._ranks = [
-            FORKED.Process(target=_serve, args=(rank, store, pipe), daemon=True) for rank, (_, pipe) in enumerate(pipes)
+            FORKED.Process(target=_serve, args=(rank, num_ranks, store, pipe), daemon=True)
+            for rank, (_, pipe) in enumerate(pipes)
         ]
         for process in self._ranks:
             process.start()
@@ -74,13 +75,13 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, store: Path, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, store: Path, pipe: Connection) -> None:
     """Answer jobs."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
-    shared = dist.FileStore(str(store), NUM_RANKS)
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=NUM_RANKS, timeout=limit)
-    meshes = _meshes(rank, limit)
+    shared = dist.FileStore(str(store), num_ranks)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=num_ranks, timeout=limit)
+    meshes = _meshes(rank, num_ranks, limit)
     pipe.send((False, rank))
     while True:
         shape, job, arguments, options = pipe.recv()
@@ -93,17 +94,19 @@ def _serve(rank: int, store: Path, pipe: Connection) -> None:
         pipe.send(answer)
 
 
-def _meshes(rank: int, limit: datetime.timedelta) -> dict[tuple[int, ...], DeviceMesh]:
+def _meshes(rank: int, num_ranks: int, limit: datetime.timedelta) -> dict[tuple[int, ...], DeviceMesh]:
     """A mesh of each shape of which the rank is one, whose collectives are given up in time."""
 
     def group(*members: int) -> dist.ProcessGroup:
         return dist.new_group(list(members), timeout=limit)
 
     found = {}
-    for size in SIZES:
+    for size in range(2, num_ranks + 1):
         members = group(*range(size))
         if rank < size:
             found[size,] = DeviceMesh.from_group(members, "cpu", mesh_dim_names=("sequence",))
+    if num_ranks < NUM_RANKS:
+        return found
     rows, columns = [group(0, 1), group(2, 3)], [group(0, 2), group(1, 3)]
     own = [columns[rank % 2], rows[rank // 2]]
     grid = torch.arange(NUM_RANKS).view(2, 2)

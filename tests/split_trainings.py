@@ -14,10 +14,10 @@ from linattn.pretraining.sharing import Share
 from linattn.training import Processes, Progress, Steps, Training, WorkFolder, train
 
 STEPS, TEXTS, LENGTH = 200, 4, 16
-# Parts of a text, and whether weights are sharded; four processes.
+# Parts of a text, as many as processes for None, and whether weights are sharded.
 LAYOUTS = {
     "data": (1, False),
-    "sequence": (4, False),
+    "sequence": (None, False),
     "both": (2, False),
     "sharded data": (1, True),
     "sharded both": (2, True),
@@ -53,8 +53,8 @@ def texts(step: int) -> torch.Tensor:
 
 def trained(mesh: DeviceMesh | None, layout: str, work: Path | None, until: int = STEPS) -> list[tuple[float, float]]:
     """The losses of steps and looks from the last checkpoint to a step after which the training is cut off."""
-    parts, is_sharded = LAYOUTS[layout]
-    share = Share(Processes.of_this_run(), parts, is_sharded)
+    processes, (parts, is_sharded) = Processes.of_this_run(), LAYOUTS[layout]
+    share = Share(processes, parts or processes.size, is_sharded)
     folder = WorkFolder(work, {}, kind="training") if work is not None and share.processes.is_first else None
     found: list[tuple[float, float]] = []
 
@@ -75,7 +75,7 @@ def trained(mesh: DeviceMesh | None, layout: str, work: Path | None, until: int 
 
         def look() -> float:
             with torch.no_grad():
-                # Three windows for four processes: some have one less.
+                # Three windows: some processes have one less.
                 return share.mean(losses, texts(STEPS)[:3])
 
         rates = [(list(laid_out.parameters()), 1e-2)]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from ranks import NUM_RANKS
+from ranks import NUM_RANKS, Pool
 from split_trainings import STEPS, trained
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-# Layouts that follow one another, with the steps after which each is cut off. A look is every tenth step.
+# Layouts that follow one another, with the steps after which each is cut off, on so many processes. A look is every
+# tenth step.
 HALF = STEPS // 2
 COURSES = (
-    (("data", HALF), ("sequence", STEPS)),
-    (("sequence", HALF), ("both", STEPS)),
-    (("both", HALF), ("data", STEPS)),
-    (("sharded data", 10), ("sharded both", 20), ("alone", 30), ("sharded data", 40)),
+    (2, (("data", HALF), ("sequence", STEPS))),
+    (2, (("sequence", HALF), ("data", STEPS))),
+    (NUM_RANKS, (("both", HALF), ("both", STEPS))),
+    (NUM_RANKS, (("sharded data", 10), ("sharded both", 20), ("alone", 30), ("data", 40), ("sequence", 50))),
 )
 
 
@@ -27,14 +28,22 @@ def alone():
     return found
 
 
-@pytest.mark.parametrize("course", COURSES, ids=lambda course: ", ".join(layout for layout, _ in course))
-def test_a_checkpoint_of_any_layout_continues_in_any_other(on_ranks, tmp_path, alone, course):
-    found = []
+@pytest.fixture(scope="module")
+def pair():
+    """Two processes, all of a world."""
+    pool = Pool(2)
+    yield pool.run
+    pool.close()
+
+
+@pytest.mark.parametrize(("number", "course"), COURSES, ids=lambda x: str(x) if isinstance(x, int) else x[0][0])
+def test_a_checkpoint_of_any_layout_continues_in_any_other(on_ranks, pair, tmp_path, alone, number, course):
+    run, found = pair if number == 2 else on_ranks, []
     for layout, until in course:
         if layout == "alone":
             every = [trained(None, layout, tmp_path, until)]
         else:
-            every = on_ranks(NUM_RANKS, trained, layout, tmp_path, until)
+            every = run(number, trained, layout, tmp_path, until)
         assert all(one == every[0] for one in every)
         found += every[0]
         assert len(found) == until
