@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -92,14 +92,20 @@ def launch(folder: Path, words: list[object], prepare: Callable[..., None], argu
         max_restarts=0,
         monitor_interval=0.1,
     )
-    # In a thread the launcher leaves this process its signal handlers.
-    with ThreadPoolExecutor(1) as executor:
-        ended = executor.submit(
-            elastic_launch(config, _rank), folder, [str(word) for word in words], prepare, arguments
-        )
-        error = ended.exception(timeout=seconds)
-    assert isinstance(error, ChildFailedError), error
-    return str(error)
+    errors: list[ChildFailedError] = []
+
+    def launched() -> None:
+        try:
+            elastic_launch(config, _rank)(folder, [str(word) for word in words], prepare, arguments)
+        except ChildFailedError as error:
+            errors.append(error)
+
+    # In a thread the launcher leaves this process its signal handlers, and is given up in time.
+    thread = Thread(target=launched, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert errors, "the launcher has not failed in time"
+    return str(errors[0])
 
 
 def dying(place: str, name: str, times: int) -> None:

@@ -79,7 +79,7 @@ def checkpoints(work: Path, training: str) -> list[int]:
     return [int(name.removeprefix("step-")) for name in names]
 
 
-def test_training_goes_on_in_one_process(tmp_path, texts, killed):
+def test_training_goes_on_in_one_process(tmp_path, texts):
     out, work = tmp_path / "split", tmp_path / "split.unfinished"
     script = tmp_path / "dying.py"
     # At the third look, of which there is one every five steps.
