@@ -130,6 +130,20 @@ FAULTS = (
         "tests/laws/test_truth.py",
     ),
     Fault(
+        "let queries before the first key read the later ones",
+        "attention/backends/alignment.py",
+        "call.query[..., :-extra, :]), before)",
+        "call.query[..., :-extra, :]), after)",
+        "tests/laws/test_causality.py",
+    ),
+    Fault(
+        "lose the keys before the first query",
+        "attention/backends/alignment.py",
+        "before, call = backend.absorb(call.with_keys(slice(extra)), before), call.with_keys(slice(extra, None))",
+        "call = call.with_keys(slice(extra, None))",
+        "tests/laws/test_causality.py",
+    ),
+    Fault(
         "let a step forget the old state",
         BLOCKED + "__init__.py",
         "torch.addcmul(S, phi.unsqueeze(-1), v), z + phi",
