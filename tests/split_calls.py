@@ -6,6 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.experimental import local_map
+from torch.distributed.tensor.experimental import context_parallel, local_map
+from torch.distributed.tensor.experimental._attention import _cp_options as context_parallel_options
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import linattn
@@ -242,7 +244,7 @@ def counted(
 
 def refused(mesh: DeviceMesh, fault: str) -> str:
     """What a call with a fault is told, before any collective."""
-    query, key, value = qkv(num_queries=6, num_keys=6)
+    query, key, value = qkv(num_queries=8, num_keys=8) if "order" in fault else qkv(num_queries=6, num_keys=6)
     options: dict[str, Any] = {"mesh": mesh, "enable_gqa": True}
     feature_map: FeatureMap | None = build("FavorPlus")
     attend: Any = parallel.linear_attention
@@ -264,8 +266,14 @@ def refused(mesh: DeviceMesh, fault: str) -> str:
     if fault in ("heads", "map of heads"):
         attend = parallel.linear_attention_by_heads
         feature_map = build("FavorPlus-per-head") if fault == "map of heads" else feature_map
+    order = nullcontext()
+    if fault in ("reordered", "in order"):
+        context_parallel_options.enable_load_balance = fault == "reordered"
+        order = context_parallel(mesh, buffers=[query], buffer_seq_dims=[2])
+        key, value = key[:, :, ::2], value[:, :, ::2]
     try:
-        attend(query, key, value, feature_map, **options)
+        with order:
+            attend(query, key, value, feature_map, **options)
     except (TypeError, ValueError) as error:
         return str(error)
     return "nothing"

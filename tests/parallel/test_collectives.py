@@ -48,6 +48,8 @@ def test_heads_send_tokens(on_ranks):
     ("fault", "message"),
     [
         ("mesh of two dimensions", 'give one of them, as mesh["sequence"]'),
+        ("reordered", "gives each rank tokens from both ends of a text"),
+        ("in order", "nothing"),
         ("no mesh", "must be a torch.distributed.device_mesh.DeviceMesh, got str"),
         ("statistics", "takes query_mean, key_mean from all tokens of a call"),
         ("heavy", "call parallel.linear_attention_by_heads"),

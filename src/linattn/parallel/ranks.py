@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,7 +25,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Ranks:
-        """Those of a mesh of one dimension; others are refused."""
+        """Those of a mesh of one dimension; others are refused, and sequences that torch has dealt out otherwise."""
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
                 f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}; make one with "
@@ -34,6 +36,7 @@ class Ranks(NamedTuple):
                 f"a sequence is split over one dimension, got a mesh of {mesh.ndim} dimensions "
                 f'{mesh.mesh_dim_names}; give one of them, as mesh["sequence"]'
             )
+        _refuse_other_order()
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     @property
@@ -77,3 +80,19 @@ class Ranks(NamedTuple):
 def offsets(lengths: Sequence[int]) -> list[int]:
     """Where each part begins, and where the last one ends."""
     return list(accumulate(lengths, initial=0))
+
+
+def _refuse_other_order() -> None:
+    """Refuse to work inside torch's `context_parallel` while that deals tokens out from both ends of a text.
+
+    It replaces torch's attention, whose own function is a builtin; torch has no public name for either setting.
+    """
+    if torch.compiler.is_compiling() or inspect.isbuiltin(torch.nn.functional.scaled_dot_product_attention):
+        return
+    at_work = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if at_work is not None and at_work._cp_options.enable_load_balance:
+        raise ValueError(
+            "torch's context_parallel gives each rank tokens from both ends of a text, wanted consecutive parts in the "
+            "order of the ranks; leave its block, or switch its load balancer off before it begins: "
+            "torch.distributed.tensor.experimental._attention._cp_options.enable_load_balance = False"
+        )
