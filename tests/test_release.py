@@ -14,6 +14,9 @@ import torch
 
 from snippets import ROOT
 
+# The wheel is built once.
+pytestmark = pytest.mark.xdist_group("release")
+
 
 @pytest.fixture(scope="module")
 def release() -> ModuleType:

@@ -21,6 +21,9 @@ from linattn.hf._packaged import default_folder
 from linattn.hf.layer_attention import LayerAttention
 from linattn.hf.sentence_transformers import LinearTransformer, save_pretrained
 
+# The model is loaded once.
+pytestmark = pytest.mark.xdist_group("a sentence encoder")
+
 LOCAL = {"device": "cpu", "local_files_only": True}
 METHOD = "Expansion(num_centres=4) + window 16"
 TEXTS = [

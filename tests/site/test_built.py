@@ -13,6 +13,9 @@ from pages import Page
 from public_names import ROOMS, exported
 from snippets import ROOT
 
+# The site is built once.
+pytestmark = pytest.mark.xdist_group("site")
+
 LARGEST_PAGE = 2_000_000
 
 

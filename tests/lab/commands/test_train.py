@@ -18,6 +18,9 @@ from linattn.lab.commands.app import app
 from linattn.pretraining import from_documents, read_documents
 from linattn.pretraining.scoring import score, windows
 
+# The folder is trained once.
+pytestmark = pytest.mark.xdist_group("a trained folder")
+
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--features", "8", "--context", "32", "--steps", "40"]
 

@@ -8,6 +8,9 @@ import pytest
 
 from linattn.lab.experiments.experiment import UNIFORM
 
+# A process takes each experiment's figures once.
+pytestmark = pytest.mark.xdist_group("figures of beyond")
+
 
 def _as_expected(row):
     """The value claimed, where one is."""

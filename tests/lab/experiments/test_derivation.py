@@ -11,6 +11,9 @@ from linattn.lab.experiments.derivation.query_costs_r import QUERY
 from linattn.lab.experiments.experiment import EXACT, FigureRow
 from linattn.lab.experiments.judging import STANDARD_ERRORS, value_at
 
+# A process takes each experiment's figures once.
+pytestmark = pytest.mark.xdist_group("figures of derivation")
+
 # Experiment, its verdict, the verdict of doctored rows, how each value is doctored.
 CASES = [
     ("output-converges", "holds", "fails", lambda row: 1.0),

@@ -22,6 +22,9 @@ from linattn.lab.experiments.performer._figure_3 import (
     series,
 )
 
+# A process takes each experiment's figures once.
+pytestmark = pytest.mark.xdist_group("figures of performer_figures")
+
 
 def _sines_explode(row):
     """Sines and cosines a thousand times worse everywhere."""

@@ -30,6 +30,9 @@ from linattn.lab.experiments.recall._networks import (
 )
 from linattn.lab.experiments.recall._task import Recall, sequences
 
+# A process takes each experiment's figures once.
+pytestmark = pytest.mark.xdist_group("figures of recall")
+
 NAMES = [name for name, one in EXPERIMENTS.items() if ".recall." in one.__name__]
 TASK = Recall(32, 40, 8)
 

@@ -9,6 +9,9 @@ import pytest
 from built_site import QUESTIONS
 from snippets import ROOT
 
+# The site is built once.
+pytestmark = pytest.mark.xdist_group("site")
+
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 MAIN = ["index.html", "quickstart.html", "concepts/maps.html", "faq.html", "evidence/audit.html"]
 MAIN += ["evidence/explorer.html"]

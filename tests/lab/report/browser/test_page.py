@@ -7,6 +7,9 @@ from playwright.sync_api import expect
 
 from linattn.lab.audit.records import AUDIT, WeightsRow
 
+# The report is made once.
+pytestmark = pytest.mark.xdist_group("report in a browser")
+
 WIDTHS = [380, 1280]
 LARGEST_PAGE = 2_000_000
 
