@@ -57,7 +57,7 @@ def texts(tmp_path) -> list[str]:
     folder.mkdir()
     for number in range(60):
         (folder / f"{number}.txt").write_text(" ".join(f"{count} bottles of beer {number}" for count in range(40)))
-    sizes = "--steps 100 --context 32 --batch 2 --layers 2 --width 16 --heads 2 --features 4 --pattern ls"
+    sizes = "--steps 40 --context 32 --batch 2 --layers 2 --width 16 --heads 2 --features 4 --pattern ls"
     return ["--text", str(folder), *sizes.split()]
 
 
@@ -82,7 +82,7 @@ def checkpoints(work: Path, training: str) -> list[int]:
 def test_training_goes_on_in_one_process(tmp_path, texts):
     out, work = tmp_path / "split", tmp_path / "split.unfinished"
     script = tmp_path / "dying.py"
-    # At the third look, of which there is one every five steps.
+    # At the third look, of which there is one every two steps.
     script.write_text(DYING)
     words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "train", out, *texts]
     # Raises if it takes longer.
@@ -97,7 +97,7 @@ def test_training_goes_on_in_one_process(tmp_path, texts):
     assert ended.returncode != 0
     check_cause(ended.stderr)
     assert not out.exists()
-    assert checkpoints(work, "training") == [5, 10]
+    assert checkpoints(work, "training") == [2, 4]
     # One process, told neither of parts nor of sharded weights, goes on to the loss of one that was never interrupted.
     run("train", out, *texts)
     run("train", tmp_path / "alone", *texts)
