@@ -213,14 +213,14 @@ class _Run:
 
     def _goes_on(self, pressed: list[int]) -> bool:
         """Whether there is another step, as the first process has it."""
-        is_pressed = self._processes.from_first(bool(pressed))
+        is_pressed = bool(self._processes.number_from_first(len(pressed)))
         return self._training.budget.share(self.progress) < 1 and not is_pressed
 
     def _timed(self, do: Callable[[], None]) -> None:
         """Do something, and count its time, as the first process has it: what follows depends on it."""
         start = time.perf_counter()
         do()
-        seconds = self._processes.from_first(self.progress.seconds + time.perf_counter() - start)
+        seconds = self._processes.number_from_first(self.progress.seconds + time.perf_counter() - start)
         self.progress = replace(self.progress, seconds=seconds)
 
     def _step(self) -> None:
@@ -251,7 +251,7 @@ class _Run:
 
     def _look(self) -> None:
         """The validation loss; the best weights are kept."""
-        loss = self._processes.from_first(self._training.validate())
+        loss = self._processes.number_from_first(self._training.validate())
         if loss < self.progress.best:
             self.best = _tensors(self._training.model)
         self.progress = replace(self.progress, loss=loss, best=min(self.progress.best, loss))
