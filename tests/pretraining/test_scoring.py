@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from linattn.pretraining import scoring
 from linattn.pretraining.scoring import bits_per_byte, frequency_bits, score, windows
 
 
@@ -43,6 +44,16 @@ def test_a_score_is_a_mean_with_its_error():
     assert [(first, end) for first, end, _ in found.by_position] == [(0, 64), (64, 128)]
     assert [bits for *_, bits in found.by_position] == pytest.approx([1.5, 1.5 + surprise / 192], abs=1e-6)
     assert found.num_bytes == 3 * 128
+
+
+@pytest.mark.parametrize(("num_bytes", "passes"), [(1, 5), (64, 5), (128, 3), (1 << 20, 1)])
+def test_windows_are_scored_together_as_alone(monkeypatch, num_bytes, passes):
+    batch, model, calls = torch.arange(5 * 65).view(5, 65) % 7, Periodic(), []
+    alone = torch.cat([bits_per_byte(model, window[None]) for window in batch])
+    monkeypatch.setattr(scoring, "_PASS_BYTES", num_bytes)
+    monkeypatch.setattr(scoring, "bits_per_byte", lambda *given: calls.append(given) or bits_per_byte(*given))
+    assert torch.equal(scoring.bits(model, batch), alone.double())
+    assert len(calls) == passes
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ Letters: B batch, L tokens, E width of a state, V vocabulary, n tokens that are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from linattn.convert.predictions import NONE, Predictions
 
@@ -79,9 +81,13 @@ def _pass(model: nn.Module, batch: Batch, options: Mapping[str, Any]) -> Any:
     return found
 
 
-def _head(model: nn.Module, found: Any, last: Tensor) -> nn.Module | None:
+def _head(model: nn.Module, found: Any, last: Tensor) -> Callable[[Tensor], Tensor] | None:
     """What makes logits of last states (B, L, E), if it makes those found (B, 1, V) of the last token's."""
-    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    head: Callable[[Tensor], Tensor] | None = getattr(model, "get_output_embeddings", lambda: None)()
+    embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
+    if head is None and isinstance(embedding, nn.Embedding) and embedding.embedding_dim == last.shape[-1]:
+        # A model without a layer of its own for it makes logits with its embedding.
+        head = partial(linear, weight=embedding.weight)
     logits = getattr(found, "logits", None)
     if head is None or logits is None or logits.ndim != 3:
         return None
