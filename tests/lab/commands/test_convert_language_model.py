@@ -62,12 +62,12 @@ def divergence(model, exact, ids):
     ("words", "method", "stages"),
     [
         (
-            ["--map", "LearnedExponential", "--features", "8", "--minutes", "2"],
+            ["--map", "LearnedExponential", "--features", "8", "--minutes", "1"],
             "LearnedExponential(num_features=8)",
             ["uniform", "unconverted", "calibrated", "converted"],
         ),
         (
-            ["--map", "Expansion(num_centres=4) + window 4 + heavy 2", "--minutes", "1"],
+            ["--map", "Expansion(num_centres=4) + window 4 + heavy 2", "--minutes", "0.5"],
             "Expansion(num_centres=4) + window 4 + heavy 2",
             ["uniform", "calibrated", "converted"],
         ),
