@@ -123,6 +123,13 @@ def test_the_model_is_linearized_once(build, batches, ticking, monkeypatch, meth
     assert [row.layer for row in found.linearization.replaced] == [0, 1]
 
 
+def test_every_stage_tells_how_far_it_is(build, batches):
+    told = []
+    config = replace(CONFIG, feature_map="Expansion(num_centres=2)", minutes=0)
+    found = convert_(build("bert"), batches, config, measured=lambda *words: told.append(words))
+    assert told == [(name, share) for name in ("exact", *names(found)) for share in (0.5, 1.0)]
+
+
 @pytest.mark.parametrize(
     ("name", "written", "stages"),
     [

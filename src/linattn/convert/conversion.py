@@ -17,6 +17,7 @@ from linattn.convert.course import Conversion, Course, label
 from linattn.convert.running import Batch
 from linattn.convert.samples import Samples, from_batches, from_texts
 from linattn.convert.sharing import check_shared
+from linattn.convert.stages import Measured, in_silence
 from linattn.hf import LinearLMForCausalLM, is_linearized
 from linattn.hf.linear_twin import check_twin
 from linattn.planning.methods import Method, parse_method
@@ -31,6 +32,7 @@ def convert_(
     *,
     work: Path | None = None,
     notify: Notify | None = None,
+    measured: Measured | None = None,
 ) -> Conversion:
     """Turn a softmax model into a linear one, in place, and repair the damage as far as time allows.
 
@@ -58,6 +60,8 @@ def convert_(
         work: a folder for checkpoints and TensorBoard curves, of one conversion at a time. If it holds a conversion
             that was cut off, this one goes on from its last whole checkpoint. None keeps everything in memory.
         notify: called after each step with the training's name, the share of its time that is spent, and its progress.
+        measured: called after each held-out text with the stage's name, or "exact" for the original model's outputs,
+            and the share of its texts that are read.
 
     Returns:
         A `Conversion`, the same in all processes. Ctrl-C during training ends it early, with the best weights so far in
@@ -98,7 +102,8 @@ def convert_(
         modes = [(module, module.training) for module in model.modules()]
         model.train(False)
         teacher = copy.deepcopy(model).requires_grad_(False)
-        course = Course(model, teacher, method, config, samples, folder, notify or (lambda *_: None))
+        told = notify or (lambda *_: None), measured or in_silence
+        course = Course(model, teacher, method, config, samples, folder, *told)
         try:
             return course.go()
         except BaseException:

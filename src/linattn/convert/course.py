@@ -14,10 +14,10 @@ from linattn.convert.adapting import adapted
 from linattn.convert.calibration import build_maps, fit_maps, make_plans
 from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import Weights, distil, teacher_outputs
-from linattn.convert.running import to_device
+from linattn.convert.running import Outputs, to_device
 from linattn.convert.samples import Samples
 from linattn.convert.speed import Paying, Speed, check_pays, measure_paying, measure_speed
-from linattn.convert.stages import BASELINE, Stage, best, measure, measure_uniform
+from linattn.convert.stages import BASELINE, Measured, Stage, best, measure, measure_uniform
 from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import (
@@ -94,9 +94,10 @@ class Course:
         samples: Samples,
         work: WorkFolder | None,
         notify: Notify,
+        measured: Measured,
     ) -> None:
         self._model, self._teacher, self._method, self._config = model, teacher, method, config
-        self._samples, self._work, self._notify = samples, work, notify
+        self._samples, self._work, self._notify, self._measured = samples, work, notify, measured
         # Of these the first has the folder.
         self._processes = Processes.of_this_run()
         self._stages: list[Stage] = []
@@ -110,7 +111,10 @@ class Course:
         teacher = self._teacher
         numbers = range(len(self._samples.held_out))
         own = numbers[self._processes.rank :: self._processes.size]
-        self._exact = {number: teacher_outputs(teacher, self._samples.held_out[number]) for number in own}
+        self._exact: dict[int, Outputs] = {}
+        for number in own:
+            self._exact[number] = teacher_outputs(teacher, self._samples.held_out[number])
+            self._measured("exact", len(self._exact) / len(own))
         self._layers = choose_layers(self._model, self._config.layers).replaced
         # Checked once, that what is recorded explains the model.
         first = to_device(self._samples.calibration[0], teacher.device)
@@ -203,7 +207,8 @@ class Course:
         if self._work is not None:
             self._work.claim()
         names = {layer.module_name for layer in self._layers}
-        self._stage(BASELINE, lambda: measure_uniform(self._teacher, self._samples.held_out, self._exact, names))
+        texts, exact = self._samples.held_out, self._exact
+        self._stage(BASELINE, lambda: measure_uniform(self._teacher, texts, exact, names, self._measured))
 
     def undo(self) -> None:
         """Make the model what it was."""
@@ -315,7 +320,8 @@ class Course:
         """The model as it is now, on held-out texts; its kernels are kept, for `_keep_the_best`."""
         modules = [self._model.get_submodule(layer.module_name) for layer in self._layers]
         self._kernels[name] = [copy.deepcopy(module.get_submodule(ATTRIBUTE)) for module in modules]
-        self._stage(name, lambda: measure(name, self._model, self._samples.held_out, self._exact))
+        texts, exact = self._samples.held_out, self._exact
+        self._stage(name, lambda: measure(name, self._model, texts, exact, self._measured))
 
     def _stage(self, name: str, taken: Callable[[], Stage]) -> None:
         """A stage, remembered where there is a folder and measured where it is not."""

@@ -6,9 +6,10 @@ Letters: B batch, H query heads, L tokens, D head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,13 @@ from linattn.processes import Processes
 
 BASELINE = "uniform"
 """Name of the stage that is no result: every attention that is converted averages its values."""
+
+Measured = Callable[[str, float], None]
+"""Takes the name of what is being measured, and the share of it that is done, of this process's texts."""
+
+
+def in_silence(name: str, share: float) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,9 @@ class _Compared(NamedTuple):
     errors: dict[str, list[tuple[Tensor, Tensor]]]
 
 
-def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Exact) -> Stage:
+def measure(
+    name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, measured: Measured = in_silence
+) -> Stage:
     """A linearized model on texts, layer by layer and end to end; `exact` are the original model's outputs.
 
     Of several processes each reads some batches, and all get the figures of all, those of one process.
@@ -113,12 +123,18 @@ def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: 
             found = _compared(run(model, batches[number]), exact[number])
             return found._replace(errors=dict(errors))
 
-        found = Processes.of_this_run().each(range(len(batches)), compared)
+        found = _each(name, compared, len(batches), measured)
     layers = (_summary(layer, [pair for one in found for pair in one.errors[layer]]) for layer in found[0].errors)
     return Stage(name, _agreement(found), tuple(layers))
 
 
-def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, layers: Collection[str]) -> Stage:
+def measure_uniform(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    exact: Exact,
+    layers: Collection[str],
+    measured: Measured = in_silence,
+) -> Stage:
     """The original model with these layers, by module name, averaging their values: the baseline of a conversion."""
 
     def answer(call: AttentionCall) -> Tensor:
@@ -130,8 +146,22 @@ def measure_uniform(model: PreTrainedModel, batches: Sequence[Batch], exact: Exa
         return _compared(run(model, batches[number]), exact[number])
 
     with torch.no_grad(), intercept(model, answer):
-        found = Processes.of_this_run().each(range(len(batches)), compared)
+        found = _each(BASELINE, compared, len(batches), measured)
     return Stage(BASELINE, _agreement(found))
+
+
+def _each(name: str, compared: Callable[[int], _Compared], number: int, measured: Measured) -> list[_Compared]:
+    """What is found on every batch, of which this process does its share and tells so."""
+    processes, done = Processes.of_this_run(), count(1)
+    own = len(range(number)[processes.rank :: processes.size])
+
+    def told(batch: int) -> _Compared:
+        """One batch, done."""
+        found = compared(batch)
+        measured(name, next(done) / own)
+        return found
+
+    return processes.each(range(number), told)
 
 
 def best(stages: Sequence[Stage]) -> Stage:

@@ -84,11 +84,14 @@ def told(monkeypatch):
     clock, file = SimpleNamespace(now=0.0), StringIO()
     monkeypatch.setattr("linattn.lab.commands.training_progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
     console = Console(file=file, width=200)
-    with training_progress(console, "Measuring and calibrating", lambda found: f"loss {found.best:.4f}") as notify:
+    with training_progress(console, "Measuring and calibrating", lambda found: f"loss {found.best:.4f}") as shown:
 
-        def at(now, name, share, best):
+        def at(now, name, share, best=None):
             clock.now = now
-            notify(name, share, Progress(1, now, 9.0, best, best))
+            if best is None:
+                shown.measured(name, share)
+            else:
+                shown.notify(name, share, Progress(1, now, 9.0, best, best))
             return file.getvalue().splitlines()
 
         yield at
@@ -110,6 +113,18 @@ def test_the_time_that_is_left_is_told_once_in_every_quarter(told):
     assert told(800.0, "distillation", 0.001, 1.0) == begun
     begun.append("distillation: 5% done, loss 1.0000, about 1.9 minutes left")
     assert told(806.0, "distillation", 0.051, 1.0) == begun
+
+
+def test_measurements_are_told_where_they_take_long(told):
+    begun = ["Measuring and calibrating"]
+    assert told(19.0, "exact", 0.5) == begun
+    begun.append("Measuring: uniform, 25% done")
+    assert told(20.0, "uniform", 0.25) == begun
+    assert told(39.0, "uniform", 0.5) == begun
+    begun.append("distillation: done, loss 1.0000; measuring")
+    assert told(50.0, "distillation", 1.0, 1.0) == begun
+    assert told(69.0, "converted", 0.75) == begun
+    assert told(70.0, "converted", 1.0)[-1] == "Measuring: converted, 100% done"
 
 
 def test_what_a_run_before_has_done_says_nothing_of_this_ones_speed(told):

@@ -85,8 +85,10 @@ def convert(
             seed=seed,
             even_if_slower=even_if_slower,
         )
-        with training_progress(console, "Measuring and calibrating", _loss) as notify:
-            conversion = convert_(loaded.model, loaded.tokenizer, config, work=work, notify=notify)
+        with training_progress(console, "Measuring and calibrating", _loss) as shown:
+            conversion = convert_(
+                loaded.model, loaded.tokenizer, config, work=work, notify=shown.notify, measured=shown.measured
+            )
         memory = None if bounded is None else bounded.finished()
         if work is not None:
             finish(work, out, lambda draft: _write(loaded, conversion, memory, draft))

@@ -111,8 +111,8 @@ def train(
         )
         corpus = from_documents(read_documents(text) if text else python_documents(), context=context)
         pace = partial(_pace, context * batch)
-        with training_progress(console, "Reading and measuring", pace, parts=_PARTS) as notify:
-            found = pretrain(model, corpus, config, work=work, notify=notify, num_parts=parts, shard=shard)
+        with training_progress(console, "Reading and measuring", pace, parts=_PARTS) as shown:
+            found = pretrain(model, corpus, config, work=work, notify=shown.notify, num_parts=parts, shard=shard)
         if work is not None:
             finish(work, out, lambda draft: _write(model, found, draft))
         _print(console, found, out)
