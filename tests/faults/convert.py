@@ -6,6 +6,20 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "make all logits of a model whose embedding makes them",
+        "convert/running.py",
+        "if head is None and isinstance(embedding",
+        "if False and isinstance(embedding",
+        "tests/convert/test_predictions.py",
+    ),
+    Fault(
+        "leave out of the progress what is measured",
+        "convert/stages.py",
+        "        measured(name, next(done) / own)\n",
+        "",
+        "tests/convert/test_conversion.py",
+    ),
+    Fault(
         "train on what is held out",
         "convert/samples.py",
         "if not (a or b)]",

@@ -10,6 +10,13 @@ TRANSFORMERS = "tests/hf/test_context_parallel.py"
 
 FAULTS = (
     Fault(
+        "take each process's own number for the first's",
+        "processes/group.py",
+        "        dist.broadcast(held, src=0)\n        return held.item()",
+        "        return held.item()",
+        GROUP,
+    ),
+    Fault(
         "give what was done in the order of the ranks",
         "processes/group.py",
         "return [every[place % self.size][place // self.size] for place in range(len(items))]",

@@ -6,6 +6,20 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "score one window a pass, however short",
+        "pretraining/scoring.py",
+        "batch.split(max(1, _PASS_BYTES // length))",
+        "batch.split(1)",
+        "tests/pretraining/test_scoring.py",
+    ),
+    Fault(
+        "leave out windows that do not fill a pass",
+        "pretraining/scoring.py",
+        "for some in passes if len(some)]",
+        "for some in passes if len(some) == len(passes[0])]",
+        "tests/pretraining/test_scoring.py",
+    ),
+    Fault(
         "keep the last weights and not the best",
         "training/loop.py",
         "if loss < self.progress.best:",
