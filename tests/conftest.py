@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 # The laws' tensors are small: one thread each, so that parallel workers do not fight over cores.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is no longer looked for among modules and twenty thousand tests: each training looks for it once."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
