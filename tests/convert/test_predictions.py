@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import BertConfig, BertForMaskedLM
 
 from linattn.convert import predictions
-from linattn.convert.predictions import NONE, Predictions, next_token_losses, token_divergence
+from linattn.convert.predictions import NONE, Predictions, next_token_losses, sampled_divergence, token_divergence
 from linattn.convert.running import run
 from linattn.hf import LinearLMConfig, LinearLMForCausalLM
 
@@ -70,6 +70,43 @@ def test_nothing_is_kept_for_the_gradient_but_states():
         token_divergence(Predictions(ours, student), Predictions(states(1), student))
     # A piece's logits would be three rows of the vocabulary.
     assert max(kept) <= 3 * WIDTH < 3 * VOCABULARY
+
+
+def test_a_sample_gives_divergence_and_gradient_on_average():
+    """Within five standard errors of two thousand draws; tokens that are predicted from alike are never drawn."""
+    ours, theirs = states(0), states(1)
+    ours[3:6] = theirs[3:6]
+    # Far more of the divergence in one token than in another.
+    ours[7:] += 3 * (ours[7:] - theirs[7:])
+    ours, student, draw = ours.requires_grad_(), head(2), torch.Generator().manual_seed(0)
+    pair = Predictions(ours, student), Predictions(theirs, student)
+    wanted = token_divergence(*pair)
+    (expected,) = torch.autograd.grad(wanted, ours)
+    found, gradients = [], []
+    for _ in range(2000):
+        one = sampled_divergence(*pair, draw)
+        found.append(one.detach())
+        gradients.append(torch.autograd.grad(one, ours)[0])
+        assert (gradients[-1].abs().amax(1) > 0).sum() <= 3
+    for draws, mean in ((torch.stack(found), wanted.detach()), (torch.stack(gradients), expected)):
+        errors = draws.std(0) / 2000**0.5
+        assert ((draws.mean(0) - mean).abs() <= 5 * errors + 1e-15).all()
+        assert (errors > 0).any()
+    assert not torch.stack(gradients)[:, 3:6].any()
+
+
+def test_a_sample_of_few_tokens_is_all_of_them(monkeypatch):
+    monkeypatch.setattr(predictions, "_MOST", TOKENS * VOCABULARY)
+    pair = Predictions(states(0), head(2)), Predictions(states(1), head(3))
+    assert torch.equal(sampled_divergence(*pair, torch.Generator()), token_divergence(*pair))
+
+
+def test_a_sample_of_equals_is_nothing_and_of_no_number_is_none():
+    pair = [Predictions(states(0), head(2))] * 2
+    assert sampled_divergence(*pair, torch.Generator()).item() == 0
+    broken = states(0)
+    broken[:] = torch.nan
+    assert sampled_divergence(Predictions(broken, head(2)), pair[0], torch.Generator()).isnan()
 
 
 def test_losses_of_the_next_tokens_are_torchs():

@@ -54,11 +54,19 @@ def test_lengths(samples):
     room = SETTINGS["num_tokens"] - SPECIAL
     documents = samples.calibration + samples.validation + samples.held_out
     lengths = {len(row) for row in rows(documents)}
-    assert lengths <= {int(part * room) for part in (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)}
+    least = room // 4
+    assert lengths <= {least + (room - least) * part // 6 for part in range(7)}
     assert max(lengths) == room
     trained = [samples.training(step)["input_ids"] for step in range(200)]
     assert all(len(ids) == 3 for ids in trained)
     assert {ids.shape[1] - SPECIAL for ids in trained} == set(range(room // 4, room + 1))
+
+
+def test_the_shortest_may_be_named(tokenizer, paragraphs):
+    found = from_texts(tokenizer, ["\n\n".join(paragraphs)], min_tokens=12, **SETTINGS)
+    documents = found.calibration + found.validation + found.held_out
+    assert {batch["input_ids"].shape[1] for batch in documents} == {12, 13, 14, 15, 16}
+    assert {found.training(step)["input_ids"].shape[1] for step in range(200)} == {12, 13, 14, 15, 16}
 
 
 def test_at_most_so_many(tokenizer, paragraphs):

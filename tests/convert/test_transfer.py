@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import kl_div
 
+from linattn.convert import predictions
 from linattn.convert.calibration import build_maps, record
 from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.losses import distillation, row_divergence
@@ -140,3 +142,22 @@ def test_distillation_makes_the_outputs_the_teachers(learning, clock, family, wr
             divergence = token_divergence(ours.predictions, theirs.predictions) if family == "llama" else None
         losses.append(float(distillation(ours.states, theirs.states, theirs.live, divergence)))
     assert sum(losses) / len(losses) == pytest.approx(found.best_loss)
+
+
+def test_of_a_large_vocabulary_some_tokens_are_compared(learning, monkeypatch):
+    """Drawn in a step, the same ones whenever it is done again; evenly spread in validation."""
+    teacher, student, maps, _, samples = learning("llama", "FavorPlus(num_features=8)")
+    weights = list(student.parameters()), 3e-3
+    training = distil(student, weights, maps, teacher, samples, seconds=STEPS, map_learning_rate=2e-3)
+    whole, room = training.loss(1).item(), 5
+    monkeypatch.setattr(predictions, "_MOST", room * 64)
+    assert training.loss(1).item() == training.loss(1).item() != whole
+    found = []
+    with torch.no_grad():
+        for batch in samples.validation:
+            ours, theirs = run(student, batch), run(teacher, batch)
+            chosen = [place * len(ours.predictions.states) // room for place in range(room)]
+            pair = (one.predictions.log_probabilities(one.predictions.states[chosen]) for one in (ours, theirs))
+            divergence = kl_div(*pair, log_target=True, reduction="none").sum(-1).mean()
+            found.append(float(distillation(ours.states, theirs.states, theirs.live, divergence)))
+    assert training.validate() == pytest.approx(sum(found) / len(found))

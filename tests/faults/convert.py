@@ -6,6 +6,27 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "draw tokens evenly, and weigh them as if not",
+        "convert/predictions.py",
+        "torch.multinomial(distances, room,",
+        "torch.multinomial(torch.ones_like(distances), room,",
+        "tests/convert/test_predictions.py",
+    ),
+    Fault(
+        "compare other tokens of a step when it is done again",
+        "convert/distilling.py",
+        "torch.Generator().manual_seed(step)",
+        "torch.default_generator",
+        "tests/convert/test_transfer.py",
+    ),
+    Fault(
+        "train on texts of any length",
+        "convert/samples.py",
+        "draws.randint(least, room)",
+        "draws.randint(room // 4, room)",
+        "tests/convert/test_samples.py",
+    ),
+    Fault(
         "make all logits of a model whose embedding makes them",
         "convert/running.py",
         "if head is None and isinstance(embedding",

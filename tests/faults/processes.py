@@ -61,7 +61,7 @@ FAULTS = (
     Fault(
         "weigh the texts of every process alike, whatever they hold",
         "convert/distilling.py",
-        "lambda x: mean_of(x, processes)",
+        "partial(mean_of, processes=processes)",
         "lambda x: x",
         SHARED,
     ),

@@ -103,6 +103,15 @@ def method_table(conversion: Conversion) -> Table:
     return Table(("method", "heads"), tuple((method, str(count)) for method, count in rows))
 
 
+def kept_layers(conversion: Conversion) -> list[str]:
+    """The layers whose softmax stays: those of one reason together, with the reason."""
+    names: dict[str, list[str]] = {}
+    for layer in conversion.linearization.kept:
+        assert layer.reason is not None
+        names.setdefault(layer.reason, []).append(layer.module_name)
+    return [f"{', '.join(same)}: {reason}" for reason, same in names.items()]
+
+
 def model_card(conversion: Conversion, name: str, more: Sequence[str] = (), *, is_plain: bool = False) -> str:
     """The model card of a converted model, as Markdown; `name` is that of the model it was made from.
 
@@ -112,7 +121,7 @@ def model_card(conversion: Conversion, name: str, more: Sequence[str] = (), *, i
     steps = ", ".join(
         f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
     )
-    kept = [f"* {layer.module_name}: {layer.reason}" for layer in conversion.linearization.kept]
+    kept = [f"* {line}" for line in kept_layers(conversion)]
     layers = conversion.linearization
     parts = [
         f"# {name} with linear attention",

@@ -22,8 +22,9 @@ class ConvertConfig:
         num_features: R, for a map whose width is free and not written.
         layers: numbers of the attention modules to convert, as in `linattn.hf.linearize_`; None for its choice.
         texts: what a tokenizer is to read; to be left empty when batches are given.
-        num_tokens: the longest text, in tokens; texts are a quarter of that to all of it. Not above what the model was
-            built for.
+        num_tokens: the longest text, in tokens. Not above what the model was built for.
+        min_tokens: the shortest, from 1 to `num_tokens`; None for a quarter of that. A method that is exact up to some
+            length learns from longer texts alone.
         minutes: wall-clock time of training, the audits before and after not included; 0 to calibrate only.
         distil: whether the weights of the whole model are trained to give the model's outputs. Without it only the maps
             learn, where they can.
@@ -55,6 +56,7 @@ class ConvertConfig:
     layers: tuple[int, ...] | None = None
     texts: tuple[str, ...] = ()
     num_tokens: int = 512
+    min_tokens: int | None = None
     minutes: float = 15.0
     distil: bool = True
     adapter_rank: int | None = None
@@ -74,6 +76,8 @@ class ConvertConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value}")
+        if self.min_tokens is not None and not 1 <= self.min_tokens <= self.num_tokens:
+            raise ValueError(f"min_tokens must lie in [1, num_tokens={self.num_tokens}], got {self.min_tokens}")
         if self.adapter_rank is not None and not (self.adapter_rank >= 1 and self.distil):
             raise ValueError(
                 f"adapter_rank must be 1 or more, of weights that are distilled, got {self.adapter_rank} with "

@@ -147,6 +147,7 @@ def _samples(
             tokenizer_or_batches,
             config.texts,
             num_tokens=config.num_tokens,
+            min_tokens=config.min_tokens,
             batch_size=config.batch_size,
             seed=config.seed,
         )

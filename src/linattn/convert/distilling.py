@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-from linattn.convert.losses import Mean, distillation
-from linattn.convert.predictions import token_divergence
+from linattn.convert.losses import Mean, distillation, itself
+from linattn.convert.predictions import Predictions, sampled_divergence, token_divergence
 from linattn.convert.running import Batch, Outputs, run
 from linattn.convert.samples import Samples
 from linattn.convert.sharing import mean_of, own_texts
@@ -19,6 +19,9 @@ from linattn.training import Seconds, Training
 
 Weights = tuple[Sequence[nn.Parameter], float]
 """Parameters, and the largest learning rate of their schedule."""
+
+Compare = Callable[[Predictions, Predictions], Tensor]
+"""The divergence of predictions from the original's."""
 
 
 def distil(
@@ -33,19 +36,21 @@ def distil(
 ) -> Training:
     """The training of weights, and of the maps' at a rate of their own, against the original's states and predictions.
 
-    The mean of the losses of several processes is that of all texts of the step in one.
+    Of a large vocabulary a step compares the predictions of some tokens, drawn anew (`sampled_divergence`), and
+    validation those of as many, evenly spread: logits of all would take most of the time. The mean of the losses of
+    several processes is that of all texts of the step in one.
 
     Source: Jiao et al. 2020 (arXiv 1909.10351).
     """
 
     processes = Processes.of_this_run()
 
-    def imitate(batch: Batch, theirs: Outputs, mean: Mean) -> Tensor:
+    def imitate(batch: Batch, theirs: Outputs, compare: Compare, mean: Mean = itself) -> Tensor:
         """The loss on a batch."""
         ours = run(student, batch)
         divergence = None
         if ours.predictions is not None and theirs.predictions is not None:
-            divergence = token_divergence(ours.predictions, theirs.predictions, mean=mean)
+            divergence = compare(ours.predictions, theirs.predictions)
         return distillation(ours.states, theirs.states, theirs.live, divergence, mean)
 
     @cache
@@ -56,7 +61,7 @@ def distil(
     def judged(number: int) -> float:
         """The loss on a validation text, all of which is here."""
         with torch.no_grad():
-            return float(imitate(samples.validation[number], exact(number), lambda x: x))
+            return float(imitate(samples.validation[number], exact(number), _spread_divergence))
 
     def validate() -> float:
         """The loss on the validation texts."""
@@ -66,7 +71,9 @@ def distil(
     def loss(step: int) -> Tensor:
         """The loss of a step, on this process's texts."""
         batch = own_texts(samples.training(step), processes)
-        return imitate(batch, teacher_outputs(teacher, batch), lambda x: mean_of(x, processes))
+        mean = partial(mean_of, processes=processes)
+        compare = partial(sampled_divergence, draw=torch.Generator().manual_seed(step), mean=mean)
+        return imitate(batch, teacher_outputs(teacher, batch), compare, mean)
 
     of_maps = [parameter for feature_map in maps for parameter in feature_map.parameters()]
     known = set(map(id, of_maps))
@@ -81,6 +88,15 @@ def distil(
         validate=validate,
         budget=Seconds(seconds),
     )
+
+
+def _spread_divergence(student: Predictions, teacher: Predictions) -> Tensor:
+    """That of as many tokens as have their logits held at once, the same at each look."""
+    number, room = len(student.states), student.room()
+    if number > room:
+        chosen = torch.arange(room, device=student.states.device) * number // room
+        student, teacher = student.at(chosen), teacher.at(chosen)
+    return token_divergence(student, teacher)
 
 
 def teacher_outputs(teacher: nn.Module, batch: Batch) -> Outputs:

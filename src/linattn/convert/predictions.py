@@ -40,11 +40,18 @@ class Predictions(NamedTuple):
         logits = states if self.head is None else self.head(states)
         return logits.to(torch.promote_types(logits.dtype, dtype)).log_softmax(-1)
 
+    def at(self, chosen: Tensor) -> Predictions:
+        """Those of some tokens."""
+        return Predictions(self.states[chosen], self.head, None if self.following is None else self.following[chosen])
+
+    def room(self) -> int:
+        """Of how many tokens the logits are held at once."""
+        width = self.states.shape[-1] if self.head is None else self.head(self.states[:1].detach()).shape[-1]
+        return max(_MOST // max(width, 1), 1)
+
     def pieces(self) -> Iterator[slice]:
         """Consecutive stretches of the tokens, each of few enough for their logits to be held."""
-        number = len(self.states)
-        width = self.states.shape[-1] if self.head is None else self.head(self.states[:1].detach()).shape[-1]
-        size = max(_MOST // max(width, 1), 1)
+        number, size = len(self.states), self.room()
         return (slice(start, min(start + size, number)) for start in range(0, number, size))
 
 
@@ -71,9 +78,8 @@ def token_divergence(
 
     def of(ours: Tensor, theirs: Tensor) -> Tensor:
         """Summed over a piece."""
-        with torch.no_grad():
-            log_p = teacher.log_probabilities(theirs, dtype)
-        return (log_p.exp() * (log_p - student.log_probabilities(ours, dtype))).sum()
+        piece = Predictions(ours, student.head), Predictions(theirs, teacher.head)
+        return _divergences(*piece, dtype).sum()
 
     parts = [
         checkpoint(of, student.states[piece], teacher.states[piece], use_reentrant=False, preserve_rng_state=False)
@@ -81,6 +87,55 @@ def token_divergence(
     ]
     total = torch.stack(parts).sum()
     return total / mean(total.new_tensor(len(student.states)))
+
+
+def sampled_divergence(
+    student: Predictions, teacher: Predictions, draw: torch.Generator, mean: Mean = itself
+) -> Tensor:
+    """An estimate of `token_divergence` from the m tokens whose logits are held at once; itself for m or fewer tokens.
+
+        1/(m·n) Σ_t KL_t / p_t,    t drawn m times, with p_t in proportion to ‖ŷ_t - y_t‖
+
+    of the states ŷ and y that the two predict from. Its mean is the divergence, and that of its gradient the gradient:
+    tokens that the two predict from alike have neither. Elsewhere the gradient of KL_t grows as ‖ŷ_t - y_t‖ does, so
+    that the draws are worth about the same.
+
+    Cost: O(m·V·E) time, m·V = 2²⁴ at most, where the divergence costs O(n·V·E): 64 tokens of a vocabulary of 262,144.
+
+    Args:
+        student: n tokens.
+        teacher: the same n; a constant for gradients.
+        draw: a generator on the CPU.
+        mean: of a number over all processes, where the texts of a step are dealt out to several.
+
+    Example:
+        >>> exact, ours = (Predictions(torch.tensor([p]).log(), None) for p in ([0.5, 0.5], [0.25, 0.75]))
+        >>> round(sampled_divergence(ours, exact, torch.Generator()).item(), 4)
+        0.1438
+
+    Source: Owen 2013, "Monte Carlo theory, methods and examples", section 9.1, for importance sampling.
+    """
+    number, room = len(student.states), student.room()
+    if number <= room:
+        return token_divergence(student, teacher, mean=mean)
+    # A state that is no number is found out by the loss.
+    distances = (student.states.detach() - teacher.states).double().norm(dim=-1).nan_to_num(1.0, 1.0).cpu()
+    if not distances.any():
+        distances.fill_(1.0)
+    chosen = torch.multinomial(distances, room, replacement=True, generator=draw)
+    weights = (distances.sum() / (room * distances[chosen])).to(student.states)
+    chosen = chosen.to(student.states.device)
+    total = weights @ _divergences(student.at(chosen), teacher.at(chosen), weights.dtype)
+    found: Tensor = total / mean(total.new_tensor(number))
+    return found
+
+
+def _divergences(student: Predictions, teacher: Predictions, dtype: torch.dtype) -> Tensor:
+    """KL(p‖p̂) of each token, from all logits at once."""
+    with torch.no_grad():
+        log_p = teacher.log_probabilities(teacher.states, dtype)
+    found: Tensor = (log_p.exp() * (log_p - student.log_probabilities(student.states, dtype))).sum(-1)
+    return found
 
 
 def next_token_losses(predictions: Predictions) -> Tensor | None:

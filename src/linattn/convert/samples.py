@@ -23,8 +23,8 @@ Tokenizer = Callable[..., Mapping[str, Any]]
 # Of every eight documents one is held out and one chooses the best; the rest trains.
 _PERIOD, _HELD_OUT, _VALIDATION = 8, 7, 3
 _MOST_HELD_OUT, _MOST_VALIDATION, _MOST_CALIBRATION = 32, 8, 16
-# Lengths of documents, in parts of the longest.
-_LENGTHS = (0.25, 1.0, 0.5, 0.75, 0.375, 0.625, 0.875)
+# Lengths of documents, in sixths of the way from the shortest to the longest.
+_LENGTHS = (0, 6, 2, 4, 1, 3, 5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,16 @@ class Samples:
     digest: str
 
 
-def from_texts(tokenizer: Tokenizer, texts: Sequence[str], *, num_tokens: int, batch_size: int, seed: int) -> Samples:
-    """Documents of a quarter of `num_tokens` tokens to all of it, made of whole consecutive paragraphs.
+def from_texts(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    num_tokens: int,
+    min_tokens: int | None = None,
+    batch_size: int,
+    seed: int,
+) -> Samples:
+    """Documents of `min_tokens`, or a quarter of `num_tokens`, to `num_tokens` tokens, of whole consecutive paragraphs.
 
     A paragraph that occurs again is read once, so that nothing held out is trained on. Of every eight documents one is
     held out (32 at most) and one is for validation (8 at most); training draws `batch_size` windows of one length from
@@ -57,11 +65,12 @@ def from_texts(tokenizer: Tokenizer, texts: Sequence[str], *, num_tokens: int, b
     room = num_tokens - len(first) - len(last)
     if room < len(_LENGTHS):
         raise ValueError(f"num_tokens is {num_tokens}, which leaves {room} tokens for a text; give more")
-    documents = list(_documents(tokenizer, texts, room))
+    least = room // 4 if min_tokens is None else max(min_tokens - len(first) - len(last), 1)
+    documents = list(_documents(tokenizer, texts, least, room))
     if len(documents) < 2 * _PERIOD:
         raise ValueError(
-            f"the texts give {len(documents)} documents of {room // 4} to {room} tokens, wanted {2 * _PERIOD} or more "
-            "to calibrate, train and judge on; give longer texts or a smaller num_tokens (paragraphs end at an empty "
+            f"the texts give {len(documents)} documents of {least} to {room} tokens, wanted {2 * _PERIOD} or more to "
+            "calibrate, train and judge on; give longer texts or a smaller num_tokens (paragraphs end at an empty "
             "line, and none is in two documents)"
         )
     used = [[number % _PERIOD == place for number in range(len(documents))] for place in (_HELD_OUT, _VALIDATION)]
@@ -77,7 +86,7 @@ def from_texts(tokenizer: Tokenizer, texts: Sequence[str], *, num_tokens: int, b
     def window(step: int) -> Batch:
         """Windows of one length at random places."""
         draws = random.Random(f"{seed} {step}")
-        size = min(draws.randint(room // 4, room), len(stream))
+        size = min(draws.randint(least, room), len(stream))
         starts = [draws.randint(0, len(stream) - size) for _ in range(batch_size)]
         return wrapped(*(stream[start : start + size] for start in starts))
 
@@ -119,11 +128,11 @@ def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
     )
 
 
-def _documents(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> Iterator[Tensor]:
+def _documents(tokenizer: Tokenizer, texts: Sequence[str], least: int, room: int) -> Iterator[Tensor]:
     """Consecutive documents of the wanted lengths in turn; the rest of a paragraph that is cut is dropped."""
     seen: set[str] = set()
-    lengths, tokens = cycle(_LENGTHS), list[int]()
-    size = int(next(lengths) * room)
+    lengths, tokens = cycle(least + (room - least) * part // 6 for part in _LENGTHS), list[int]()
+    size = next(lengths)
     for text in texts:
         for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
             if paragraph in seen:
@@ -132,7 +141,7 @@ def _documents(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> Iterato
             tokens += tokenizer(f"{paragraph}\n\n", add_special_tokens=False, verbose=False)["input_ids"]
             if len(tokens) >= size:
                 yield torch.tensor(tokens[:size])
-                tokens, size = [], int(next(lengths) * room)
+                tokens, size = [], next(lengths)
 
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
 from linattn.convert.card import (
     kept_in_words,
+    kept_layers,
     layer_table,
     method_in_words,
     method_table,
@@ -71,13 +72,16 @@ def convert(
             parse_method(map_ or DEFAULT_MAP)
         texts = tuple(read_text(file).content for file in (text or (None,)))
         loaded = load(model, with_head=True) if budget is None else load_language_model(model)
-        bounded = None if budget is None else _bounded(loaded, texts, budget, tokens, seed, console)
+        # A text that the budget holds is exact, and teaches nothing.
+        shortest = None if budget is None else min(budget + budget // 2, tokens)
+        bounded = None if budget is None else _bounded(loaded, texts, budget, (shortest, tokens), seed, console)
         config = ConvertConfig(
             map_ if bounded is None else bounded.plan.labels[0],
             target,
             num_features=features,
             texts=texts,
             num_tokens=tokens,
+            min_tokens=shortest,
             minutes=minutes,
             distil=distil,
             adapter_rank=adapters,
@@ -100,12 +104,18 @@ def convert(
 
 
 def _bounded(
-    loaded: LoadedModel, texts: tuple[str, ...], budget: int, tokens: int, seed: int, console: Console
+    loaded: LoadedModel,
+    texts: tuple[str, ...],
+    budget: int,
+    lengths: tuple[int | None, int],
+    seed: int,
+    console: Console,
 ) -> BoundedMemory:
-    """The method for a budget, and recall before training, on the conversion's texts."""
+    """The method for a budget, and recall before training, on the conversion's texts of these lengths."""
+    shortest, tokens = lengths
     with stages(console) as watch:
         watch.begin("Choosing a split of the budget")
-        samples = from_texts(loaded.tokenizer, texts, num_tokens=tokens, batch_size=1, seed=seed)
+        samples = from_texts(loaded.tokenizer, texts, num_tokens=tokens, min_tokens=shortest, batch_size=1, seed=seed)
         return BoundedMemory(loaded, samples, budget, tokens, watch)
 
 
@@ -147,5 +157,5 @@ def _print(console: Console, conversion: Conversion) -> None:
         console.print(f"The layers attend by {method_in_words(conversion)}.", markup=False, highlight=False)
     if conversion.stopped:
         console.print("Training was interrupted; the best weights until then were kept.", highlight=False)
-    for layer in conversion.linearization.kept:
-        console.print(f"{layer.module_name} keeps softmax: {layer.reason}", markup=False, highlight=False)
+    for line in kept_layers(conversion):
+        console.print(f"Softmax stays in {line}.", markup=False, highlight=False)
