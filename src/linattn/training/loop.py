@@ -80,10 +80,10 @@ Notify = Callable[[str, float, Progress], None]
 def train(training: Training, work: WorkFolder | None, notify: Notify) -> Trained:
     """Train until the budget is spent, and leave the model with its best weights.
 
-    AdamW without weight decay, gradients clipped to norm 1. The learning rate rises over twenty steps, or a twentieth
-    of the budget where that is fewer, and falls by a cosine over the budget; where the loss ε² before training is below
-    1 it is multiplied by ε: AdamW's steps have a length of their own, and a model that is nearly right has less far to
-    go. The least validation loss chooses the weights, those before the first step included.
+    AdamW without weight decay, gradients clipped to norm 1. The learning rate rises over twenty steps and falls by a
+    cosine over the budget; where the loss ε² before training is below 1 it is multiplied by ε: AdamW's steps have a
+    length of their own, and a model that is nearly right has less far to go. The least validation loss chooses the
+    weights, those before the first step included.
 
     In several processes (`launched`) each has its own loss, whose mean over all is the training's: gradients are
     averaged, and the first process writes `work`, which the others give as None, reads the clock, and ends the training
@@ -271,7 +271,7 @@ class _Run:
 def learning_rate_factor(step: int, share: float) -> float:
     """The share of the largest learning rate at step n, t of the budget being spent: never 0.
 
-        min(1, max((n + 1)/20, 20·t)) · (0.02 + 0.98·(1 + cos πt)/2)
+        min(1, (n + 1)/20) · (0.02 + 0.98·(1 + cos πt)/2)
 
     Example:
         >>> learning_rate_factor(19, 0.0), round(learning_rate_factor(19, 1.0), 3)
@@ -280,8 +280,7 @@ def learning_rate_factor(step: int, share: float) -> float:
     Source: Loshchilov and Hutter 2017 (arXiv 1608.03983).
     """
     fall = _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
-    # A budget of seconds may be spent in fewer steps than twenty.
-    return min(1.0, max((step + 1) / _WARM_UP, share * _WARM_UP)) * fall
+    return min(1.0, (step + 1) / _WARM_UP) * fall
 
 
 def _accelerator(work: WorkFolder | None) -> Accelerator:
