@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from linattn.convert import Agreement, Conversion, LayerError, Paying, Speed, Stage, Trained
-from linattn.convert.card import kept_in_words, layer_table, model_card, speed_in_words, stage_table
+from linattn.convert.card import kept_in_words, kept_layers, layer_table, model_card, speed_in_words, stage_table
 from linattn.hf import LayerReport, Linearization
 
 
@@ -97,6 +97,15 @@ def staged(kept, divergence=None, **figures):
         layers = () if name == "uniform" else (LayerError("layer.0", number / 8, number / 4, 0.8),)
         stages.append(Stage(name, Agreement(*values), layers))
     return Conversion("Taylor", Linearization(()), tuple(stages), (), 9, 99, False, (), kept)
+
+
+def test_layers_that_keep_softmax_for_one_reason_are_told_together(conversion):
+    reports = conversion.linearization.layers
+    more = LayerReport(3, "layer.3", None, reports[2].reason), LayerReport(4, "layer.4", None, "not among `layers`")
+    found = replace(conversion, linearization=Linearization((*reports, *more)))
+    lines = ["layer.2, layer.3: a sliding window of 8 tokens", "layer.4: not among `layers`"]
+    assert kept_layers(found) == lines
+    assert "\n".join(f"* {line}" for line in lines) in model_card(found, "a model")
 
 
 def test_the_stage_that_is_kept_and_why():

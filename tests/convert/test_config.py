@@ -23,5 +23,11 @@ def test_other_numbers(name, value):
         ConvertConfig(**{name: value})
 
 
+@pytest.mark.parametrize("value", [0, -1, 17])
+def test_the_shortest_text_is_no_longer_than_the_longest(value):
+    with pytest.raises(ValueError, match=rf"min_tokens must lie in \[1, num_tokens=16\], got {value}"):
+        ConvertConfig(num_tokens=16, min_tokens=value)
+
+
 def test_the_default_is_a_method():
     assert parse_method(DEFAULT_MAP).label == DEFAULT_MAP

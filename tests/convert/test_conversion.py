@@ -234,10 +234,17 @@ def test_texts(build, tokenizer, paragraphs, tmp_path, ticking):
     model = build("llama")
     found = convert_(model, tokenizer, config)
     assert found.num_held_out >= 2
+    assert found.num_held_out_tokens < 16 * found.num_held_out
     save_pretrained(model, tmp_path / "saved", tokenizer=tokenizer)
     ids = torch.randint(3, 50, (2, 9))
     with torch.no_grad():
         assert torch.equal(from_pretrained(tmp_path / "saved")(ids)[0], model(ids)[0])
+
+
+def test_texts_of_one_length(build, tokenizer, paragraphs):
+    config = replace(CONFIG, texts=("\n\n".join(paragraphs),), num_tokens=16, min_tokens=16, minutes=0)
+    found = convert_(build("llama"), tokenizer, config)
+    assert found.num_held_out_tokens == 16 * found.num_held_out
 
 
 def test_a_data_loader_and_batches_with_padding(build, padded, ticking):

@@ -101,6 +101,13 @@ def test_a_sample_of_few_tokens_is_all_of_them(monkeypatch):
     assert torch.equal(sampled_divergence(*pair, torch.Generator()), token_divergence(*pair))
 
 
+def test_a_sample_counts_the_tokens_of_all_processes():
+    """Twice as many in the mean: half the share."""
+    pair, draw = (Predictions(states(0), head(2)), Predictions(states(1), head(3))), torch.Generator()
+    own = sampled_divergence(*pair, draw.manual_seed(3))
+    assert torch.equal(sampled_divergence(*pair, draw.manual_seed(3), mean=lambda x: 2 * x), own / 2)
+
+
 def test_a_sample_of_equals_is_nothing_and_of_no_number_is_none():
     pair = [Predictions(states(0), head(2))] * 2
     assert sampled_divergence(*pair, torch.Generator()).item() == 0

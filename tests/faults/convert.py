@@ -6,6 +6,20 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "leave the shortest text to chance",
+        "convert/conversion.py",
+        "            min_tokens=config.min_tokens,\n",
+        "",
+        "tests/convert/test_conversion.py",
+    ),
+    Fault(
+        "weigh the tokens of one process's sample as if there were no others",
+        "convert/predictions.py",
+        "total / mean(total.new_tensor(number))",
+        "total / number",
+        "tests/convert/test_predictions.py",
+    ),
+    Fault(
         "draw tokens evenly, and weigh them as if not",
         "convert/predictions.py",
         "torch.multinomial(distances, room,",

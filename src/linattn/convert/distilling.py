@@ -91,7 +91,7 @@ def distil(
 
 
 def _spread_divergence(student: Predictions, teacher: Predictions) -> Tensor:
-    """That of as many tokens as have their logits held at once, the same at each look."""
+    """The divergence of as many tokens as have their logits held at once, the same ones at each look."""
     number, room = len(student.states), student.room()
     if number > room:
         chosen = torch.arange(room, device=student.states.device) * number // room

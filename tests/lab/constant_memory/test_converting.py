@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from linattn.convert import convert_
 from linattn.convert.samples import from_texts
 from linattn.hf import LayerAttention, from_pretrained, is_linearized
 from linattn.lab.commands.app import app
@@ -76,7 +77,14 @@ def test_refused(tiny, prose, choosing):
         BoundedMemory(loaded, samples, BUDGET, TOKENS)
 
 
-def test_the_command(tiny, prose, choosing, tmp_path):
+def test_the_command(tiny, prose, choosing, tmp_path, monkeypatch):
+    configs = []
+
+    def noted(model, tokenizer, config, **options):
+        configs.append(config)
+        return convert_(model, tokenizer, config, **options)
+
+    monkeypatch.setattr("linattn.lab.commands.convert.convert_", noted)
     choosing("35%")
     loaded = tiny("hybrid")
     loaded.model.save_pretrained(tmp_path / "model")
@@ -96,6 +104,8 @@ def test_the_command(tiny, prose, choosing, tmp_path):
     label = memory["plan"]["labels"][0]
     assert f"attend by `{label}`" in card
     assert "perplexity" in card
+    # No text is so short that the budget holds all of it.
+    assert [config.min_tokens for config in configs] == [min(BUDGET * 3 // 2, TOKENS)]
     assert converting.RECALL in card
     for name in ("exact attention", "before training", "converted"):
         assert f"| {name} |" in card

@@ -72,16 +72,14 @@ def convert(
             parse_method(map_ or DEFAULT_MAP)
         texts = tuple(read_text(file).content for file in (text or (None,)))
         loaded = load(model, with_head=True) if budget is None else load_language_model(model)
-        # A text that the budget holds is exact, and teaches nothing.
-        shortest = None if budget is None else min(budget + budget // 2, tokens)
-        bounded = None if budget is None else _bounded(loaded, texts, budget, (shortest, tokens), seed, console)
+        bounded = None if budget is None else _bounded(loaded, texts, budget, tokens, seed, console)
         config = ConvertConfig(
             map_ if bounded is None else bounded.plan.labels[0],
             target,
             num_features=features,
             texts=texts,
             num_tokens=tokens,
-            min_tokens=shortest,
+            min_tokens=None if budget is None else _shortest(budget, tokens),
             minutes=minutes,
             distil=distil,
             adapter_rank=adapters,
@@ -103,16 +101,16 @@ def convert(
     console.print(f"Written: {escape(str(out))}", highlight=False)
 
 
+def _shortest(budget: int, tokens: int) -> int:
+    """Tokens of the shortest text: one that the budget holds is exact, and teaches nothing."""
+    return min(budget + budget // 2, tokens)
+
+
 def _bounded(
-    loaded: LoadedModel,
-    texts: tuple[str, ...],
-    budget: int,
-    lengths: tuple[int | None, int],
-    seed: int,
-    console: Console,
+    loaded: LoadedModel, texts: tuple[str, ...], budget: int, tokens: int, seed: int, console: Console
 ) -> BoundedMemory:
-    """The method for a budget, and recall before training, on the conversion's texts of these lengths."""
-    shortest, tokens = lengths
+    """The method for a budget, and recall before training, on the conversion's texts."""
+    shortest = _shortest(budget, tokens)
     with stages(console) as watch:
         watch.begin("Choosing a split of the budget")
         samples = from_texts(loaded.tokenizer, texts, num_tokens=tokens, min_tokens=shortest, batch_size=1, seed=seed)
