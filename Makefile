@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 FIRST_LOOK := --map "merged 128 + window 32" --map "Expansion(num_centres=16) + window 16 + heavy 32" \
   --map "merged 128" --map "Expansion(num_centres=16)" --map "Expansion(num_centres=1)" --map FavorPlus --map EluPlusOne
 
-.PHONY: demo test test-lm check fmt bench readme docs release clean
+.PHONY: demo test test-claims test-lm check fmt bench readme docs release clean
 
 # A page to read as soon as there can be one, best methods first; speed and claims are added to it meanwhile.
 demo: $(VENV)/demo.stamp
@@ -19,6 +19,10 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# What `make test` leaves out: networks that are trained until they recall, and claims about them.
+test-claims: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m claims tests/lab/experiments
 
 # What `make test` leaves out: a language model of 230 MB, under terms of its own.
 test-lm: $(VENV)/lm.stamp

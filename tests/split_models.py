@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import HEAD_DIM, LAYERS, VOCABULARY, linear, softmax, text, tokens
+from layers import HEAD_DIM, LAYERS, VOCABULARY, hybrid, linear, softmax, text, tokens
 from linattn import Exact
 from linattn.feature_maps import FavorPlus, LearnedExponential
-from linattn.nn import Block, LinearLM
+from linattn.nn import Block, LinearLM, RedrawSchedule
 from linattn.parallel import ContextParallel
 from linattn.positions import ForgetGate, Rotary
 from split_calls import difference, own_part
@@ -107,6 +107,21 @@ def losses(
         optimizer.step()
         found.append(float(whole))
     return found
+
+
+def gradients_of_replicas(mesh: DeviceMesh) -> list[Tensor]:
+    """Of torch's data parallelism over a hybrid, each rank with texts of its own, after a redraw of its maps."""
+    trained = hybrid()
+    torch.manual_seed(mesh.get_local_rank())
+    parallel = nn.parallel.DistributedDataParallel(trained, process_group=mesh.get_group())
+    texts = text(4, 9).chunk(mesh.size())[mesh.get_local_rank()]
+    schedule = RedrawSchedule(parallel, every=1)
+    for _ in range(2):
+        parallel.zero_grad()
+        nn.functional.cross_entropy(parallel(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten()).backward()
+        schedule.step()
+    # Copies: the reducer writes into these.
+    return [parameter.grad.clone() for parameter in trained.parameters()]
 
 
 def _place(mesh: DeviceMesh) -> tuple[int, int]:

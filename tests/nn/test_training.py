@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from layers import LAYERS, hybrid, text, tokens
-from linattn.nn import Block
+from linattn.nn import Block, RedrawSchedule
+from split_models import gradients_of_replicas
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -91,48 +87,14 @@ def test_autocast_rounds_and_no_more(kind: str) -> None:
         assert (one - other).norm() <= 32 * 2**-8 * other.norm() + 1e-3
 
 
-PROCESS = """
-import sys, torch, torch.distributed as dist
-from torch.nn.functional import cross_entropy
-from layers import hybrid, text
-from linattn.nn import RedrawSchedule
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = hybrid()
-torch.manual_seed(rank)
-parallel, words = torch.nn.parallel.DistributedDataParallel(model), text(4, 9)[2 * rank : 2 * rank + 2]
-schedule = RedrawSchedule(parallel, every=1)
-for _ in range(2):
-    parallel.zero_grad()
-    cross_entropy(parallel(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()).backward()
-    schedule.step()
-torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
-
-
-def test_two_processes_have_the_gradients_of_one(tmp_path) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_two_processes_have_the_gradients_of_one(on_ranks) -> None:
     """In float64, between two redraws of the schedule, alike on both."""
-    from linattn.nn import RedrawSchedule
-
-    # The processes import this folder's models as pytest does.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with contextlib.ExitStack() as started:
-        ranks = []
-        for rank in range(2):
-            command = [sys.executable, "-c", PROCESS, str(rank), str(tmp_path)]
-            process = started.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, env=environment))
-            # One that has failed leaves the other waiting.
-            started.callback(process.kill)
-            ranks.append(process)
-        errors = [process.communicate(timeout=120)[1].decode() for process in ranks]
-        assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+    of_ranks = on_ranks(2, gradients_of_replicas)
     torch.manual_seed(0)
     model, words = hybrid(), text(4, 9)
     RedrawSchedule(model, every=1).step()
     cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()).backward()
-    for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
+    for found in of_ranks:
         for one, parameter in zip(found, model.parameters(), strict=True):
             torch.testing.assert_close(one, parameter.grad, rtol=1e-6, atol=1e-12)

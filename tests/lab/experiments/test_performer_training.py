@@ -11,7 +11,7 @@ from linattn.lab.experiments.performer import trigonometric_training_is_unstable
 from linattn.lab.experiments.performer._recall import accuracy, average, pretrained
 
 # They go on from one pretraining, which every process does for itself.
-pytestmark = pytest.mark.xdist_group("Performer's training")
+IN_ONE_PROCESS = pytest.mark.xdist_group("Performer's training")
 
 
 def _no_recovery(row):
@@ -55,6 +55,8 @@ CASES = [
 ]
 
 
+@pytest.mark.claims
+@IN_ONE_PROCESS
 @pytest.mark.parametrize(
     ("name", "status", "other", "new_value"), CASES, ids=[f"{case[0]}-{case[3].__name__}" for case in CASES]
 )
@@ -75,6 +77,8 @@ def test_tuning_is_brief() -> None:
         assert config.steps[-1] == 0.15 * config.task.steps
 
 
+@pytest.mark.claims
+@IN_ONE_PROCESS
 def test_recall_needs_attention() -> None:
     task = swap_needs_little_tuning.QUICK.task
     assert accuracy(pretrained(task), task, softmax_attention).mean() > 0.95
@@ -82,6 +86,8 @@ def test_recall_needs_attention() -> None:
     assert accuracy(pretrained(task), task, average).mean() < 0.5
 
 
+@pytest.mark.claims
+@IN_ONE_PROCESS
 def test_what_is_pretrained_stays_as_it_is() -> None:
     task = swap_needs_little_tuning.QUICK.task
     before = pretrained(task).head.bias.tolist()

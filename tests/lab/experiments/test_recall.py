@@ -30,11 +30,10 @@ from linattn.lab.experiments.recall._networks import (
 )
 from linattn.lab.experiments.recall._task import Recall, sequences
 
-# A process takes each experiment's figures once.
-pytestmark = pytest.mark.xdist_group("figures of recall")
-
 NAMES = [name for name, one in EXPERIMENTS.items() if ".recall." in one.__name__]
 TASK = Recall(32, 40, 8)
+# A process takes each experiment's figures once.
+IN_ONE_PROCESS = pytest.mark.xdist_group("figures of recall")
 
 
 def network(method, run=0):
@@ -165,6 +164,8 @@ CASES = [
 ]
 
 
+@pytest.mark.claims
+@IN_ONE_PROCESS
 def test_the_figures_decide(taken, decided, doctored) -> None:
     # One test for all cases: they share networks, which every process trains for itself.
     found = [
@@ -174,6 +175,8 @@ def test_the_figures_decide(taken, decided, doctored) -> None:
     assert found == CASES
 
 
+@pytest.mark.claims
+@IN_ONE_PROCESS
 def test_a_law_of_bytes_is_seen(taken, decided) -> None:
     rows = [replace(row, value=row.x, standard_error=1.0) for row in taken("bytes-decide-recall")]
     assert decided("bytes-decide-recall", rows) == "holds"
