@@ -9,7 +9,14 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import BertConfig, BertForMaskedLM
 
 from linattn.convert import predictions
-from linattn.convert.predictions import NONE, Predictions, next_token_losses, sampled_divergence, token_divergence
+from linattn.convert.predictions import (
+    NONE,
+    Predictions,
+    next_token_losses,
+    sampled_divergence,
+    spread_divergence,
+    token_divergence,
+)
 from linattn.convert.running import run
 from linattn.hf import LinearLMConfig, LinearLMForCausalLM
 
@@ -18,8 +25,9 @@ TOKENS, WIDTH, VOCABULARY = 11, 5, 7
 
 @pytest.fixture(autouse=True)
 def pieces_of_three(monkeypatch):
-    """Few enough logits at once for several pieces, the last of them shorter."""
+    """Few enough logits at once for several pieces, the last of them shorter; samples of two pieces."""
     monkeypatch.setattr(predictions, "_MOST", 3 * VOCABULARY + 2)
+    monkeypatch.setattr(predictions, "_SAMPLED", 2)
 
 
 def states(seed):
@@ -87,7 +95,7 @@ def test_a_sample_gives_divergence_and_gradient_on_average():
         one = sampled_divergence(*pair, draw)
         found.append(one.detach())
         gradients.append(torch.autograd.grad(one, ours)[0])
-        assert (gradients[-1].abs().amax(1) > 0).sum() <= 3
+        assert (gradients[-1].abs().amax(1) > 0).sum() <= 6
     for draws, mean in ((torch.stack(found), wanted.detach()), (torch.stack(gradients), expected)):
         errors = draws.std(0) / 2000**0.5
         assert ((draws.mean(0) - mean).abs() <= 5 * errors + 1e-15).all()
@@ -95,10 +103,17 @@ def test_a_sample_gives_divergence_and_gradient_on_average():
     assert not torch.stack(gradients)[:, 3:6].any()
 
 
+def test_looks_compare_six_of_eleven_tokens_evenly_spread():
+    pair = Predictions(states(0), head(2)), Predictions(states(1), head(3))
+    wanted = token_divergence(*(one.at(torch.tensor([0, 1, 3, 5, 7, 9])) for one in pair))
+    assert torch.equal(spread_divergence(*pair), wanted)
+
+
 def test_a_sample_of_few_tokens_is_all_of_them(monkeypatch):
     monkeypatch.setattr(predictions, "_MOST", TOKENS * VOCABULARY)
     pair = Predictions(states(0), head(2)), Predictions(states(1), head(3))
-    assert torch.equal(sampled_divergence(*pair, torch.Generator()), token_divergence(*pair))
+    for found in (sampled_divergence(*pair, torch.Generator()), spread_divergence(*pair)):
+        assert torch.equal(found, token_divergence(*pair))
 
 
 def test_a_sample_counts_the_tokens_of_all_processes():

@@ -15,15 +15,15 @@ FAULTS = (
     Fault(
         "weigh the tokens of one process's sample as if there were no others",
         "convert/predictions.py",
-        "total / mean(total.new_tensor(number))",
-        "total / number",
+        "weights.dtype)\n    return total / mean(total.new_tensor(number))",
+        "weights.dtype)\n    return total / number",
         "tests/convert/test_predictions.py",
     ),
     Fault(
         "draw tokens evenly, and weigh them as if not",
         "convert/predictions.py",
-        "torch.multinomial(distances, room,",
-        "torch.multinomial(torch.ones_like(distances), room,",
+        "torch.multinomial(distances, size,",
+        "torch.multinomial(torch.ones_like(distances), size,",
         "tests/convert/test_predictions.py",
     ),
     Fault(
@@ -106,8 +106,10 @@ FAULTS = (
     Fault(
         "keep all logits for the gradient",
         "convert/predictions.py",
-        "checkpoint(of, student.states[piece], teacher.states[piece], use_reentrant=False, preserve_rng_state=False)",
-        "of(student.states[piece], teacher.states[piece])",
+        "            *(of, student.states[piece], teacher.states[piece], weights[piece]),\n"
+        "            use_reentrant=False,\n"
+        "            preserve_rng_state=False,\n",
+        "            *(lambda f, *x, **_: f(*x), of, student.states[piece], teacher.states[piece], weights[piece]),\n",
         "tests/convert/test_predictions.py",
     ),
     Fault(
@@ -143,6 +145,20 @@ FAULTS = (
         "convert/adapting.py",
         "tuner.merge_and_unload()",
         "pass",
+        "tests/convert/test_adapting.py",
+    ),
+    Fault(
+        "adapt the embedding too",
+        "convert/adapting.py",
+        "id(weight) not in others and ",
+        "",
+        "tests/convert/test_adapting.py",
+    ),
+    Fault(
+        "adapt the projections of attention alone",
+        "convert/adapting.py",
+        "is_converted = is_converted or name in attentions",
+        "is_converted = any(name.startswith(one) for one in attentions)",
         "tests/convert/test_adapting.py",
     ),
     Fault(

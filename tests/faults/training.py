@@ -90,6 +90,13 @@ FAULTS = (
         "tests/training/test_loop.py",
     ),
     Fault(
+        "look however long it takes",
+        "training/budgets.py",
+        "_STEPS_PER_LOOK * took",
+        "0.0",
+        "tests/training/test_loop.py",
+    ),
+    Fault(
         "keep a checkpoint at looks alone",
         "training/loop.py",
         "if is_look_due or self.progress.seconds - saved.seconds >= _SECONDS:",

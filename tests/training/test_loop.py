@@ -97,6 +97,21 @@ def test_training_that_only_harms_is_undone(training):
     assert not point.place.any()
 
 
+def test_long_looks_take_a_tenth_of_the_time(training, clock):
+    point, looks = Point(), []
+
+    def validate():
+        clock.now += 4.0
+        looks.append(clock.now)
+        return 1.0
+
+    # With the quarter of a second that every look takes here: 4.25.
+    train(training(point, validate=validate, seconds=400.0), None, quiet)
+    between = [later - earlier for earlier, later in pairwise(looks[1:-1])]
+    assert between
+    assert set(between) == {4.25 + 38.5}
+
+
 def test_a_look_that_is_nan_is_no_best(training):
     losses = iter([5.0, 4.0, math.nan, 3.0, *[9.0] * 100])
     found = train(training(Point(), validate=lambda: next(losses)), None, quiet)

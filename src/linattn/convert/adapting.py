@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,16 +22,17 @@ _ALPHA = 2
 
 @contextmanager
 def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: int) -> Iterator[list[nn.Parameter]]:
-    """Train the projections of some attention modules by low-rank adapters, while the block runs.
+    """Train a model's projections by low-rank adapters, while the block runs.
 
         W + 2·B·A,   A (r, in) drawn from the seed, B (out, r) zero at first
 
-    All other weights of the model take no gradients meanwhile, but for those of the attention kernels. Afterwards the
-    adapters are part of the weights, and the model has the modules that it had.
+    They are those from the first converted attention on, of attention and of all else but what makes logits: what comes
+    before is exact as it is. All other weights of the model take no gradients meanwhile, but for those of the attention
+    kernels. Afterwards the adapters are part of the weights, and the model has the modules that it had.
 
     Args:
         model: changed in place.
-        attentions: names of attention modules.
+        attentions: names of the converted attention modules.
         rank: r.
         seed: of the draw.
 
@@ -40,9 +41,10 @@ def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: 
 
     Raises:
         ModuleNotFoundError: if peft is not installed.
-        ValueError: if the attention modules have no projections.
+        ValueError: if there are no such projections.
 
-    Source: Hu et al. 2022 (arXiv 2106.09685); its implementation is peft's.
+    Source: Hu et al. 2022 (arXiv 2106.09685); its implementation is peft's. Schulman et al. 2025, "LoRA Without
+    Regret", for adapters of all projections: those of attention alone do worse at as many parameters.
     """
     # Only here: of conversions alone those with adapters need it.
     from peft import LoraConfig
@@ -68,16 +70,21 @@ def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: 
 
 
 def _projections(model: PreTrainedModel, attentions: Sequence[str]) -> list[str]:
-    """The names of the attention modules' own products with a matrix, without what their kernels hold."""
-    found = [
-        f"{attention}.{name}"
-        for attention in attentions
-        for name, module in model.get_submodule(attention).named_modules()
-        if getattr(module, "weight", None) is not None and module.weight.ndim == 2 and ATTRIBUTE not in name.split(".")
-    ]
+    """The names of the model's own products with a matrix, from the first of some attention modules on."""
+    # A matrix may be both an embedding and what makes logits.
+    head: Callable[[], nn.Module | None] = model.get_output_embeddings
+    others = {id(end.weight) for end in (model.get_input_embeddings(), head()) if end is not None}
+    found, is_converted = [], False
+    for name, module in model.named_modules():
+        is_converted = is_converted or name in attentions
+        weight = None if isinstance(module, nn.Embedding) else getattr(module, "weight", None)
+        if not is_converted or weight is None or weight.ndim != 2:
+            continue
+        if id(weight) not in others and ATTRIBUTE not in name.split("."):
+            found.append(name)
     if not found:
         raise ValueError(
-            f"{type(model).__name__}'s attention modules ({', '.join(attentions)}) have no projections of their own to "
-            "adapt; leave adapter_rank out, and all weights are trained"
+            f"{type(model).__name__} has no projections to adapt from {', '.join(attentions)} on; leave adapter_rank "
+            "out, and all weights are trained"
         )
     return found

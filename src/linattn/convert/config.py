@@ -28,9 +28,9 @@ class ConvertConfig:
         minutes: wall-clock time of training, the audits before and after not included; 0 to calibrate only.
         distil: whether the weights of the whole model are trained to give the model's outputs. Without it only the maps
             learn, where they can.
-        adapter_rank: rank of low-rank adapters of the converted layers' projections, which are trained in place of all
-            weights and then added to these: for models beside which their gradients and moments do not fit. None for
-            all weights.
+        adapter_rank: rank of low-rank adapters of the model's projections from the first converted layer on, which are
+            trained in place of all weights and then added to these: for models beside which their gradients and moments
+            do not fit. None for all weights.
         batch_size: texts per step.
         learning_rate: of the model's weights, at its largest; times the relative error that is left before training.
         map_learning_rate: of the maps' weights in attention transfer, at its largest; a tenth of it in distillation.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.convert.losses import Mean, distillation, itself
-from linattn.convert.predictions import Predictions, sampled_divergence, token_divergence
+from linattn.convert.predictions import Predictions, sampled_divergence, spread_divergence
 from linattn.convert.running import Batch, Outputs, run
 from linattn.convert.samples import Samples
 from linattn.convert.sharing import mean_of, own_texts
@@ -61,7 +61,7 @@ def distil(
     def judged(number: int) -> float:
         """The loss on a validation text, all of which is here."""
         with torch.no_grad():
-            return float(imitate(samples.validation[number], exact(number), _spread_divergence))
+            return float(imitate(samples.validation[number], exact(number), spread_divergence))
 
     def validate() -> float:
         """The loss on the validation texts."""
@@ -88,15 +88,6 @@ def distil(
         validate=validate,
         budget=Seconds(seconds),
     )
-
-
-def _spread_divergence(student: Predictions, teacher: Predictions) -> Tensor:
-    """The divergence of as many tokens as have their logits held at once, the same ones at each look."""
-    number, room = len(student.states), student.room()
-    if number > room:
-        chosen = torch.arange(room, device=student.states.device) * number // room
-        student, teacher = student.at(chosen), teacher.at(chosen)
-    return token_divergence(student, teacher)
 
 
 def teacher_outputs(teacher: nn.Module, batch: Batch) -> Outputs:

@@ -17,8 +17,8 @@ from linattn.convert.losses import Mean, itself
 NONE = -100
 """In place of a token where there is none."""
 
-# Logits made at once: 64 MB in float32.
-_MOST = 2**24
+# Logits made at once: 64 MB in float32; and of how many such pieces a sample is.
+_MOST, _SAMPLED = 2**24, 4
 
 
 class Predictions(NamedTuple):
@@ -49,6 +49,10 @@ class Predictions(NamedTuple):
         width = self.states.shape[-1] if self.head is None else self.head(self.states[:1].detach()).shape[-1]
         return max(_MOST // max(width, 1), 1)
 
+    def sample_size(self) -> int:
+        """Of how many tokens a sample is."""
+        return _SAMPLED * self.room()
+
     def pieces(self) -> Iterator[slice]:
         """Consecutive stretches of the tokens, each of few enough for their logits to be held."""
         number, size = len(self.states), self.room()
@@ -75,24 +79,15 @@ def token_divergence(
 
     Source: Hinton et al. 2015 (arXiv 1503.02531), at temperature 1.
     """
-
-    def of(ours: Tensor, theirs: Tensor) -> Tensor:
-        """Summed over a piece."""
-        piece = Predictions(ours, student.head), Predictions(theirs, teacher.head)
-        return _divergences(*piece, dtype).sum()
-
-    parts = [
-        checkpoint(of, student.states[piece], teacher.states[piece], use_reentrant=False, preserve_rng_state=False)
-        for piece in student.pieces()
-    ]
-    total = torch.stack(parts).sum()
-    return total / mean(total.new_tensor(len(student.states)))
+    number = len(student.states)
+    total = _weighted_divergences(student, teacher, student.states.new_ones(number), dtype)
+    return total / mean(total.new_tensor(number))
 
 
 def sampled_divergence(
     student: Predictions, teacher: Predictions, draw: torch.Generator, mean: Mean = itself
 ) -> Tensor:
-    """An estimate of `token_divergence` from the m tokens whose logits are held at once; itself for m or fewer tokens.
+    """An estimate of `token_divergence` from m of its tokens; itself for m or fewer tokens.
 
         1/(m·n) Σ_t KL_t / p_t,    t drawn m times, with p_t in proportion to ‖ŷ_t - y_t‖
 
@@ -100,7 +95,8 @@ def sampled_divergence(
     tokens that the two predict from alike have neither. Elsewhere the gradient of KL_t grows as ‖ŷ_t - y_t‖ does, so
     that the draws are worth about the same.
 
-    Cost: O(m·V·E) time, m·V = 2²⁴ at most, where the divergence costs O(n·V·E): 64 tokens of a vocabulary of 262,144.
+    Cost: O(m·V·E) time where the divergence costs O(n·V·E); m is a few times the tokens whose logits are held at once:
+    256 of a vocabulary of 262,144.
 
     Args:
         student: n tokens.
@@ -115,27 +111,48 @@ def sampled_divergence(
 
     Source: Owen 2013, "Monte Carlo theory, methods and examples", section 9.1, for importance sampling.
     """
-    number, room = len(student.states), student.room()
-    if number <= room:
+    number, size = len(student.states), student.sample_size()
+    if number <= size:
         return token_divergence(student, teacher, mean=mean)
     # A state that is no number is found out by the loss.
     distances = (student.states.detach() - teacher.states).double().norm(dim=-1).nan_to_num(1.0, 1.0).cpu()
     if not distances.any():
         distances.fill_(1.0)
-    chosen = torch.multinomial(distances, room, replacement=True, generator=draw)
-    weights = (distances.sum() / (room * distances[chosen])).to(student.states)
+    chosen = torch.multinomial(distances, size, replacement=True, generator=draw)
+    weights = (distances.sum() / (size * distances[chosen])).to(student.states)
     chosen = chosen.to(student.states.device)
-    total = weights @ _divergences(student.at(chosen), teacher.at(chosen), weights.dtype)
-    found: Tensor = total / mean(total.new_tensor(number))
-    return found
+    total = _weighted_divergences(student.at(chosen), teacher.at(chosen), weights, weights.dtype)
+    return total / mean(total.new_tensor(number))
 
 
-def _divergences(student: Predictions, teacher: Predictions, dtype: torch.dtype) -> Tensor:
-    """KL(p‖p̂) of each token, from all logits at once."""
-    with torch.no_grad():
-        log_p = teacher.log_probabilities(teacher.states, dtype)
-    found: Tensor = (log_p.exp() * (log_p - student.log_probabilities(student.states, dtype))).sum(-1)
-    return found
+def spread_divergence(student: Predictions, teacher: Predictions) -> Tensor:
+    """`token_divergence` of as many tokens as `sampled_divergence` draws, evenly spread: the same ones at each look."""
+    number, size = len(student.states), student.sample_size()
+    if number > size:
+        chosen = torch.arange(size, device=student.states.device) * number // size
+        student, teacher = student.at(chosen), teacher.at(chosen)
+    return token_divergence(student, teacher)
+
+
+def _weighted_divergences(student: Predictions, teacher: Predictions, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ_t w_t·KL_t, piece by piece; logits are made anew for the gradient."""
+
+    def of(ours: Tensor, theirs: Tensor, own: Tensor) -> Tensor:
+        """Of a piece."""
+        with torch.no_grad():
+            log_p = teacher.log_probabilities(theirs, dtype)
+        divergences: Tensor = (log_p.exp() * (log_p - student.log_probabilities(ours, dtype))).sum(-1)
+        return own.to(divergences) @ divergences
+
+    parts = [
+        checkpoint(
+            *(of, student.states[piece], teacher.states[piece], weights[piece]),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for piece in student.pieces()
+    ]
+    return torch.stack(parts).sum()
 
 
 def next_token_losses(predictions: Predictions) -> Tensor | None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from linattn.training.progress import Progress
 
 _LOOKS, _MOST_SECONDS = 20, 60.0
+# Looks take a tenth of the time at most, but for the last.
+_STEPS_PER_LOOK = 9
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A time: twenty looks, and more where a minute passes between two.
+    """A time: twenty looks, more where a minute passes between two, fewer where they would take over a tenth of it.
 
     Attributes:
         total: seconds of steps, looks and checkpoints together.
@@ -19,6 +21,9 @@ class Seconds:
     Example:
         >>> Seconds(100.0).share(Progress(3, 25.0, 1.0, 1.0, 1.0))
         0.25
+        >>> looked = Progress(3, 25.0, 1.0, 1.0, 1.0)
+        >>> [Seconds(100.0).is_look_due(Progress(4, 31.0, 1.0, 1.0, 1.0), looked, took=took) for took in (0.5, 1.0)]
+        [True, False]
     """
 
     total: float
@@ -27,10 +32,10 @@ class Seconds:
         """How much of it is spent, 1 for all."""
         return progress.seconds / self.total if self.total else 1.0
 
-    def is_look_due(self, progress: Progress, looked: Progress) -> bool:
-        """Whether it is time to look, the last look having been at `looked`."""
-        since = progress.seconds - looked.seconds
-        return since >= min(self.total / _LOOKS, _MOST_SECONDS) or progress.seconds >= self.total
+    def is_look_due(self, progress: Progress, looked: Progress, *, took: float) -> bool:
+        """Whether it is time to look, the last look having ended at `looked` and taken so many seconds."""
+        between = max(min(self.total / _LOOKS, _MOST_SECONDS), _STEPS_PER_LOOK * took)
+        return progress.seconds - looked.seconds >= between or progress.seconds >= self.total
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Steps:
 
     Example:
         >>> begun = Progress(0, 0.0, 1.0, 1.0, 1.0)
-        >>> [step for step in range(1, 66) if Steps(65).is_look_due(Progress(step, 0.0, 1.0, 1.0, 1.0), begun)][-3:]
+        >>> steps = (Progress(step, 0.0, 1.0, 1.0, 1.0) for step in range(1, 66))
+        >>> [one.step for one in steps if Steps(65).is_look_due(one, begun, took=0.0)][-3:]
         [60, 63, 65]
     """
 
@@ -52,8 +58,8 @@ class Steps:
         """How much of it is spent, 1 for all."""
         return progress.step / self.total if self.total else 1.0
 
-    def is_look_due(self, progress: Progress, looked: Progress) -> bool:
-        """Whether it is time to look; when the last look was is no matter."""
+    def is_look_due(self, progress: Progress, looked: Progress, *, took: float) -> bool:
+        """Whether it is time to look; when the last look was, and how long it took, is no matter."""
         return progress.step % max(1, self.total // _LOOKS) == 0 or progress.step >= self.total
 
 

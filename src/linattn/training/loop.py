@@ -195,11 +195,14 @@ class _Run:
         """Steps and looks until the budget is spent, or something is pressed."""
         budget = self._training.budget
         looked = saved = self.progress
+        took = 0.0
         while self._goes_on(pressed):
             self._timed(self._step)
-            is_look_due = budget.is_look_due(self.progress, looked)
+            is_look_due = budget.is_look_due(self.progress, looked, took=took)
             if is_look_due:
+                stepped = self.progress.seconds
                 self._timed(self._look)
+                took = self.progress.seconds - stepped
                 # What a resumed training begins with, so that it goes on as this one does.
                 looked = self.progress
             if is_look_due or self.progress.seconds - saved.seconds >= _SECONDS:
