@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from grid import Case
+from programs import Programs
 from ranks import Pool
 
 if TYPE_CHECKING:
@@ -82,6 +84,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(now=0.0)
     monkeypatch.setattr("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: found.now))
     return found
+
+
+@pytest.fixture(scope="session")
+def run_program() -> Iterator[Callable[..., CompletedProcess[str]]]:
+    """run_program(program, *arguments): how a program in a process of its own ended, and what it printed."""
+    with Programs() as programs:
+        yield programs.run
 
 
 @pytest.fixture(scope="session")

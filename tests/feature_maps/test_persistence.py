@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -215,13 +213,13 @@ def test_different_maps_have_different_names(first: FeatureMap, second: FeatureM
     assert repr(first) == repr(copy.deepcopy(first))
 
 
-def test_the_same_name_and_draw_in_another_process() -> None:
+def test_the_same_name_and_draw_in_another_process(run_program) -> None:
     program = (
         "import torch; from linattn.feature_maps import Centred, FavorPlus\n"
         "m = Centred(FavorPlus(6, 8, seed=3), query_mean=torch.ones(1, 6), key_mean=-torch.ones(1, 6))\n"
         "print(m); print(m.inner.projection.sum().item().hex())"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    found = run_program(program).stdout
     here = Centred(FavorPlus(6, 8, seed=3), query_mean=torch.ones(1, 6), key_mean=-torch.ones(1, 6))
     assert found == f"{here}\n{here.inner.projection.sum().item().hex()}\n"
 

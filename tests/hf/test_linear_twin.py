@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from linattn.hf.linear_twin import linear_twin
 from linattn.hf.stream_cache import StreamLayer
 from linattn.nn import KeptTokens, LinearAttention
 from linattn.planning import HeadPlan, Plan
+from programs import TRANSFORMERS
 from twins import byte_ids, twin
 
 METHODS = {
@@ -151,12 +150,12 @@ torch.save([found, model.generate(ids, max_new_tokens=6, do_sample=False, pad_to
 
 
 @pytest.mark.parametrize("method", ["LearnedExponential(num_features=8)", "Expansion(num_centres=4) + window 4"])
-def test_another_process_computes_the_same(softmax, method, tmp_path) -> None:
+def test_another_process_computes_the_same(run_program, softmax, method, tmp_path) -> None:
     model, ids = linearized(softmax, method), byte_ids(1, 12)
     save_pretrained(model, tmp_path / "out")
     torch.save(ids, tmp_path / "ids")
-    command = [sys.executable, "-c", SCRIPT, *(str(tmp_path / name) for name in ("out", "ids", "found"))]
-    subprocess.run(command, check=True, capture_output=True)
+    done = run_program(SCRIPT, *(tmp_path / name for name in ("out", "ids", "found")), after=TRANSFORMERS)
+    assert done.returncode == 0, done.stderr
     found, made = torch.load(tmp_path / "found")
     assert torch.equal(found, logits(model, ids))
     assert torch.equal(made, model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0))

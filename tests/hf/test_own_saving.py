@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertModel
 from linattn.feature_maps import LearnedExponential
 from linattn.hf import from_pretrained, linearize_, restore_, save_pretrained
 from model_inputs import batch
+from programs import TRANSFORMERS
 
 LEARNED = "LearnedExponential(num_features=8)"
 # What transformers says of a folder that it cannot read, whichever class is asked to.
@@ -69,13 +68,14 @@ def test_transformers_alone_refuses_the_folder(model, tmp_path, save):
     assert AutoConfig.from_pretrained(tmp_path / "new").model_type == model.config.model_type
 
 
-def test_without_linattn_too(build, tmp_path):
+def test_without_linattn_too(run_program, build, tmp_path):
     model = build("bert")
     linearize_(model, feature_map=LEARNED)
     save_pretrained(model, tmp_path / "new")
     program = "import sys; from transformers import AutoModel\ntry: AutoModel.from_pretrained(sys.argv[1])\n"
     program += "except ValueError as error: print(error)\nassert 'linattn' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "new"], check=True, capture_output=True, text=True)
+    done = run_program(program, tmp_path / "new", after=TRANSFORMERS)
+    assert done.returncode == 0, done.stderr
     assert "linattn.hf.from_pretrained reads this folder" in done.stdout
 
 

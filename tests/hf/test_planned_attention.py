@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -23,6 +20,7 @@ from linattn.hf import (
 from linattn.planning import HeadPlan, Plan
 from linattn.planning.methods import parse_method
 from model_inputs import LANGUAGE_HEADS, alone, batch, real
+from programs import TRANSFORMERS
 
 D, LENGTH = 8, 24
 CENTRES, WINDOW = "Expansion(num_centres=2)", "Expansion(num_centres=3) + window 4"
@@ -239,7 +237,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_another_process_gives_the_same_bits(build, tmp_path):
+def test_another_process_gives_the_same_bits(run_program, build, tmp_path):
     wanted = {}
     for family, dtype in (("bert", torch.float32), ("llama", torch.float32), ("esm", torch.bfloat16)):
         model, inputs = build(family), batch(family)
@@ -255,7 +253,8 @@ def test_another_process_gives_the_same_bits(build, tmp_path):
         restore_(model)
         assert torch.equal(run(twin, inputs), run(model, inputs))
     folders = [str(tmp_path / family) for family in wanted]
-    subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM, *folders], check=True)
+    done = run_program(PROGRAM, *folders, after=TRANSFORMERS, warned="error")
+    assert done.returncode == 0, done.stderr
     for family, out in wanted.items():
         assert torch.equal(torch.load(tmp_path / f"{family}.found"), out), family
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from linattn.feature_maps import Balanced, Centred, FavorPlus, Hedgehog, Learned
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, load, restore_, save_pretrained
 from linattn.hf.layer_attention import LayerAttention
 from model_inputs import batch
+from programs import TRANSFORMERS
 
 FAVOR = "FavorPlus(num_features=16)"
 HEADS = {"gpt2": "LMHeadModel", "llama": "ForCausalLM", "whisper": "ForConditionalGeneration"}
@@ -180,7 +179,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_another_process_gives_the_same_bits_and_texts(build, tmp_path):
+def test_another_process_gives_the_same_bits_and_texts(run_program, build, tmp_path):
     wanted = {}
     for family in ("bert", "gpt2", "llama"):
         model, inputs = build(family, head=HEADS.get(family, "Model")), batch(family)
@@ -195,7 +194,8 @@ def test_another_process_gives_the_same_bits_and_texts(build, tmp_path):
         save_pretrained(model, tmp_path / family)
         torch.save(inputs, tmp_path / f"{family}.inputs")
     folders = [str(tmp_path / family) for family in wanted]
-    subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM, *folders], check=True)
+    done = run_program(PROGRAM, *folders, after=TRANSFORMERS, warned="error")
+    assert done.returncode == 0, done.stderr
     for family, tensors in wanted.items():
         found = torch.load(tmp_path / f"{family}.found")
         assert len(found) == len(tensors)

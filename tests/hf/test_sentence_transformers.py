@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from linattn.hf import from_pretrained, linearize_
 from linattn.hf._packaged import default_folder
 from linattn.hf.layer_attention import LayerAttention
 from linattn.hf.sentence_transformers import LinearTransformer, save_pretrained
+from programs import TRANSFORMERS
 
 # The model is loaded once.
 pytestmark = pytest.mark.xdist_group("a sentence encoder")
@@ -116,7 +115,7 @@ def test_padding_changes_nothing(folder):
     torch.testing.assert_close(together, alone, rtol=0, atol=CLOSE)
 
 
-def test_another_process_loads_it_by_its_name_alone(encoder, folder, tmp_path):
+def test_another_process_loads_it_by_its_name_alone(run_program, encoder, folder, tmp_path):
     program = (
         "import sys, torch; from sentence_transformers import SentenceTransformer\n"
         "assert not any(name.startswith('linattn') for name in sys.modules)\n"
@@ -124,7 +123,8 @@ def test_another_process_loads_it_by_its_name_alone(encoder, folder, tmp_path):
         "torch.save(m.encode(sys.argv[3:], convert_to_tensor=True), sys.argv[2])"
     )
     arguments = [str(folder), str(tmp_path / "found"), *TEXTS]
-    subprocess.run([sys.executable, "-W", "error", "-c", program, *arguments], check=True)
+    done = run_program(program, *arguments, after=TRANSFORMERS, warned="error")
+    assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "found"), encoder.encode(TEXTS, convert_to_tensor=True))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
+from subprocess import CompletedProcess
 
 SCRIPT = """
 import sys
@@ -42,22 +42,24 @@ print(sorted(name for name in set(sys.modules) - before if not name.startswith("
 MISSING = "linattn.convert trains transformers models, and {} is missing: pip install 'linattn[convert]'"
 
 
-def run(script: str) -> str:
+Run = Callable[..., CompletedProcess[str]]
+
+
+def printed(run_program: Run, program: str) -> str:
     """What a process of its own prints."""
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_program(program, warned="ignore")
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
-def test_the_core_runs_with_torch_alone() -> None:
-    assert run(SCRIPT) == MISSING.format("transformers, accelerate, tensorboard, peft")
+def test_the_core_runs_with_torch_alone(run_program: Run) -> None:
+    assert printed(run_program, SCRIPT) == MISSING.format("transformers, accelerate, tensorboard, peft")
 
 
-def test_importing_the_core_loads_nothing_that_torch_has_not() -> None:
+def test_importing_the_core_loads_nothing_that_torch_has_not(run_program: Run) -> None:
     """torch's compiler and sympy above all, which take longer than torch itself."""
-    assert run(LIGHT) == "[]"
+    assert printed(run_program, LIGHT) == "[]"
 
 
-def test_converting_says_what_it_needs() -> None:
-    assert run(WITHOUT_ACCELERATE) == MISSING.format("accelerate, peft")
+def test_converting_says_what_it_needs(run_program: Run) -> None:
+    assert printed(run_program, WITHOUT_ACCELERATE) == MISSING.format("accelerate, peft")

@@ -14,11 +14,15 @@ from pathlib import Path
 
 import pytest
 
-# Where there are wheels of it, one that is missing is an error.
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None and (sys.platform, platform.machine()) != ("linux", "x86_64"),
-    reason="Triton has no wheel for this platform",
-)
+pytestmark = [
+    # Where there are wheels of it, one that is missing is an error.
+    pytest.mark.skipif(
+        find_spec("triton") is None and (sys.platform, platform.machine()) != ("linux", "x86_64"),
+        reason="Triton has no wheel for this platform",
+    ),
+    # All calls are compiled by one process.
+    pytest.mark.xdist_group("compiled kernels"),
+]
 SCRIPT = Path(__file__).parent / "triton" / "compiled.py"
 # Bytes of shared memory that a block may have (CUDA's compute capabilities), and of stack: 32 registers.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -49,14 +53,25 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
-def test_kernels_compile_within_a_gpu(call: tuple[int, str, int, str]) -> None:
-    capability, dtype, width, _ = call
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, call)]
+def name(call: tuple[int, str, int, str]) -> str:
+    """A call in one word."""
+    return "-".join(map(str, call))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, int | str]]:
+    """What became of every kernel of every call."""
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(name, CALLS)]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=name)
+def test_kernels_compile_within_a_gpu(compiled: list[dict[str, int | str]], call: tuple[int, str, int, str]) -> None:
+    capability, dtype, width, _ = call
+    rows = [row for row in compiled if row["call"] == name(call)]
     # One token has a kernel of its own, unless a linear map or followed parameters leave it to the others.
     own = {"token_step"} if call[-1] == "FavorPlus" else set()
     assert {row["kernel"] for row in rows} == KERNELS | own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from importlib import import_module
@@ -32,9 +31,9 @@ def test_the_version():
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"]])
-def test_version_and_help_import_no_heavy_package(words):
-    command = [sys.executable, "-c", IMPORTED, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **WIDE})
+def test_version_and_help_import_no_heavy_package(run_program, words):
+    done = run_program(IMPORTED, *words)
+    assert done.returncode == 0, done.stderr
     assert "linattn.lab.commands.app" in done.stderr.split()
     assert not set(HEAVY) & set(done.stderr.split())
 
@@ -55,9 +54,9 @@ BENCH = "bench --lengths 16 --features 8 --heads 1 --head-dim 4 --repeats 1 --no
         ("convert --help", HF | {"accelerate", "linattn.convert.card"}, PAGE - {"jinja2"}),
     ],
 )
-def test_a_subcommand_imports_what_it_needs_and_no_more(tmp_path, words, needed, unneeded):
-    command = [sys.executable, "-c", IMPORTED, *words.split(), *([tmp_path] if words == BENCH else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **WIDE})
+def test_a_subcommand_imports_what_it_needs_and_no_more(run_program, tmp_path, words, needed, unneeded):
+    done = run_program(IMPORTED, *words.split(), *([tmp_path] if words == BENCH else []))
+    assert done.returncode == 0, done.stderr
     loaded = set(done.stderr.splitlines()[-1].split())
     assert needed <= loaded
     assert not unneeded & loaded
@@ -76,10 +75,9 @@ def test_a_subcommand_imports_what_it_needs_and_no_more(tmp_path, words, needed,
         ("bench", "accelerate", ""),
     ],
 )
-def test_a_package_that_is_missing_is_named_by_the_subcommands_that_need_it(name, missing, words):
-    script = f"import sys; sys.modules[{missing!r}] = None; from linattn.cli import main; main()"
-    command = [sys.executable, "-c", script, name, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **WIDE})
+def test_a_package_that_is_missing_is_named_by_the_subcommands_that_need_it(run_program, name, missing, words):
+    program = f"import sys; sys.modules[{missing!r}] = None; from linattn.cli import main; main()"
+    done = run_program(program, name, "--help")
     assert (done.returncode, "Traceback" in done.stderr) == (1 if words else 0, False)
     assert done.stderr.startswith(words)
 

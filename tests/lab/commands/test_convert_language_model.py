@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import count
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from typer.testing import CliRunner
 from linattn.hf import ByteTokenizer, LinearLMForCausalLM
 from linattn.lab.commands.app import app
 from linattn.nn import LinearAttention
+from programs import TRANSFORMERS
 from twins import byte_ids, prose, twin
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
@@ -74,7 +73,7 @@ def divergence(model, exact, ids):
     ],
     ids=["learned", "fitted"],
 )
-def test_the_twin_becomes_a_linear_model_of_its_class(run, files, tmp_path, words, method, stages):
+def test_the_twin_becomes_a_linear_model_of_its_class(run_program, run, files, tmp_path, words, method, stages):
     result = run(*words)
     assert result.exit_code == 0, result.output
     out = tmp_path / "out"
@@ -103,8 +102,8 @@ def test_the_twin_becomes_a_linear_model_of_its_class(run, files, tmp_path, word
     # Another process has the same outputs; generation keeps as much after 40 tokens as after 8.
     ids = byte_ids(2, 12, seed=3)
     torch.save(ids, tmp_path / "ids")
-    command = [sys.executable, "-c", SCRIPT, *(str(tmp_path / name) for name in ("out", "ids", "logits"))]
-    subprocess.run(command, check=True, capture_output=True)
+    done = run_program(SCRIPT, *(tmp_path / name for name in ("out", "ids", "logits")), after=TRANSFORMERS)
+    assert done.returncode == 0, done.stderr
     with torch.no_grad():
         assert torch.equal(torch.load(tmp_path / "logits"), read(ids, use_cache=False).logits)
     options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}

@@ -1,9 +1,9 @@
-"""Compile the kernels of one call, forward and backward, for a GPU that need not be there; print what became of each.
+"""Compile the kernels of calls, forward and backward, for GPUs that need not be there; print what became of each.
 
-    TRITON_INTERPRET=0 python tests/laws/triton/compiled.py CAPABILITY DTYPE WIDTH MAP
+    TRITON_INTERPRET=0 python tests/laws/triton/compiled.py CAPABILITY-DTYPE-WIDTH-MAP ...
 
-One line of JSON for each kernel: registers, stack and shared memory in bytes, matrix instructions. The launches are the
-shipped ones, stopped before a device would have to be there.
+One line of JSON for each call and kernel: registers, stack and shared memory in bytes, matrix instructions. The
+launches are the shipped ones, stopped before a device would have to be there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # Kernels are compiled once for a device.
+        return self.capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -61,7 +62,7 @@ def describe(compiled: Any) -> dict[str, int]:
     return {"registers": registers, "stack": stack, "shared": compiled.metadata.shared, "products": products}
 
 
-def compile_instead(capability: int) -> None:
+def compile_instead(call: str, capability: int) -> None:
     """Have launches compile and print."""
     done = set()
 
@@ -76,34 +77,38 @@ def compile_instead(capability: int) -> None:
             return
         done.add((kernel.__name__, *flags))
         found = describe(kernel.warmup(*arguments, shape, *flags, grid=(1,), **options))
-        sys.stdout.write(json.dumps({"kernel": kernel.__name__} | found) + "\n")
+        sys.stdout.write(json.dumps({"call": call, "kernel": kernel.__name__} | found) + "\n")
         sys.stdout.flush()
 
     launching.Work.run = run
 
 
-def main() -> None:
+def compile_call(call: str) -> None:
     """Compile the kernels of a causal call, and of one token."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("capability", type=int)
-    parser.add_argument("dtype")
-    parser.add_argument("width", type=int)
-    parser.add_argument("map")
-    given = parser.parse_args()
-    driver.set_active(Driver(given.capability))
-    compile_instead(given.capability)
-    # Tensors lie on the CPU; no kernel runs.
-    sys.modules[objections.__module__].is_interpreted = lambda: True
-    kind = linattn.feature_maps.FEATURE_MAPS[given.map]
-    feature_map = kind(given.width) if given.map == "Relu" else kind(given.width, 256)
+    capability, dtype, width, name = call.split("-")
+    head_dim = int(width)
+    driver.set_active(Driver(int(capability)))
+    compile_instead(call, int(capability))
+    kind = linattn.feature_maps.FEATURE_MAPS[name]
+    feature_map = kind(head_dim) if name == "Relu" else kind(head_dim, 256)
     generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randn(1, 2, LENGTH, given.width, generator=generator) for _ in range(3)]
+    tokens = [torch.randn(1, 2, LENGTH, head_dim, generator=generator) for _ in range(3)]
     if isinstance(feature_map, linattn.feature_maps.FittedMap):
         feature_map.fit(*tokens[:2])
-    leaves = [x.to(getattr(torch, given.dtype)).requires_grad_() for x in tokens]
+    leaves = [x.to(getattr(torch, dtype)).requires_grad_() for x in tokens]
     linattn.linear_attention(*leaves, feature_map, is_causal=True, backend="triton").sum().backward()
     with torch.no_grad():
         linattn.linear_attention_with_state(*(x[:, :, :1] for x in leaves), feature_map, backend="triton")
+
+
+def main() -> None:
+    """Compile the calls in turn."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("call", nargs="+")
+    # Tensors lie on the CPU; no kernel runs.
+    sys.modules[objections.__module__].is_interpreted = lambda: True
+    for call in parser.parse_args().call:
+        compile_call(call)
 
 
 if __name__ == "__main__":
