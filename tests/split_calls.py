@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,6 +74,10 @@ class Whole:
             found["log_input"] = tokens(2, 2, LENGTH, seed=7)
         return found, rest
 
+    def grad(self) -> Tensor:
+        """The rows' gradient."""
+        return tokens(2, 4, LENGTH, self.value_dim, seed=9)
+
 
 def _at(name: str, x: Tensor, part: slice) -> Tensor:
     """A part of the tokens."""
@@ -106,6 +111,16 @@ def _part_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap | N
     return attend(*tokens, feature_map, mesh=mesh, is_causal=call.is_causal, **options, **common)
 
 
+@cache
+def _truth(call: Whole) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One process's rows, and the gradients of what has a sequence and of the map's weights: the same for all parts."""
+    feature_map, (followed, rest) = call.map(), call.tensors()
+    weights = [] if feature_map is None else [x for x in feature_map.parameters() if x.requires_grad]
+    followed = {name: x.requires_grad_() for name, x in followed.items()}
+    out = _whole_out(call, followed | rest, feature_map)
+    return out.detach(), torch.autograd.grad(out, [*followed.values(), *weights], call.grad())
+
+
 def own_part(mesh: DeviceMesh, lengths: tuple[int, ...]) -> slice:
     """Which tokens a rank holds."""
     rank = mesh.get_local_rank()
@@ -124,12 +139,9 @@ def difference(found: Tensor, truth: Tensor) -> float:
 
 def errors(mesh: DeviceMesh, call: Whole, lengths: tuple[int, ...]) -> dict[str, float]:
     """How far rows and gradients of this rank's part are from the whole call's."""
-    feature_map, (followed, rest) = call.map(), call.tensors()
+    feature_map, (followed, rest), grad = call.map(), call.tensors(), call.grad()
     weights = [] if feature_map is None else [x for x in feature_map.parameters() if x.requires_grad]
-    followed = {name: x.requires_grad_() for name, x in followed.items()}
-    grad = tokens(2, 4, LENGTH, call.value_dim, seed=9)
-    whole = _whole_out(call, followed | rest, feature_map)
-    truths = torch.autograd.grad(whole, [*followed.values(), *weights], grad)
+    whole, truths = _truth(call)
     part = own_part(mesh, lengths)
     own = {name: _at(name, x, part).detach().clone().requires_grad_() for name, x in followed.items()}
     out = _part_out(call, own | {name: _at(name, x, part) for name, x in rest.items()}, feature_map, mesh)
