@@ -104,7 +104,8 @@ def launch(folder: Path, words: list[object], prepare: Callable[..., None], argu
     thread = Thread(target=launched, daemon=True)
     thread.start()
     thread.join(seconds)
-    assert errors, "the launcher has not failed in time"
+    assert not thread.is_alive(), "the launcher has not ended in time"
+    assert errors, "no rank has failed"
     return str(errors[0])
 
 

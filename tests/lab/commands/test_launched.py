@@ -109,12 +109,12 @@ def test_a_conversion_goes_on_in_one_process(tmp_path, bert, words_of, killed):
     text, out, work = tmp_path / "text.txt", tmp_path / "out", tmp_path / "out.unfinished"
     text.write_text("\n\n".join(words_of(6) for _ in range(200)))
     options = ["--text", text, "--tokens", 16, "--map", "Expansion(num_centres=2)", "--minutes", 0.05]
-    printed = killed("linattn.training.loop:_Run", "_look", 5, "convert", bert, out, *options)
+    # The first look is after a twentieth of the time; however slow the machine is, there is one more at its end.
+    printed = killed("linattn.training.loop:_Run", "_look", 2, "convert", bert, out, *options)
     # The first process alone prints.
     assert printed.count("Measuring and calibrating") == 1
     assert not out.exists()
-    before, last = checkpoints(work, "distillation")
-    assert before < last
+    (last,) = checkpoints(work, "distillation")
     run("convert", bert, out, *options)
     report = json.loads((out / "conversion.json").read_text())
     (training,) = report["trainings"]
