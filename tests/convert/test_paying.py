@@ -84,5 +84,5 @@ def test_heads_of_a_plan_have_states_of_their_own_beside_a_shared_cache(build, b
     assert {method for layer in found.heads for method in layer} == {"exact"}
     assert found.paying.state_numbers == 2 * found.paying.exact_numbers == 12 * 16
     merged = convert_(build("llama"), batches, ConvertConfig("window 2 + merged 4", minutes=0))
-    # 8 keys and values of 8 each, 4 biases, and statistics of the queries.
-    assert merged.paying.state_numbers == 8 * 16 + 4 + 17
+    # 8 keys and values of 8 each, 4 biases, and 16 queries.
+    assert merged.paying.state_numbers == 8 * 16 + 4 + 16 * 8

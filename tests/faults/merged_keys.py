@@ -10,10 +10,10 @@ EVERYWHERE = "tests/laws/test_merged_everywhere.py"
 
 FAULTS = (
     Fault(
-        "leave the mean query out of a merged key's bias",
+        "leave the sample out of a merged key's bias",
         EXACT + "merging.py",
-        "means.weighted(means.log_mass - (means.key @ mean.unsqueeze(-1)).squeeze(-1))",
-        "means.weighted(means.log_mass)",
+        "return means.weighted(means.log_mass - logits.logsumexp(2))",
+        "return means.weighted(means.log_mass)",
         MERGING,
     ),
     Fault(
@@ -26,8 +26,15 @@ FAULTS = (
     Fault(
         "measure keys without the queries",
         EXACT + "merging.py",
-        "(tokens.key - centre) * moments.spread.unsqueeze(2)",
-        "tokens.key - centre",
+        "key = key * spread.unsqueeze(2)",
+        "key = key * 1",
+        MERGING,
+    ),
+    Fault(
+        "measure keys without their values",
+        EXACT + "merging.py",
+        "return torch.cat((key, value * (wide / torch.where(narrow == 0, 1, narrow)).sqrt()), -1)",
+        "return key",
         MERGING,
     ),
     Fault(
@@ -40,8 +47,8 @@ FAULTS = (
     Fault(
         "weigh keys by the mean query of all heads",
         EXACT + "merging.py",
-        "logits = moments.means @",
-        "logits = moments.mean.unsqueeze(2) @",
+        "logits = sample.query @ tokens.key.mT + bias.unsqueeze(2)",
+        "logits = sample.query.mean(2, keepdim=True) @ tokens.key.mT + bias.unsqueeze(2) + 0 * sample.query[..., :1]",
         MERGING,
     ),
     Fault(
@@ -68,9 +75,9 @@ FAULTS = (
     ),
     Fault(
         "take the queries' second moment for their variance",
-        EXACT + "query_moments.py",
-        "rows - mean[:, :, None, None], 0)",
-        "rows, 0)",
+        EXACT + "query_sample.py",
+        "torch.where(there, self.query - mean, 0)",
+        "torch.where(there, self.query, 0)",
         MERGING,
     ),
     Fault(
@@ -88,10 +95,24 @@ FAULTS = (
         MERGED,
     ),
     Fault(
-        "let queries count less with every call of a stream",
+        "sample queries by their place in a call",
         EXACT + "merged_keys.py",
-        "        if begin >= num_kept:\n            moments = moments.decay(window)\n",
-        "        moments = moments.decay(window)\n        if begin >= num_kept:\n",
+        "first=start - begin",
+        "first=0",
+        MERGED,
+    ),
+    Fault(
+        "keep the oldest queries of a stream",
+        EXACT + "query_sample.py",
+        "sample = torch.cat((self.query, rows), 2)[:, :, -size:]",
+        "sample = torch.cat((self.query, rows), 2)[:, :, :size]",
+        MERGING,
+    ),
+    Fault(
+        "let keys leave the window a block early",
+        EXACT + "merged_keys.py",
+        "leaving = tokens.cut(max(begin - window - block, 0), max(begin - window, 0))",
+        "leaving = tokens.cut(max(begin - window, 0), max(begin - window + block, 0))",
         MERGED,
     ),
     Fault(
@@ -102,10 +123,10 @@ FAULTS = (
         MERGED,
     ),
     Fault(
-        "cut a stream's gradient at the mean query",
-        EXACT + "query_moments.py",
-        "self.means + share[..., None, None] * (means - self.means)",
-        "(self.means + share[..., None, None] * (means - self.means)).detach()",
+        "cut a stream's gradient at the sampled queries",
+        EXACT + "query_sample.py",
+        "return QuerySample(sample, torch.cat",
+        "return QuerySample(sample.detach(), torch.cat",
         MERGED,
     ),
     Fault(

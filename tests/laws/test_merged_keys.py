@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 
@@ -25,9 +26,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, exact: Exact, **options: o
     return linattn.linear_attention(query, key, value, None, enable_gqa=True, exact=exact, **options)
 
 
-def streamed(pieces: list[slice], exact: Exact, mask: Tensor | None = None, **options: object) -> Tensor:
+def streamed(pieces: list[slice], exact: Exact, mask: Tensor | None = None, length: int = LENGTH) -> Tensor:
     """The same piece by piece."""
-    query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH, **options)
+    query, key, value = qkv(num_queries=length, num_keys=length)
     state, outs = None, []
     for piece in pieces:
         out, state = linattn.linear_attention_with_state(
@@ -71,6 +72,26 @@ def test_a_stream_may_be_cut_anywhere(exact: Exact, masked: bool, cuts: list[int
     whole = streamed([slice(None)], exact, mask)
     torch.testing.assert_close(streamed(pieces, exact, mask), whole, rtol=1e-11, atol=1e-11)
     assert torch.equal(whole, attend(*qkv(num_queries=LENGTH, num_keys=LENGTH), exact, key_mask=mask, is_causal=True))
+
+
+@pytest.mark.parametrize("exact", [Exact(70, num_merged=9), Exact(129, num_merged=30)], ids=str)
+def test_windows_of_several_blocks_may_be_cut_anywhere(exact: Exact) -> None:
+    """Keys leave block by block: each row sees the window before its block, and with enough merged keys all."""
+    length = 331
+    for cuts in ([1, 35, 70, 71, 140], [43, 44, 172, 173, 215, 216], [330]):
+        pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, length])]
+        whole = streamed([slice(None)], exact, length=length)
+        torch.testing.assert_close(streamed(pieces, exact, length=length), whole, rtol=1e-11, atol=1e-11)
+    query, key, value = qkv(num_queries=length, num_keys=length)
+    merging = 2 * exact.blocks.size + exact.blocks.window
+    truth = linattn.softmax_attention(query, key, value, is_causal=True, enable_gqa=True)
+    out = attend(query, key, value, dataclasses.replace(exact, num_merged=1), is_causal=True)
+    first = exact.blocks.window + exact.blocks.size
+    torch.testing.assert_close(out[:, :, :first], truth[:, :, :first], rtol=1e-12, atol=1e-12)
+    assert relative_error(out[:, :, first:merging], truth[:, :, first:merging]) > 1e-6
+    enough = dataclasses.replace(exact, num_merged=length)
+    out = attend(query, key, value, enough, is_causal=True)
+    torch.testing.assert_close(out, truth, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("exact", PARTS, ids=str)

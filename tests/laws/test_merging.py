@@ -10,75 +10,91 @@ from torch import Tensor
 
 from grid import qkv, tokens
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging import merged, reduced, tilt
+from linattn.attention.exact.merging import reduced
 from linattn.attention.exact.partitioning import partition, seeds
-from linattn.attention.exact.query_moments import QueryMoments
+from linattn.attention.exact.query_sample import QuerySample, sample_size
 
 
-def weighted(num_keys: int = 40, absent: float = 0.2) -> tuple[Tokens, QueryMoments]:
-    """Weighted keys, some of them absent, and the moments of queries with a mean of their own."""
-    query, key, value = qkv(num_queries=50, num_keys=num_keys)
+def weighted(num_keys: int = 40, absent: float = 0.2, num_queries: int = 50) -> tuple[Tokens, QuerySample]:
+    """Weighted keys, some of them absent, and a sample of queries that lie apart from 0, some of them absent."""
+    query, key, value = qkv(num_queries=num_queries, num_keys=num_keys)
     bias = tokens(2, 2, num_keys, seed=5)
-    gone = torch.rand(bias.shape, generator=torch.Generator().manual_seed(6)) < absent
-    live = torch.ones(2, 1, 50, dtype=torch.bool)
-    moments = QueryMoments.empty(key).add(query.unflatten(1, (2, 2)) + 0.5, live, 1.0)
-    return Tokens(key, value, bias.masked_fill(gone, -torch.inf)), moments
+    draw = torch.Generator().manual_seed(6)
+    gone = torch.rand(bias.shape, generator=draw) < absent
+    there = torch.rand(2, 2, num_queries, generator=draw) >= absent
+    query = torch.where(there.unsqueeze(-1), query[:, :2] + 0.5, 0)
+    return Tokens(key, value, bias.masked_fill(gone, -torch.inf)), QuerySample(query, there)
 
 
+def attention(sample: QuerySample, keys: Tokens) -> Tensor:
+    """Weights (B, H, S, n) before they are divided by their sum."""
+    logits = sample.query @ keys.key.mT + keys.bias.unsqueeze(2)
+    return torch.where(sample.there.unsqueeze(-1), logits, -torch.inf).exp()
+
+
+@pytest.mark.parametrize("num_queries", [1, 50])
 @pytest.mark.parametrize("num_merged", [1, 5, 33, 40])
-def test_a_merge_conserves_what_the_mean_query_reads(num_merged: int) -> None:
-    """Denominator, its gradient, and numerator at the mean query."""
-    keys, moments = weighted()
-    few = reduced(keys, moments, num_merged)
+def test_a_merge_conserves_what_the_sample_reads(num_merged: int, num_queries: int) -> None:
+    """Attention to each cluster and the values that come of it; of one query its denominator and its numerator."""
+    keys, sample = weighted(num_queries=num_queries)
+    few = reduced(keys, sample, num_merged)
     assert few.bias.shape[2] == num_merged
-    mean = moments.mean.unsqueeze(2)
+    total = attention(sample, keys).sum(-1, keepdim=True)
+    total = torch.where(sample.there.unsqueeze(-1), total, 1)
+    found, truth = attention(sample, few) / total, attention(sample, keys) / total
+    torch.testing.assert_close(found.sum((2, 3)), truth.sum((2, 3)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((found @ few.value).sum(2), (truth @ keys.value).sum(2), rtol=1e-12, atol=1e-12)
 
-    def read(x: Tokens) -> tuple[Tensor, ...]:
-        query = mean.detach().requires_grad_()
-        log = (query @ x.key.mT + x.bias.unsqueeze(2)).logsumexp(-1)
-        (slope,) = torch.autograd.grad(log.sum(), query)
-        return log, slope, torch.softmax(query @ x.key.mT + x.bias.unsqueeze(2), -1) @ x.value
 
-    for found, truth in zip(read(few), read(keys), strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+def test_where_no_query_is_there_all_keys_are_worth_the_same() -> None:
+    """As before a stream's first query: merged keys weigh what their members do to a query of 0."""
+    keys, sample = weighted()
+    for none in (QuerySample.empty(keys.key), sample._replace(there=torch.zeros_like(sample.there))):
+        few = reduced(keys, none._replace(query=torch.zeros_like(none.query)), 5)
+        torch.testing.assert_close(few.bias.logsumexp(-1), keys.bias.logsumexp(-1), rtol=1e-12, atol=1e-12)
+        mean = torch.softmax(few.bias, -1).unsqueeze(2) @ few.value
+        truth = torch.softmax(keys.bias, -1).unsqueeze(2) @ keys.value
+        torch.testing.assert_close(mean, truth, rtol=1e-12, atol=1e-12)
 
 
 def test_keys_that_stay_alone_are_the_same_to_the_bit() -> None:
     """However often a stream looks at them, in float32 too."""
-    keys, moments = weighted(absent=0.0)
-    keys, moments = Tokens(*(x.float() for x in keys)), QueryMoments(*(x.float() for x in moments))
-    log_weight = tilt(keys, moments.mean)
-    number = partition(keys.key * moments.spread.unsqueeze(2), log_weight, 30, 2)
-    few = merged(keys, number, moments.mean, 30)
-    alone = (number.unsqueeze(-1) == number.unsqueeze(-2)).sum(-1) == 1
-    for b, h, j in alone.nonzero().tolist():
-        for before, after in zip(keys, few, strict=True):
-            assert torch.equal(before[b, h, j], after[b, h, number[b, h, j]])
-    assert alone.any()
-
-
-def test_merging_twice_is_merging_once() -> None:
-    """At one mean query only who is with whom matters."""
-    keys, moments = weighted(absent=0.0)
-    once = torch.arange(40).expand(2, 2, 40) // 10
-    twice = torch.arange(40).expand(2, 2, 40) // 5
-    between = merged(keys, twice, moments.mean, 8)
-    found = merged(between, torch.arange(8).expand(2, 2, 8) // 2, moments.mean, 4)
-    for x, y in zip(found, merged(keys, once, moments.mean, 4), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    keys, sample = weighted(absent=0.0)
+    keys, sample = Tokens(*(x.float() for x in keys)), sample._replace(query=sample.query.float())
+    few, alone = reduced(keys, sample, 30), 0
+    for b, h, j in itertools.product(range(2), range(2), range(40)):
+        same = (few.key[b, h] == keys.key[b, h, j]).all(-1)
+        for c in same.nonzero().flatten().tolist():
+            alone += 1
+            assert torch.equal(few.value[b, h, c], keys.value[b, h, j])
+            assert torch.equal(few.bias[b, h, c], keys.bias[b, h, j])
+    # Ten of 40 keys join others, those of twenty clusters at least are alone.
+    assert alone >= 4 * 20
 
 
 def test_keys_are_measured_by_what_queries_see() -> None:
-    """Distances are those of logits in the queries' variances, wherever the keys lie."""
-    keys, moments = weighted(num_keys=14, absent=0.0)
-    log_weight = tilt(keys, moments.mean)
-    number = partition(keys.key * moments.spread.unsqueeze(2), log_weight, 9, 1)
-    assert not torch.equal(number, partition(keys.key, log_weight, 9, 1))
+    """A wide pair that queries hardly tell apart goes before a narrow one that they do, wherever the keys lie."""
+    places = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 2.6]], dtype=torch.float64)
+    query = torch.tensor([[0.05, 1.0], [0.05, -1.0], [-0.05, 1.0], [-0.05, -1.0]], dtype=torch.float64)
+    sample = QuerySample(query.view(1, 1, 4, 2), torch.ones(1, 1, 4, dtype=torch.bool))
     for shift in (0.0, 1e3):
-        moved = keys._replace(key=keys.key + shift, bias=keys.bias - shift * moments.mean.sum(-1, keepdim=True))
-        wanted = merged(moved, number, moments.mean, 9)
-        for x, y in zip(reduced(moved, moments, 9), wanted, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+        key = (places + shift).view(1, 1, 4, 2)
+        few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 4).double()), sample, 3)
+        found = (few.key[0, 0] - shift).round(decimals=6).tolist()
+        assert [0.0, 2.0] in found
+        assert [0.0, 2.6] in found
+        assert any(0 < x < 1 and y == 0 for x, y in found)
+
+
+def test_values_keep_keys_apart() -> None:
+    """Of keys that queries hardly tell apart, those of like values go together."""
+    key = torch.zeros(1, 1, 5, 2, dtype=torch.float64)
+    key[..., 0] = torch.tensor([0.0, 0.1, 0.0, 0.1, 5.0])
+    value = torch.tensor([0.0, 0.0, 9.0, 9.0, 4.5], dtype=torch.float64).view(1, 1, 5, 1)
+    query = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64).view(1, 1, 2, 2)
+    sample = QuerySample(query, torch.ones(1, 1, 2, dtype=torch.bool))
+    few = reduced(Tokens(key, value, torch.zeros(1, 1, 5).double()), sample, 3)
+    assert sorted(few.value.flatten().tolist()) == pytest.approx([0.0, 4.5, 9.0])
 
 
 def by_hand(points: Tensor, mass: Tensor, num_clusters: int, rounds: int) -> list[set[int]]:
@@ -148,9 +164,8 @@ def test_what_one_head_of_a_group_attends_to_is_dear() -> None:
     places = [[9.0, 0.0], [9.0, 1.0], [0.0, 5.0], [0.0, 6.2], [-9.0, 0.0], [-9.0, 1.1]]
     key = torch.tensor(places, dtype=torch.float64).view(1, 1, 6, 2)
     query = torch.tensor([[1.0, 0.1], [-1.0, 0.1], [1.0, -0.1], [-1.0, -0.1]], dtype=torch.float64)
-    query = query.view(2, 2, 2).transpose(0, 1).reshape(1, 1, 2, 2, 2)
-    moments = QueryMoments.empty(key).add(query, torch.ones(1, 1, 2, dtype=torch.bool), 1.0)
-    few = reduced(Tokens(key, key, torch.zeros(1, 1, 6).double()), moments, 5)
+    sample = QuerySample(query.view(1, 1, 4, 2), torch.ones(1, 1, 4, dtype=torch.bool))
+    few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 6).double()), sample, 5)
     kept = [bool((few.key[0, 0] == key[0, 0, i]).all(-1).any()) for i in range(6)]
     assert kept == [True, True, False, False, True, True]
 
@@ -198,42 +213,40 @@ def test_keys_that_are_no_numbers_do_not_hang_the_search() -> None:
 
 
 def test_absent_keys_never_merge() -> None:
-    keys, moments = weighted()
-    log_weight, absent = tilt(keys, moments.mean), keys.bias == -torch.inf
-    number = partition(keys.key, log_weight, 5, 2)
+    keys, sample = weighted()
+    absent = keys.bias == -torch.inf
+    number = partition(keys.key, keys.bias, 5, 2)
     assert (number[absent] == 5).all()
     assert (number[~absent] < 5).all()
-    few = reduced(weighted(num_keys=12, absent=0.7)[0], moments, 9)
-    assert ((few.bias != -torch.inf).sum(-1) == (weighted(num_keys=12, absent=0.7)[0].bias != -torch.inf).sum(-1)).all()
+    few = weighted(num_keys=12, absent=0.7)[0]
+    found = reduced(few, sample, 9)
+    assert ((found.bias != -torch.inf).sum(-1) == (few.bias != -torch.inf).sum(-1)).all()
 
 
-@pytest.mark.parametrize("sizes", [[50], [1] * 50, [7, 0, 20, 23]], ids=str)
-def test_moments_are_those_of_all_queries_however_they_came(sizes: list[int]) -> None:
-    """Means and spread of the live queries of a group, times the scale, far from the origin too."""
-    query = tokens(2, 2, 3, 50, 4) + 1e4
-    live = torch.rand(2, 1, 50, generator=torch.Generator().manual_seed(7)) > 0.3
-    moments = QueryMoments.empty(query[:, :, 0])
-    for part, seen in zip(query.split(sizes, 3), live.split(sizes, 2), strict=True):
-        moments = moments.add(part.masked_fill(~seen[:, :, None, :, None], torch.nan), seen, 0.5)
-    for b, h in itertools.product(range(2), range(2)):
-        rows = 0.5 * query[b, h][:, live[b, 0]].flatten(0, 1)
-        assert moments.weight[b, h] == len(rows) / 3
-        own = 0.5 * query[b, h][:, live[b, 0]].mean(1)
-        torch.testing.assert_close(moments.means[b, h], own, rtol=1e-12, atol=0)
-        torch.testing.assert_close(moments.mean[b, h], rows.mean(0), rtol=1e-12, atol=0)
-        wanted = rows.std(0, correction=0)
-        torch.testing.assert_close(moments.spread[b, h], wanted, rtol=1e-8, atol=1e-8)
-
-
-def test_earlier_queries_count_less() -> None:
-    """As if they were fewer: 1/e after 150 tokens."""
-    early, late = tokens(1, 1, 1, 8, 3), tokens(1, 1, 1, 8, 3, seed=1) + 1
-    live = torch.ones(1, 1, 8, dtype=torch.bool)
-    moments = QueryMoments.empty(early[:, :, 0]).add(early, live, 1.0).decay(150).add(late, live, 1.0)
-    share = 1 / (1 + torch.e)
-    mean = share * early.mean(3) + (1 - share) * late.mean(3)
-    torch.testing.assert_close(moments.mean, mean[:, :, 0], rtol=1e-12, atol=1e-12)
-    rows = torch.cat((early, late), 3)[0, 0, 0] - moments.mean[0, 0]
-    weights = torch.tensor([share] * 8 + [1 - share] * 8, dtype=rows.dtype) / 8
-    wanted = (weights @ rows.square()).sqrt()
-    torch.testing.assert_close(moments.spread[0, 0], wanted, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("cuts", [[], list(range(1, 64)), [7, 7, 27, 50]], ids=str)
+@pytest.mark.parametrize(("block", "groups"), [(16, 3), (64, 2), (13, 1), (3, 2), (16, 16)])
+def test_the_sample_is_the_same_however_queries_came(block: int, groups: int, cuts: list[int]) -> None:
+    """The latest of each block's, heads in turn, times the scale; those of masked tokens are not there."""
+    query, live = tokens(2, 2, groups, 64, 4), torch.rand(2, 1, 64, generator=torch.Generator().manual_seed(7)) > 0.3
+    sample = QuerySample.empty(query[:, :, 0])
+    ends = sorted({*cuts, *range(block, 64, block), 64})
+    for start, stop in itertools.pairwise([0, *ends]):
+        rows = query[:, :, :, start:stop].masked_fill(~live[:, :, None, start:stop, None], torch.nan)
+        sample = sample.add(rows, live[:, :, start:stop], 0.5, block=block, first=start % block)
+    if block < max(8, groups):
+        wanted = list(itertools.product(range(64), range(groups)))
+    else:
+        stride = block // max(8, groups)
+        wanted = [
+            (begin + (n + 1) * stride - 1, n % groups) for begin in range(0, 64, block) for n in range(max(8, groups))
+        ]
+        wanted = [(token, head) for token, head in wanted if token < 64]
+    wanted = wanted[-sample_size(groups) :]
+    assert {head for _, head in wanted} == set(range(groups))
+    assert sample.query.shape[2] == len(wanted)
+    for place, (token, head) in enumerate(wanted):
+        seen = live[:, :, token].expand(2, 2)
+        assert torch.equal(sample.there[:, :, place], seen)
+        assert torch.equal(sample.query[:, :, place], torch.where(seen[..., None], 0.5 * query[:, :, head, token], 0))
+    rows = sample.query[0, 1, sample.there[0, 1]]
+    torch.testing.assert_close(sample.spread[0, 1], rows.std(0, correction=0), rtol=1e-12, atol=1e-12)

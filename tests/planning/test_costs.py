@@ -47,28 +47,30 @@ def test_the_exact_part_keeps_and_multiplies_its_tokens(is_causal):
 def test_merged_keys_are_kept_and_seen_and_leave_nothing_to_fold(is_causal):
     cost = Exact(4, num_merged=6).cost(is_causal=is_causal)
     assert cost == (2 * 4 + 6, (2 if is_causal else 3) * 4 + 6, 0, False)
+    # Three blocks of 64 before the current one.
+    assert Exact(192, num_merged=6).cost(is_causal=True)[:2] == (256 + 6, 256 + 6)
 
 
 def test_what_merged_keys_cost_beside_being_seen():
-    """Two products per key in a block's distances, its keys' sums and moments; or a sample and the nearest cluster."""
+    """A block's distances, what a sample attends to before and after, and sums; or a sample and the nearest cluster."""
     window, merged = 4, 6
     method, nothing = parse_method(f"window {window} + merged {merged}"), NoMap(D)
     causal, both = (flops_per_token(method, nothing, value_dim=DV, is_causal=x) for x in (True, False))
-    pool = window + merged
-    block = products((pool, D, pool), (pool, 1, D + DV)) // window
-    assert causal == (2 * window + merged) * (2 * D + 2 * DV) + block + 2 * D + 2 * D
+    pool, sample = window + merged, 16
+    block = products((pool, D + DV, pool), (sample, D, pool), (sample, D, pool), (pool, 1, D + DV)) // window
+    assert causal == (2 * window + merged) * (2 * D + 2 * DV) + block
     token = products((64, D, 1), (merged, D + DV, 1), (1, 1, D + DV))
     assert both == (3 * window + merged) * (2 * D + 2 * DV) + token
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_merged_keys_are_kept_with_their_biases(is_causal):
-    """And a stream's with what is known of its queries, as the stream itself has them."""
+    """And a stream's with the queries it sampled, as the stream itself has them."""
     tokens = (torch.randn(1, 1, 40, D), torch.randn(1, 1, 40, D), torch.randn(1, 1, 40, DV))
     method = parse_method("window 4 + merged 6")
     state = linear_attention_with_state(*tokens, None, exact=method.exact).state.exact
     kept = sum(x.numel() for x in state.merged) + sum(x.numel() for x in state.recent[:2])
-    kept += sum(x.numel() for x in state.moments) if is_causal else 0
+    kept += state.sample.query.numel() if is_causal else 0
     assert state_numbers(method, NoMap(D), value_dim=DV, is_causal=is_causal) == kept
 
 

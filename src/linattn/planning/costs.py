@@ -9,6 +9,7 @@ merged keys.
 from __future__ import annotations
 
 from linattn.attention import Exact
+from linattn.attention.exact.query_sample import sample_size
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.planning.methods import Method
 
@@ -20,9 +21,10 @@ def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int, is
     """Numbers in a head's state, whatever the length of the text.
 
         R·(Dv + 1) + M + (2W + G + N)·(D + Dv)                    S, z and maxima of the map; exact and merged keys
-        N, and causally 2·D + 1                                   beside merged keys: biases, statistics of the queries
+        N, and causally 16·D                                      beside merged keys: biases, sampled queries
 
-    The window's keys are those of two blocks. `is_causal` matters to merged keys alone: a stream keeps statistics.
+    The window's keys are those of two blocks, beside merged keys those of the window and a block. `is_causal` matters
+    to merged keys alone: a stream keeps some queries, 16 where eight heads or fewer share a key.
 
     Example:
         >>> from linattn.feature_maps import Expansion
@@ -33,7 +35,7 @@ def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int, is
     kept = 0 if method.exact is None else method.exact.cost(is_causal=True).kept
     sums = feature_map.num_features * (value_dim + 1) + feature_map.num_exponents
     merged = 0 if method.exact is None else method.exact.num_merged
-    beside = merged + (2 * feature_map.head_dim + 1 if merged and is_causal else 0)
+    beside = merged + (sample_size(1) * feature_map.head_dim if merged and is_causal else 0)
     return sums + kept * (feature_map.head_dim + value_dim) + beside
 
 
@@ -42,8 +44,8 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
 
         maps with centres    2·C·D + 2·C·F·(Dv + 1) + 2·F·(Dv + 1)     exponents, absorbing, reading one centre
         other maps           4·R·D + 4·R·(Dv + 1)                      features of query and key, absorbing and reading
-        exact part           2·(3W + G + N)·(D + Dv), causal 2·(2W + G + N)·(D + Dv)
-        merging, causal      2·(N + W)²·D/W + 2·(N + W)·(D + Dv)/W + 4·D
+        exact part           2·(3W + G + N)·(D + Dv), causal 2·(2W + G + N)·(D + Dv), beside merged keys 2·(W + b + N)·…
+        merging, causal      2·(N + b)²·(D + Dv)/b + 4·16·(N + b)·D/b + 2·(N + b)·(D + Dv)/b,   b tokens of a block
         merging              2·(64 + N)·D + 2·N·Dv + 2·(D + Dv)
 
     Keys are merged without causality by what 64 queries attend to, and join the nearest of N clusters; the few hundred
@@ -85,9 +87,9 @@ def _merging(exact: Exact, head_dim: int, value_dim: int, *, is_causal: bool) ->
     both = head_dim + value_dim
     if not is_causal:
         return 2 * _SAMPLE * head_dim + 2 * exact.num_merged * both + 2 * both
-    window = exact.window or 1
-    pool = exact.num_merged + window
-    return (2 * pool**2 * head_dim + 2 * pool * both) // window + 4 * head_dim
+    block = exact.blocks.size
+    pool = exact.num_merged + block
+    return (2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both) // block
 
 
 def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> int:

@@ -88,7 +88,7 @@ WRONG = {
         "--temperature -1": "--temperature must be a finite number of 0 or more, got -1.0",
         "--top-p 0": "--top-p must be above 0 and at most 1, got 0.0",
         "--seed -1": "--seed must be at least 0, got -1",
-        "--budget 0": "--budget: 0 keys are left beside the queries' moments",
+        "--budget 0": "--budget: 0 keys are left beside the sampled queries",
         "--prompt ''": "--prompt gives no token; give a text",
     },
     "report": {"": "holds none of audit.jsonl, memory.jsonl, claims.jsonl, bench.jsonl; name the folder"},

@@ -48,7 +48,7 @@ def choosing(monkeypatch):
 
 
 def test_recall_and_the_method_and_the_model_as_it_was(tiny, prose, choosing):
-    choosing("65%")
+    choosing("50%")
     loaded = tiny("hybrid")
     samples = samples_of(loaded, prose)
     before = loaded.model(samples.held_out[0]["input_ids"]).logits
@@ -85,7 +85,7 @@ def test_the_command(tiny, prose, choosing, tmp_path, monkeypatch):
         return convert_(model, tokenizer, config, **options)
 
     monkeypatch.setattr("linattn.lab.commands.convert.convert_", noted)
-    choosing("35%")
+    choosing("25%")
     loaded = tiny("hybrid")
     loaded.model.save_pretrained(tmp_path / "model")
     loaded.tokenizer.save_pretrained(tmp_path / "model")

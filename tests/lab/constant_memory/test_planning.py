@@ -47,7 +47,7 @@ def test_a_plan_is_measured_with_the_bytes_and_the_divergence_of_its_layers(tiny
     half = len(words.content) // 2
     other = Text("other half", words.content[half:])
     audit = MemoryAudit(
-        tiny("hybrid"), words, [60], num_tokens=128, kinds=(PLAIN, "merged keys, 35% near"), calibration=other
+        tiny("hybrid"), words, [60], num_tokens=128, kinds=(PLAIN, "merged keys, 25% near"), calibration=other
     )
     plan = audit.plan(other, 60)
     assert plan.kl <= plan.window_kl

@@ -95,8 +95,8 @@ def test_sinks_and_window():
 
 
 def test_far_part_off_is_the_window_of_merged_keys_with_sinks():
-    found, merged = (at_budget(100, Sizes(8, 8)).contenders[kind] for kind in ("far part off", "merged keys, 65% near"))
-    assert found.num_keys == 2 * merged.exact.window + SINKS
+    found, merged = (at_budget(100, Sizes(8, 8)).contenders[kind] for kind in ("far part off", "merged keys, 50% near"))
+    assert found.num_keys == merged.exact.blocks.window + merged.exact.blocks.size + SINKS
     assert torch.equal(found.attend(Q, K, V, SCALE), SinksAndWindow(found.num_keys).attend(Q, K, V, SCALE))
 
 

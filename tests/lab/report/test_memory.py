@@ -33,7 +33,7 @@ HEADER = MemoryHeader(
     recall_tokens=300,
     tasks=["needles"],
     budgets=[64],
-    kinds=["sinks + window", "merged keys, 35% near", "far part off", "H2O"],
+    kinds=["sinks + window", "merged keys, 25% near", "far part off", "H2O"],
 )
 
 
@@ -62,12 +62,12 @@ ROWS = [
     passage(0, "uniform", 0.8, budget=0, error=0.9),
     passage(0, "sinks + window", 0.2),
     passage(1, "sinks + window", 0.4),
-    passage(0, "merged keys, 35% near", 0.1),
+    passage(0, "merged keys, 25% near", 0.1),
     passage(0, "far part off", 0.5),
     recall("exact", [1.0, 0.8], 0),
     recall("uniform", [0.0, 0.0], 0),
     recall("sinks + window", [0.0, 0.5]),
-    recall("merged keys, 35% near", [0.25, 0.75]),
+    recall("merged keys, 25% near", [0.25, 0.75]),
 ]
 
 
@@ -90,13 +90,13 @@ def test_means_over_passages(summary):
 def test_what_is_lost_is_said_with_the_plain_window_and_the_exact_model(summary):
     text = lost(summary).text
     assert "needles: exact 90%" in text
-    assert "best of all 50% (merged keys, 35% near)" in text
+    assert "best of all 50% (merged keys, 25% near)" in text
     assert "sinks + window 25%" in text
 
 
 def test_both_controls_decide_about_merged_keys(summary):
     (point,) = conclusions(summary)
-    assert "Least KL 0.100: merged keys, 35% near" in point.text
+    assert "Least KL 0.100: merged keys, 25% near" in point.text
     assert (
         "are worth their bytes: KL 0.100, with these bytes in exact keys 0.300, with the far part off 0.500"
         in point.text
@@ -120,7 +120,7 @@ def test_table_has_baselines_first_and_the_least_divergence_next(summary):
     assert [row[0] for row in table.rows] == [
         "exact",
         "uniform",
-        "merged keys, 35% near",
+        "merged keys, 25% near",
         "sinks + window",
         "far part off",
     ]
@@ -131,7 +131,7 @@ def test_table_has_baselines_first_and_the_least_divergence_next(summary):
 
 def test_charts(summary):
     by_bytes, by_position = kl_by_bytes(summary), kl_by_position(summary, 64)
-    assert [curve.name for curve in by_bytes.curves][:2] == ["sinks + window", "merged keys, 35% near"]
+    assert [curve.name for curve in by_bytes.curves][:2] == ["sinks + window", "merged keys, 25% near"]
     assert by_bytes.curves[1].x == (1064,)
     assert by_bytes.curves[1].y == (0.1,)
     # The stretch in which nothing is measured is left out.
@@ -153,4 +153,4 @@ def test_page_has_recall_on_its_first_screen(tmp_path, summary):
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     text = " ".join(page.text.split())
     assert text.index("What does a constant memory lose?") < text.index("Should I linearize this model?")
-    assert "merged keys, 35% near" in text
+    assert "merged keys, 25% near" in text

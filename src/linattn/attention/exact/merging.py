@@ -12,44 +12,56 @@ from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.partitioning import partition, sums
-from linattn.attention.exact.query_moments import QueryMoments
+from linattn.attention.exact.query_sample import QuerySample
 
 
-def reduced(tokens: Tokens, moments: QueryMoments, num_merged: int) -> Tokens:
-    """At most `num_merged` weighted keys in place of these (B, H, n, ·); O(n²·D + n·Dv).
+def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
+    """At most `num_merged` weighted keys in place of these (B, H, n, ·), by what the sampled queries attend to.
 
-    Merged are those of least Ward cost in the metric of the queries' variances, with what the mean queries of the
-    group's heads attend to for masses. Which they are is a constant for gradients.
+    Merged are those of least Ward cost, of what the sample sees of keys and of values; m_i = Σ_s a_si, what the sample
+    attends to a key, is its mass. Of each cluster the sample attends to as much, and to the same mean value:
+
+        k = Σ p_i k_i,   v = Σ p_i v_i,   p_i = m_i / Σ m,   β such that Σ_s a_s = Σ m
+
+    Of one query the denominator and the numerator are those of the keys merged. O(n²·(D + Dv) + n·S·D); differentiable
+    in all but the choice of what is merged.
     """
     if tokens.bias.shape[2] <= num_merged:
         return tokens
+    sample = sample.or_even()
+    log_mass, log_normalizer = attended(sample, tokens)
     with torch.no_grad():
-        logits = moments.means @ tokens.key.mT + tokens.bias.unsqueeze(2)
-        log_mass = torch.log_softmax(logits, -1).logsumexp(2).masked_fill(tokens.bias == -torch.inf, -torch.inf)
-        # Around their mean: differences of large products would lose digits.
-        there = (tokens.bias != -torch.inf).unsqueeze(-1)
-        centre = torch.where(there, tokens.key, 0).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp(min=1)
-        point = (tokens.key - centre) * moments.spread.unsqueeze(2)
-        number = partition(point, log_mass, num_merged, num_rounds=1)
-    return merged(tokens, number, moments.mean, num_merged)
+        number = partition(_points(tokens, sample.spread), log_mass, num_merged, num_rounds=1)
+    means = cluster_means(tokens, number, log_mass, num_merged)
+    logits = sample.query @ means.key.mT - log_normalizer.unsqueeze(-1)
+    return means.weighted(means.log_mass - logits.logsumexp(2))
 
 
-def tilt(tokens: Tokens, mean: Tensor) -> Tensor:
-    """t = q̄·k + β (B, H, n): the logarithms of the keys' weights at the mean query (B, H, D)."""
-    return (tokens.key @ mean.unsqueeze(-1)).squeeze(-1) + tokens.bias
+def attended(sample: QuerySample, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Logarithms (B, H, n) of what the sample attends to each key, -inf for absent ones; its normalisers' (B, H, S).
 
-
-def merged(tokens: Tokens, number: Tensor, mean: Tensor, num_merged: int) -> Tokens:
-    """One weighted key for each cluster of keys, by number (B, H, n); free places have bias -inf.
-
-        k = Σ p_i k_i,   v = Σ p_i v_i,   β = log Σ exp(t_i) - q̄·k,   p = softmax(t) within the cluster, t = q̄·k + β
-
-    At the mean query q̄ the denominator, its gradient in q, and the numerator are those of the keys merged. Several
-    merges at one mean query are one: only who is with whom matters. O(n·(D + Dv)); differentiable in keys, values,
-    biases and the mean query.
+    Queries that are not there attend to nothing: their normaliser is infinite. Some query must be there.
     """
-    means = cluster_means(tokens, number, tilt(tokens, mean), num_merged)
-    return means.weighted(means.log_mass - (means.key @ mean.unsqueeze(-1)).squeeze(-1))
+    absent = tokens.bias == -torch.inf
+    # Heads without a key are given all of theirs, so that no row is without a number, and nothing is kept of it.
+    bias = torch.where(absent & ~absent.all(-1, keepdim=True), -torch.inf, torch.where(absent, 0, tokens.bias))
+    logits = sample.query @ tokens.key.mT + bias.unsqueeze(2)
+    log_normalizer = torch.where(sample.there, logits.logsumexp(-1), torch.inf)
+    shares = torch.where(absent.unsqueeze(2), 0, logits - log_normalizer.unsqueeze(-1))
+    return torch.where(absent, -torch.inf, shares.logsumexp(2)), log_normalizer
+
+
+def _points(tokens: Tokens, spread: Tensor) -> Tensor:
+    """What distances are taken between, (B, H, n, D + Dv): keys as the sample sees them, and values as spread as they.
+
+    Around their means: differences of large products would lose digits.
+    """
+    there = (tokens.bias != -torch.inf).unsqueeze(-1)
+    number = there.sum(2, keepdim=True).clamp(min=1)
+    key, value = (torch.where(there, x - torch.where(there, x, 0).sum(2, keepdim=True) / number, 0) for x in tokens[:2])
+    key = key * spread.unsqueeze(2)
+    wide, narrow = (x.square().sum((2, 3), keepdim=True) for x in (key, value))
+    return torch.cat((key, value * (wide / torch.where(narrow == 0, 1, narrow)).sqrt()), -1)
 
 
 class ClusterMeans(NamedTuple):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 
+# Blocks at whose beginnings a stream merges keys: a window has a few of them, of at least so many tokens.
+_MOST_BLOCKS, _BLOCK = 4, 64
 # The word of merged keys in a written form.
 _MERGED = "merged"
 _PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)", re.IGNORECASE)
@@ -28,6 +30,18 @@ class ExactCost(NamedTuple):
     column_masses: bool  # whether the keys' masses are estimated
 
 
+class Blocks(NamedTuple):
+    """How a stream with merged keys is cut: those of a window are read as they are, and those of the current block."""
+
+    size: int
+    number: int  # in the window
+
+    @property
+    def window(self) -> int:
+        """Keys before the current block that are read as they are."""
+        return self.size * self.number
+
+
 @dataclass(frozen=True)
 class Exact:
     """Exact softmax attention on near and on heavy keys, the map for all others, or merged keys in place of a map.
@@ -37,23 +51,23 @@ class Exact:
     Without causality a window takes the map's part twice, before and after it, and heavy keys take the column masses.
 
     Merged keys take all keys that are not near, and there is no map: (k, v, β) adds exp(q·k + β) to the denominator,
-    times v to the numerator. Two of them are merged so that both, and the denominator's gradient, stay what they were
-    at the mean query q̄; those of least Ward cost in the metric of the queries' variances Σ join the nearest heavier
-    ones first:
+    times v to the numerator. Keys are merged by what a sample of the queries attends to, m_i = Σ_s a_si: those of least
+    Ward cost, in the metric of the queries' variances Σ and of the values, join the nearest heavier ones first. To a
+    merged key the sample attends as much as to its members, and to the same mean value:
 
-        k = p₁k₁ + p₂k₂,   v = p₁v₁ + p₂v₂,   β = log(exp t₁ + exp t₂) - q̄·k,   t = q̄·k + β,   p = softmax(t₁, t₂)
-        cost = m₁m₂/(m₁ + m₂)·(k₁ - k₂)ᵀΣ(k₁ - k₂),   m what the mean queries of the group's heads attend to
+        k = Σ p_i k_i,   v = Σ p_i v_i,   p_i = m_i / Σ m,   β such that Σ_s a_s = Σ m
+        cost = m₁m₂/(m₁ + m₂)·((k₁ - k₂)ᵀΣ(k₁ - k₂) + σ·|v₁ - v₂|²)
 
     What is lost is of second order in (q - q̄)·(k₁ - k₂); heavy keys are dear to merge and stay. With as many merged
-    keys as tokens it is softmax attention. Causally each block merges by what earlier queries say, and with C merged
-    keys a stream keeps 2·window + C keys, C biases, and (G + 1)·D + 1 numbers about the queries of its G heads, per
-    key/value head; per token O((2·window + C)·(D + Dv) + (C + window)²/window·D) time.
+    keys as tokens it is softmax attention. Causally keys are merged as blocks begin, of b tokens, by the latest
+    max(16, 2·G) of the sampled queries before, for G query heads of a key/value head. With C merged keys a stream keeps
+    window + b + C keys at most, C biases, and these queries; per token
+    O((window + b + C)·(D + Dv) + (C + b)²/b·(D + Dv)) time. b is the window's width up to 64, and then 64 or a quarter
+    of it; a window that is no multiple of it is rounded up.
 
-    Without causality an evenly spaced sample of all queries is in the place of the mean queries: p is a key's share of
-    what the sample attends to, and β such that it attends to a cluster what it attends to the members;
-    O(L·(64 + C)·(D + Dv)) time. Up to 2,048 keys the sample has as many queries as keep 2¹⁷ logits, beyond 64: rows
-    that are padded to more have a smaller one. Which keys are merged is a constant for gradients; they flow through
-    merged keys, values and biases, and through what weighs them.
+    Without causality the sample is evenly spaced among all queries; O(L·(64 + C)·(D + Dv)) time. Up to 2,048 keys it
+    has as many queries as keep 2¹⁷ logits, beyond 64: rows that are padded to more have a smaller one. Which keys are
+    merged is a constant for gradients; they flow through merged keys, values and biases, and through what weighs them.
 
     A subclass that overrides `score` or `rank` is another rule of eviction: it says which keys are the heavy ones. It
     needs a `word` of its own for its written form, and nothing else: `torch.load` and `linattn.plan` know it then.
@@ -61,7 +75,8 @@ class Exact:
     Args:
         window: width of the blocks of tokens within which, and between neighbours of which, attention is exact: a power
             of two. A query sees its own block and both neighbours, causally its own up to itself and the one before.
-            None for no window. Any positive number beside merged keys.
+            None for no window. Beside merged keys any positive number; causally a query sees so many keys before its
+            block then.
         num_heavy: how many keys more every query attends to exactly: those of the largest column mass by the map's own
             estimate; causally, with a window, those of the largest score so far among the keys that have left the
             neighbourhood (`linattn.attention.exact.causal` has the score).
@@ -122,6 +137,18 @@ class Exact:
         sizes = {"window": self.window, self.word: self.num_heavy, _MERGED: self.num_merged}
         return " + ".join(f"{name} {size}" for name, size in sizes.items() if size)
 
+    @property
+    def blocks(self) -> Blocks:
+        """How a stream with merged keys is cut.
+
+        Example:
+            >>> Exact(32, num_merged=8).blocks, Exact(192, num_merged=8).blocks, Exact(400, num_merged=8).blocks
+            (Blocks(size=32, number=1), Blocks(size=64, number=3), Blocks(size=100, number=4))
+        """
+        window = self.window or 1
+        number = min(-(-window // _BLOCK), _MOST_BLOCKS)
+        return Blocks(-(-window // number), number)
+
     def score(self, mass: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """What keys (B, H, n, D) are worth, (B, H, n), from how much queries attend to each; only comparisons count.
 
@@ -147,10 +174,14 @@ class Exact:
 
     def cost(self, *, is_causal: bool) -> ExactCost:
         """What it adds to a call; `linattn.planning.costs` counts operations from it."""
-        window, blocks = self.window or 0, 2 if is_causal else 3
+        window = self.window or 0
+        near, kept = (2 if is_causal else 3) * window, 2 * window
+        if self.num_merged and window:
+            kept = self.blocks.window + self.blocks.size
+            near = kept if is_causal else near
         return ExactCost(
-            kept=2 * window + self.num_heavy + self.num_merged,
-            seen=blocks * window + self.num_heavy + self.num_merged,
+            kept=kept + self.num_heavy + self.num_merged,
+            seen=near + self.num_heavy + self.num_merged,
             map_folds=0 if self.num_merged else 2 if window and not is_causal else 1,
             column_masses=self.num_heavy > 0 and not is_causal,
         )

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from linattn.lab.contenders.shelf import NEAR
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
 
 PLAIN = "sinks + window"
-CANDIDATES = (PLAIN, "merged keys, 35% near", "merged keys, 65% near")
+CANDIDATES = (PLAIN, *(f"merged keys, {near:.0%} near" for near in NEAR))
 """Names of what a plan chooses from, the plain window first: what rounds keys is measured beside them, not planned."""
 
 MARGIN = 0.95

@@ -10,8 +10,12 @@ from torch import Tensor
 
 from linattn.attention import Exact, linear_attention, softmax_attention
 from linattn.attention.exact import MergedKeys, attend_causal_merging
+from linattn.attention.exact.query_sample import sample_size
 from linattn.lab.contenders.contender import Contender, Sizes
-from linattn.lab.contenders.quantising import GROUP, quantised, scale_bytes
+from linattn.lab.contenders.quantising import quantised, scale_bytes
+
+# Tokens by which channels are measured, where there is room for them.
+_MOST_FIRST = 512
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,14 @@ class Merged(Contender):
 
     @classmethod
     def within(cls, num_bytes: int, sizes: Sizes, near: float) -> Self:
-        """The most merged keys in so many bytes beside a window, whose two blocks take the share `near` of the keys."""
+        """The most merged keys in so many bytes; a window and its block take the share `near` of all."""
         each = sizes.key_bytes + sizes.statistic_bytes
-        return cls(_split((num_bytes - moment_bytes(sizes)) // each, near))
+        return cls(_split((num_bytes - sample_bytes(sizes)) // each, near))
 
     def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
-        """Keys, values and biases of two blocks and of the merged keys, and the queries' moments."""
-        kept = min(2 * (self.exact.window or 0) + self.exact.num_merged, num_tokens)
-        return kept * (sizes.key_bytes + sizes.statistic_bytes) + moment_bytes(sizes)
+        """Keys, values and biases of the window, a block and the merged keys, and the sampled queries."""
+        kept = min(self.exact.cost(is_causal=True).kept, num_tokens)
+        return kept * (sizes.key_bytes + sizes.statistic_bytes) + sample_bytes(sizes)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The op itself, at the model's own temperature."""
@@ -50,11 +54,13 @@ class MergedInFewBits(Contender):
     """Merged keys whose keys and values are rounded as they come, token by token, and again as they are merged.
 
     Keys have channels that are large in every token, which is why KIVI rounds them channel by channel; merged keys have
-    no groups of tokens, so that here a channel's mean and deviation are taken from the first 32 tokens, and keys are
-    rounded relative to these. The first 32 queries read the tokens as they are.
+    no groups of tokens, so that here a channel's mean and deviation are taken from the first tokens, as many as the
+    bytes hold as they are and no more than 512, and keys are rounded relative to these. The queries of these tokens
+    read them as they are.
     """
 
     exact: Exact
+    num_first: int
     bits: int = 4
 
     kind = "merged keys in 4 bits"
@@ -68,17 +74,20 @@ class MergedInFewBits(Contender):
     @classmethod
     def within(cls, num_bytes: int, sizes: Sizes, near: float) -> Self:
         """The most merged keys in so many bytes, as `Merged.within`."""
-        return cls(_split((num_bytes - cls._shared_bytes(sizes)) // cls._token_bytes(sizes, 4), near))
+        exact = _split((num_bytes - cls._shared_bytes(sizes)) // cls._token_bytes(sizes, 4), near)
+        return cls(exact, min(num_bytes // sizes.key_bytes, _MOST_FIRST))
 
     def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
-        """Codes, scales and biases, the queries' moments, and the channels' means and deviations."""
-        kept = min(2 * (self.exact.window or 0) + self.exact.num_merged, num_tokens)
+        """Codes, scales and biases, the sampled queries, and the channels' means and deviations."""
+        if num_tokens <= self.num_first:
+            return num_tokens * sizes.key_bytes
+        kept = min(self.exact.cost(is_causal=True).kept, num_tokens)
         return kept * self._token_bytes(sizes, self.bits) + self._shared_bytes(sizes)
 
     @staticmethod
     def _shared_bytes(sizes: Sizes) -> int:
         """What is kept once per head."""
-        return moment_bytes(sizes) + 2 * sizes.head_dim * sizes.number_bytes
+        return sample_bytes(sizes) + 2 * sizes.head_dim * sizes.number_bytes
 
     @staticmethod
     def _token_bytes(sizes: Sizes, bits: int) -> int:
@@ -88,7 +97,7 @@ class MergedInFewBits(Contender):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Block by block, so that what was merged is rounded before it is read."""
-        rows, first = query.unflatten(1, (key.shape[1], -1)), key[:, :, :GROUP]
+        rows, first = query.unflatten(1, (key.shape[1], -1)), key[:, :, : self.num_first]
         mean, spread = first.mean(2, keepdim=True), first.std(2, keepdim=True, correction=0)
         spread = torch.where(spread == 0, 1, spread)
 
@@ -97,13 +106,12 @@ class MergedInFewBits(Contender):
             relative = quantised((keys - mean) / spread, self.bits, -1)
             return relative * spread + mean, quantised(values, self.bits, -1)
 
-        whole = softmax_attention(
-            query[:, :, :GROUP], first, value[:, :, :GROUP], is_causal=True, scale=scale, enable_gqa=True
-        )
+        near = query[:, :, : self.num_first], first, value[:, :, : self.num_first]
+        whole = softmax_attention(*near, is_causal=True, scale=scale, enable_gqa=True)
         key, value = rounded(key, value)
-        kept, window, parts = MergedKeys.empty(self.exact, key, value), self.exact.window or 1, []
-        for start in range(0, key.shape[2], window):
-            stop = min(start + window, key.shape[2])
+        kept, block, parts = MergedKeys.empty(self.exact, key, value), self.exact.blocks.size, []
+        for start in range(0, key.shape[2], block):
+            stop = min(start + block, key.shape[2])
             near = rows[:, :, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
             found, kept = attend_causal_merging(*near, None, kept, scale, with_log=False)
             merged = kept.merged
@@ -113,20 +121,26 @@ class MergedInFewBits(Contender):
             kept = replace(kept, merged=merged)
             parts.append(found.out)
         out = torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
-        return torch.cat((whole, out[:, :, GROUP:]), 2)
+        return torch.cat((whole, out[:, :, self.num_first :]), 2)
 
 
-def moment_bytes(sizes: Sizes) -> int:
-    """Bytes of the weight, means and variances of a head's queries, and of the state's own exponent."""
-    return (2 + (1 + sizes.num_groups) * sizes.head_dim) * sizes.statistic_bytes
+def sample_bytes(sizes: Sizes) -> int:
+    """Bytes of a head's sampled queries, of which are there, and of the state's own exponent."""
+    return sample_size(sizes.num_groups) * (sizes.head_dim * sizes.statistic_bytes + 1) + sizes.statistic_bytes
 
 
 def _split(num_keys: int, near: float) -> Exact:
-    """A window whose two blocks take the share `near` of so many keys, and merged keys for the rest."""
-    window = max(int(num_keys * near / 2), 1)
-    if num_keys - 2 * window < 1:
+    """The widest window whose keys and block are no more than the share `near` of so many; merged keys are the rest."""
+    window = next((w for w in range(int(num_keys * near), 0, -1) if _near(w) <= num_keys * near), 1)
+    if num_keys - _near(window) < 1:
         raise ValueError(
-            f"{max(num_keys, 0)} keys are left beside the queries' moments, too few for a window and merged keys; "
+            f"{max(num_keys, 0)} keys are left beside the sampled queries, too few for a window and merged keys; "
             "give more bytes"
         )
-    return Exact(window=window, num_merged=num_keys - 2 * window)
+    return Exact(window=window, num_merged=num_keys - _near(window))
+
+
+def _near(window: int) -> int:
+    """Keys of a window and a block."""
+    blocks = Exact(window, num_merged=1).blocks
+    return blocks.window + blocks.size

@@ -19,13 +19,14 @@ from linattn.lab.contenders.tova import Tova
 from linattn.lab.contenders.uniform_sample import UniformSample
 from linattn.lab.contenders.windows import FarPartOff, SinksAndWindow
 
-NEAR = (0.35, 0.65)
-"""Shares of merged keys' room that the window takes, of which one is measured each."""
+NEAR = (0.15, 0.25, 0.5)
+"""Shares of merged keys' room that the window takes with a block, of which one is measured each."""
 
 
 def _far_off(num_bytes: int, sizes: Sizes, near: float) -> FarPartOff:
     """The window of merged keys in so many bytes, without them."""
-    return FarPartOff(2 * (Merged.within(num_bytes, sizes, near).exact.window or 1) + SINKS)
+    exact = Merged.within(num_bytes, sizes, near).exact
+    return FarPartOff(exact.cost(is_causal=True).kept - exact.num_merged + SINKS)
 
 
 KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
@@ -41,7 +42,7 @@ KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
     "attention matching": AttentionMatching.within,
     "KIVI, 4 bit": partial(Kivi.within, bits=4),
     "KIVI, 2 bit": partial(Kivi.within, bits=2),
-    "merged keys in 4 bits": partial(MergedInFewBits.within, near=NEAR[-1]),
+    "merged keys in 4 bits": partial(MergedInFewBits.within, near=NEAR[0]),
 }
 """By name, what makes the largest contender of a kind from a number of bytes and a layer's sizes.
 
@@ -78,8 +79,8 @@ def at_budget(num_keys: int, sizes: Sizes, kinds: tuple[str, ...] = tuple(KINDS)
 
     Example:
         >>> shelf = at_budget(512, Sizes(64, 64))
-        >>> shelf.contenders["sinks + window"].label, shelf.contenders["merged keys, 65% near"].label
-        ('sinks 4 + window 508', 'window 164 + merged 179')
+        >>> shelf.contenders["sinks + window"].label, shelf.contenders["merged keys, 50% near"].label
+        ('sinks 4 + window 508', 'window 200 + merged 250')
         >>> at_budget(64, Sizes(256, 256)).left_out["MomentKV"]
         'holds -65 keys in the bytes of 64, beside what it keeps of all others; it wants 32: give more bytes'
     """

@@ -1,0 +1,80 @@
+"""A few of a stream's latest queries, by whose attention its keys are merged; letters as in exact/__init__.py.
+
+Letters: S sampled queries, G query heads of a key/value head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Queries that a block of tokens gives, where a group has no more heads.
+_FEWEST = 8
+# Blocks that a sample is of, where each gives as many.
+_BLOCKS = 2
+
+
+class QuerySample(NamedTuple):
+    """Queries times the scale, per key/value head: spread over the latest tokens, each of one head of the group."""
+
+    query: Tensor  # (B, H, S, D), at least float32; 0 for those of masked tokens
+    there: Tensor  # (B, H, S), false for these
+
+    @classmethod
+    def empty(cls, key: Tensor) -> QuerySample:
+        """Of no queries, for keys like these (B, H, L, D)."""
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        query = key.new_zeros(*key.shape[:2], 0, key.shape[-1], dtype=dtype)
+        return cls(query, torch.zeros(query.shape[:3], dtype=torch.bool, device=key.device))
+
+    def add(self, query: Tensor, live: Tensor, scale: float, *, block: int, first: int) -> QuerySample:
+        """With queries (B, H, G, n, D) of one block of tokens, from its token number `first` on; the oldest go.
+
+        Those of tokens that are not live (B, H or 1, n) are not there.
+        """
+        groups, stop = query.shape[2], first + query.shape[3]
+        places = [(token - first, head) for token, head in _places(block, groups) if first <= token < stop]
+        if not places:
+            return self
+        token, head = (torch.tensor(numbers, device=query.device) for numbers in zip(*places, strict=True))
+        there = live.expand(*query.shape[:2], -1)[..., token]
+        rows = query.transpose(2, 3).flatten(2, 3)[:, :, token * groups + head]
+        rows = torch.where(there.unsqueeze(-1), rows.to(self.query.dtype) * scale, 0)
+        size = sample_size(groups)
+        # Copies: views would keep more than these in memory.
+        sample = torch.cat((self.query, rows), 2)[:, :, -size:].clone()
+        return QuerySample(sample, torch.cat((self.there, there), 2)[..., -size:].clone())
+
+    def or_even(self) -> QuerySample:
+        """And, for heads that have none of them, one that attends to all keys alike."""
+        none = ~self.there.any(-1, keepdim=True)
+        query = self.query.new_zeros(*none.shape, self.query.shape[-1])
+        return QuerySample(torch.cat((self.query, query), 2), torch.cat((self.there, none), 2))
+
+    @property
+    def spread(self) -> Tensor:
+        """Standard deviations (B, H, D) of the coordinates; 0 where there are none."""
+        there = self.there.unsqueeze(-1)
+        number = there.sum(2, keepdim=True).clamp(min=1)
+        mean = self.query.sum(2, keepdim=True) / number
+        return (torch.where(there, self.query - mean, 0).square().sum(2) / number.squeeze(2)).sqrt()
+
+
+def sample_size(num_groups: int) -> int:
+    """S, the most queries that are kept.
+
+    Example:
+        >>> sample_size(4), sample_size(32)
+        (16, 64)
+    """
+    return _BLOCKS * max(_FEWEST, num_groups)
+
+
+def _places(block: int, num_groups: int) -> list[tuple[int, int]]:
+    """The tokens of a block whose query is kept, and of which head: evenly spaced, all heads in turn."""
+    count = max(_FEWEST, num_groups)
+    if block < count:
+        return [(token, head) for token in range(block) for head in range(num_groups)]
+    return [((n + 1) * (block // count) - 1, n % num_groups) for n in range(count)]
