@@ -1,13 +1,14 @@
 """Write the figures of README.md and of the site: tables between markers, docs/claims.md, docs/cli.md,
 docs/report_json.md, docs/explorer_frame.html and drawings.
 
-    python docs/write_tables.py [--take REPORT]
+    python docs/write_tables.py [--take REPORT | --take-memory REPORT]
 
 A line <!-- NAME --> and one <!-- end --> in README.md or any page of docs/ enclose the table of that name.
 
 From docs/figures.json, docs/explorer.json, benchmarks/results.jsonl (make bench) and benchmarks/language_models.jsonl
 (benchmarks/language_models_at_equal_time.py). --take first takes docs/figures.json and docs/explorer.json from
-audit.jsonl and claims.jsonl of a folder (`make readme` measures them), which are too large to be kept.
+audit.jsonl and claims.jsonl of a folder (`make readme` measures them), which are too large to be kept. --take-memory
+takes docs/memory.json from memory.jsonl of a folder, of `linattn audit MODEL --budget …`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from draw_figures import drawings
 from explorer_figures import explorer_frame, take_explorer
 from linattn.lab.report import SOURCES, summarise_audit, summarise_claims
 from linattn.records.atomic import atomic_file
+from memory_tables import memory_table, take_memory
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
 from site_tables import claims_table, honest_table, misses_table, no_better_table, picture_words
 from write_cli import cli_page
@@ -308,6 +310,7 @@ def tables() -> dict[str, str]:
         "ranks_scale": ranks_scale(lines),
         "ranks_simulation": ranks_simulation(lines),
         "misses": misses_table(lines),
+        "memory": memory_table(),
         "no_better_than_averaging": no_better_table(audit),
     }
 
@@ -358,8 +361,10 @@ def main() -> None:
             with atomic_file(FIGURES) as file:
                 json.dump(figures, file, indent=1, ensure_ascii=False)
                 file.write("\n")
+        case ["--take-memory", report]:
+            take_memory(Path(report))
         case others:
-            sys.exit(f"write_tables.py knows --take REPORT alone, got {' '.join(others)}")
+            sys.exit(f"write_tables.py knows --take REPORT and --take-memory REPORT, got {' '.join(others)}")
     for path, content in written().items():
         with atomic_file(path) as file:
             file.write(content)

@@ -72,12 +72,12 @@ def test_all_keys_merged_into_themselves_are_exact_attention():
 
 @pytest.mark.parametrize(
     ("map_", "is_causal", "numbers"),
-    # R·(D + 2); twice the window's keys and values beside it; N·(D + D + 1), causally 2·D + 1 statistics.
+    # R·(D + 2); twice the window's keys and values beside it; N·(D + D + 1), causally 16 queries.
     [
         ("FavorPlus", False, 16 * 10),
         ("FavorPlus + window 4", True, 16 * 10 + 8 * 16),
         ("merged 8", False, 8 * 17),
-        ("merged 8 + window 4", True, 8 * 17 + 8 * 16 + 17),
+        ("merged 8 + window 4", True, 8 * 17 + 8 * 16 + 16 * 8),
     ],
 )
 def test_the_header_counts_what_a_head_keeps(map_, is_causal, numbers):
