@@ -6,6 +6,7 @@ not import transformers four times.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -143,6 +144,8 @@ def _run(output: Path, words: list[str], prepare: Callable[..., None] | None, ar
             os.dup2(file.fileno(), stream)
     os.environ |= {"COLUMNS": "200", "TERM": "dumb"}
     torch.set_num_threads(1)
+    # A training's look for garbage would go through all that the server has imported.
+    gc.freeze()
     if prepare:
         prepare(*arguments)
     sys.argv = ["linattn", *words]

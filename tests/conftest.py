@@ -18,9 +18,22 @@ from ranks import Pool
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+    from xdist.remote import Producer
+
+    from scheduling import Groups
 
 # The laws' tensors are small: one thread each, so that parallel workers do not fight over cores.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups | None:
+    """Groups of tests are dealt out without counting all that is done after every test."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from scheduling import Groups
+
+    return Groups(config, log)
 
 
 def pytest_collection_finish() -> None:

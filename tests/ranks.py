@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -78,6 +79,8 @@ class Pool:
 def _serve(rank: int, num_ranks: int, store: Path, pipe: Connection) -> None:
     """Answer jobs."""
     torch.set_num_threads(1)
+    # As for the tests themselves: a training's look for garbage would go through all that was imported, on every rank.
+    gc.freeze()
     limit = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
     shared = dist.FileStore(str(store), num_ranks)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=num_ranks, timeout=limit)

@@ -6,6 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -137,6 +138,15 @@ def difference(found: Tensor, truth: Tensor) -> float:
     return float(worst.nan_to_num(torch.inf))
 
 
+def summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """Sums over all ranks of a mesh, of tensors of one dtype: one all-reduce for each dimension of the mesh."""
+    flat = torch.cat([x.detach().flatten() for x in tensors])
+    for group in mesh.get_all_groups():
+        dist.all_reduce(flat, group=group)
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
 def errors(mesh: DeviceMesh, call: Whole, lengths: tuple[int, ...]) -> dict[str, float]:
     """How far rows and gradients of this rank's part are from the whole call's."""
     feature_map, (followed, rest), grad = call.map(), call.tensors(), call.grad()
@@ -149,11 +159,15 @@ def errors(mesh: DeviceMesh, call: Whole, lengths: tuple[int, ...]) -> dict[str,
     found = {"out": difference(out, whole[:, :, part])}
     for name, one, truth in zip(own, grads, truths, strict=False):
         found[name] = difference(one, truth[:, :, part])
-    for number, (one, truth) in enumerate(zip(grads[len(own) :], truths[len(own) :], strict=True)):
-        shared = one.clone()
-        dist.all_reduce(shared, group=mesh.get_group())
-        found[f"weight {number}"] = difference(shared, truth)
+    if weights:
+        for number, (one, truth) in enumerate(zip(summed(grads[len(own) :], mesh), truths[len(own) :], strict=True)):
+            found[f"weight {number}"] = difference(one, truth)
     return found
+
+
+def errors_of_calls(mesh: DeviceMesh, calls: list[Whole], layouts: list[tuple[int, ...]]) -> list[dict[str, float]]:
+    """The errors of all calls in all layouts: one job, since each costs a way there and back for every rank."""
+    return [errors(mesh, call, lengths) for call in calls for lengths in layouts]
 
 
 def compiled_errors(mesh: DeviceMesh, call: Whole) -> dict[str, float]:
@@ -200,24 +214,37 @@ def _whole_state(feature_map: FeatureMap, key: Tensor, value: Tensor, **options:
     return linattn.linear_attention_with_state(query, key, value, feature_map, **options).state
 
 
-def state_errors(mesh: DeviceMesh, map_name: str, weights: str, lengths: tuple[int, ...]) -> dict[str, float]:
-    """How far the state of all ranks, and its gradients, are from one process's."""
-    feature_map, (followed, rest) = build(map_name).double(), Whole(map_name, weights=weights).tensors()
+@cache
+def _state_truth(map_name: str, weights: str) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """One process's [S, z], its exponents, and the gradients of what has a sequence: the same for all parts."""
+    followed, rest = Whole(map_name, weights=weights).tensors()
     followed = {name: x.requires_grad_() for name, x in followed.items() if name != "query"}
     options = _taken(followed | rest)
-    truth = _whole_state(feature_map, options.pop("key"), options.pop("value"), **options)
-    part = own_part(mesh, lengths)
-    own = {name: _at(name, x, part).detach().clone().requires_grad_() for name, x in followed.items()}
-    given = _taken(own | {name: _at(name, x, part) for name, x in rest.items()})
-    state = parallel.absorb(feature_map, given.pop("key"), given.pop("value"), mesh=mesh, **given)
-    grad = tokens(*total(truth, truth.m).shape, seed=9)
-    truths = torch.autograd.grad(total(truth, truth.m), list(followed.values()), grad)
-    # Each rank has the whole state, and the loss is that of one of them.
-    grads = torch.autograd.grad(total(state, truth.m), list(own.values()), grad / mesh.size())
-    found = {"state": difference(total(state, truth.m), total(truth, truth.m))}
-    return found | {
-        name: difference(one, whole[:, :, part]) for name, one, whole in zip(own, grads, truths, strict=True)
-    }
+    state = _whole_state(build(map_name).double(), options.pop("key"), options.pop("value"), **options)
+    truth = total(state, state.m)
+    grads = torch.autograd.grad(truth, list(followed.values()), tokens(*truth.shape, seed=9))
+    return truth.detach(), state.m.detach(), grads
+
+
+def state_errors(
+    mesh: DeviceMesh, map_name: str, weights: str, layouts: list[tuple[int, ...]]
+) -> list[dict[str, float]]:
+    """How far the state of all ranks, and its gradients, are from one process's, in all layouts."""
+    feature_map, (followed, rest) = build(map_name).double(), Whole(map_name, weights=weights).tensors()
+    truth, m, truths = _state_truth(map_name, weights)
+    every = []
+    for lengths in layouts:
+        part = own_part(mesh, lengths)
+        own = {name: _at(name, x, part).clone().requires_grad_() for name, x in followed.items() if name != "query"}
+        given = _taken(own | {name: _at(name, x, part) for name, x in rest.items()})
+        state = parallel.absorb(feature_map, given.pop("key"), given.pop("value"), mesh=mesh, **given)
+        found = total(state, m)
+        # Each rank has the whole state, and the loss is that of one of them.
+        grads = torch.autograd.grad(found, list(own.values()), tokens(*truth.shape, seed=9) / mesh.size())
+        every.append({"state": difference(found, truth)})
+        for name, one, whole in zip(own, grads, truths, strict=True):
+            every[-1][name] = difference(one, whole[:, :, part])
+    return every
 
 
 class Counted(TorchDispatchMode):

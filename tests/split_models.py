@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -18,16 +16,9 @@ from linattn.feature_maps import FavorPlus, LearnedExponential
 from linattn.nn import Block, LinearLM, RedrawSchedule
 from linattn.parallel import ContextParallel
 from linattn.positions import ForgetGate, Rotary
-from split_calls import difference, own_part
+from split_calls import difference, own_part, summed
 
 LENGTH = 23
-
-
-def _shared(mesh: DeviceMesh, grads: list[Tensor]) -> list[Tensor]:
-    """Gradients of parameters, summed over the ranks."""
-    for grad in grads:
-        dist.all_reduce(grad, group=mesh.get_group())
-    return grads
 
 
 def layer_errors(
@@ -47,7 +38,7 @@ def layer_errors(
     weights = [weight for weight in split.parameters() if weight.requires_grad]
     of_x, *grads = torch.autograd.grad(found, [own, *weights], grad[:, part], materialize_grads=True)
     errors = {"out": difference(found, out[:, part]), "x": difference(of_x, truths[0][:, part])}
-    for number, (one, truth) in enumerate(zip(_shared(mesh, grads), truths[1:], strict=True)):
+    for number, (one, truth) in enumerate(zip(summed(grads, mesh), truths[1:], strict=True)):
         errors[f"weight {number}"] = difference(one, truth)
     return errors
 
@@ -103,7 +94,9 @@ def losses(
         whole = loss.detach().clone()
         if over != "alone":
             # fully_shard has averaged the gradients.
-            _average(mesh, [whole] if sharded else [whole, *(x.grad for x in trained.parameters())])
+            averaged = [whole] if sharded else [whole, *(x.grad for x in trained.parameters())]
+            for x, total in zip(averaged, summed(averaged, mesh), strict=True):
+                x.copy_(total / mesh.size())
         optimizer.step()
         found.append(float(whole))
     return found
@@ -127,11 +120,3 @@ def gradients_of_replicas(mesh: DeviceMesh) -> list[Tensor]:
 def _place(mesh: DeviceMesh) -> tuple[int, int]:
     """Which of how many."""
     return (mesh.get_local_rank(), mesh.size()) if mesh.ndim == 1 else (0, 1)
-
-
-def _average(mesh: DeviceMesh, tensors: list[Any]) -> None:
-    """Means over the ranks that train."""
-    for x in tensors:
-        for group in mesh.get_all_groups():
-            dist.all_reduce(x, group=group)
-        x /= mesh.size()

@@ -13,7 +13,7 @@ from linattn.hf import LinearLMConfig, LinearLMForCausalLM
 from linattn.pretraining.sharing import Share
 from linattn.training import Processes, Progress, Steps, Training, WorkFolder, train
 
-STEPS, TEXTS, LENGTH = 200, 4, 16
+STEPS, TEXTS, LENGTH = 40, 4, 16
 # Parts of a text, as many as processes for None, and whether weights are sharded.
 LAYOUTS = {
     "data": (1, False),
@@ -78,7 +78,7 @@ def trained(mesh: DeviceMesh | None, layout: str, work: Path | None, until: int 
                 # Three windows: some processes have one less.
                 return share.mean(losses, texts(STEPS)[:3])
 
-        rates = [(list(laid_out.parameters()), 1e-2)]
+        rates = [(list(laid_out.parameters()), 3e-2)]
         training = Training(
             "law", laid_out, rates, lambda step: losses(share.of(texts(step))).mean(), look, Steps(STEPS)
         )

@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
 from linattn.hf import PreTrainedModel, StateCache, context_parallel, linearize_
-from split_calls import difference, own_part
+from split_calls import difference, own_part, summed
 
 LENGTH = 20
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -69,10 +68,11 @@ def transformer_errors(
         own, share = losses(split, inputs, part, **options)
         share.backward()
     errors = {"logits": difference(own, logits[:, part])}
-    for (name, theirs), ours in zip(built.named_parameters(), split.parameters(), strict=True):
-        if theirs.grad is not None and ours.grad is not None:
-            dist.all_reduce(ours.grad, group=mesh.get_group())
-            errors[name] = difference(ours.grad, theirs.grad)
+    pairs = zip(built.named_parameters(), split.parameters(), strict=True)
+    grads = {name: (x.grad, y.grad) for (name, x), y in pairs if x.grad is not None and y.grad is not None}
+    of_all = summed([ours for _, ours in grads.values()], mesh)
+    for (name, (theirs, _)), ours in zip(grads.items(), of_all, strict=True):
+        errors[name] = difference(ours, theirs)
     # As before the block: on the whole text.
     errors["afterwards"] = difference(losses(split, inputs, slice(0, LENGTH), **options)[0], logits)
     return errors

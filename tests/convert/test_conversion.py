@@ -33,6 +33,14 @@ def unchanged(model, before):
     return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
 
 
+def count_linearizations(monkeypatch, calls):
+    """Note the models that are linearized, and let none be restored."""
+    monkeypatch.setattr(
+        course, "linearize_", lambda model, **options: calls.append(model) or linearize_(model, **options)
+    )
+    monkeypatch.setattr(course, "restore_", None)
+
+
 @pytest.mark.parametrize(
     ("written", "stages", "trainings"),
     [
@@ -79,8 +87,8 @@ def test_stages_and_trainings(build, batches, ticking, family, written, stages, 
 @pytest.mark.parametrize("kept", ["unconverted", "calibrated", "converted"])
 @pytest.mark.parametrize("written", [EXACT_PART, CONFIG.feature_map, "Centred(LearnedExponential(num_features=8))"])
 def test_the_model_is_left_at_its_best_stage(build, batches, ticking, tmp_path, monkeypatch, written, kept):
-    """Also when it is gone on with."""
-    measured = {}
+    """Also when it is gone on with; linearized once, for stages are kernels, not linearizations."""
+    measured, calls = {}, []
 
     def favouring(name, *args):
         measured[name] = measure(name, *args)
@@ -89,12 +97,16 @@ def test_the_model_is_left_at_its_best_stage(build, batches, ticking, tmp_path, 
         )
 
     monkeypatch.setattr(course, "measure", favouring)
+    count_linearizations(monkeypatch, calls)
     teacher, states = build("bert"), []
     for _ in range(2):
         model = build("bert")
         found = convert_(model, batches, replace(CONFIG, feature_map=written), work=tmp_path / "work")
         assert names(found) == ["uniform", "unconverted", "calibrated", "converted"]
         assert found.kept == found.result.name == kept
+        assert calls.pop() is model
+        assert not calls
+        assert [row.layer for row in found.linearization.replaced] == [0, 1]
         assert (found.speed.batch_size, found.speed.num_tokens) == tuple(batches[0]["input_ids"].shape)
         assert len(found.speed.seconds) == len(found.speed.exact_seconds) == 3
         with torch.no_grad():
@@ -108,18 +120,14 @@ def test_the_model_is_left_at_its_best_stage(build, batches, ticking, tmp_path, 
 
 
 @pytest.mark.parametrize("kept", ["unconverted", "calibrated", "converted"])
-@pytest.mark.parametrize("method", [{"feature_map": EXACT_PART}, {"feature_map": None, "target_error": 0.2}])
-def test_the_model_is_linearized_once(build, batches, ticking, monkeypatch, method, kept):
-    """Whatever stage it is left at: stages are kernels, not linearizations."""
+def test_the_model_of_a_plan_is_linearized_once(build, batches, ticking, monkeypatch, kept):
     calls, model = [], build("bert")
-    monkeypatch.setattr(
-        course, "linearize_", lambda *args, **options: calls.append(args) or linearize_(*args, **options)
-    )
-    monkeypatch.setattr(course, "restore_", None)
+    count_linearizations(monkeypatch, calls)
     monkeypatch.setattr(course, "best", lambda stages: next(stage for stage in stages if stage.name == kept))
-    found = convert_(model, batches, replace(CONFIG, **method))
+    found = convert_(model, batches, replace(CONFIG, feature_map=None, target_error=0.2))
     assert found.kept == kept
-    assert calls == [(model,)]
+    assert calls.pop() is model
+    assert not calls
     assert [row.layer for row in found.linearization.replaced] == [0, 1]
 
 

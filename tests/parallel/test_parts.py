@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from grid import MAPS, SOFTMAX_MAPS, build, takes_statistics_from_the_call
 from ranks import SIZES
-from split_calls import LENGTHS, Whole, compiled_errors, distributed_errors, errors, state_errors
+from split_calls import LENGTHS, Whole, compiled_errors, distributed_errors, errors_of_calls, state_errors
 
 pytestmark = pytest.mark.xdist_group("ranks")
 # Rounding in float64 over some hundred additions; the grid's random maps have weights of very different sizes.
@@ -16,11 +18,10 @@ BOUND = 1e-12
 def check(on_ranks, calls: list[Whole], which: int | None = None, sizes: tuple[int, ...] = SIZES) -> None:
     """All calls, on these numbers of ranks, with all layouts or one."""
     for size in sizes:
-        for call in calls:
-            layouts = LENGTHS[size] if which is None else LENGTHS[size][which % len(LENGTHS[size]) :][:1]
-            for lengths in layouts:
-                for rank, found in enumerate(on_ranks(size, errors, call, lengths)):
-                    assert max(found.values()) <= BOUND, (size, lengths, rank, call, found)
+        layouts = LENGTHS[size] if which is None else LENGTHS[size][which % len(LENGTHS[size]) :][:1]
+        for rank, every in enumerate(on_ranks(size, errors_of_calls, calls, layouts)):
+            for (call, lengths), found in zip(product(calls, layouts), every, strict=True):
+                assert max(found.values()) <= BOUND, (size, lengths, rank, call, found)
 
 
 ADDED = tuple(name for name in MAPS if not takes_statistics_from_the_call(name))
@@ -64,26 +65,22 @@ def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, name, weights, exa
 @pytest.mark.parametrize("name", ["Centred-call-FavorPlus", "Centred-call-Taylor", "Expansion-call"])
 def test_statistics_of_the_call_by_heads(on_ranks, name):
     call = Whole(name, is_causal=False, weights="mask", by_heads=True)
-    for lengths in LENGTHS[2]:
-        for found in on_ranks(2, errors, call, lengths):
-            assert max(found.values()) <= BOUND, (lengths, found)
+    check(on_ranks, [call], sizes=(2,))
 
 
 @pytest.mark.parametrize("exact", ["window 4 + heavy 3", "window 3 + merged 5", "window 4"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_heavy_and_merged_keys_by_heads(on_ranks, exact, is_causal):
     call = Whole("FavorPlus", is_causal, "bias", exact, by_heads=True)
-    for lengths in LENGTHS[2]:
-        for found in on_ranks(2, errors, call, lengths):
-            assert max(found.values()) <= BOUND, (lengths, found)
+    check(on_ranks, [call], sizes=(2,))
 
 
 @pytest.mark.parametrize("weights", ["none", "mask", "bias", "gates", "input gates"])
 @pytest.mark.parametrize("name", ["FavorPlus", "Relu"])
 def test_every_rank_has_the_state_of_all(on_ranks, name, weights):
     for size in SIZES:
-        for lengths in LENGTHS[size]:
-            for found in on_ranks(size, state_errors, name, weights, lengths):
+        for every in on_ranks(size, state_errors, name, weights, LENGTHS[size]):
+            for lengths, found in zip(LENGTHS[size], every, strict=True):
                 assert max(found.values()) <= BOUND, (size, lengths, found)
 
 

@@ -10,13 +10,13 @@ from split_trainings import STEPS, trained
 pytestmark = pytest.mark.xdist_group("ranks")
 
 # Layouts that follow one another, with the steps after which each is cut off, on so many processes. A look is every
-# tenth step.
+# other step.
 HALF = STEPS // 2
 COURSES = (
     (2, (("data", HALF), ("sequence", STEPS))),
     (2, (("sequence", HALF), ("data", STEPS))),
     (NUM_RANKS, (("both", HALF), ("both", STEPS))),
-    (NUM_RANKS, (("sharded data", 10), ("sharded both", 20), ("alone", 30), ("data", 40), ("sequence", 50))),
+    (NUM_RANKS, (("sharded data", 4), ("sharded both", 8), ("alone", 12), ("data", 16), ("sequence", 20))),
 )
 
 

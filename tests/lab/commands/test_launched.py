@@ -108,7 +108,7 @@ def test_training_goes_on_in_one_process(tmp_path, texts):
 def test_a_conversion_goes_on_in_one_process(tmp_path, bert, words_of, killed):
     text, out, work = tmp_path / "text.txt", tmp_path / "out", tmp_path / "out.unfinished"
     text.write_text("\n\n".join(words_of(6) for _ in range(200)))
-    options = ["--text", text, "--tokens", 16, "--map", "Expansion(num_centres=2)", "--minutes", 0.05]
+    options = ["--text", text, "--tokens", 16, "--map", "Expansion(num_centres=2)", "--minutes", 0.02]
     # The first look is after a twentieth of the time; however slow the machine is, there is one more at its end.
     printed = killed("linattn.training.loop:_Run", "_look", 2, "convert", bert, out, *options)
     # The first process alone prints.
