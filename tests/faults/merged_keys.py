@@ -132,8 +132,29 @@ FAULTS = (
     Fault(
         "count the neighbours twice",
         EXACT + "merged_window.py",
-        "remainder, value = 1 - remainder, clusters.value.unsqueeze(2) - value",
-        "remainder, value = 1 - 0 * remainder, clusters.value.unsqueeze(2) - 0 * value",
+        "near = torch.addcmul(near, given.share, own, value=-1)",
+        "",
+        EVERYWHERE,
+    ),
+    Fault(
+        "leave what rounding makes of a cluster whose members are all near",
+        EXACT + "merged_window.py",
+        "return torch.where(faint, -torch.inf, bias.unsqueeze(-1))",
+        "return bias.unsqueeze(-1) + 0 * faint",
+        EVERYWHERE,
+    ),
+    Fault(
+        "take back the clusters' weights for another block",
+        EXACT + "merged_window.py",
+        "blocks + torch.arange(blocks, device=rows.device).unsqueeze(-1)",
+        "blocks + torch.arange(blocks, device=rows.device).flip(0).unsqueeze(-1)",
+        EVERYWHERE,
+    ),
+    Fault(
+        "let a key join one that is lighter",
+        EXACT + "partitioning.py",
+        "distance[..., start:].masked_fill_(rows.unsqueeze(-1) <= rows, torch.inf)",
+        "distance[..., start:].masked_fill_(rows.unsqueeze(-1) == rows, torch.inf)",
         EVERYWHERE,
     ),
     Fault(

@@ -10,6 +10,7 @@ import linattn
 from grid import qkv, relative_error
 from linattn import Exact
 from linattn.attention.exact import merged_everywhere as everywhere
+from linattn.attention.exact import merged_window, partitioning
 from linattn.attention.exact.merging import ClusterMeans
 
 LENGTH = 61
@@ -86,3 +87,34 @@ def test_a_sample_attends_to_a_cluster_what_it_attends_to_the_members(
     exact = (torch.softmax(logits, -1) * count).sum((2, 3)).unsqueeze(-2)
     torch.testing.assert_close((weights.exp() * count).sum((2, 3, 4)), exact.sum((-1, -2)), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours, exact @ value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1000])
+@pytest.mark.parametrize("exact", [Exact(num_merged=9), Exact(4, num_merged=9), Exact(16, num_merged=9)], ids=str)
+def test_how_much_is_held_at_once_changes_nothing(exact: Exact, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a block, blocks of a head, heads: outputs and gradients, of rows that are padded too."""
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[1, 50:] = False
+    found = []
+    for held in (None, chunk):
+        for room in (everywhere, merged_window, partitioning) if held else ():
+            monkeypatch.setattr(room, "_CHUNK", held)
+        leaves = [x.requires_grad_() for x in qkv(num_queries=LENGTH, num_keys=LENGTH)]
+        out = attend(*leaves, exact, key_mask=mask)
+        with torch.no_grad():
+            torch.testing.assert_close(attend(*leaves, exact, key_mask=mask), out, rtol=1e-12, atol=1e-12)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for ours, whole in zip(*found, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_taken_back_leaves_weights_of_a_mean(dtype: torch.dtype) -> None:
+    """Where nearly all of a cluster is near too: a remainder has lost half of the digits at most."""
+    query, key, value = (x.to(dtype) for x in qkv(num_queries=LENGTH, num_keys=LENGTH, scale=30.0))
+    grouped = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    lowest, highest = (grouped.amin(2, keepdim=True), grouped.amax(2, keepdim=True))
+    room = 8 * torch.finfo(dtype).eps ** 0.5 * grouped.abs().max()
+    for window in (1, 4, 16):
+        out = attend(query, key, value, Exact(window, num_merged=9))
+        assert ((out >= lowest - room) & (out <= highest + room)).all()

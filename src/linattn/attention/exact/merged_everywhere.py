@@ -16,7 +16,7 @@ from linattn.attention.exact.merging import cluster_means
 from linattn.attention.exact.partitioning import partition, seeds
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading, read
-from linattn.attention.softmax import inert
+from linattn.attention.softmax import exponentials, inert
 
 # Queries whose attention is the keys' mass: as many as keep their logits within these, and no fewer than that.
 _SAMPLED, _FEWEST = 2**17, 64
@@ -25,8 +25,8 @@ _SEEDS, _SEEDS_PER_CLUSTER = 512, 4
 _ROUNDS = 6
 # How much values count beside keys when distances are taken, against their own spread.
 _VALUES = 0.5
-# Logits held at once.
-_CHUNK = 2**22
+# Logits held at once: few enough to stay in a processor's cache from one pass to the next.
+_CHUNK = 2**19
 
 
 def attend_all_merging(
@@ -87,17 +87,21 @@ def _mass(sample: Tensor, there: Tensor, tokens: Tokens, scale: float) -> tuple[
     """
     absent = tokens.bias == -torch.inf
     # Queries that see no key are given all of them, so that no row is without a number, and nothing is kept of it.
-    bias = torch.where(absent & ~absent.all(-1, keepdim=True), -torch.inf, torch.where(absent, 0, tokens.bias))
-    rows, (batch, heads) = max(_CHUNK // max(bias.numel(), 1), 1), bias.shape[:2]
-    mass, logs = torch.zeros_like(bias), []
-    for some, seen in zip(sample.split(rows, 2), there.split(rows, 2), strict=True):
-        logits = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), some.flatten(0, 1) * scale, tokens.key.flatten(0, 1).mT)
-        logits = logits.view(batch, heads, *logits.shape[1:])
-        logs.append(torch.where(seen & ~absent.all(-1, keepdim=True), logits.logsumexp(-1), torch.inf))
-        mass = mass + (seen.to(bias.dtype).unsqueeze(2) @ torch.softmax(logits, -1)).squeeze(2)
+    blind = absent.all(-1, keepdim=True)
+    bias = torch.where(absent & ~blind, -torch.inf, torch.where(absent, 0, tokens.bias))
+    rows, found = (sample * scale, there & ~blind, tokens.key, bias), []
+    size = max(_CHUNK // max(sample.shape[2] * bias.shape[2], 1), 1)
+    for some, seen, key, own in zip(*(x.flatten(0, 1).split(size) for x in rows), strict=True):
+        weights, peak = exponentials(torch.baddbmm(own.unsqueeze(1), some, key.mT))
+        total = weights.sum(-1, keepdim=True)
+        log = torch.where(seen, (total.log() + peak).squeeze(-1), torch.inf)
+        found.append(((seen.unsqueeze(1) / total.mT) @ weights, log))
+    mass, log_normalizer = (
+        torch.cat(parts).flatten(1).unflatten(0, bias.shape[:2]) for parts in zip(*found, strict=True)
+    )
     # A key that nobody in the sample sees is still there.
     log_mass = mass.clamp(min=torch.finfo(mass.dtype).tiny).log()
-    return torch.where(absent, -torch.inf, log_mass), torch.cat(logs, 2)
+    return torch.where(absent, -torch.inf, log_mass), log_normalizer
 
 
 def _spread(sample: Tensor, there: Tensor) -> Tensor:
@@ -130,10 +134,16 @@ def _clusters(tokens: Tokens, spread: Tensor, log_mass: Tensor, num_merged: int)
     parts = (means.key - mean_key) * spread.unsqueeze(2).square(), (means.value - mean_value) * worth.square()
     own = ((means.key - mean_key) * parts[0]).sum(-1) + ((means.value - mean_value) * parts[1]).sum(-1)
     shift = (mean_key * parts[0]).sum(-1) + (mean_value * parts[1]).sum(-1)
-    near = torch.where(means.size == 0, -torch.inf, -own / 2 - shift).flatten(0, 1).unsqueeze(1)
-    numbers = []
-    for k, v in zip(*(x.flatten(0, 1).split(max(_CHUNK // (4 * num_merged), 1), 1) for x in tokens[:2]), strict=True):
-        found = torch.baddbmm(near, k, parts[0].flatten(0, 1).mT)
-        numbers.append(torch.baddbmm(found, v, parts[1].flatten(0, 1).mT).argmax(-1))
-    number = torch.cat(numbers, 1).view(log_mass.shape)
+    near = torch.where(means.size == 0, -torch.inf, -own / 2 - shift)
+    number = _nearest(tokens, parts, near)
     return torch.where(log_mass == -torch.inf, num_merged, number)
+
+
+def _nearest(tokens: Tokens, parts: tuple[Tensor, Tensor], near: Tensor) -> Tensor:
+    """The number (B, H, L) of the cluster (B, H, C, ·) of the largest product with a key and its value."""
+    key, value = (x.flatten(0, 1).mT for x in parts)
+    shift, found = near.flatten(0, 1).unsqueeze(1), []
+    size = max(_CHUNK // max(shift.numel(), 1), 1)
+    for k, v in zip(*(x.flatten(0, 1).split(size, 1) for x in tokens[:2]), strict=True):
+        found.append(torch.baddbmm(torch.baddbmm(shift, k, key), v, value).argmax(-1))
+    return torch.cat(found, 1).view(tokens.bias.shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.partitioning import partition, sums
+from linattn.attention.exact.partitioning import partition, sums, weighted_sums
 from linattn.attention.exact.query_sample import QuerySample
 
 
@@ -88,15 +88,15 @@ def cluster_means(tokens: Tokens, number: Tensor, log_weight: Tensor, num_cluste
     peak = log_weight.new_full((*number.shape[:2], num_clusters + 1), -torch.inf)
     peak = peak.scatter_reduce(-1, number, log_weight.detach(), "amax")
     peak = torch.where(peak == -torch.inf, 0, peak)
-    weight = (log_weight - peak.gather(-1, number)).exp().unsqueeze(-1)
-    there = (number < num_clusters).unsqueeze(-1)
-    counts = torch.cat((weight, there.to(weight.dtype), torch.where(there, tokens.bias.unsqueeze(-1), 0)), -1)
-    rows = weight * tokens.key, weight * tokens.value, counts
-    key, value, counts = (sums(x.flatten(0, 1), number.flatten(0, 1), num_clusters) for x in rows)
+    weight, there = (log_weight - peak.gather(-1, number)).exp(), number < num_clusters
+    counts = torch.stack((weight, there.to(weight.dtype), torch.where(there, tokens.bias, 0)), -1)
+    flat, place = weight.flatten(0, 1), number.flatten(0, 1)
+    key, value = (weighted_sums(x.flatten(0, 1), flat, place, num_clusters) for x in tokens[:2])
+    counts = sums(counts.flatten(0, 1), place, num_clusters)
     key, value, counts = (x.unflatten(0, number.shape[:2]) for x in (key, value, counts))
     total, size, own = counts.split(1, -1)
     safe = torch.where(total == 0, 1, total)
     # Absent keys have weight 0 whatever they are divided by.
-    share = weight.squeeze(-1) / safe.squeeze(-1).gather(-1, number.clamp(max=num_clusters - 1))
+    share = weight / safe.squeeze(-1).gather(-1, number.clamp(max=num_clusters - 1))
     log_mass = safe.squeeze(-1).log() + peak[..., :num_clusters]
     return ClusterMeans(key / safe, value / safe, log_mass, share, size.squeeze(-1), own.squeeze(-1))

@@ -14,8 +14,8 @@ from torch import Tensor
 _FAINTEST = -60.0
 # In place of coordinates that are no finite numbers, so that an infinite key is merged last.
 _FARTHEST = 1e15
-# Distances held at once.
-_CHUNK = 2**20
+# Distances between all keys of some heads, and those of them that are held at once, in a processor's cache.
+_HEADS_CHUNK, _CHUNK = 2**22, 2**19
 
 
 class Centres(NamedTuple):
@@ -46,7 +46,7 @@ def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: in
 
     Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost.
     """
-    shape, size = log_mass.shape, max(_CHUNK // max(log_mass.shape[-1] ** 2, 1), 1)
+    shape, size = log_mass.shape, max(_HEADS_CHUNK // max(log_mass.shape[-1] ** 2, 1), 1)
     pairs = zip(point.flatten(0, -3).split(size), log_mass.flatten(0, -2).split(size), strict=True)
     parts = [_merged_down(Centres(finite(x), relative(logs)), num_clusters, num_rounds)[0] for x, logs in pairs]
     return torch.cat(parts).view(shape)
@@ -111,11 +111,9 @@ def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> tu
     point = clusters.point.gather(1, order.unsqueeze(-1).expand_as(clusters.point))
     number, there = torch.arange(mass.shape[1], device=mass.device), mass > 0
     excess = (there.sum(-1, keepdim=True) - num_clusters).clamp(min=0)
-    square = point.square().sum(-1)
-    distance = torch.baddbmm(square.unsqueeze(1), point, point.mT, alpha=-2)
-    least, heavier = distance.masked_fill_(number.unsqueeze(-1) <= number, torch.inf).min(-1)
+    least, heavier = _nearest_before(point)
     joining = mass.gather(-1, heavier)
-    cost = (least + square).clamp(min=0) * mass * (joining / torch.where(there, mass + joining, 1))
+    cost = least * mass * (joining / torch.where(there, mass + joining, 1))
     # The heaviest stays; absent ones join none.
     cost = torch.where(there & (number > 0), cost, torch.inf)
     rank = cost.argsort(dim=-1, stable=True).argsort(dim=-1)
@@ -131,11 +129,33 @@ def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> tu
     return joined, centres(clusters.point, clusters.mass, joined, room)
 
 
+def _nearest_before(point: Tensor) -> tuple[Tensor, Tensor]:
+    """The least square (N, n) of a distance to a point (N, n, P) before it, inf for the first; that point's number."""
+    square, number = point.square().sum(-1), torch.arange(point.shape[1], device=point.device)
+    size, found = max(_CHUNK // max(square.numel(), 1), 1), []
+    for start, rows in enumerate(number.split(size)):
+        start, stop = start * size, start * size + len(rows)
+        some = point[:, start:stop]
+        distance = torch.baddbmm(square[:, :stop].unsqueeze(1), some, point[:, :stop].mT, alpha=-2)
+        distance[..., start:].masked_fill_(rows.unsqueeze(-1) <= rows, torch.inf)
+        found.append(distance.min(-1))
+    least, nearest = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    return (least + square).clamp(min=0), nearest
+
+
 def centres(point: Tensor, mass: Tensor, number: Tensor, num_clusters: int) -> Centres:
     """The clusters' means by mass, of points (N, n, P) by number (N, n)."""
     total = sums(mass.unsqueeze(-1), number, num_clusters)
-    mean = sums(point * mass.unsqueeze(-1), number, num_clusters) / torch.where(total == 0, 1, total)
+    mean = weighted_sums(point, mass, number, num_clusters) / torch.where(total == 0, 1, total)
     return Centres(mean, total.squeeze(-1))
+
+
+def weighted_sums(x: Tensor, weight: Tensor, number: Tensor, num_clusters: int) -> Tensor:
+    """`sums` of (N, n, ·) times weights (N, n), of which a few at a time are formed."""
+    size = max(_CHUNK // max(x.shape[0] * x.shape[2], 1), 1)
+    parts = zip(*(each.split(size, 1) for each in (x, weight.unsqueeze(-1), number)), strict=True)
+    first, *others = (sums(some * factor, place, num_clusters) for some, factor, place in parts)
+    return sum(others, first)
 
 
 def sums(x: Tensor, number: Tensor, num_clusters: int) -> Tensor:

@@ -1,0 +1,118 @@
+"""Claim: merged keys make the whole of MiniLM faster than softmax from 2,048 tokens on, three times at 8,192.
+
+Every layer of the packaged encoder is replaced without training; beside it the same encoder under torch's
+scaled_dot_product_attention, one text, float32. MiniLM has 512 learned positions: it is given as many as a text has
+tokens by linear interpolation of their table, ends kept, so that no position is beyond those that it knows. What is
+exact is softmax in this very model. Verified first, at every length and on two texts of pydoc's topics: the mean-pooled
+embedding has a cosine of 0.98 or more to the exact one's, and at 512 tokens the tool refuses to convert the model by
+its default.
+
+    python merged_keys_speed_up_a_long_encoder.py [LENGTH …]
+
+Figures of other lengths are kept from earlier runs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from functools import partial
+
+import torch
+from torch.nn import Embedding
+from torch.nn.functional import interpolate
+
+from linattn.convert import DEFAULT_MAP, ConvertConfig, convert_
+from linattn.hf import AttentionCall, LoadedModel, intercept, load
+from linattn.lab.audit.text import read_text
+from linattn.planning.methods import Method, parse_method
+from linattn.planning.paying import find_crossover
+from measuring import RESULTS, ratios, record, require, seconds
+from result_file import read_rows
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+METHOD = parse_method(DEFAULT_MAP)
+NUM_TEXTS, LEAST_COSINE = 2, 0.98
+
+
+def extend(loaded: LoadedModel, table: torch.Tensor, length: int) -> None:
+    """Give the encoder so many positions."""
+    embeddings = loaded.model.embeddings
+    longer = interpolate(table.mT.unsqueeze(0), size=length, mode="linear", align_corners=True)[0].mT.contiguous()
+    embeddings.position_embeddings = Embedding.from_pretrained(longer)
+    embeddings.position_ids = torch.arange(length).unsqueeze(0)
+    embeddings.token_type_ids = torch.zeros(1, length, dtype=torch.long)
+    loaded.model.config.max_position_embeddings = length
+
+
+def refusal(loaded: LoadedModel) -> str:
+    """What the tool says of converting the encoder as it is; nothing where it converts it."""
+    config = ConvertConfig(minutes=0, texts=(read_text().content,))
+    try:
+        convert_(loaded.model, loaded.tokenizer, config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def embedding(loaded: LoadedModel, inputs: dict[str, torch.Tensor], method: Method | None) -> torch.Tensor:
+    """The mean-pooled embedding, every layer by a method, or as it is."""
+
+    def answer(call: AttentionCall) -> torch.Tensor:
+        """One layer."""
+        assert method is not None
+        built = method.build(call.query.shape[-1], num_features=None, scale=call.scale, seed=0)
+        return method.attend(built, call.query, call.key, call.value, is_causal=False)
+
+    if method is None:
+        return loaded.model(**inputs)[0][0].mean(0)
+    with intercept(loaded.model, answer):
+        return loaded.model(**inputs)[0][0].mean(0)
+
+
+def measure(loaded: LoadedModel, length: int) -> None:
+    """Verify and time at a length."""
+    prose = read_text().content
+    texts = [loaded.encode(prose[part * len(prose) // NUM_TEXTS :], length) for part in range(NUM_TEXTS)]
+    pairs = [(embedding(loaded, each, METHOD), embedding(loaded, each, None)) for each in texts]
+    cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
+    require(f"{METHOD.label} at {length:,} tokens, 1 - cosine", 1 - cosine, 1 - LEAST_COSINE)
+    passes = {name: partial(embedding, loaded, texts[0], each) for name, each in (("exact", None), ("merged", METHOD))}
+    timed = seconds(passes, repeats=2 if length > 4096 else 5)
+    record(
+        f"softmax's time over that of {METHOD.label}, the whole of MiniLM with {length:,} positions",
+        figure=ratios(timed["exact"], timed["merged"]),
+        unit="×",
+        bound={512: "<= 1", 1024: ">= 0.5", 8192: ">= 3"}.get(length, ">= 1"),
+        cosine=cosine,
+        length=length,
+        seconds={name: statistics.median(found) for name, found in timed.items()},
+    )
+
+
+@torch.no_grad()
+def main(lengths: tuple[int, ...]) -> None:
+    """Verify, time, record; then from which length on the whole encoder is faster."""
+    loaded = load(None)
+    table = loaded.model.embeddings.position_embeddings.weight.detach().clone()
+    if "does not pay" not in refusal(loaded):
+        raise SystemExit("the tool converts MiniLM, which takes 512 tokens, by its default; nothing was timed")
+    for length in lengths:
+        extend(loaded, table, length)
+        measure(loaded, length)
+    rows = [row for row in read_rows(RESULTS) if "the whole of MiniLM with" in row["claim"]]
+    rows.sort(key=lambda row: row["length"])
+    found = find_crossover([(row["length"], row["seconds"]["merged"], row["seconds"]["exact"]) for row in rows])
+    record(
+        f"length from which {METHOD.label} makes the whole of MiniLM faster",
+        figure=float(rows[0]["length"]) if found.always else found.length or math.inf,
+        unit="tokens",
+        bound="<= 2048",
+        cosine=min(row["cosine"] for row in rows),
+        lengths=[row["length"] for row in rows],
+    )
+
+
+if __name__ == "__main__":
+    main(tuple(map(int, sys.argv[1:])) or LENGTHS)
