@@ -54,14 +54,14 @@ def attended(sample: QuerySample, tokens: Tokens) -> tuple[Tensor, Tensor]:
 def _points(tokens: Tokens, spread: Tensor) -> Tensor:
     """What distances are taken between, (B, H, n, D + Dv): keys as the sample sees them, and values as spread as they.
 
-    Around their means: differences of large products would lose digits.
+    Around their means: differences of large products would lose digits. Absent keys are 0, and count for nothing.
     """
-    there = (tokens.bias != -torch.inf).unsqueeze(-1)
-    number = there.sum(2, keepdim=True).clamp(min=1)
-    key, value = (torch.where(there, x - torch.where(there, x, 0).sum(2, keepdim=True) / number, 0) for x in tokens[:2])
-    key = key * spread.unsqueeze(2)
-    wide, narrow = (x.square().sum((2, 3), keepdim=True) for x in (key, value))
-    return torch.cat((key, value * (wide / torch.where(narrow == 0, 1, narrow)).sqrt()), -1)
+    there = (tokens.bias != -torch.inf).to(tokens.bias.dtype).unsqueeze(2)
+    even = there / there.sum(-1, keepdim=True).clamp(min=1)
+    key = (tokens.key - even @ tokens.key).mul_(spread.unsqueeze(2))
+    value = tokens.value - even @ tokens.value
+    wide, narrow = ((even @ x.square()).sum(-1, keepdim=True) for x in (key, value))
+    return torch.cat((key, value.mul_((wide / torch.where(narrow == 0, 1, narrow)).sqrt())), -1)
 
 
 class ClusterMeans(NamedTuple):

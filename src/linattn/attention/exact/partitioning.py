@@ -48,7 +48,7 @@ def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: in
     """
     shape, size = log_mass.shape, max(_HEADS_CHUNK // max(log_mass.shape[-1] ** 2, 1), 1)
     pairs = zip(point.flatten(0, -3).split(size), log_mass.flatten(0, -2).split(size), strict=True)
-    parts = [_merged_down(Centres(finite(x), relative(logs)), num_clusters, num_rounds)[0] for x, logs in pairs]
+    parts = [_merged_down(Centres(finite(x), relative(logs)), num_clusters, num_rounds) for x, logs in pairs]
     return torch.cat(parts).view(shape)
 
 
@@ -86,22 +86,25 @@ def relative(logs: Tensor) -> Tensor:
     return torch.where(alive, torch.where(alive, logs - peak, 0).clamp(min=_FAINTEST).exp(), 0)
 
 
-def _merged_down(centres: Centres, num_clusters: int, num_rounds: int) -> tuple[Tensor, Centres]:
-    """All rounds: the number (N, n) of each key's cluster, and the clusters."""
-    num_keys, absent = centres.mass.shape[1], centres.mass == 0
+def _merged_down(clusters: Centres, num_clusters: int, num_rounds: int) -> Tensor:
+    """All rounds: the number (N, n) of each key's cluster."""
+    num_keys, absent = clusters.mass.shape[1], clusters.mass == 0
     number = torch.arange(num_keys, device=absent.device).expand(absent.shape)
     for left in reversed(range(num_rounds)):
-        excess = centres.mass.shape[1] - num_clusters
+        excess = clusters.mass.shape[1] - num_clusters
         if excess <= 0:
             break
-        joined, centres = _round(centres, num_clusters, num_clusters + (excess // 2 if left else 0), bool(left))
+        room = num_clusters + (excess // 2 if left else 0)
+        joined = _round(clusters, num_clusters, room, bool(left))
         # One place more, for those that are gone.
-        gone = joined.new_full((*joined.shape[:1], 1), centres.mass.shape[1])
+        gone = joined.new_full((*joined.shape[:1], 1), room)
         number = torch.cat((joined, gone), -1).gather(-1, number)
-    return torch.where(absent, num_clusters, number), centres
+        if left:
+            clusters = centres(clusters.point, clusters.mass, joined, room)
+    return torch.where(absent, num_clusters, number)
 
 
-def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> tuple[Tensor, Centres]:
+def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> Tensor:
     """One round that leaves no more than `room` clusters: the new number (N, n) of each, in the order of those left.
 
     How many join others is a matter of each head's own number of clusters, whatever is absent beside them.
@@ -125,8 +128,7 @@ def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> tu
     # Back in the order given.
     root = torch.empty_like(order).scatter(-1, order, order.gather(-1, root))
     stays = torch.empty_like(joins).scatter(-1, order, there & ~joins)
-    joined = torch.where(stays, stays.cumsum(-1) - 1, room).gather(-1, root)
-    return joined, centres(clusters.point, clusters.mass, joined, room)
+    return torch.where(stays, stays.cumsum(-1) - 1, room).gather(-1, root)
 
 
 def _nearest_before(point: Tensor) -> tuple[Tensor, Tensor]:
