@@ -134,6 +134,23 @@ def test_it_compiles_into_one_graph(map_name: str, device: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
+def test_packed_sequences_are_each_alone(map_name: str, device: str) -> None:
+    """An empty one among them; states too."""
+    feature_map, given, lengths = built(map_name).to(device), tokens(device, 40), (17, 0, 3, 20)
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0)
+    options = {"enable_gqa": True, "backend": "triton"}
+    found = linattn.linear_attention_packed_with_state(*given, feature_map, starts, **options)
+    parts = [x.split(lengths, 2) for x in given]
+    for row, part in enumerate(zip(*parts, strict=True)):
+        alone = linattn.linear_attention_with_state(*part, feature_map, **options)
+        own = found.out[:, :, int(starts[row]) : int(starts[row + 1])]
+        assert relative_error(own, alone.out) < TOLERANCE
+        state = linattn.State(*(x[row : row + 1] for x in found.state.sums), found.state.built_with)
+        query = given[0][:, :, :2]
+        assert relative_error(state.read(feature_map, query).out, alone.state.read(feature_map, query).out) < TOLERANCE
+
+
 def test_autocast_leaves_its_sums_alone(device: str) -> None:
     feature_map, given = build("FavorPlus").to(device), tokens(device, 20)
     expected = linattn.linear_attention(*given, feature_map, enable_gqa=True, backend="triton")
