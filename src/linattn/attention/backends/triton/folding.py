@@ -8,6 +8,7 @@ from linattn.attention.backends.blocked.records import Absorb, Causal, Read, emp
 from linattn.attention.backends.triton import absorbing, causal, expanding, reading
 from linattn.attention.sums import Sums
 
+# Opaque to torch.compile: torch.library.wrap_triton leaves tensors within a kernel's records out of the graph.
 FOLDS["triton absorb"] = Fold(
     absorbing.absorb, absorbing.absorb_backward, Absorb, Sums, lambda given, _: empty_sums(given), "triton"
 )
