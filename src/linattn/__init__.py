@@ -13,6 +13,8 @@ from linattn.attention import State as State
 from linattn.attention import attention_rows as attention_rows
 from linattn.attention import combine as combine
 from linattn.attention import linear_attention as linear_attention
+from linattn.attention import linear_attention_packed as linear_attention_packed
+from linattn.attention import linear_attention_packed_with_state as linear_attention_packed_with_state
 from linattn.attention import linear_attention_with_state as linear_attention_with_state
 from linattn.attention import linear_partial as linear_partial
 from linattn.attention import softmax_attention as softmax_attention

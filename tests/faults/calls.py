@@ -6,6 +6,27 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "let the last token of a packed sequence count again",
+        "attention/packed.py",
+        "own = numbers < lengths",
+        "own = numbers <= lengths",
+        "tests/laws/test_packed.py",
+    ),
+    Fault(
+        "states of packed sequences in the order they were computed in",
+        "attention/packed.py",
+        "places = sorted(range(len(order)), key=order.__getitem__)",
+        "places = list(range(len(order)))",
+        "tests/laws/test_packed.py",
+    ),
+    Fault(
+        "one batch for packed sequences of all lengths",
+        "attention/packed.py",
+        "groups.setdefault(self._length(sequence).bit_length(), [])",
+        "groups.setdefault(0, [])",
+        "tests/laws/test_packed.py",
+    ),
+    Fault(
         "write the call's tensors into the shared map",
         "feature_maps/_swapping.py",
         "dict(module._parameters), dict(module._buffers)",

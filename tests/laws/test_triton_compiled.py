@@ -32,6 +32,10 @@ SPILLED = {("float16", 128, 80): 184, ("float16", 128, 100): 184}
 KERNELS = {
     "key_offsets", "key_states", "row_outputs", "row_gradients", "state_gradients", "query_gradients", "key_gradients"
 }  # fmt: skip
+# Those of expansions.
+CENTRE_KERNELS = {
+    "centre_states", "centre_rows", "centre_query_gradients", "centre_state_gradients", "centre_key_gradients"
+}  # fmt: skip
 # Capability, dtype, width of heads, map: FavorPlus has powers, a trained map's exponents are given to the backward
 # pass, of Relu features are given.
 CALLS = [
@@ -50,6 +54,15 @@ CALLS = [
     (90, "float32", 128, "FavorPlus"),
     (90, "bfloat16", 64, "LearnedExponential"),
     (90, "bfloat16", 64, "Relu"),
+    (80, "bfloat16", 64, "Expansion"),
+    (89, "bfloat16", 64, "Expansion"),
+    (90, "bfloat16", 64, "Expansion"),
+    (100, "bfloat16", 64, "Expansion"),
+    (90, "bfloat16", 128, "Expansion"),
+    (89, "float16", 128, "Expansion"),
+    (90, "float16", 128, "Expansion"),
+    (90, "float32", 64, "Expansion"),
+    (89, "float32", 128, "Expansion"),
 ]
 
 
@@ -74,10 +87,12 @@ def test_kernels_compile_within_a_gpu(compiled: list[dict[str, int | str]], call
     rows = [row for row in compiled if row["call"] == name(call)]
     # One token has a kernel of its own, unless a linear map or followed parameters leave it to the others.
     own = {"token_step"} if call[-1] == "FavorPlus" else set()
-    assert {row["kernel"] for row in rows} == KERNELS | own
+    assert {row["kernel"] for row in rows} == (CENTRE_KERNELS if call[-1] == "Expansion" else KERNELS | own)
     for row in rows:
         assert row["stack"] <= SPILLED.get((dtype, width, capability), STACK), row
         assert row["shared"] <= SHARED[capability], row
         # float32 is multiplied exactly, which no matrix instruction does; given features are not multiplied first.
-        if dtype != "float32" and row["kernel"] not in ("row_gradients", "key_offsets"):
+        # TF32 of a wide expansion's keys finds no room on 8.9.
+        is_exact = (dtype, width, capability, row["kernel"]) == ("float16", 128, 89, "centre_key_gradients")
+        if dtype != "float32" and not is_exact and row["kernel"] not in ("row_gradients", "key_offsets"):
             assert row["products"] > 0, row

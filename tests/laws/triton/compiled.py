@@ -24,9 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import linattn
-from linattn.attention.backends.triton import launching
+from linattn.attention.backends.triton import centring, launching, tiles
 from linattn.attention.backends.triton.objections import objections
-from linattn.attention.backends.triton.tiles import tuned
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
@@ -66,21 +65,19 @@ def compile_instead(call: str, capability: int) -> None:
     """Have launches compile and print."""
     done = set()
 
-    def run(
-        self: launching.Work, kernel: Any, programs: int, arguments: Sequence[Any], flags: Sequence[bool],
-        *, by_tile: bool = False,
-    ) -> None:  # fmt: skip
-        tuning = tuned(kernel.__name__, self.shape, (capability // 10, capability % 10))
-        options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-        shape = self.shape._replace(tile=tuning.tile)
+    def launch(kernel: Any, programs: int, arguments: Sequence[Any], tuning: tiles.Tuning) -> None:
+        flags = tuple(x for x in arguments if isinstance(x, bool))
         if (kernel.__name__, *flags) in done:
             return
         done.add((kernel.__name__, *flags))
-        found = describe(kernel.warmup(*arguments, shape, *flags, grid=(1,), **options))
+        options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+        found = describe(kernel.warmup(*arguments, grid=(1,), **options))
         sys.stdout.write(json.dumps({"call": call, "kernel": kernel.__name__} | found) + "\n")
         sys.stdout.flush()
 
-    launching.Work.run = run
+    for module in (launching, centring):
+        module.launch = launch
+        module.capability = lambda _: divmod(capability, 10)
 
 
 def compile_call(call: str) -> None:
@@ -90,7 +87,8 @@ def compile_call(call: str) -> None:
     driver.set_active(Driver(int(capability)))
     compile_instead(call, int(capability))
     kind = linattn.feature_maps.FEATURE_MAPS[name]
-    feature_map = kind(head_dim) if name == "Relu" else kind(head_dim, 256)
+    sizes = {"Relu": (), "Expansion": (16,)}
+    feature_map = kind(head_dim, *sizes.get(name, (256,)))
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randn(1, 2, LENGTH, head_dim, generator=generator) for _ in range(3)]
     if isinstance(feature_map, linattn.feature_maps.FittedMap):

@@ -17,10 +17,12 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from linattn.attention.backends.triton import tiles
+    from linattn.attention.backends.triton import centring, tiles
 
     if tiles.IS_INTERPRETED:
         monkeypatch.setattr(tiles, "sizes", lambda *_, **__: (16, 16))
+        monkeypatch.setattr(tiles, "expanded_sizes", lambda *_, **__: (16, 16))
+        monkeypatch.setattr(centring, "group_length", lambda _, span: -(-20 // span) * span if span else 20)
 
 
 @pytest.fixture(autouse=True, scope="session")

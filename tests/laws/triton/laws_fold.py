@@ -12,6 +12,7 @@ from linattn import Exact
 from linattn.attention.backends import BACKENDS, Call
 from linattn.attention.bound_map import BoundMap
 from linattn.attention.sums import no_sums
+from shared_maps import SHARED, built
 
 TOLERANCE = 40 * torch.finfo().eps
 
@@ -21,12 +22,12 @@ def tokens(device: str, length: int = 40, *, seed: int = 0) -> list[Tensor]:
     return [x.float().to(device) for x in qkv(1, 2, 1, length, length, seed=seed)]
 
 
-@pytest.mark.parametrize("map_name", ["FavorPlus", "Relu"])
+@pytest.mark.parametrize("map_name", ["FavorPlus", "Relu", SHARED])
 def test_a_stream_cut_anywhere_is_one_call(map_name: str, device: str) -> None:
     """Gradients go through the states, one of which another backend made."""
     results = []
     for cuts in ((40,), (17, 1, 22)):
-        feature_map, state, outs = build(map_name).to(device), None, []
+        feature_map, state, outs = built(map_name).to(device), None, []
         leaves = [x.requires_grad_() for x in tokens(device)]
         for index, parts in enumerate(zip(*(x.split(cuts, 2) for x in leaves), strict=True)):
             backend = "blocked" if len(cuts) > 1 and index == 0 else "triton"
@@ -42,12 +43,12 @@ def test_a_stream_cut_anywhere_is_one_call(map_name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("span", [5, 16, 24])
-@pytest.mark.parametrize("map_name", ["FavorPlus", "Relu"])
+@pytest.mark.parametrize("map_name", ["FavorPlus", "Relu", SHARED])
 def test_rows_of_a_span_see_earlier_spans(map_name: str, span: int, device: str) -> None:
     results = []
     for backend, dtype in (("reference", torch.float64), ("triton", torch.float32)):
         leaves = [x.to(dtype).requires_grad_() for x in tokens(device)]
-        feature_map = build(map_name).to(device)
+        feature_map = built(map_name).to(device)
         before = no_sums(feature_map, 1, 1, 5, dtype, torch.device(device))
         call = Call(BoundMap(feature_map, {}), leaves[0].unflatten(1, (1, 2)), *leaves[1:], None, is_causal=True)
         rows, after = BACKENDS[backend].attend(call, before, span=span)
@@ -58,10 +59,14 @@ def test_rows_of_a_span_see_earlier_spans(map_name: str, span: int, device: str)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_segments_side_by_side_are_one_pass(is_causal: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from linattn.attention.backends.triton import segments
+@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
+def test_segments_side_by_side_are_one_pass(
+    map_name: str, is_causal: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linattn.attention.backends.triton import expanding, segments
 
-    feature_map, results = build("FavorPlus").to(device), []
+    feature_map, results = built(map_name).to(device), []
+    monkeypatch.setattr(expanding, "_FEWEST_ROWS", 8)
     for programs in (1, 1000):
         monkeypatch.setattr(segments, "_PROGRAMS", programs)
         monkeypatch.setattr(segments, "_FEWEST", 1)
@@ -73,8 +78,9 @@ def test_segments_side_by_side_are_one_pass(is_causal: bool, device: str, monkey
 
 
 @pytest.mark.parametrize(("exact", "is_causal"), [(Exact(4), False), (Exact(4), True), (Exact(4, 3), True)], ids=str)
-def test_exact_keys_stand_beside_it(exact: Exact, is_causal: bool, device: str) -> None:
-    feature_map = build("FavorPlus").to(device)
+@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
+def test_exact_keys_stand_beside_it(map_name: str, exact: Exact, is_causal: bool, device: str) -> None:
+    feature_map = built(map_name).to(device)
     outs = [
         linattn.linear_attention(
             *(x.to(dtype) for x in tokens(device, 20)),
@@ -114,8 +120,9 @@ def test_token_by_token_is_the_whole(map_name: str, dtype: torch.dtype, device: 
     assert relative_error(last.log_normalizer, expected.log_normalizer) < allowed
 
 
-def test_it_compiles_into_one_graph(device: str) -> None:
-    feature_map, leaves = build("FavorPlus").to(device), [x.requires_grad_() for x in tokens(device, 20)]
+@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
+def test_it_compiles_into_one_graph(map_name: str, device: str) -> None:
+    feature_map, leaves = built(map_name).to(device), [x.requires_grad_() for x in tokens(device, 20)]
 
     def call(*x: Tensor) -> Tensor:
         return linattn.linear_attention(*x, feature_map, is_causal=True, enable_gqa=True, backend="triton")
@@ -125,6 +132,23 @@ def test_it_compiles_into_one_graph(device: str) -> None:
         out = function(*leaves)
         results.append((out, *torch.autograd.grad(out.sum(), leaves)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
+def test_packed_sequences_are_each_alone(map_name: str, device: str) -> None:
+    """An empty one among them; states too."""
+    feature_map, given, lengths = built(map_name).to(device), tokens(device, 40), (17, 0, 3, 20)
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0)
+    options = {"enable_gqa": True, "backend": "triton"}
+    found = linattn.linear_attention_packed_with_state(*given, feature_map, starts, **options)
+    parts = [x.split(lengths, 2) for x in given]
+    for row, part in enumerate(zip(*parts, strict=True)):
+        alone = linattn.linear_attention_with_state(*part, feature_map, **options)
+        own = found.out[:, :, int(starts[row]) : int(starts[row + 1])]
+        assert relative_error(own, alone.out) < TOLERANCE
+        state = linattn.State(*(x[row : row + 1] for x in found.state.sums), found.state.built_with)
+        query = given[0][:, :, :2]
+        assert relative_error(state.read(feature_map, query).out, alone.state.read(feature_map, query).out) < TOLERANCE
 
 
 def test_autocast_leaves_its_sums_alone(device: str) -> None:

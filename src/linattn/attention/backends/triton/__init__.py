@@ -42,17 +42,17 @@ class Triton:
             from linattn.attention.backends.triton.stepping import step
 
             return step(call.bound.feature_map, inputs)
-        found = _run("triton causal", call, inputs, span)
+        found = _run("causal", call, inputs, span)
         return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
 
     def absorb(self, call: Call, before: Sums) -> Sums:
         """One pass over the keys."""
-        found: Sums = _run("triton absorb", call, Absorb(call.key, call.value, *before, call.bias))
+        found: Sums = _run("absorb", call, Absorb(call.key, call.value, *before, call.bias))
         return found
 
     def read(self, call: Call, sums: Sums) -> Rows:
         """One pass over the queries."""
-        found = _run("triton read", call, Read(call.query, *sums))
+        found = _run("read", call, Read(call.query, *sums))
         return Rows(found.out, found.den, found.reference)
 
     def column_mass(self, call: Call) -> Tensor:
@@ -72,4 +72,5 @@ def _run(name: str, call: Call, inputs: Any, span: int = 0) -> Any:
     # Imported here: the kernels need Triton, and `import linattn` needs torch alone.
     from linattn.attention.backends.triton import folding
 
+    name = f"triton {name} around centres" if call.bound.is_grouped else f"triton {name}"
     return folding.run(name, call.bound, inputs, span)

@@ -16,7 +16,7 @@ from linattn.attention.backends.blocked.records import Saved
 from linattn.attention.backends.triton.kernels.blocks import Cut, Keys, Rows, Shape
 from linattn.attention.backends.triton.kernels.key_offsets import key_offsets
 from linattn.attention.backends.triton.sides import Packed, kind_of, packed_sides
-from linattn.attention.backends.triton.tiles import capability, shape_of, tuned
+from linattn.attention.backends.triton.tiles import Tuning, capability, shape_of, tuned
 from linattn.feature_maps import FeatureMap
 
 
@@ -62,10 +62,14 @@ class Work(NamedTuple):
         tuning = tuned(kernel.__name__, self.shape, capability(self.device))
         shape = self.shape._replace(tile=tuning.tile)
         programs *= shape.total // shape.tile if by_tile else 1
-        if programs:
-            options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-            with torch.cuda.device_of(arguments[0].data):
-                kernel[(programs,)](*arguments, shape, *flags, **options)
+        launch(kernel, programs, (*arguments, shape, *flags), tuning)
+
+
+def launch(kernel: Any, programs: int, arguments: Sequence[Any], tuning: Tuning) -> None:
+    """Run so many programs of a kernel; the first of its arguments are rows of tokens."""
+    if programs:
+        with torch.cuda.device_of(arguments[0].data):
+            kernel[(programs,)](*arguments, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
 
 
 def plan(

@@ -8,10 +8,13 @@ from importlib.util import find_spec
 import torch
 
 from linattn.attention.backends.backend import Call
+from linattn.feature_maps import Expansion
 
 # The widest vectors whose blocks stay in registers, by dtype, and the oldest GPUs with products of bfloat16.
 WIDEST = {torch.bfloat16: 256, torch.float16: 128, torch.float32: 128}
 _OLDEST = (8, 0)
+# A centre's part of a state, D × Dv sums, stays in the registers of one program: at 256 × 256 these are all there are.
+_WIDEST_CENTRE = 128
 
 
 def objections(call: Call) -> list[str]:
@@ -23,9 +26,25 @@ def objections(call: Call) -> list[str]:
     if dtype not in WIDEST:
         found.append(f"it takes float32, bfloat16 and float16, and the tensors are {dtype}")
     if call.bound.is_grouped:
-        found.append("it has no kernel for maps whose queries read one group of the features, as Expansion's do")
-    if not 0 < value_dim <= (widest := WIDEST.get(dtype, 256)):
+        found += _of_groups(call)
+    widest = WIDEST.get(dtype, 256)
+    widest = min(widest, _WIDEST_CENTRE) if call.bound.is_grouped else widest
+    if not 0 < value_dim <= widest:
         found.append(f"it takes values of width 1 to {widest} in {dtype}, and these have {value_dim}")
+    return found
+
+
+def _of_groups(call: Call) -> list[str]:
+    """Reasons against maps whose queries read one group of the features."""
+    found, feature_map = [], call.bound.feature_map
+    if not isinstance(feature_map, Expansion):
+        return ["of maps whose queries read one group of the features it has kernels for Expansion alone"]
+    if feature_map.order == 2:
+        found.append("it has kernels for expansions of order 0 and 1, whose sums for a centre stay in registers")
+    if feature_map.head_dim > _WIDEST_CENTRE:
+        found.append(f"it takes expansions of heads up to {_WIDEST_CENTRE} wide, and this has {feature_map.head_dim}")
+    if call.bound.tensors and feature_map.centres is not None:
+        found.append("it takes an expansion's centres as constants, and gradients follow these")
     return found
 
 

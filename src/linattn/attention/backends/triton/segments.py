@@ -88,10 +88,15 @@ def num_processors(device: torch.device) -> int:
 def _segments(work: Work, num_heads: int, processors: int, *, is_apart: bool) -> tuple[int, int]:
     """Blocks of a segment, and the number of segments; groups stay whole unless it is one without a state before."""
     unit, programs = 1 if is_apart else work.cut.per_group, num_heads * work.shape.total // work.shape.tile
-    units = triton.cdiv(work.cut.num_blocks, unit)
+    each, count = side_by_side(triton.cdiv(work.cut.num_blocks, unit), programs, processors)
+    return each * unit, count
+
+
+def side_by_side(units: int, programs: int, processors: int) -> tuple[int, int]:
+    """Units of a segment, and the number of segments, which multiplies the programs until all processors are busy."""
     wanted = triton.cdiv(_PROGRAMS * processors, max(programs, 1))
     each = max(triton.cdiv(units, wanted), min(_FEWEST, units))
-    return each * unit, triton.cdiv(units, each)
+    return each, triton.cdiv(units, each)
 
 
 def _in_turn(totals: States, start: States | None, peaks: Tensor, *, is_backward: bool) -> tuple[States, States]:
