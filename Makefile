@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-FIRST_LOOK := --map "merged 128 + window 32" --map "Expansion(num_centres=16) + window 16 + heavy 32" \
-  --map "merged 128" --map "Expansion(num_centres=16)" --map "Expansion(num_centres=1)" --map FavorPlus --map EluPlusOne
+FIRST_LOOK := --map "window 32 + merged 96" --map "merged 128" \
+  --map "Expansion(num_centres=16) + window 16 + heavy 32" --map "Expansion(num_centres=16)" --map "Expansion(num_centres=1)" --map FavorPlus --map EluPlusOne
 
 .PHONY: demo test test-claims test-lm check fmt bench readme docs release clean
 

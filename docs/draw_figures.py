@@ -24,11 +24,12 @@ class Palette:
     plain: str
     expansion: str
     exact: str
+    merged: str
 
 
 PALETTES = {
-    "light": Palette("#1f2328", "#8b949e", "#9a4a00", "#0b57c2", "#1a7037"),
-    "dark": Palette("#e6e8eb", "#7d8590", "#f2a65a", "#7db4ff", "#6fd08c"),
+    "light": Palette("#1f2328", "#8b949e", "#9a4a00", "#0b57c2", "#1a7037", "#a11b78"),
+    "dark": Palette("#e6e8eb", "#7d8590", "#f2a65a", "#7db4ff", "#6fd08c", "#f08cc8"),
 }
 _WIDTH, _HEIGHT = 620, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 606, 16, 352
@@ -45,6 +46,11 @@ _BESIDE = {
     "1 centre": ("end", -9, 4),
     "64 centres": ("start", 9, -6),
     "FavorPlus, 256 + w16 + h32": ("end", -10, 5),
+    "merged 64": ("end", -9, 4),
+    "merged 128": ("end", -9, 4),
+    "merged 32 + w32": ("end", -10, 5),
+    "merged 96 + w32": ("end", -10, 5),
+    "merged 128 + w32": ("end", -10, 14),
 }
 
 
@@ -97,8 +103,12 @@ def short(line: dict[str, Any]) -> str:
         '16 centres + w16 + h32'
         >>> short({"method": "Centred(Balanced(FavorPlus)) + window 16", "features": 256})
         'FavorPlus, 256 + w16'
+        >>> short({"method": "window 32 + merged 96", "features": None})
+        'merged 96 + w32'
     """
     name, *exact = line["method"].split(" + ")
+    if exact and exact[-1].startswith("merged"):
+        name, exact = exact[-1], [name]
     found = re.fullmatch(r"Expansion\(num_centres=(\d+)\)", name)
     if found:
         name = "1 centre" if found[1] == "1" else f"{found[1]} centres"
@@ -111,8 +121,9 @@ def short(line: dict[str, Any]) -> str:
 def _point(line: dict[str, Any], palette: Palette) -> str:
     """A method's point and label."""
     label, (x, y) = short(line), (_x(_bytes(line)), _y(line["error"]))
-    if "+" in line["method"]:
-        colour, mark = palette.exact, f'<rect x="{x - 4.5:.1f}" y="{y - 4.5:.1f}" width="9" height="9"'
+    if "+" in line["method"] or "merged" in line["method"]:
+        colour = palette.merged if "merged" in line["method"] else palette.exact
+        mark = f'<rect x="{x - 4.5:.1f}" y="{y - 4.5:.1f}" width="9" height="9"'
     else:
         is_expansion = line["method"].startswith("Expansion")
         colour, mark = (

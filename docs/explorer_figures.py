@@ -18,10 +18,9 @@ from linattn.records.fields import Reading, to_json
 RECORDED = Path(__file__).parent / "explorer.json"
 # Of the methods of an audit, the best at each size, and the textbook's.
 _SHOWN = {
-    "window 32 + merged 128",
-    "Expansion(num_centres=16) + window 16 + heavy 32",
-    "merged 128",
     "window 32 + merged 96",
+    "merged 128",
+    "Expansion(num_centres=16) + window 16 + heavy 32",
     "Expansion(num_centres=16)",
     "Expansion(num_centres=1)",
     "FavorPlus (256 features)",

@@ -48,6 +48,11 @@ SHOWN = (
     ("Expansion(num_centres=16) + window 32", None),
     ("Expansion(num_centres=16) + window 16 + heavy 32", None),
     ("Expansion(num_centres=64) + window 32 + heavy 64", None),
+    ("merged 64", None),
+    ("merged 128", None),
+    ("window 32 + merged 32", None),
+    ("window 32 + merged 96", None),
+    ("window 32 + merged 128", None),
 )
 
 REFUTED = (
@@ -86,6 +91,7 @@ def take_figures(report: Path) -> dict[str, Any]:
                 "error": line.error.mean,
                 "ratio": line.ratio,
                 "cosine": line.embedding_cosine.mean,
+                "time": line.time_ratio,
             }
         )
     return {
@@ -127,18 +133,21 @@ def audit_table(audit: dict[str, Any]) -> str:
         f"`linattn audit` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
         f"{audit['heads']} heads:",
         "",
-        "| method | numbers per head | FLOPs per token | relative output error | error over averaging's | cosine |",
-        "|---|---|---|---|---|---|",
+        "| method | numbers per head | FLOPs per token | the model's time over softmax's | relative output error | error "
+        "over averaging's | cosine |",
+        "|---|---|---|---|---|---|---|",
     ]
     averaging = audit["baselines"][1]["error"]
     for base in audit["baselines"]:
         name = {"exact": "*exact softmax*", "uniform": "*averaging the values*"}[base["name"]]
-        rows.append(f"| {name} | | | {base['error']:.2f} | {base['error'] / averaging:.2f} | {base['cosine']:.3f} |")
+        rows.append(
+            f"| {name} | | | {'1' if base['name'] == 'exact' else ''} | {base['error']:.2f} | {base['error'] / averaging:.2f} | {base['cosine']:.3f} |"
+        )
     for line in audit["lines"]:
         width = f", {line['features']} features" if line["features"] else ""
         rows.append(
             f"| `{line['method']}`{width} | {line['state_numbers']:,} | {line['flops_per_token']:,} | "
-            f"{line['error']:.2f} | {line['ratio']:.2f} | {line['cosine']:.3f} |"
+            f"{line['time']:.2g} × | {line['error']:.2f} | {line['ratio']:.2f} | {line['cosine']:.3f} |"
         )
     return "\n".join(rows)
 

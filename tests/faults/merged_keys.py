@@ -40,8 +40,8 @@ FAULTS = (
     Fault(
         "merge the nearest keys whatever their masses",
         EXACT + "partitioning.py",
-        "(least + square).clamp(min=0) * mass * (joining / torch.where(there, mass + joining, 1))",
-        "(least + square).clamp(min=0)",
+        "least * mass * (joining / torch.where(there, mass + joining, 1))",
+        "least",
         MERGING,
     ),
     Fault(

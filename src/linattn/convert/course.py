@@ -16,7 +16,7 @@ from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import Weights, distil, teacher_outputs
 from linattn.convert.running import Outputs, to_device
 from linattn.convert.samples import Samples
-from linattn.convert.speed import Paying, Speed, check_pays, measure_paying, measure_speed
+from linattn.convert.speed import Paying, Speed, check_pays, measure_paying, measure_speed, time_ratio
 from linattn.convert.stages import BASELINE, Measured, Stage, best, measure, measure_uniform
 from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
@@ -285,9 +285,12 @@ class Course:
             return
         found = check_pays(method, self._config.num_features, calls[self._layers[0].module_name], self._longest)
         if found is not None:
+            names, batch = {layer.module_name for layer in self._layers}, self._samples.calibration[0]
+            ratio = time_ratio(self._teacher, batch, method, self._config.num_features, names, self._longest)
             raise ValueError(
                 f"{method.label}, the default, does not pay on {type(self._model).__name__}, which takes at most "
-                f"{self._longest:,} tokens: {found.words()}. Keep the model as it is, name another method by "
+                f"{self._longest:,} tokens: {found.words()}; the whole model takes {ratio:.1f} × its time with "
+                "softmax. Do not convert it, but keep the model as it is, name another method by "
                 "feature_map, or give even_if_slower=True to convert it all the same"
             )
 

@@ -6,20 +6,20 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linattn.convert.calibration import texts
 from linattn.convert.running import Batch, run
 from linattn.feature_maps import FeatureMap
-from linattn.hf import AttentionCall, LayerAttention
+from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
 from linattn.planning import Plan
 from linattn.planning.costs import exact_state_numbers, state_numbers
-from linattn.planning.methods import Method
+from linattn.planning.methods import Method, fit
 from linattn.planning.paying import Crossover, Standing, find_crossover, pays_not, time_lengths
 from linattn.planning.timing import seconds
 
@@ -67,6 +67,37 @@ def measure_speed(model: nn.Module, original: nn.Module, batches: Sequence[Batch
     size, length = live.shape
     times = tuple(found["linear"]), tuple(found["exact"])
     return Speed(size, length, *times, torch.get_num_threads(), live.device.type)
+
+
+def time_ratio(
+    model: PreTrainedModel, batch: Batch, method: Method, num_features: int | None, layers: Collection[str], length: int
+) -> float:
+    """The whole model's time with these layers, by module name, under a method, over its own: one text of a length.
+
+    The batch's first text is repeated to it; maps that take statistics take them of each call.
+    """
+    longer = {
+        name: x[:1].repeat(1, -(-length // x.shape[1]), *(1 for _ in x.shape[2:]))[:, :length]
+        for name, x in batch.items()
+    }
+
+    def answer(call: AttentionCall) -> Tensor:
+        """Softmax in the other layers."""
+        if call.module_name not in layers:
+            return call.softmax()
+        feature_map = method.build(call.query.shape[-1], num_features=num_features, scale=call.scale, seed=0)
+        fit(feature_map.to(call.query.device), call.query, call.key)
+        tokens, options = (call.query, call.key, call.value), {"key_mask": call.key_mask, "is_causal": call.is_causal}
+        return method.attend(feature_map, *tokens, **options)
+
+    def replaced() -> None:
+        """A pass under the method."""
+        with intercept(model, answer):
+            _finished(model, longer)
+
+    with torch.no_grad():
+        found = seconds({"linear": replaced, "exact": partial(_finished, model, longer)}, repeats=_REPEATS)
+    return statistics.median(found["linear"]) / statistics.median(found["exact"])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from linattn.planning.paying import pays_not
 from linattn.planning.plans import EXACT, HeadPlan, Plan
 
 _PARTS = ("", " + window 16", " + window 32", " + window 16 + heavy 32", " + window 32 + heavy 64")
-_MERGED = ("merged 32", "merged 64", "merged 128", "window 16 + merged 32", "window 32 + merged 96")
+_MERGED = tuple(
+    f"{part}merged {count}" for part in ("", "window 16 + ", "window 32 + ") for count in (32, 64, 96, 128, 256)
+)
 _MAPS = tuple(f"Expansion(num_centres={count}{order})" for order in ("", ", order=2") for count in (1, 4, 16, 64))
 CANDIDATES = (*(f"{name}{part}" for name in _MAPS for part in _PARTS), *_MERGED)
 """Written forms of the methods a plan chooses from unless told otherwise; "exact" is always among them."""
@@ -63,7 +65,7 @@ class _Sample(NamedTuple):
         return method.attend(feature_map, q, k, v, is_causal=self.is_causal)[:, :, self.rows]
 
     def pays(self, method: Method, num_tokens: int) -> bool:
-        """Whether a method is faster or smaller than exact attention at a length, for one text and all heads."""
+        """Whether a method is faster than exact attention, causally or smaller, at a length, for one text, all heads."""
         feature_map = method.build(self.query.shape[-1], num_features=None, scale=self.scale, seed=0)
         text = self.query[:1], self.key[:1], self.value[:1]
         found = pays_not(
@@ -73,6 +75,8 @@ class _Sample(NamedTuple):
             num_tokens=num_tokens,
             is_causal=self.is_causal,
             num_sharing=self.num_sharing,
+            # An encoder keeps nothing between calls.
+            by_time_alone=not self.is_causal,
         )
         return found is None
 
@@ -105,9 +109,9 @@ def plan(
     With `target_error`: the method of the fewest operations per token whose expected error is at most 0.9 of the
     target; "exact" where there is none, or where exact attention takes fewer. With `max_features`: the method of the
     least expected error among those whose map has at most so many features and which take fewer operations than exact
-    attention; "exact" where there is none. What takes fewer operations keeps fewer numbers than the keys and values of
-    the text too; under grouped queries, whose heads share those, a method that is neither faster nor smaller than their
-    share is never chosen unless `even_if_slower`.
+    attention; "exact" where there is none. Operations are counted, and time is measured: unless `even_if_slower` a method
+    is never chosen that takes longer than exact attention in this process, on all heads of one text. Causally one that
+    keeps fewer numbers than a head's share of the keys and values is chosen all the same; an encoder keeps nothing.
 
         expected error = ‖Ŷ_I − Y_I‖_F / ‖Y_I‖_F,   I = 256 query rows drawn at random (all, where there are fewer)
 
@@ -135,8 +139,8 @@ def plan(
         num_tokens: the length the plan is for, which decides where exact attention takes fewer operations; L if None.
         fixed_maps: whether maps are fitted beforehand, as for a model that is converted, and never learn from a call;
             causal ones never do.
-        even_if_slower: whether methods are chosen that are neither faster nor smaller than exact attention, by the time
-            of calls on the first sample.
+        even_if_slower: whether methods are chosen that are not faster than exact attention, causally neither faster
+            nor smaller, by the time of calls on the first sample.
 
     Returns:
         A `Plan`, which attends by the methods chosen.
@@ -147,7 +151,8 @@ def plan(
 
     Example:
         >>> q = torch.zeros(1, 1, 512, 4)
-        >>> made = plan(q, torch.randn(1, 1, 512, 4), torch.randn(1, 1, 512, 4), target_error=0.1)
+        >>> k, v = torch.randn(2, 1, 1, 512, 4)
+        >>> made = plan(q, k, v, target_error=0.1, even_if_slower=True)
         >>> made.heads[0].method, made.heads[0].expected_error < 1e-4  # every query is its own centre
         ('Expansion(num_centres=1)', True)
     """
@@ -244,9 +249,11 @@ def _uniform_errors(sample: _Sample) -> list[float]:
 
 
 def _ladder(labels: Sequence[str], sample: _Sample) -> list[_Candidate]:
-    """Every candidate, the cheapest first."""
+    """Every candidate, the cheapest first; as many merged keys as the sample has tokens would lose nothing on it."""
     found, width = [], sample.value.shape[-1]
     for method in map(parse_method, labels):
+        if method.exact is not None and method.exact.num_merged >= sample.query.shape[2]:
+            continue
         if method.takes_features:
             raise ValueError(f"{method.label} leaves its width open; write num_features=… into every candidate")
         feature_map = method.build(sample.query.shape[-1], num_features=None, scale=sample.scale, seed=0)

@@ -30,8 +30,11 @@ DEFAULT_METHODS = (
     "Expansion(num_centres=16) + window 32",
     "Expansion(num_centres=16) + window 16 + heavy 32",
     "Expansion(num_centres=64) + window 32 + heavy 64",
+    "merged 64",
+    "merged 128",
     "window 32 + merged 32",
     "window 32 + merged 96",
+    "window 32 + merged 128",
 )
 
 # Seeds of two draws differ by more than any model has layers.

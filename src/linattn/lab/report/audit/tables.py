@@ -79,7 +79,14 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
 def end_to_end(summary: AuditSummary) -> Table:
     """The whole model with every layer replaced: cosines to the exact model, baselines first."""
     baselines = [
-        (name, "", "", number(row.embedding_cosine, 3), number(row.token_cosine, 3))
+        (
+            name,
+            "",
+            "",
+            "1.00" if name == _BASELINES[0] else "",
+            number(row.embedding_cosine, 3),
+            number(row.token_cosine, 3),
+        )
         for row, name in zip(summary.baselines, _BASELINES, strict=True)
     ]
     lines = [
@@ -87,12 +94,13 @@ def end_to_end(summary: AuditSummary) -> Table:
             line.map,
             f"{line.features:,}",
             str(line.draws),
+            _optional(line.time_ratio),
             with_spread(line.embedding_cosine, 3),
             with_spread(line.token_cosine, 3),
         )
         for line in summary.lines
     ]
-    columns = ("every layer by", "features", "draws", "cosine of the embedding", "cosine per token")
+    columns = ("every layer by", "features", "draws", "time / softmax", "cosine of the embedding", "cosine per token")
     return Table(columns, (*baselines, *lines), len(baselines))
 
 
