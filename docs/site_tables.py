@@ -36,7 +36,8 @@ def picture_words(audit: Row) -> str:
     return (
         f"*Relative output error against bytes per head in float32, {audit['model']}, {audit['tokens']} tokens of "
         f"{audit['text']}, mean over {audit['heads']} heads. Averaging the values has {averaging:.2f}, exact attention "
-        f"0 at {cache_bytes(audit):,} bytes. Centres are those of expansions; w is an exact window, h heavy keys; merged keys have no map.*"
+        f"0 at {cache_bytes(audit):,} bytes. Centres are those of expansions; w is an exact window, h heavy keys; "
+        "merged keys have no map.*"
     )
 
 

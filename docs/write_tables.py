@@ -133,16 +133,16 @@ def audit_table(audit: dict[str, Any]) -> str:
         f"`linattn audit` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
         f"{audit['heads']} heads:",
         "",
-        "| method | numbers per head | FLOPs per token | the model's time over softmax's | relative output error | error "
-        "over averaging's | cosine |",
+        "| method | numbers per head | FLOPs per token | model's time / softmax's | relative output error | error over "
+        "averaging's | cosine |",
         "|---|---|---|---|---|---|---|",
     ]
     averaging = audit["baselines"][1]["error"]
     for base in audit["baselines"]:
         name = {"exact": "*exact softmax*", "uniform": "*averaging the values*"}[base["name"]]
-        rows.append(
-            f"| {name} | | | {'1' if base['name'] == 'exact' else ''} | {base['error']:.2f} | {base['error'] / averaging:.2f} | {base['cosine']:.3f} |"
-        )
+        time = "1" if base["name"] == "exact" else ""
+        figures = f"{base['error']:.2f} | {base['error'] / averaging:.2f} | {base['cosine']:.3f}"
+        rows.append(f"| {name} | | | {time} | {figures} |")
     for line in audit["lines"]:
         width = f", {line['features']} features" if line["features"] else ""
         rows.append(

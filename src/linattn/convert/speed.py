@@ -87,8 +87,8 @@ def time_ratio(
             return call.softmax()
         feature_map = method.build(call.query.shape[-1], num_features=num_features, scale=call.scale, seed=0)
         fit(feature_map.to(call.query.device), call.query, call.key)
-        tokens, options = (call.query, call.key, call.value), {"key_mask": call.key_mask, "is_causal": call.is_causal}
-        return method.attend(feature_map, *tokens, **options)
+        tokens = call.query, call.key, call.value
+        return method.attend(feature_map, *tokens, key_mask=call.key_mask, is_causal=call.is_causal)
 
     def replaced() -> None:
         """A pass under the method."""

@@ -65,7 +65,7 @@ class _Sample(NamedTuple):
         return method.attend(feature_map, q, k, v, is_causal=self.is_causal)[:, :, self.rows]
 
     def pays(self, method: Method, num_tokens: int) -> bool:
-        """Whether a method is faster than exact attention, causally or smaller, at a length, for one text, all heads."""
+        """Whether a method is faster than exact attention, causally or smaller, for all heads of one text."""
         feature_map = method.build(self.query.shape[-1], num_features=None, scale=self.scale, seed=0)
         text = self.query[:1], self.key[:1], self.value[:1]
         found = pays_not(
@@ -109,8 +109,8 @@ def plan(
     With `target_error`: the method of the fewest operations per token whose expected error is at most 0.9 of the
     target; "exact" where there is none, or where exact attention takes fewer. With `max_features`: the method of the
     least expected error among those whose map has at most so many features and which take fewer operations than exact
-    attention; "exact" where there is none. Operations are counted, and time is measured: unless `even_if_slower` a method
-    is never chosen that takes longer than exact attention in this process, on all heads of one text. Causally one that
+    attention; "exact" where there is none. Operations are counted, and time is measured: unless `even_if_slower` no
+    method is chosen that takes longer than exact attention in this process, on all heads of one text. Causally one that
     keeps fewer numbers than a head's share of the keys and values is chosen all the same; an encoder keeps nothing.
 
         expected error = ‖Ŷ_I − Y_I‖_F / ‖Y_I‖_F,   I = 256 query rows drawn at random (all, where there are fewer)

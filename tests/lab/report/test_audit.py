@@ -233,7 +233,7 @@ def test_tables(summary):
     assert heads(summary).rows[2][:4] == ("FavorPlus", "8", "40", "288")
     assert overview(summary, spreads=False).rows[2][4] == "1.00"
     assert end_to_end(summary).rows[0] == ("exact", "", "", "1.00", "1.000", "1.000")
-    assert end_to_end(summary).rows[4] == ("Taylor", "40", "1", "0.100", "0.050")
+    assert end_to_end(summary).rows[4] == ("Taylor", "40", "1", "–", "0.100", "0.050")
     assert heads(summary).rows[4][-2:] == ("–", "no better")
     for content in (table, end_to_end(summary), heads(summary)):
         assert {len(row) for row in content.rows} == {len(content.columns)}

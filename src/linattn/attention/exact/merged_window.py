@@ -1,7 +1,7 @@
 """Clusters of keys read without those that a block of queries sees as they are; letters as in exact/__init__.py.
 
-A member has its share of its cluster's weight, and a row takes it back for each key that it sees as it is. Letters here:
-N heads of all rows of a batch, n blocks, R rows of a block, K keys around it.
+A member has its share of its cluster's weight, and a row takes it back for each key that it sees as it is. Here N heads
+of all rows of a batch, n blocks, R rows of a block, K keys around it.
 """
 
 from __future__ import annotations
