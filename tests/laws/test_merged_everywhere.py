@@ -11,6 +11,7 @@ from grid import qkv, relative_error
 from linattn import Exact
 from linattn.attention.exact import merged_everywhere as everywhere
 from linattn.attention.exact import merged_window, partitioning
+from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.merging import ClusterMeans
 
 LENGTH = 61
@@ -118,3 +119,25 @@ def test_what_is_taken_back_leaves_weights_of_a_mean(dtype: torch.dtype) -> None
     for window in (1, 4, 16):
         out = attend(query, key, value, Exact(window, num_merged=9))
         assert ((out >= lowest - room) & (out <= highest + room)).all()
+
+
+def test_a_cluster_whose_members_are_all_near_is_left_out() -> None:
+    """However large its weight: what rounding leaves of it would be larger than all others."""
+    length, window = 20, 4
+    query, key, value = qkv(num_queries=length, num_keys=length, heads=2, value_dim=5)
+    number = torch.arange(length).div(window, rounding_mode="floor").clamp(max=1).expand(2, 2, -1)
+    weight = torch.rand(2, 2, length, generator=torch.Generator().manual_seed(2)) + 0.1
+    members = torch.nn.functional.one_hot(number, 2).double() * weight.unsqueeze(-1)
+    members = members / members.sum(2, keepdim=True)
+    share, means = members.sum(-1), [members.mT @ x for x in (key, value)]
+    bias = torch.tensor([60.0, 0.0], dtype=torch.float64).expand(2, 2, -1)
+    clusters, tokens = Tokens(*means, bias), Tokens(key, value, torch.zeros(2, 2, length, dtype=torch.float64))
+    found = merged_window.read_beside_neighbours(
+        query.unsqueeze(2), tokens, clusters, number, share, window, 1.0, with_log=False
+    ).out.squeeze(2)
+    place = torch.arange(length) // window
+    near = (place.unsqueeze(-1) - place).abs() <= 1
+    cluster = query @ clusters.key.mT + bias.unsqueeze(2)
+    own = torch.take_along_dim(cluster, number.unsqueeze(2), -1) + share.unsqueeze(2).log()
+    truth = torch.softmax(torch.where(near, query @ key.mT, own), -1) @ value
+    torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9)
