@@ -22,7 +22,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if tiles.IS_INTERPRETED:
         monkeypatch.setattr(tiles, "sizes", lambda *_, **__: (16, 16))
         monkeypatch.setattr(tiles, "expanded_sizes", lambda *_, **__: (16, 16))
-        monkeypatch.setattr(centring, "group_length", lambda _, span: -(-20 // span) * span if span else 20)
+        monkeypatch.setattr(centring, "group_length", lambda _, span: -(-8 // span) * span if span else 8)
 
 
 @pytest.fixture(autouse=True, scope="session")
