@@ -61,6 +61,17 @@ class Powers(NamedTuple):
             multiplied(x, self.doubled, out)
         return out if self.constants is None else out.add_(self.constants)
 
+    @property
+    def is_composed(self) -> bool:
+        """Whether p is more than one product for all heads."""
+        return self.is_paired or self.is_by_head or self.constants is not None
+
+    def exponents(self, x: Tensor) -> Tensor:
+        """p·log 2 + t in fewer calls than there are terms, for a few rows: (..., D) -> (..., R); not `is_composed`."""
+        rows = x.reshape(-1, x.shape[-1])
+        term = torch.add(self.constant, torch.linalg.vecdot(rows, rows).unsqueeze(-1), alpha=-self.scale / 2)
+        return torch.addmm(term, rows, self.weights).view(*x.shape[:-1], -1)
+
     def term(self, x: Tensor) -> Tensor:
         """t: (..., L, D) -> (..., L)."""
         # One pass that keeps nothing: the squares themselves would be another block of memory.

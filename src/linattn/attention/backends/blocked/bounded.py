@@ -97,7 +97,8 @@ def bounded_keys(powers: Powers, keys: KeyBlocks, stretch: slice, m: Tensor) -> 
     """A stretch of keys after sums with exponents m (B, H, M), which are moved to one in their midst."""
     before, is_common = common_exponent(m)
     before = torch.where(is_common, before, m.mean(-1))
-    tokens, values, masked, bias = (f(stretch) for f in (keys.tokens, keys.values, keys.masked, keys.bias))
+    tokens, values = keys.tokens(stretch), keys.values(stretch)
+    masked, bias = keys.masked(stretch), keys.bias(stretch)
     term = powers.term(tokens)
     # Two passes that keep nothing: magnitudes would be another block of memory.
     fits = fits_rows(powers, term) & (values.amax((-2, -1)) <= MAX_VALUE) & (values.amin((-2, -1)) >= -MAX_VALUE)
@@ -165,7 +166,8 @@ def whole(stretch: Sequence[slice]) -> slice:
 
 def parts(x: Tensor, stretch: Sequence[slice], dim: int) -> tuple[Tensor, ...]:
     """A stretch's x block by block, views along this dimension; all blocks but the last are of one size."""
-    return x.split(stretch[0].stop - stretch[0].start, dim)
+    cut: tuple[Tensor, ...] = x.split(stretch[0].stop - stretch[0].start, dim)
+    return cut
 
 
 def by_head(

@@ -68,14 +68,14 @@ class BoundedRows:
         out, den, reference = rows_of(rows, whole(blocks))
         reference.copy_(found.reference)
         of_blocks = (parts(found.query, blocks, 3), parts(out, blocks, 3), parts(den, blocks, 3))
-        for keys, query, *written in zip(found.keys.blocks(blocks), *of_blocks, strict=True):
+        for keys, query, of_out, of_den in zip(found.keys.blocks(blocks), *of_blocks, strict=True):
             phi_k = write_powers(self.powers, keys.tokens, "keys", self.space)
             phi_q = write_powers(self.powers, query, "queries", self.space)
             weights = self.fold.hide_later_(self.space.product("weights", phi_q, phi_k.mT))
             weighted, u = keys.weighted_values(self.space), keys.weight.flatten(0, 1)
             num = self.space.product("num", weights, weighted).baddbmm_(phi_q, state.S)
             total = self.space.product("den", u.unsqueeze(-2), weights.mT).baddbmm_(state.z.unsqueeze(-2), phi_q.mT)
-            store_bounded(*written, num, total)
+            store_bounded(of_out, of_den, num, total)
             state.fold_in_weighted(phi_k, u, weighted)
         holds = fits_denominators(den)
         if not bool(holds.all()):

@@ -135,10 +135,10 @@ class BlockReader:
 
         def bounded() -> Tensor:
             out, den = of_stretch[:2]
-            for x, *written in zip(*(parts(x, stretch, 3) for x in (query, out, den)), strict=True):
+            for x, of_out, of_den in zip(*(parts(x, stretch, 3) for x in (query, out, den)), strict=True):
                 phi_q = write_powers(powers, x, "queries", self.space)
                 total = self.space.product("den", z, phi_q.mT)
-                store_bounded(*written, self.space.product("num", phi_q, self.S), total)
+                store_bounded(of_out, of_den, self.space.product("num", phi_q, self.S), total)
             of_stretch.reference.copy_(reference)
             return fits_denominators(den)
 
