@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import linattn
-from linattn.attention.backends.blocked.blocks import blocks, by_columns
+from linattn.attention.backends.blocked.blocks import add_product_, blocks, by_columns
 from measuring import (
     HEAD_DIM,
     HEADS,
@@ -93,6 +93,8 @@ class Products:
 
         def product(block: slice) -> object:
             operands = (self._operand(first, block), self._operand(second, block))
+            if shapes[0][0] + shapes[1][1] == "rd":
+                return add_product_(out, operands[0].mT, operands[1])  # as the fold does
             return run(out, *operands, out=out) if run is torch.baddbmm else run(*operands, out=out)
 
         return product

@@ -85,6 +85,27 @@ FAULTS = (
         "tests/laws/test_bounded.py",
     ),
     Fault(
+        "divide 0 by 0 in rows of a bounded segment that see no key",
+        BLOCKED + "bounded_causal.py",
+        "out.masked_fill_((den == 0).unsqueeze(-1), 0)",
+        "pass",
+        "tests/laws/test_bounded.py",
+    ),
+    Fault(
+        "take query heads for key heads where a map has one set for each",
+        BLOCKED + "bounded.py",
+        "(powers.is_by_head or x.shape[2] == 1)",
+        "x.shape[2] == 1",
+        "tests/laws/test_bounded.py",
+    ),
+    Fault(
+        "leave the length out of a step's exponents",
+        "feature_maps/_powers.py",
+        "unsqueeze(-1), alpha=-self.scale / 2)",
+        "unsqueeze(-1), alpha=0.0)",
+        "tests/laws/test_fold.py",
+    ),
+    Fault(
         "do not rescale the state when the maximum rises",
         BLOCKED + "blocks.py",
         "decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)",

@@ -89,6 +89,21 @@ def test_bounded_features_give_what_maxima_give(name: str, is_causal: bool, held
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_heads", [None, HEADS])
+def test_groups_of_bounded_queries_read_their_own_key_head(num_heads, is_causal: bool, held, unbounded) -> None:
+    """As many query heads per key head as key heads, which a map of one set per head must not mistake for them."""
+    query, key, value = inputs(0.5, torch.float64)
+    query = torch.cat((query, 0.7 * query.flip(1)), 1).detach().requires_grad_()
+    feature_map = FavorPlus(HEAD_DIM, 32, seed=3, num_heads=num_heads)
+    options = {"is_causal": is_causal, "enable_gqa": True}
+    found = run([query, key, value], feature_map, **options)
+    assert all(bool(heads.all()) for heads in held)
+    unbounded()
+    for x, true in zip(found, run([query, key, value], feature_map, **options), strict=True):
+        assert relative_error(x, true) < 1e-10
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("factor", "fits"), [(0.999, True), (1.001, False), (1e3, False), (1e6, False)])
 def test_the_bound_decides(factor: float, fits: bool, is_causal: bool, held) -> None:
     """A token in each head whose power may reach exp(80): either form is right, and finite."""

@@ -82,9 +82,10 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, which mixes dtypes (float32 from rotary positions, bfloat16), in the widest; else as they are."""
-    if any(not isinstance(x, Tensor) or x.is_meta or x.dtype not in _DTYPES for x in tensors):
+    # Asked first, since most calls and every decoding step end here.
+    if not (isinstance(tensors[0], Tensor) and torch.is_autocast_enabled(tensors[0].device.type)):
         return tensors
-    if not torch.is_autocast_enabled(tensors[0].device.type):
+    if any(not isinstance(x, Tensor) or x.is_meta or x.dtype not in _DTYPES for x in tensors):
         return tensors
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return tuple(x.to(dtype) for x in tensors)

@@ -99,13 +99,13 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     phi = phi.exp_()
     if linear is not None:
         phi = linear * phi
-    S, z = torch.addcmul(S, phi.unsqueeze(-1), v), z + phi
+    S, z, column = torch.addcmul(S, phi.unsqueeze(-1), v), z + phi, m.unsqueeze(-2)
     if feature_map.exponential:
-        t = t.add_(m.unsqueeze(-2))
+        t = t.add_(column)
         reference = t.amax(-1, keepdim=True)
         t = t.sub_(reference).exp_()
     else:
-        reference = m.unsqueeze(-2).expand(*t.shape[:-1], 1)
+        reference = column.expand(*t.shape[:-1], 1)
     den, num = torch.linalg.vecdot(t, z.unsqueeze(-2)).unsqueeze(-1), torch.matmul(t, S)
     # An exponential map gives every key weight: only a masked one can leave a row without any.
     sees_key = feature_map.exponential and bias is None
@@ -117,5 +117,6 @@ def _both(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
     """What the map says of queries (B, H, G, D), and of the key (B, H, 1, D) with its token dimension dropped."""
     if type(feature_map).key is not FeatureMap.key:
         return feature_map.query(q), feature_map.key(k).squeeze(-2)
-    both = feature_map.query(torch.cat((q, k), -2))
+    x, powers = torch.cat((q, k), -2), feature_map.powers(q.dtype)
+    both = feature_map.query(x) if powers is None or powers.is_composed else powers.exponents(x)
     return both.narrow(-2, 0, q.shape[-2]), both.select(-2, -1)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, Workspace, blocks
 from linattn.attention.backends.blocked.bounded import (
+    KeyBlock,
     bounded_keys,
     bounded_powers,
     by_head,
     common_exponent,
     fits_sums,
-    parts,
     stretches,
     whole,
     write_powers,
@@ -65,14 +65,14 @@ class KeyPass:
 
     def _fold_by_head(self, powers: Powers, stretch: list[slice]) -> None:
         """A stretch, bounded in the heads where that holds."""
-        keys = bounded_keys(powers, self.keys, whole(stretch), self.state.m, self.space)
+        keys = bounded_keys(powers, self.keys, whole(stretch), self.state.m)
         sums = self.state.own()
 
         def bounded() -> Tensor:
             self.state.rescale(keys.c.unsqueeze(-1).expand(sums.m.shape))
-            for block, part in zip(stretch, parts(keys.weight, stretch), strict=True):
-                phi = write_powers(powers, self.keys.tokens(block), "keys", self.space)
-                self.state.fold_in_weighted(phi, part.flatten(0, 1), self.keys.weighted_values(block, part))
+            for block in keys.blocks(stretch):
+                phi = write_powers(powers, block.tokens, "keys", self.space)
+                self.state.fold_in_weighted(phi, block.weight.flatten(0, 1), block.weighted_values(self.space))
             return fits_sums(*self.state.views()[:2])
 
         fits = keys.fits & self._is_hopeful
@@ -115,26 +115,26 @@ class KeyPassGradients:
 
     def _pull_by_head(self, powers: Powers, stretch: list[slice]) -> None:
         """A stretch, bounded in the heads where the final exponent is one of bounded keys."""
-        keys, tokens = bounded_keys(powers, self.keys, whole(stretch), self._m, self.space), whole(stretch)
+        keys, tokens = bounded_keys(powers, self.keys, whole(stretch), self._m), whole(stretch)
         c, is_common = common_exponent(self._m)
         fits = keys.fits & is_common & (keys.c == c)
 
         def bounded() -> None:
-            for block, weight in zip(stretch, parts(keys.weight, stretch), strict=True):
-                self._pull_bounded(powers, block, weight)
+            for block, part in zip(stretch, keys.blocks(stretch), strict=True):
+                self._pull_bounded(powers, block, part)
 
         written = [x[:, :, tokens] for x in (self._grad_key, self._grad_value)]
         by_head(fits, bounded, lambda: self._pull(stretch), (), written + self.of_bias.of(tokens))
 
-    def _pull_bounded(self, powers: Powers, block: slice, weight: Tensor) -> None:
-        """Store the gradients of a block of keys with these weights (B, H, n)."""
-        x, v, masked = self.keys.tokens(block), self.keys.values(block), self.keys.masked(block)
-        u, space, flat_grad_S = weight.unsqueeze(-1), self.space, self._grad_S.flatten(0, 1)
+    def _pull_bounded(self, powers: Powers, block: slice, keys: KeyBlock) -> None:
+        """Store the gradients of a block of keys."""
+        (x, v, weight), masked, space = keys, self.keys.masked(block), self.space
+        u, flat_grad_S = weight.unsqueeze(-1), self._grad_S.flatten(0, 1)
         phi = write_powers(powers, x, "keys", space)
         # grad u·v = φ grad S and grad φ = u·[v, 1] [grad S, grad z]ᵀ.
         grad_weighted = space.product("grad_v", phi, flat_grad_S).view(v.shape)
         store_masked(self._grad_value[:, :, block], masked, grad_weighted.mul_(u))
-        grad = space.product("grad", self.keys.weighted_values(block, weight), flat_grad_S.mT)
+        grad = space.product("grad", keys.weighted_values(space), flat_grad_S.mT)
         grad.addcmul_(u.flatten(0, 1), self._grad_z.flatten(0, 1).unsqueeze(-2)).mul_(phi)
         grad = grad.view(*x.shape[:-1], -1)
         total = grad.sum(-1, keepdim=True)

@@ -22,8 +22,13 @@ def exponential_(x: Tensor) -> Tensor:
 
 
 def by_columns(S: Tensor) -> Tensor:
-    """A copy of sums (…, R, Dv) that lies Dv by R in memory: φᵀv is added to that a tenth faster."""
+    """A copy of sums (…, R, Dv) that lies Dv by R in memory, for `add_product_`."""
     return S.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def add_product_(S: Tensor, phi: Tensor, value: Tensor) -> None:
+    """S <- S + φᵀv of sums (B·H, R, Dv) that lie by columns: written that way round, a tenth to a seventh faster."""
+    S.mT.baddbmm_(value.mT, phi)
 
 
 class Running:
@@ -53,12 +58,12 @@ class Running:
     def fold_in(self, phi_k: Tensor, value: Tensor) -> None:
         """S <- S + φ(k)ᵀv and z <- z + Σ φ(k) of a block (B, H, n, ·), relative to the exponent."""
         phi_k = phi_k.flatten(0, 1)
-        self.S.baddbmm_(phi_k.mT, value.flatten(0, 1))
+        add_product_(self.S, phi_k, value.flatten(0, 1))
         self.z.add_(phi_k.sum(-2))
 
     def fold_in_weighted(self, phi_k: Tensor, weight: Tensor, weighted: Tensor) -> None:
         """The same of features (B·H, n, R) whose keys weigh u (B·H, n), and of u·v (B·H, n, Dv)."""
-        self.S.baddbmm_(phi_k.mT, weighted)
+        add_product_(self.S, phi_k, weighted)
         self.z.unsqueeze(-2).baddbmm_(weight.unsqueeze(-2), phi_k)
 
     def views(self) -> Sums:
@@ -117,10 +122,14 @@ class Workspace:
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """A contiguous tensor of this shape, in the memory of the first block's."""
+        found = self._buffers.get(name)
+        if found is not None and found.shape == shape:
+            return found
         size = math.prod(shape)
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = self._like.new_empty(size)
-        return self._buffers[name][:size].view(shape)
+        if found is None or found.numel() < size:
+            found = self._buffers[name] = self._like.new_empty(shape)
+            return found
+        return found.view(-1)[:size].view(shape)
 
     def rows(self, name: str, x: Tensor, masked: Tensor | None = None) -> Tensor:
         """A block of tokens in the accumulation dtype, masked ones (B, H or 1, n) 0; copied only if needed."""

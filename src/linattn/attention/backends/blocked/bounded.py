@@ -30,7 +30,7 @@ depend on its neighbours. Letters as in blocked/__init__.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,12 +62,29 @@ def bounded_powers(feature_map: FeatureMap, tokens: Tensor, S: Tensor) -> Powers
     return powers if fits else None
 
 
+class KeyBlock(NamedTuple):
+    """A block of a stretch's keys."""
+
+    tokens: Tensor  # (B, H, n, D)
+    values: Tensor  # (B, H, n, Dv)
+    weight: Tensor  # u, (B, H, n)
+
+    def weighted_values(self, space: Workspace) -> Tensor:
+        """u·v: (B·H, n, Dv)."""
+        out = space.buffer("weighted", *self.values.shape)
+        return torch.mul(self.values, self.weight.unsqueeze(-1), out=out).flatten(0, 1)
+
+
 class BoundedKeys(NamedTuple):
-    """A stretch of keys relative to one exponent per head."""
+    """A stretch of keys relative to one exponent per head; tokens and values may lie in a buffer, until the next."""
 
     c: Tensor  # (B, H)
-    weight: Tensor  # u, (B, H, n); 0 for masked keys
+    whole: KeyBlock  # weights of masked keys are 0
     fits: Tensor  # (B, H) bool: heads where it bounds everything; elsewhere nothing here is of use
+
+    def blocks(self, stretch: Sequence[slice]) -> list[KeyBlock]:
+        """Block by block."""
+        return [KeyBlock(*x) for x in zip(*(parts(x, stretch, 2) for x in self.whole), strict=True)]
 
 
 def common_exponent(m: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,21 +93,23 @@ def common_exponent(m: Tensor) -> tuple[Tensor, Tensor]:
     return c, (m == c.unsqueeze(-1)).all(-1)
 
 
-def bounded_keys(powers: Powers, keys: KeyBlocks, stretch: slice, m: Tensor, space: Workspace) -> BoundedKeys:
+def bounded_keys(powers: Powers, keys: KeyBlocks, stretch: slice, m: Tensor) -> BoundedKeys:
     """A stretch of keys after sums with exponents m (B, H, M), which are moved to one in their midst."""
     before, is_common = common_exponent(m)
     before = torch.where(is_common, before, m.mean(-1))
-    values, masked, bias = keys.values(stretch), keys.masked(stretch), keys.bias(stretch)
-    term = powers.term(keys.tokens(stretch))
-    largest = torch.abs(values, out=space.buffer("largest", *values.shape)).amax((-2, -1))
-    fits = fits_rows(powers, term) & (largest <= MAX_VALUE)
+    tokens, values = keys.tokens(stretch), keys.values(stretch)
+    masked, bias = keys.masked(stretch), keys.bias(stretch)
+    term = powers.term(tokens)
+    # Two passes that keep nothing: magnitudes would be another block of memory.
+    fits = fits_rows(powers, term) & (values.amax((-2, -1)) <= MAX_VALUE) & (values.amin((-2, -1)) >= -MAX_VALUE)
     log = term if bias is None else term + bias
     peak = log.amax(-1)
     c = torch.where(peak > before + RISE, peak, before)
     log = log - c.unsqueeze(-1)
     live = log if masked is None else log.masked_fill(masked, 0)
     # A stretch without live keys is left to the general form, which has nothing to do there.
-    return BoundedKeys(c, log.exp_(), fits & (live.amin(-1) >= -DEPTH) & (peak > -torch.inf))
+    fits = fits & (live.amin(-1) >= -DEPTH) & (peak > -torch.inf)
+    return BoundedKeys(c, KeyBlock(tokens, values, log.exp_()), fits)
 
 
 def fits_rows(powers: Powers, term: Tensor) -> Tensor:
@@ -116,9 +135,22 @@ def fits_denominators(den: Tensor) -> Tensor:
 
 
 def write_powers(powers: Powers, x: Tensor, name: str, space: Workspace) -> Tensor:
-    """2^p of tokens (B, H, n, D): (B·H, n, R)."""
+    """2^p of tokens (B, H, n, D) or (B, H, G, n, D): (B·H, G·n, R)."""
+    # Queries of a group side by side cost a copy, which a map of one set for all heads does not need.
+    x = x.flatten(2, 3) if x.ndim == 5 and (powers.is_by_head or x.shape[2] == 1) else x
     num_features = powers.weights.shape[-1] * (1 + powers.is_paired)
-    return powers.write(x, space.buffer(name, *x.shape[:-1], num_features)).exp2_().flatten(0, 1)
+    p = powers.write(x, space.buffer(name, *x.shape[:-1], num_features)).exp2_().flatten(0, 1)
+    return p if p.ndim == 3 else p.flatten(1, 2)
+
+
+def store_bounded(out: Tensor, den: Tensor, num: Tensor, total: Tensor) -> None:
+    """Write a block's num/total and total (B·H, 1, G·n), 0 nowhere, to (B, H, G, n, Dv) and (B, H, G, n)."""
+    den.copy_(total.view(den.shape))
+    num, total = num.view(out.shape), total.view(*den.shape, 1)
+    if out.dtype == num.dtype:
+        torch.div(num, total, out=out)
+    else:
+        out.copy_(num.div_(total))
 
 
 def stretches(cut: Sequence[slice], num_blocks: int = 0) -> list[list[slice]]:
@@ -132,9 +164,10 @@ def whole(stretch: Sequence[slice]) -> slice:
     return slice(stretch[0].start, stretch[-1].stop)
 
 
-def parts(x: Tensor, stretch: Sequence[slice]) -> Iterator[Tensor]:
-    """A stretch's x (..., n) block by block."""
-    return iter(x.split([block.stop - block.start for block in stretch], -1))
+def parts(x: Tensor, stretch: Sequence[slice], dim: int) -> tuple[Tensor, ...]:
+    """A stretch's x block by block, views along this dimension; all blocks but the last are of one size."""
+    cut: tuple[Tensor, ...] = x.split(stretch[0].stop - stretch[0].start, dim)
+    return cut
 
 
 def by_head(

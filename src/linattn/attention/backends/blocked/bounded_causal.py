@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.blocks import Running
+from linattn.attention.backends.blocked.blocks import Running, add_product_
 from linattn.attention.backends.blocked.bounded import (
     BoundedKeys,
+    KeyBlock,
     are_moderate,
     bounded_keys,
     fits_denominators,
     fits_rows,
     fits_sums,
     parts,
+    store_bounded,
     whole,
     write_powers,
 )
@@ -28,7 +30,7 @@ from linattn.attention.backends.blocked.features import query_rows
 from linattn.attention.backends.blocked.grouped_causal import TokenGradients
 from linattn.attention.backends.blocked.joint_causal import JointGradients, JointRows
 from linattn.attention.backends.blocked.records import Saved
-from linattn.attention.backends.blocked.rows import rows_of, saved_rows, store_rows, times_z
+from linattn.attention.backends.blocked.rows import rows_of, saved_rows, times_z
 from linattn.attention.sums import Sums
 from linattn.feature_maps._powers import Powers
 
@@ -37,6 +39,7 @@ class BoundedSegment(NamedTuple):
     """A segment's tokens relative to one exponent per head."""
 
     keys: BoundedKeys
+    query: Tensor  # (B, H, G, n, D)
     reference: Tensor  # of its rows, (B, H, G, n)
     fits: Tensor  # (B, H) bool
 
@@ -52,35 +55,34 @@ class BoundedRows:
     def segment(self, blocks: list[slice], state: Running) -> BoundedSegment:
         """What is known of a segment before any product."""
         tokens, (S, z, m) = whole(blocks), state.views()
-        keys = bounded_keys(self.powers, self.keys, tokens, m, self.space)
-        term = self.powers.term(self.space.rows("q", self.fold.query[..., tokens, :]))
+        keys = bounded_keys(self.powers, self.keys, tokens, m)
+        query = self.space.rows("q", self.fold.query[..., tokens, :])
+        term = self.powers.term(query)
         fits = keys.fits & fits_rows(self.powers, term) & are_moderate(S, z) & self.is_hopeful
-        return BoundedSegment(keys, term.add_(keys.c[..., None, None]), fits)
+        return BoundedSegment(keys, query, term.add_(keys.c[..., None, None]), fits)
 
     def advance(self, blocks: list[slice], found: BoundedSegment, state: Running, rows: Rows) -> Tensor:
         """Fold a segment in and store its rows; the heads (B, H) where that holds."""
         is_empty = (state.views().z == 0).all(-1)
         state.rescale(found.keys.c.unsqueeze(-1).expand(state.m.shape))
-        of_blocks = (parts(found.keys.weight, blocks), parts(found.reference, blocks))
-        for block, weight, reference in zip(blocks, *of_blocks, strict=True):
-            phi_q, phi_k, weights, u = self._block(block, weight)
-            weighted = self.keys.weighted_values(block, weight)
+        out, den, reference = rows_of(rows, whole(blocks))
+        reference.copy_(found.reference)
+        of_blocks = (parts(found.query, blocks, 3), parts(out, blocks, 3), parts(den, blocks, 3))
+        for keys, query, of_out, of_den in zip(found.keys.blocks(blocks), *of_blocks, strict=True):
+            phi_k = write_powers(self.powers, keys.tokens, "keys", self.space)
+            phi_q = write_powers(self.powers, query, "queries", self.space)
+            weights = self.fold.hide_later_(self.space.product("weights", phi_q, phi_k.mT))
+            weighted, u = keys.weighted_values(self.space), keys.weight.flatten(0, 1)
             num = self.space.product("num", weights, weighted).baddbmm_(phi_q, state.S)
-            den = times_z(weights, u).add_(times_z(phi_q, state.z))
-            store_rows(rows, block, num, den, reference)
+            total = self.space.product("den", u.unsqueeze(-2), weights.mT).baddbmm_(state.z.unsqueeze(-2), phi_q.mT)
+            store_bounded(of_out, of_den, num, total)
             state.fold_in_weighted(phi_k, u, weighted)
-        den = rows_of(rows, whole(blocks)).den
         holds = fits_denominators(den)
         if not bool(holds.all()):
+            # Rows that see no key at all are 0, not 0/0.
+            out.masked_fill_((den == 0).unsqueeze(-1), 0)
             holds = fits_denominators(den.masked_fill(self._blind(blocks, is_empty), 1))
         return holds & fits_sums(*state.views()[:2])
-
-    def _block(self, block: slice, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Features of queries (B·H, G·n, R) and keys (B·H, n, R), their products where seen, and u (B·H, n)."""
-        phi_k = write_powers(self.powers, self.keys.tokens(block), "keys", self.space)
-        phi_q = write_powers(self.powers, query_rows(self.fold.query, block, self.space), "queries", self.space)
-        weights = self.fold.hide_later_(self.space.product("weights", phi_q, phi_k.mT))
-        return phi_q, phi_k, weights, weight.flatten(0, 1)
 
     def _blind(self, blocks: list[slice], is_empty: Tensor) -> Tensor:
         """(B, H, 1, n): rows that see no key at all, where the sums before the segment are of none."""
@@ -106,17 +108,17 @@ class BoundedGradients(BoundedRows):
     def pull(self, blocks: list[slice], before: Sums, S: Tensor, z: Tensor, tokens: TokenGradients) -> None:
         """Write the gradients of the sums before a segment over those after it; its tokens' are stored."""
         state = Running(before)
-        keys = bounded_keys(self.powers, self.keys, whole(blocks), before.m, self.space)
+        keys = bounded_keys(self.powers, self.keys, whole(blocks), before.m)
         state.rescale(keys.c.unsqueeze(-1).expand(before.m.shape))
-        weights, entries = list(parts(keys.weight, blocks)), []
-        for slot, (block, weight) in enumerate(zip(blocks, weights, strict=True)):
+        of_blocks, entries = keys.blocks(blocks), []
+        for slot, block in enumerate(of_blocks):
             held = (self.space.buffer(f"{slot} {i}", *x.shape).copy_(x) for i, x in enumerate((state.S, state.z)))
-            phi_k = write_powers(self.powers, self.keys.tokens(block), f"{slot} keys", self.space)
+            phi_k = write_powers(self.powers, block.tokens, f"{slot} keys", self.space)
             entries.append((*held, phi_k))
             if slot + 1 < len(blocks):
-                state.fold_in_weighted(phi_k, weight.flatten(0, 1), self.keys.weighted_values(block, weight))
-        for block, weight, entry in reversed(list(zip(blocks, weights, entries, strict=True))):
-            self._pull_block(block, weight, entry, (S.flatten(0, 1), z.flatten(0, 1)), tokens)
+                state.fold_in_weighted(phi_k, block.weight.flatten(0, 1), block.weighted_values(self.space))
+        for part, block, entry in reversed(list(zip(blocks, of_blocks, entries, strict=True))):
+            self._pull_block(part, block, entry, (S.flatten(0, 1), z.flatten(0, 1)), tokens)
         decay = (before.m - keys.c.unsqueeze(-1)).exp_()
         S.mul_(decay.unsqueeze(-1))
         z.mul_(decay)
@@ -124,15 +126,15 @@ class BoundedGradients(BoundedRows):
     def _pull_block(
         self,
         block: slice,
-        weight: Tensor,
+        keys: KeyBlock,
         entry: tuple[Tensor, Tensor, Tensor],
         of_sums: tuple[Tensor, Tensor],
         tokens: TokenGradients,
     ) -> None:
         """Add to the gradients of the sums, and store those of a block's tokens."""
-        (S, z, phi_k), (grad_S, grad_z), space, u = entry, of_sums, self.space, weight.flatten(0, 1)
-        masked, x_k, x_q = self.keys.masked(block), self.keys.tokens(block), query_rows(self.fold.query, block, space)
-        phi_q, weighted = write_powers(self.powers, x_q, "queries", space), self.keys.weighted_values(block, weight)
+        (S, z, phi_k), (grad_S, grad_z), space, u = entry, of_sums, self.space, keys.weight.flatten(0, 1)
+        masked, x_k, x_q = self.keys.masked(block), keys.tokens, query_rows(self.fold.query, block, space)
+        phi_q, weighted = write_powers(self.powers, x_q, "queries", space), keys.weighted_values(space)
         weights = self.fold.hide_later_(space.product("weights", phi_q, phi_k.mT))
         rows = saved_rows(self._saved, block, phi_q, space)
         grad_num, grad_den = rows.gradients(
@@ -148,7 +150,7 @@ class BoundedGradients(BoundedRows):
         grad_k = grad_k.baddbmm_(scores.mT, phi_q).mul_(phi_k).view(*x_k.shape[:-1], -1)
         grad_v = space.product("grad_v", phi_k, grad_S).baddbmm_(weights.mT, grad_num).mul_(u.unsqueeze(-1))
         # Last, since the products above need the gradient of the sums after the block.
-        grad_S.baddbmm_(phi_q.mT, grad_num)
+        add_product_(grad_S, phi_q, grad_num)
         grad_z.unsqueeze(-2).baddbmm_(grad_den.mT, phi_q)
         # out does not change with a factor common to all features of a row, den does.
         tokens.store_query(block, self.powers.vjp(x_q, grad_q, (rows.grad_den * rows.den).unsqueeze(-1)))

@@ -88,12 +88,6 @@ class KeyBlocks:
         """(B, H, n, Dv)."""
         return self._space.rows("v", self._inputs.value[:, :, block], self.masked(block))
 
-    def weighted_values(self, block: slice, weight: Tensor) -> Tensor:
-        """u·v for weights u (B, H, n): (B·H, n, Dv)."""
-        value = self.values(block)
-        weighted = torch.mul(value, weight.unsqueeze(-1), out=self._space.buffer("weighted", *value.shape))
-        return weighted.flatten(0, 1)
-
     def features(self, block: slice, x: Tensor | None = None, slot: str = "") -> Keys:
         """Their features times exp(bias); x are the keys, where they are loaded."""
         x, bias = self.tokens(block) if x is None else x, self.bias(block)

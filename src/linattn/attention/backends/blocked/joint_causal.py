@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import Running, Workspace, causal_mask
+from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_, causal_mask
 from linattn.attention.backends.blocked.bounded import FLOOR
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
@@ -91,7 +91,7 @@ class JointRows:
 
     def hide_later_(self, scores: Tensor) -> Tensor:
         """Scores (B·H, G·n, n) with those of unseen keys set to 0, in place."""
-        rows = scores.unflatten(1, (self.groups, -1))
+        rows = scores if self.groups == 1 else scores.unflatten(1, (self.groups, -1))
         if self.span:
             rows.masked_fill_(~causal_mask(scores.shape[-1], self.span, scores.device), 0)
         else:
@@ -169,7 +169,7 @@ class JointGradients(JointRows):
         grad_phi_k.baddbmm_(grad_scores.mT, phi_q)
         grad_v = space.product("grad_v", phi_k, flat_grad_S).baddbmm_(weights.mT, grad_num)
         # Last, since the products above need the gradient of the sums after the block.
-        flat_grad_S.baddbmm_(phi_q.mT, grad_num)
+        add_product_(flat_grad_S, phi_q, grad_num)
         grad_z.add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
         return Pulled(
             query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),

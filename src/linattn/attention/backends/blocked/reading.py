@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.blocks import Workspace, blocks, by_columns
+from linattn.attention.backends.blocked.blocks import Workspace, add_product_, blocks, by_columns
 from linattn.attention.backends.blocked.bounded import (
     bounded_powers,
     by_head,
@@ -21,6 +21,7 @@ from linattn.attention.backends.blocked.bounded import (
     fits_rows,
     fits_sums,
     parts,
+    store_bounded,
     stretches,
     whole,
     write_powers,
@@ -129,23 +130,27 @@ class BlockReader:
 
     def _store_by_head(self, powers: Powers, rows: Rows, stretch: list[slice]) -> None:
         """A stretch of rows, bounded in the heads where that holds."""
-        of_stretch = rows_of(rows, whole(stretch))
-        reference, fits = self._bounded(powers, whole(stretch))
+        of_stretch, z = rows_of(rows, whole(stretch)), self.z.unsqueeze(-2)
+        query, reference, fits = self._bounded(powers, whole(stretch))
 
         def bounded() -> Tensor:
-            for block, part in zip(stretch, parts(reference, stretch), strict=True):
-                phi_q = write_powers(powers, query_rows(self.inputs.query, block, self.space), "queries", self.space)
-                store_rows(rows, block, self.space.product("num", phi_q, self.S), times_z(phi_q, self.z), part)
-            return fits_denominators(of_stretch.den)
+            out, den = of_stretch[:2]
+            for x, of_out, of_den in zip(*(parts(x, stretch, 3) for x in (query, out, den)), strict=True):
+                phi_q = write_powers(powers, x, "queries", self.space)
+                total = self.space.product("den", z, phi_q.mT)
+                store_bounded(of_out, of_den, self.space.product("num", phi_q, self.S), total)
+            of_stretch.reference.copy_(reference)
+            return fits_denominators(den)
 
         # Heads in which a stretch was tried in vain are tried no more.
         self._fits &= ~fits | by_head(fits, bounded, lambda: self._store(rows, stretch), (), of_stretch)
 
-    def _bounded(self, powers: Powers, tokens: slice) -> tuple[Tensor, Tensor]:
-        """The exponents (B, H, G, n) of rows relative to one exponent, and the heads (B, H) where they are short."""
-        term = powers.term(self.space.rows("q", self.inputs.query[..., tokens, :]))
+    def _bounded(self, powers: Powers, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows (B, H, G, n, D), their exponents (B, H, G, n), and the heads (B, H) where they are short."""
+        query = self.space.rows("q", self.inputs.query[..., tokens, :])
+        term = powers.term(query)
         fits = self._fits & fits_rows(powers, term)
-        return term.add_(self._c[..., None, None]), fits
+        return query, term.add_(self._c[..., None, None]), fits
 
 
 class BlockGradients(BlockReader):
@@ -169,7 +174,7 @@ class BlockGradients(BlockReader):
     def _pull_by_head(self, powers: Powers, stretch: list[slice]) -> None:
         """A stretch, bounded in the heads where the forward pass was."""
         tokens = whole(stretch)
-        reference, fits = self._bounded(powers, tokens)
+        _, reference, fits = self._bounded(powers, tokens)
         fits = fits & (reference == self._saved.outputs.reference[..., tokens]).flatten(2).all(-1)
 
         def bounded() -> None:
@@ -203,7 +208,7 @@ class BlockGradients(BlockReader):
     def _pull_rows(self, rows: SavedRows, phi_q: Tensor) -> Tensor:
         """The gradient of features (B·H, G·n, R); those of S and z are added."""
         grad_num, grad_den = rows.gradients(lambda: (phi_q @ self.S, times_z(phi_q, self.z)), self.space)
-        self._grad_S.flatten(0, 1).baddbmm_(phi_q.mT, grad_num)
+        add_product_(self._grad_S.flatten(0, 1), phi_q, grad_num)
         self._grad_z.add_(torch.bmm(grad_den.mT, phi_q).view(self._grad_z.shape))
         # grad φ(q) = [grad num, grad den] [S, z]ᵀ.
         return self.space.product("grad", grad_num, self.S.mT).addcmul_(grad_den, self.z.unsqueeze(-2))
