@@ -83,7 +83,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, which mixes dtypes (float32 from rotary positions, bfloat16), in the widest; else as they are."""
     # Asked first, since most calls and every decoding step end here.
-    if not (isinstance(tensors[0], Tensor) and torch.is_autocast_enabled(tensors[0].device.type)):
+    first = tensors[0]
+    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     if any(not isinstance(x, Tensor) or x.is_meta or x.dtype not in _DTYPES for x in tensors):
         return tensors
