@@ -26,7 +26,7 @@ from linattn.lab.report import SOURCES, summarise_audit, summarise_claims
 from linattn.records.atomic import atomic_file
 from memory_tables import memory_table, take_memory
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
-from site_tables import claims_table, honest_table, misses_table, no_better_table, picture_words
+from site_tables import claims_table, honest_table, misses_table, no_better_table, picture_words, time_words
 from write_cli import cli_page
 from write_schema import schema_page
 
@@ -147,7 +147,7 @@ def audit_table(audit: dict[str, Any]) -> str:
         width = f", {line['features']} features" if line["features"] else ""
         rows.append(
             f"| `{line['method']}`{width} | {line['state_numbers']:,} | {line['flops_per_token']:,} | "
-            f"{line['time']:.2g} × | {line['error']:.2f} | {line['ratio']:.2f} | {line['cosine']:.3f} |"
+            f"{time_words(line)} | {line['error']:.2f} | {line['ratio']:.2f} | {line['cosine']:.3f} |"
         )
     return "\n".join(rows)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from linattn.lab.audit.records import AUDIT, Header, HeadRow, ModelRow, PlanRow
+from linattn.lab.audit.records import AUDIT, Header, HeadRow, ModelRow, PlanRow, TimeRow
 from linattn.lab.experiments import EXPERIMENTS, reproduction
 from linattn.lab.experiments.records import CLAIMS
 from linattn.lab.experiments.reproduction import Reproduction
@@ -98,12 +98,16 @@ def test_figures_are_taken_from_a_report(writer, tmp_path, monkeypatch):
     head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
     models = [ModelRow(name, None, 0, 1.0, 1.0) for name in ("exact", "uniform", "planned")]
     plan = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 6, 20)
-    AUDIT.write(tmp_path / "audit.jsonl", header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9), plan])
+    AUDIT.write(
+        tmp_path / "audit.jsonl",
+        header,
+        [*models, head, TimeRow("Relu", 2, (3.0,), (2.0,), 1), ModelRow("Relu", 2, 0, 0.9, 0.9), plan],
+    )
     monkeypatch.setattr(reproduction, "EXPERIMENTS", {"first": Trial()})
     run = Reproduction([], "full")
     CLAIMS.write(tmp_path / "claims.jsonl", run.header, run.records([]))
     taken = json.loads(json.dumps(writer.take_figures(tmp_path)))
-    assert "| `Relu` | 6 | 20 | 0.20 | 0.25 | 0.900 |" in writer.audit_table(taken["audit"])
+    assert "| `Relu` | 6 | 20 | 1.5 × | 0.20 | 0.25 | 0.900 |" in writer.audit_table(taken["audit"])
     assert taken["audit"]["plan"].startswith("For a target of 0.1: Of 1 heads, 0 stay exact")
     assert f"| {Trial.CLAIM} | **holds** | the largest area is 25 | {Trial.SOURCE} | `first` |" in writer.claims_page(
         taken["claims"]

@@ -119,7 +119,7 @@ def without_times(out):
 def test_plans_are_gone_on_from(run, tmp_path, monkeypatch):
     """A plan that was made and measured is not made again; that of another audit is kept aside."""
     out = tmp_path / "out"
-    assert run("--target", "0.6").exit_code == 0
+    assert run("--target", "0.6", "--even-if-slower").exit_code == 0
     whole, plans = set(without_times(out)), (out / "plan.json").read_bytes()
     (out / "audit.jsonl").unlink()
     (out / "plan.json").unlink()
@@ -132,7 +132,7 @@ def test_plans_are_gone_on_from(run, tmp_path, monkeypatch):
         return plan(*tensors, **options)
 
     monkeypatch.setattr("linattn.lab.audit.planned.plan", counted)
-    assert run("--target", "0.6").exit_code == 130
+    assert run("--target", "0.6", "--even-if-slower").exit_code == 130
     assert len(read_plans(out / "plan.partial.json")) == 1
     assert sorted(path.name for path in out.iterdir()) == [
         "audit.jsonl",
@@ -141,13 +141,13 @@ def test_plans_are_gone_on_from(run, tmp_path, monkeypatch):
         "report.json",
     ]
     assert "planned" in Page((out / "index.html").read_text(encoding="utf-8")).text
-    assert run("--target", "0.6").exit_code == 0
+    assert run("--target", "0.6", "--even-if-slower").exit_code == 0
     assert len(made) == 3
     assert set(without_times(out)) == whole
     assert (out / "plan.json").read_bytes() == plans
-    assert run("--target", "0.6").exit_code == 0
+    assert run("--target", "0.6", "--even-if-slower").exit_code == 0
     assert len(made) == 3
-    assert run("--target", "0.05").exit_code == 0
+    assert run("--target", "0.05", "--even-if-slower").exit_code == 0
     assert made[3:] == [0.05] * 2
     assert (out / "plan.1.json").read_bytes() == plans
 
