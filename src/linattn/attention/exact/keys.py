@@ -21,9 +21,9 @@ class Tokens(NamedTuple):
     bias: Tensor
 
     def then(self, other: Tokens) -> Tokens:
-        """These and then others, which are not copied where these are none."""
-        if self.bias.shape[2] == 0:
-            return other
+        """These and then others; neither is copied where the other is none."""
+        if self.bias.shape[2] == 0 or other.bias.shape[2] == 0:
+            return other if self.bias.shape[2] == 0 else self
         return Tokens(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
 
     def pick(self, index: Tensor) -> Tokens:
