@@ -12,7 +12,7 @@ FAULTS = (
     Fault(
         "leave the sample out of a merged key's bias",
         EXACT + "merging.py",
-        "return means.weighted(means.log_mass - logits.logsumexp(2))",
+        "return means.weighted(means.log_mass - attended.log_attended(means.key))",
         "return means.weighted(means.log_mass)",
         MERGING,
     ),
@@ -26,15 +26,15 @@ FAULTS = (
     Fault(
         "measure keys without the queries",
         EXACT + "merging.py",
-        ".mul_(spread.unsqueeze(2))",
-        "",
+        "torch.cat((spread.unsqueeze(2), worth",
+        "torch.cat((torch.ones_like(spread).unsqueeze(2), worth",
         MERGING,
     ),
     Fault(
         "measure keys without their values",
         EXACT + "merging.py",
-        "return torch.cat((key, value.mul_((wide / torch.where(narrow == 0, 1, narrow)).sqrt())), -1)",
-        "return key",
+        "worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values",
+        "worth = 0 * wide",
         MERGING,
     ),
     Fault(
@@ -46,9 +46,16 @@ FAULTS = (
     ),
     Fault(
         "weigh keys by the mean query of all heads",
-        EXACT + "merging.py",
-        "logits = sample.query @ tokens.key.mT + bias.unsqueeze(2)",
-        "logits = sample.query.mean(2, keepdim=True) @ tokens.key.mT + bias.unsqueeze(2) + 0 * sample.query[..., :1]",
+        EXACT + "query_sample.py",
+        "logits = torch.baddbmm(bias, rows, key.mT)",
+        "logits = torch.baddbmm(bias, rows.mean(1, keepdim=True).expand_as(rows), key.mT)",
+        MERGING,
+    ),
+    Fault(
+        "add up masses that underflow",
+        EXACT + "query_sample.py",
+        "found.append(((logits - log.unsqueeze(-1)).logsumexp(1), log))",
+        "found.append(((logits - log.unsqueeze(-1)).exp().sum(1).clamp(min=1e-38).log(), log))",
         MERGING,
     ),
     Fault(
@@ -86,8 +93,8 @@ FAULTS = (
     Fault(
         "keep the mean query's bias for a sample's cluster",
         EXACT + "merged_everywhere.py",
-        "means.weighted(means.log_mass - logits.logsumexp(2))",
-        "means.weighted(means.log_mass - logits.mean(2))",
+        "means.weighted(means.log_mass - attended.log_attended(means.key))",
+        "means.weighted(means.log_mass - attended.log_attended(means.key.mean(2, keepdim=True)))",
         EVERYWHERE,
     ),
     Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -30,6 +31,19 @@ def attention(sample: QuerySample, keys: Tokens) -> Tensor:
     """Weights (B, H, S, n) before they are divided by their sum."""
     logits = sample.query @ keys.key.mT + keys.bias.unsqueeze(2)
     return torch.where(sample.there.unsqueeze(-1), logits, -torch.inf).exp()
+
+
+def test_masses_of_keys_that_the_sample_hardly_sees_do_not_underflow() -> None:
+    """In float32 as in float64: later queries may see such keys, and read them by their biases."""
+    keys, sample = weighted(absent=0.0)
+    strong = QuerySample(100 * sample.query, sample.there)
+    wanted = strong.attends(keys)
+    assert wanted.log_mass.min() < 2 * math.log(torch.finfo(torch.float32).tiny)
+    rounded = QuerySample(strong.query.float(), strong.there).attends(Tokens(*(x.float() for x in keys)))
+    # Logits are sums of D products, and each mass is of differences of two.
+    largest = strong.query.norm(dim=-1).max() * keys.key.norm(dim=-1).max() + keys.bias.abs().max()
+    atol = float(2 * (keys.key.shape[-1] + 2) * torch.finfo(torch.float32).eps * largest)
+    torch.testing.assert_close(rounded.log_mass.double(), wanted.log_mass, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("num_queries", [1, 50])

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens, picked
 from linattn.attention.exact.merged_window import read_beside_neighbours
-from linattn.attention.exact.merging import cluster_means
+from linattn.attention.exact.merging import Metric, cluster_means
 from linattn.attention.exact.partitioning import partition, seeds
+from linattn.attention.exact.query_sample import QuerySample
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading, read
-from linattn.attention.softmax import exponentials, inert
+from linattn.attention.softmax import inert
 
 # Queries whose attention is the keys' mass: as many as keep their logits within these, and no fewer than that.
 _SAMPLED, _FEWEST = 2**17, 64
@@ -52,21 +53,19 @@ def attend_all_merging(
         if query.shape[3] == key.shape[2]
         else query.new_ones(*key.shape[:2], query.shape[3], dtype=torch.bool)
     )
-    sample, there = _sampled(query, live, key.shape[2])
-    log_mass, log_normalizer = _mass(sample, there, tokens, scale)
+    sample = _sampled(query, live, key.shape[2], scale)
+    attended = sample.attends(tokens)
     with torch.no_grad():
-        number = _clusters(tokens, _spread(sample, there) * scale, log_mass, exact.num_merged)
-    means = cluster_means(tokens, number, log_mass, exact.num_merged)
-    # What the sample attends to a cluster on average is what it attends to the members.
-    logits = (sample * scale) @ means.key.mT - log_normalizer.unsqueeze(-1)
-    few = means.weighted(means.log_mass - logits.logsumexp(2))
+        number = _clusters(tokens, sample.spread, attended.log_mass, exact.num_merged)
+    means = cluster_means(tokens, number, attended.log_mass, exact.num_merged)
+    few = means.weighted(means.log_mass - attended.log_attended(means.key))
     if exact.window is None:
         return read(query, few, scale, is_causal=False, with_log=with_log)
     return read_beside_neighbours(query, tokens, few, number, means.share, exact.window, scale, with_log=with_log)
 
 
-def _sampled(query: Tensor, live: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Queries (B, H, S, D), evenly spaced among those that there are, of at least float32, and which are (B, H, S)."""
+def _sampled(query: Tensor, live: Tensor, num_keys: int, scale: float) -> QuerySample:
+    """Queries evenly spaced among those that there are."""
     live = live.expand(*query.shape[:2], -1)
     size = max(_SAMPLED // num_keys, _FEWEST) // query.shape[2]
     size, number = min(max(size, 1), live.shape[-1]), live.sum(-1, keepdim=True)
@@ -76,40 +75,8 @@ def _sampled(query: Tensor, live: Tensor, num_keys: int) -> tuple[Tensor, Tensor
     index = (~live).byte().argsort(dim=-1, stable=True).gather(-1, places)
     there = (places < number).unsqueeze(-1).expand(-1, -1, -1, query.shape[2]).flatten(2)
     found = picked(query.movedim(2, 3).flatten(3), index).unflatten(-1, query.shape[2::2]).flatten(2, 3)
-    found = torch.where(there.unsqueeze(-1), found, 0)
-    return found.to(torch.promote_types(query.dtype, torch.float32)), there
-
-
-def _mass(sample: Tensor, there: Tensor, tokens: Tokens, scale: float) -> tuple[Tensor, Tensor]:
-    """Logarithms (B, H, L) of what the sample attends to each key, -inf for absent ones; its normalisers' (B, H, S).
-
-    Queries that are not there, or see no key, attend to nothing: their normaliser is infinite.
-    """
-    absent = tokens.bias == -torch.inf
-    # Queries that see no key are given all of them, so that no row is without a number, and nothing is kept of it.
-    blind = absent.all(-1, keepdim=True)
-    bias = torch.where(absent & ~blind, -torch.inf, torch.where(absent, 0, tokens.bias))
-    rows, found = (sample * scale, there & ~blind, tokens.key, bias), []
-    size = max(_CHUNK // max(sample.shape[2] * bias.shape[2], 1), 1)
-    for some, seen, key, own in zip(*(x.flatten(0, 1).split(size) for x in rows), strict=True):
-        weights, peak = exponentials(torch.baddbmm(own.unsqueeze(1), some, key.mT))
-        total = weights.sum(-1, keepdim=True)
-        log = torch.where(seen, (total.log() + peak).squeeze(-1), torch.inf)
-        found.append(((seen.unsqueeze(1) / total.mT) @ weights, log))
-    mass, log_normalizer = (
-        torch.cat(parts).flatten(1).unflatten(0, bias.shape[:2]) for parts in zip(*found, strict=True)
-    )
-    # A key that nobody in the sample sees is still there.
-    log_mass = mass.clamp(min=torch.finfo(mass.dtype).tiny).log()
-    return torch.where(absent, -torch.inf, log_mass), log_normalizer
-
-
-def _spread(sample: Tensor, there: Tensor) -> Tensor:
-    """Standard deviations (B, H, D) of the sampled queries' coordinates."""
-    seen = there.unsqueeze(-1)
-    number = seen.sum(2, keepdim=True).clamp(min=1)
-    mean = sample.sum(2, keepdim=True) / number
-    return (torch.where(seen, sample - mean, 0).square().sum(2) / number.squeeze(2)).sqrt()
+    found = found.to(torch.promote_types(query.dtype, torch.float32)) * scale
+    return QuerySample(torch.where(there.unsqueeze(-1), found, 0), there)
 
 
 def _clusters(tokens: Tokens, spread: Tensor, log_mass: Tensor, num_merged: int) -> Tensor:
@@ -123,19 +90,16 @@ def _clusters(tokens: Tokens, spread: Tensor, log_mass: Tensor, num_merged: int)
         pool = tokens.pick(place)
     else:
         pool, standing = tokens, log_mass
-    share = torch.softmax(standing, -1).nan_to_num(0.0).unsqueeze(-1)
-    # Around their means: differences of large products would lose digits.
-    mean_key, mean_value = ((share * x).sum(2, keepdim=True) for x in pool[:2])
-    key, value = (pool.key - mean_key) * spread.unsqueeze(2), pool.value - mean_value
-    wide, narrow = ((share * x.square()).sum((2, 3)) for x in (key, value))
-    worth = (_VALUES * (wide / torch.where(narrow == 0, 1, narrow)).sqrt())[..., None, None]
-    few = partition(torch.cat((key, value * worth), -1), standing, num_merged, _ROUNDS)
+    both = torch.cat(pool[:2], -1)
+    metric = Metric.of(both, torch.softmax(standing, -1).nan_to_num(0.0), spread, _VALUES)
+    few = partition(metric.points(both), standing, num_merged, _ROUNDS)
     means = cluster_means(pool, few, standing, num_merged)
-    parts = (means.key - mean_key) * spread.unsqueeze(2).square(), (means.value - mean_value) * worth.square()
-    own = ((means.key - mean_key) * parts[0]).sum(-1) + ((means.value - mean_value) * parts[1]).sum(-1)
-    shift = (mean_key * parts[0]).sum(-1) + (mean_value * parts[1]).sum(-1)
-    near = torch.where(means.size == 0, -torch.inf, -own / 2 - shift)
-    number = _nearest(tokens, parts, near)
+    # The nearest has the largest x·c - |c|²/2, in the metric and around its mean.
+    centre = torch.cat((means.key, means.value), -1) - metric.mean
+    weighted = centre * metric.factor.square()
+    near = -((centre / 2 + metric.mean) * weighted).sum(-1)
+    parts = weighted[..., : spread.shape[-1]], weighted[..., spread.shape[-1] :]
+    number = _nearest(tokens, parts, torch.where(means.size == 0, -torch.inf, near))
     return torch.where(log_mass == -torch.inf, num_merged, number)
 
 

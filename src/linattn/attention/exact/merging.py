@@ -28,40 +28,40 @@ def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
     """
     if tokens.bias.shape[2] <= num_merged:
         return tokens
-    sample = sample.or_even()
-    log_mass, log_normalizer = attended(sample, tokens)
+    attended = sample.attends(tokens)
     with torch.no_grad():
-        number = partition(_points(tokens, sample.spread), log_mass, num_merged, num_rounds=1)
-    means = cluster_means(tokens, number, log_mass, num_merged)
-    logits = sample.query @ means.key.mT - log_normalizer.unsqueeze(-1)
-    return means.weighted(means.log_mass - logits.logsumexp(2))
+        there = (tokens.bias != -torch.inf).to(tokens.bias.dtype)
+        share = there / there.sum(-1, keepdim=True).clamp(min=1)
+        point = torch.cat(tokens[:2], -1)
+        point = Metric.of(point, share, sample.spread).points(point)
+        number = partition(point, attended.log_mass, num_merged, num_rounds=1)
+    means = cluster_means(tokens, number, attended.log_mass, num_merged)
+    return means.weighted(means.log_mass - attended.log_attended(means.key))
 
 
-def attended(sample: QuerySample, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Logarithms (B, H, n) of what the sample attends to each key, -inf for absent ones; its normalisers' (B, H, S).
+class Metric(NamedTuple):
+    """What distances between keys and their values (B, H, n, D + Dv) are taken in: of (x - mean)·factor."""
 
-    Queries that are not there attend to nothing: their normaliser is infinite. Some query must be there.
-    """
-    absent = tokens.bias == -torch.inf
-    # Heads without a key are given all of theirs, so that no row is without a number, and nothing is kept of it.
-    bias = torch.where(absent & ~absent.all(-1, keepdim=True), -torch.inf, torch.where(absent, 0, tokens.bias))
-    logits = sample.query @ tokens.key.mT + bias.unsqueeze(2)
-    log_normalizer = torch.where(sample.there, logits.logsumexp(-1), torch.inf)
-    shares = torch.where(absent.unsqueeze(2), 0, logits - log_normalizer.unsqueeze(-1))
-    return torch.where(absent, -torch.inf, shares.logsumexp(2)), log_normalizer
+    mean: Tensor  # (B, H, 1, D + Dv); around 0 differences of large products would lose digits
+    factor: Tensor  # (B, H, 1, D + Dv)
 
+    @classmethod
+    def of(cls, x: Tensor, share: Tensor, spread: Tensor, values: float = 1.0) -> Metric:
+        """Of keys as queries of this spread (B, H, D) see them, and values that count `values` times as much.
 
-def _points(tokens: Tokens, spread: Tensor) -> Tensor:
-    """What distances are taken between, (B, H, n, D + Dv): keys as the sample sees them, and values as spread as they.
+        Mean and variances are by these shares (B, H, n); absent keys have none, and are 0.
+        """
+        share, width = share.unsqueeze(2), spread.shape[-1]
+        mean = share @ x
+        variance = share @ (x - mean).square()
+        wide = (variance[..., :width] * spread.unsqueeze(2).square()).sum(-1, keepdim=True)
+        narrow = variance[..., width:].sum(-1, keepdim=True)
+        worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values
+        return cls(mean, torch.cat((spread.unsqueeze(2), worth.expand_as(variance[..., width:])), -1))
 
-    Around their means: differences of large products would lose digits. Absent keys are 0, and count for nothing.
-    """
-    there = (tokens.bias != -torch.inf).to(tokens.bias.dtype).unsqueeze(2)
-    even = there / there.sum(-1, keepdim=True).clamp(min=1)
-    key = (tokens.key - even @ tokens.key).mul_(spread.unsqueeze(2))
-    value = tokens.value - even @ tokens.value
-    wide, narrow = ((even @ x.square()).sum(-1, keepdim=True) for x in (key, value))
-    return torch.cat((key, value.mul_((wide / torch.where(narrow == 0, 1, narrow)).sqrt())), -1)
+    def points(self, x: Tensor) -> Tensor:
+        """Keys and values (B, H, n, D + Dv) as points between which distances are squares of differences."""
+        return (x - self.mean) * self.factor
 
 
 class ClusterMeans(NamedTuple):

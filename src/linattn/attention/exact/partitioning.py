@@ -80,10 +80,9 @@ def finite(point: Tensor) -> Tensor:
 
 def relative(logs: Tensor) -> Tensor:
     """Exponentials (N, n) of the present keys' logarithms relative to the largest; 0 for absent keys."""
-    alive = logs != -torch.inf
-    logs = torch.where(alive, logs.nan_to_num(0.0), -torch.inf)
-    peak = logs.amax(-1, keepdim=True)
-    return torch.where(alive, torch.where(alive, logs - peak, 0).clamp(min=_FAINTEST).exp(), 0)
+    finite = logs.nan_to_num(0.0)
+    mass = (finite - finite.amax(-1, keepdim=True)).clamp(min=_FAINTEST).exp()
+    return mass.masked_fill(logs == -torch.inf, 0)
 
 
 def _merged_down(clusters: Centres, num_clusters: int, num_rounds: int) -> Tensor:

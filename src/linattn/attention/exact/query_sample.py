@@ -1,4 +1,4 @@
-"""A few of a stream's latest queries, by whose attention its keys are merged; letters as in exact/__init__.py.
+"""A few of the queries, by whose attention keys are merged; letters as in exact/__init__.py.
 
 Letters: S sampled queries, G query heads of a key/value head.
 """
@@ -10,14 +10,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.attention.exact.keys import Tokens
+
 # Queries that a block of tokens gives, where a group has no more heads.
 _FEWEST = 8
 # Blocks that a sample is of, where each gives as many.
 _BLOCKS = 2
+# In place of -inf, whose differences and derivatives are no numbers.
+_NEVER = -1e30
+# Logits held at once: few enough to stay in a processor's cache from one pass to the next.
+_CHUNK = 2**19
+
+
+class Attended(NamedTuple):
+    """What sampled queries attend to, in logarithms."""
+
+    log_mass: Tensor  # (B, H, n), of Σ_s a_si of each key; -inf for absent ones
+    query: Tensor  # (B, H, S, D), those that attend: at least one
+    log_normalizer: Tensor  # (B, H, S), theirs; so large that those that are not there attend to nothing
+
+    def log_attended(self, key: Tensor) -> Tensor:
+        """Logarithms (B, H, C) of Σ_s a_s of other keys (B, H, C, D), beside the same ones."""
+        return (self.query @ key.mT - self.log_normalizer.unsqueeze(-1)).logsumexp(2)
 
 
 class QuerySample(NamedTuple):
-    """Queries times the scale, per key/value head: spread over the latest tokens, each of one head of the group."""
+    """Queries times the scale, per key/value head."""
 
     query: Tensor  # (B, H, S, D), at least float32; 0 for those of masked tokens
     there: Tensor  # (B, H, S), false for these
@@ -47,11 +65,21 @@ class QuerySample(NamedTuple):
         sample = torch.cat((self.query, rows), 2)[:, :, -size:].clone()
         return QuerySample(sample, torch.cat((self.there, there), 2)[..., -size:].clone())
 
-    def or_even(self) -> QuerySample:
-        """And, for heads that have none of them, one that attends to all keys alike."""
-        none = ~self.there.any(-1, keepdim=True)
-        query = self.query.new_zeros(*none.shape, self.query.shape[-1])
-        return QuerySample(torch.cat((self.query, query), 2), torch.cat((self.there, none), 2))
+    def attends(self, tokens: Tokens) -> Attended:
+        """What it attends to of keys (B, H, n, ·); where none of it is there, to all alike. O(n·S·D)."""
+        query, there = self
+        if query.shape[2] == 0:
+            query, there = query.new_zeros(*query.shape[:2], 1, query.shape[3]), there.new_zeros(*there.shape[:2], 1)
+        # Those that are not there are 0.
+        there = there | ~there.any(-1, keepdim=True)
+        given = query, there, tokens.key, tokens.bias.clamp(min=_NEVER).unsqueeze(2)
+        size, found = max(_CHUNK // max(query.shape[2] * tokens.bias.shape[2], 1), 1), []
+        for rows, seen, key, bias in zip(*(x.flatten(0, 1).split(size) for x in given), strict=True):
+            logits = torch.baddbmm(bias, rows, key.mT)
+            log = torch.where(seen, logits.logsumexp(-1), -_NEVER)
+            found.append(((logits - log.unsqueeze(-1)).logsumexp(1), log))
+        log_mass, log = (torch.cat(x).unflatten(0, query.shape[:2]) for x in zip(*found, strict=True))
+        return Attended(torch.where(tokens.bias == -torch.inf, -torch.inf, log_mass), query, log)
 
     @property
     def spread(self) -> Tensor:

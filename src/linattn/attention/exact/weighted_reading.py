@@ -40,7 +40,8 @@ def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_l
     bias = tokens.bias.unsqueeze(2)
     if is_causal and number > 1:
         visible = causal_mask(number, bias.shape[-1], bias.device)
-        bias = torch.where(visible, bias, -torch.inf).repeat(1, 1, groups, 1)
+        bias = torch.where(visible, bias, -torch.inf)
+        bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
     key, value = tokens.key.to(dtype), tokens.value.to(dtype)
     if with_log:
         part = softmax_rows(rows, key, value, bias, scale)
