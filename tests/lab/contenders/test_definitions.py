@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cosine_similarity, normalize
 from torch.utils import _pytree as pytree
 
-from linattn import Exact, linear_attention, linear_attention_with_state
+from linattn import Exact, linear_attention, linear_attention_with_state, softmax_attention
 from linattn.attention.exact.keys import Tokens
 from linattn.lab.contenders import at_budget
 from linattn.lab.contenders.attention_matching import AttentionMatching, compacted
@@ -19,9 +19,9 @@ from linattn.lab.contenders.expected_attention import ExpectedAttention
 from linattn.lab.contenders.h2o import H2O
 from linattn.lab.contenders.keydiff import KeyDiff
 from linattn.lab.contenders.kivi import Kivi
-from linattn.lab.contenders.merged import Merged
+from linattn.lab.contenders.merged import Merged, MergedInFewBits
 from linattn.lab.contenders.moment_kv import MomentKV
-from linattn.lab.contenders.quantising import quantised
+from linattn.lab.contenders.quantising import mixed, quantised
 from linattn.lab.contenders.tova import Tova
 from linattn.lab.contenders.uniform_sample import UniformSample
 from linattn.lab.contenders.windows import SinksAndWindow
@@ -216,3 +216,27 @@ def test_merged_is_the_op_with_the_bytes_of_its_state():
     state = linear_attention_with_state(Q, K, V, None, enable_gqa=True, exact=exact).state
     held = sum(x.nbytes for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor))
     assert held == rule.num_bytes(sizes, L)  # 60 tokens are ten whole blocks: two are held
+
+
+def test_merged_keys_in_few_bits_are_merged_keys_but_for_the_bits():
+    """Each bit halves what rounding adds; the first queries are exact."""
+    exact, num_first = Exact(4, num_merged=12), 16
+    whole = Merged(exact).attend(Q, K, V, SCALE)
+    errors = []
+    for bits in (4, 8):
+        found = MergedInFewBits(exact, num_first, bits).attend(Q, K, V, SCALE)
+        truth = softmax_attention(Q, K, V, is_causal=True, scale=SCALE, enable_gqa=True)
+        torch.testing.assert_close(found[:, :, :num_first], truth[:, :, :num_first], rtol=0, atol=CLOSE)
+        errors.append(float((found - whole)[:, :, num_first:].norm() / whole[:, :, num_first:].norm()))
+    assert errors[1] < errors[0] / 8
+    assert errors[0] < 0.2
+
+
+def test_mixing_keeps_lengths_and_is_its_own_inverse():
+    for width in (1, 3, 8, 12):
+        x = torch.randn(4, width, generator=DRAW, dtype=torch.float64)
+        torch.testing.assert_close(mixed(mixed(x)), x, rtol=0, atol=1e-14)
+        torch.testing.assert_close(mixed(x).norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
+    # One large coordinate in all of its piece.
+    one = mixed(torch.tensor([8.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.float64))
+    assert one.tolist() == [4.0] * 4 + [0.0] * 8

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from linattn.attention import Exact, linear_attention, softmax_attention
-from linattn.attention.exact import MergedKeys, attend_causal_merging
-from linattn.attention.exact.query_sample import sample_size
+from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.merging import reduced
+from linattn.attention.exact.query_sample import QuerySample, sample_size
+from linattn.attention.exact.weighted_reading import read
 from linattn.lab.contenders.contender import Contender, Sizes
-from linattn.lab.contenders.quantising import quantised, scale_bytes
+from linattn.lab.contenders.quantising import mixed, quantised, scale_bytes
 
 # Tokens by which channels are measured, where there is room for them.
 _MOST_FIRST = 512
@@ -51,12 +53,12 @@ class Merged(Contender):
 
 @dataclass(frozen=True)
 class MergedInFewBits(Contender):
-    """Merged keys whose keys and values are rounded as they come, token by token, and again as they are merged.
+    """Merged keys in few bits behind a window that is kept as it is.
 
     Keys have channels that are large in every token, which is why KIVI rounds them channel by channel; merged keys have
     no groups of tokens, so that here a channel's mean and deviation are taken from the first tokens, as many as the
     bytes hold as they are and no more than 512, and keys are rounded relative to these. The queries of these tokens
-    read them as they are.
+    read them as they are. Keys and values are rounded in a mixed basis, in which no coordinate is far from the others.
     """
 
     exact: Exact
@@ -64,7 +66,7 @@ class MergedInFewBits(Contender):
     bits: int = 4
 
     kind = "merged keys in 4 bits"
-    source = "linattn.Exact; arXiv 2402.02750"
+    source = "linattn.Exact; arXiv 2402.02750, 2404.00456"
 
     @property
     def label(self) -> str:
@@ -73,20 +75,24 @@ class MergedInFewBits(Contender):
 
     @classmethod
     def within(cls, num_bytes: int, sizes: Sizes, near: float) -> Self:
-        """The most merged keys in so many bytes, as `Merged.within`."""
-        exact = _split((num_bytes - cls._shared_bytes(sizes)) // cls._token_bytes(sizes, 4), near)
+        """The most merged keys in so many bytes; a window and its block are of the share `near` of as many keys."""
+        each = sizes.key_bytes + sizes.statistic_bytes
+        window = _split((num_bytes - sample_bytes(sizes)) // each, near).window
+        left = num_bytes - cls._shared_bytes(sizes) - _near(window) * each
+        exact = Exact(window, num_merged=left // cls._token_bytes(sizes, 4))
         return cls(exact, min(num_bytes // sizes.key_bytes, _MOST_FIRST))
 
     def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
-        """Codes, scales and biases, the sampled queries, and the channels' means and deviations."""
+        """Keys of the window and a block as they are, codes and scales, biases, and what is kept once per head."""
+        each, whole = sizes.key_bytes + sizes.statistic_bytes, min(_near(self.exact.window), num_tokens)
         if num_tokens <= self.num_first:
-            return num_tokens * sizes.key_bytes
-        kept = min(self.exact.cost(is_causal=True).kept, num_tokens)
-        return kept * self._token_bytes(sizes, self.bits) + self._shared_bytes(sizes)
+            return num_tokens * each
+        few = min(self.exact.num_merged, num_tokens - whole)
+        return whole * each + few * self._token_bytes(sizes, self.bits) + self._shared_bytes(sizes)
 
     @staticmethod
     def _shared_bytes(sizes: Sizes) -> int:
-        """What is kept once per head."""
+        """The sampled queries, and the channels' means and deviations."""
         return sample_bytes(sizes) + 2 * sizes.head_dim * sizes.number_bytes
 
     @staticmethod
@@ -96,32 +102,29 @@ class MergedInFewBits(Contender):
         return codes + scale_bytes(sizes.head_dim) + scale_bytes(sizes.value_dim) + sizes.statistic_bytes
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Block by block, so that what was merged is rounded before it is read."""
+        """As the stream does it, and what was merged is rounded before it is read."""
         rows, first = query.unflatten(1, (key.shape[1], -1)), key[:, :, : self.num_first]
         mean, spread = first.mean(2, keepdim=True), first.std(2, keepdim=True, correction=0)
         spread = torch.where(spread == 0, 1, spread)
-
-        def rounded(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            """As they are kept."""
-            relative = quantised((keys - mean) / spread, self.bits, -1)
-            return relative * spread + mean, quantised(values, self.bits, -1)
-
-        near = query[:, :, : self.num_first], first, value[:, :, : self.num_first]
-        whole = softmax_attention(*near, is_causal=True, scale=scale, enable_gqa=True)
-        key, value = rounded(key, value)
-        kept, block, parts = MergedKeys.empty(self.exact, key, value), self.exact.blocks.size, []
+        tokens = Tokens(key, value, key.new_zeros(key.shape[:3]))
+        merged, sample, parts = tokens.cut(0, 0), QuerySample.empty(key), []
+        window, block = self.exact.blocks.window, self.exact.blocks.size
         for start in range(0, key.shape[2], block):
-            stop = min(start + block, key.shape[2])
-            near = rows[:, :, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
-            found, kept = attend_causal_merging(*near, None, kept, scale, with_log=False)
-            merged = kept.merged
-            if merged.bias.shape[2]:
-                keys, values = rounded(merged.key, merged.value)
-                merged = merged._replace(key=keys, value=values)
-            kept = replace(kept, merged=merged)
-            parts.append(found.out)
+            stop, near = min(start + block, key.shape[2]), max(start - window, 0)
+            few = reduced(merged.then(tokens.cut(max(near - block, 0), near)), sample, self.exact.num_merged)
+            coarse = self._rounded((few.key - mean) / spread) * spread + mean
+            merged = Tokens(coarse, self._rounded(few.value), few.bias)
+            some, live = rows[:, :, :, start:stop], torch.ones_like(tokens.bias[..., start:stop], dtype=torch.bool)
+            parts.append(read(some, merged.then(tokens.cut(near, stop)), scale, is_causal=True, with_log=False).out)
+            sample = sample.add(some, live, scale, block=block, first=0)
         out = torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
+        begin = query[:, :, : self.num_first], first, value[:, :, : self.num_first]
+        whole = softmax_attention(*begin, is_causal=True, scale=scale, enable_gqa=True)
         return torch.cat((whole, out[:, :, self.num_first :]), 2)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """As it is kept."""
+        return mixed(quantised(mixed(x), self.bits, -1))
 
 
 def sample_bytes(sizes: Sizes) -> int:
@@ -140,7 +143,7 @@ def _split(num_keys: int, near: float) -> Exact:
     return Exact(window=window, num_merged=num_keys - _near(window))
 
 
-def _near(window: int) -> int:
+def _near(window: int | None) -> int:
     """Keys of a window and a block."""
     blocks = Exact(window, num_merged=1).blocks
     return blocks.window + blocks.size

@@ -35,6 +35,26 @@ def quantised(x: Tensor, bits: int, dim: int) -> Tensor:
     return torch.cat([_one_group(part, bits, dim) for part in x.split(GROUP, dim)], dim)
 
 
+def mixed(x: Tensor) -> Tensor:
+    """Rows (..., D) times a Hadamard matrix, which spreads a large coordinate over all; its own inverse.
+
+    Of a width that is no power of two, pieces of the largest one that divides it are mixed each in itself.
+
+    Example:
+        >>> mixed(torch.tensor([4.0, 0.0, 0.0, 0.0])).tolist()
+        [2.0, 2.0, 2.0, 2.0]
+
+    Source: Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456), which rounds keys and values so.
+    """
+    width = x.shape[-1] & -x.shape[-1]
+    found = x.unflatten(-1, (-1, width))
+    for half in (2**level for level in range(width.bit_length() - 1)):
+        first, second = found.unflatten(-1, (-1, 2, half)).unbind(-2)
+        found = torch.stack((first + second, first - second), -2).flatten(-3)
+    whole: Tensor = found.flatten(-2)
+    return whole / width**0.5
+
+
 def scale_bytes(num_numbers: int) -> int:
     """Bytes of the zero points and scales of so many numbers in a row."""
     return -(-num_numbers // GROUP) * _SCALE_BYTES
