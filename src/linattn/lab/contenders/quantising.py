@@ -51,8 +51,8 @@ def mixed(x: Tensor) -> Tensor:
     for half in (2**level for level in range(width.bit_length() - 1)):
         first, second = found.unflatten(-1, (-1, 2, half)).unbind(-2)
         found = torch.stack((first + second, first - second), -2).flatten(-3)
-    whole: Tensor = found.flatten(-2)
-    return whole / width**0.5
+    whole: Tensor = found.flatten(-2) * width**-0.5
+    return whole
 
 
 def scale_bytes(num_numbers: int) -> int:
