@@ -87,7 +87,7 @@ def main() -> None:
     held = {length: cache_bytes(cache) - windows for length, cache in caches.items()}
     beside = filled_cache(exact, LENGTHS[-1])
     whole = cache_bytes(beside)
-    runs = {length: step(bounded, caches[length]) for length in LENGTHS} | {"exact": step(exact, beside)}
+    runs = {str(length): step(bounded, caches[length]) for length in LENGTHS} | {"exact": step(exact, beside)}
     took = seconds(runs, repeats=REPEATS)
     about = {"budget": BUDGET, "method": limit.exact.label, "windows_bytes": windows, "wrong_tokens": wrong}
     first, last = LENGTHS[0], LENGTHS[-1]
@@ -115,14 +115,14 @@ def main() -> None:
     )
     record(
         f"time of a token after {last:,} tokens over {first:,}",
-        figure=ratios(took[last], took[first]),
+        figure=ratios(took[str(last)], took[str(first)]),
         unit="×",
         bound="<= 1.1",
         **about,
     )
     record(
         f"tokens a second at {last:,} tokens over the exact cache's",
-        figure=ratios(took["exact"], took[last]),
+        figure=ratios(took["exact"], took[str(last)]),
         unit="×",
         bound=">= 2",
         **about,
