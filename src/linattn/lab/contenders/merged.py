@@ -63,9 +63,9 @@ class MergedInFewBits(Contender):
 
     exact: Exact
     num_first: int
-    bits: int = 4
+    bits: int
 
-    kind = "merged keys in 4 bits"
+    kind = "merged keys in few bits"
     source = "linattn.Exact; arXiv 2402.02750, 2404.00456"
 
     @property
@@ -74,13 +74,13 @@ class MergedInFewBits(Contender):
         return f"{self.exact.label}, {self.bits} bit"
 
     @classmethod
-    def within(cls, num_bytes: int, sizes: Sizes, near: float) -> Self:
-        """The most merged keys in so many bytes; a window and its block are of the share `near` of as many keys."""
+    def within(cls, num_bytes: int, sizes: Sizes, near: float, bits: int) -> Self:
+        """The most merged keys in so many bytes; a window and its block have the share `near` of these."""
         each = sizes.key_bytes + sizes.statistic_bytes
         window = _split((num_bytes - sample_bytes(sizes)) // each, near).window
         left = num_bytes - cls._shared_bytes(sizes) - _near(window) * each
-        exact = Exact(window, num_merged=left // cls._token_bytes(sizes, 4))
-        return cls(exact, min(num_bytes // sizes.key_bytes, _MOST_FIRST))
+        exact = Exact(window, num_merged=left // cls._token_bytes(sizes, bits))
+        return cls(exact, min(num_bytes // sizes.key_bytes, _MOST_FIRST), bits)
 
     def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
         """Keys of the window and a block as they are, codes and scales, biases, and what is kept once per head."""

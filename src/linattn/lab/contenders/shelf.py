@@ -40,9 +40,8 @@ KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
     "Expected Attention": ExpectedAttention.within,
     "MomentKV": MomentKV.within,
     "attention matching": AttentionMatching.within,
-    "KIVI, 4 bit": partial(Kivi.within, bits=4),
-    "KIVI, 2 bit": partial(Kivi.within, bits=2),
-    "merged keys in 4 bits": partial(MergedInFewBits.within, near=NEAR[0]),
+    **{f"KIVI, {bits} bit": partial(Kivi.within, bits=bits) for bits in (8, 4, 2)},
+    **{f"merged keys in {bits} bits": partial(MergedInFewBits.within, near=NEAR[0], bits=bits) for bits in (8, 4)},
 }
 """By name, what makes the largest contender of a kind from a number of bytes and a layer's sizes.
 
