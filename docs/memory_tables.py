@@ -8,13 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from linattn.lab.report.memory.summary import MemoryLine, summarise_memory
 from linattn.records.atomic import atomic_file
 from site_tables import table
 
 MEMORY = Path(__file__).parent / "memory.json"
-_RECALL = ("repeated passages", "needles", "multi-query recall")
+_NEEDLES = "needles"
+_RECALL = ("repeated passages", _NEEDLES, "multi-query recall")
+# How contenders begin that streams of linattn keep.
+_MERGED = "merged keys, "
 
 
 def take_memory(report: Path) -> None:
@@ -31,10 +35,36 @@ def take_memory(report: Path) -> None:
         file.write("\n")
 
 
+def memory_rows() -> list[tuple[str, str, str]]:
+    """What each budget costs a model's predictions by merged keys, beside sinks and window and both baselines."""
+    header, lines = _taken()
+    names = {line.contender: line for line in lines if not line.budget}
+    exact, uniform, rows = names["exact"], names["uniform"], []
+    for budget in dict.fromkeys(line.budget for line in lines if line.budget):
+        found = {line.contender: line for line in lines if line.budget == budget}
+        merged = min((line for name, line in found.items() if name.startswith(_MERGED)), key=lambda line: line.kl)
+        rows.append(
+            (
+                f"KL of {header['model']}'s predictions after {header['num_tokens']:,} tokens in the bytes of "
+                f"{budget:,} keys a layer, `{merged.label}`",
+                f"{merged.kl:.4f} nats",
+                f"sinks and a window {found['sinks + window'].kl:.4f}; averaging the values {uniform.kl:.2f}; exact "
+                f"attention 0. Of numbers told once it says {merged.recall[_NEEDLES]:.0%} again, exact attention "
+                f"{exact.recall[_NEEDLES]:.0%}",
+            )
+        )
+    return rows
+
+
+def _taken() -> tuple[dict[str, Any], list[MemoryLine]]:
+    """The circumstances and the lines."""
+    found = json.loads(MEMORY.read_text(encoding="utf-8"))
+    return found["header"], [MemoryLine(**line) for line in found["lines"]]
+
+
 def memory_table() -> str:
     """Every contender at every budget, the least KL first, the baselines above."""
-    found = json.loads(MEMORY.read_text(encoding="utf-8"))
-    header, lines = found["header"], [MemoryLine(**line) for line in found["lines"]]
+    header, lines = _taken()
     passages = {line.passages for line in lines}
     number = str(*passages) if len(passages) == 1 else f"{min(passages)} to {max(passages)}"
     words = (
