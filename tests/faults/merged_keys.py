@@ -12,8 +12,8 @@ FAULTS = (
     Fault(
         "leave the sample out of a merged key's bias",
         EXACT + "merging.py",
-        "return means.weighted(means.log_mass - attended.log_attended(means.key))",
-        "return means.weighted(means.log_mass)",
+        "return self.weighted(self.log_mass - attended.log_attended(self.key))",
+        "return self.weighted(self.log_mass)",
         MERGING,
     ),
     Fault(
@@ -92,9 +92,9 @@ FAULTS = (
     ),
     Fault(
         "keep the mean query's bias for a sample's cluster",
-        EXACT + "merged_everywhere.py",
-        "means.weighted(means.log_mass - attended.log_attended(means.key))",
-        "means.weighted(means.log_mass - attended.log_attended(means.key.mean(2, keepdim=True)))",
+        EXACT + "merging.py",
+        "return self.weighted(self.log_mass - attended.log_attended(self.key))",
+        "return self.weighted(self.log_mass - attended.log_attended(self.key.mean(2, keepdim=True)))",
         EVERYWHERE,
     ),
     Fault(

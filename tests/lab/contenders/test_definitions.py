@@ -232,6 +232,20 @@ def test_merged_keys_in_few_bits_are_merged_keys_but_for_the_bits():
     assert errors[0] < 0.2
 
 
+def test_few_bits_are_those_of_a_mixed_basis(monkeypatch):
+    """Of tokens with one large coordinate each, which would leave the others few levels."""
+    query, key, value = (0.3 * torch.randn(1, heads, L, 32, generator=DRAW, dtype=torch.float64) for heads in (G, 1, 1))
+    value[0, 0, torch.arange(L), torch.randint(32, (L,), generator=DRAW)] += 20
+    few, whole = MergedInFewBits(Exact(4, num_merged=L), 8, 4), Merged(Exact(4, num_merged=L))
+
+    def error():
+        return float((few.attend(query, key, value, SCALE) - whole.attend(query, key, value, SCALE)).norm())
+
+    mixed_error = error()
+    monkeypatch.setattr("linattn.lab.contenders.merged.mixed", lambda x: x)
+    assert mixed_error < 0.6 * error()
+
+
 def test_mixing_keeps_lengths_and_is_its_own_inverse():
     for width in (1, 3, 8, 12):
         x = torch.randn(4, width, generator=DRAW, dtype=torch.float64)

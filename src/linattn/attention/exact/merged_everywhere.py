@@ -58,7 +58,7 @@ def attend_all_merging(
     with torch.no_grad():
         number = _clusters(tokens, sample.spread, attended.log_mass, exact.num_merged)
     means = cluster_means(tokens, number, attended.log_mass, exact.num_merged)
-    few = means.weighted(means.log_mass - attended.log_attended(means.key))
+    few = means.conserving(attended)
     if exact.window is None:
         return read(query, few, scale, is_causal=False, with_log=with_log)
     return read_beside_neighbours(query, tokens, few, number, means.share, exact.window, scale, with_log=with_log)

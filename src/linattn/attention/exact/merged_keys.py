@@ -70,8 +70,11 @@ def attend_causal_merging(
     scale: float,
     *,
     with_log: bool,
+    as_kept: Callable[[Tokens], Tokens] = lambda merged: merged,
 ) -> Merging:
     """Causal rows over the kept keys and these, w keys of a window in blocks of b tokens.
+
+    `as_kept` is what becomes of merged keys before they are read: the lab rounds them.
 
     O(L·(C + w + b)·(D + Dv) + L/b·(C + b)²·(D + Dv)) per head.
     """
@@ -85,7 +88,7 @@ def attend_causal_merging(
         end = min(begin + block, length)
         # None, where an earlier call had tokens of this block.
         leaving = tokens.cut(max(begin - window - block, 0), max(begin - window, 0))
-        merged = reduced(_joined(merged, leaving), sample, kept.rule.num_merged)
+        merged = as_kept(reduced(_joined(merged, leaving), sample, kept.rule.num_merged))
         start = max(begin, first)
         if start < end:
             rows = query[:, :, :, start - first : end - first]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.partitioning import partition, sums, weighted_sums
-from linattn.attention.exact.query_sample import QuerySample
+from linattn.attention.exact.query_sample import QuerySample, SampleAttention
 
 
 def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
@@ -35,8 +35,7 @@ def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
         point = torch.cat(tokens[:2], -1)
         point = Metric.of(point, share, sample.spread).points(point)
         number = partition(point, attended.log_mass, num_merged, num_rounds=1)
-    means = cluster_means(tokens, number, attended.log_mass, num_merged)
-    return means.weighted(means.log_mass - attended.log_attended(means.key))
+    return cluster_means(tokens, number, attended.log_mass, num_merged).conserving(attended)
 
 
 class Metric(NamedTuple):
@@ -73,6 +72,10 @@ class ClusterMeans(NamedTuple):
     share: Tensor  # (B, H, n), of each member in its cluster's
     size: Tensor  # (B, H, C), numbers of members
     own: Tensor  # (B, H, C), sums of the members' biases
+
+    def conserving(self, attended: SampleAttention) -> Tokens:
+        """As weighted keys to which the sample attends as much as to their members."""
+        return self.weighted(self.log_mass - attended.log_attended(self.key))
 
     def weighted(self, bias: Tensor) -> Tokens:
         """As weighted keys with these biases (B, H, C); free places have bias -inf.

@@ -22,7 +22,7 @@ _NEVER = -1e30
 _CHUNK = 2**19
 
 
-class Attended(NamedTuple):
+class SampleAttention(NamedTuple):
     """What sampled queries attend to, in logarithms."""
 
     log_mass: Tensor  # (B, H, n), of Σ_s a_si of each key; -inf for absent ones
@@ -65,7 +65,7 @@ class QuerySample(NamedTuple):
         sample = torch.cat((self.query, rows), 2)[:, :, -size:].clone()
         return QuerySample(sample, torch.cat((self.there, there), 2)[..., -size:].clone())
 
-    def attends(self, tokens: Tokens) -> Attended:
+    def attends(self, tokens: Tokens) -> SampleAttention:
         """What it attends to of keys (B, H, n, ·); where none of it is there, to all alike. O(n·S·D)."""
         query, there = self
         if query.shape[2] == 0:
@@ -79,7 +79,7 @@ class QuerySample(NamedTuple):
             log = torch.where(seen, logits.logsumexp(-1), -_NEVER)
             found.append(((logits - log.unsqueeze(-1)).logsumexp(1), log))
         log_mass, log = (torch.cat(x).unflatten(0, query.shape[:2]) for x in zip(*found, strict=True))
-        return Attended(torch.where(tokens.bias == -torch.inf, -torch.inf, log_mass), query, log)
+        return SampleAttention(torch.where(tokens.bias == -torch.inf, -torch.inf, log_mass), query, log)
 
     @property
     def spread(self) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from linattn.attention import Exact, linear_attention, softmax_attention
+from linattn.attention.exact import MergedKeys, attend_causal_merging
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging import reduced
-from linattn.attention.exact.query_sample import QuerySample, sample_size
-from linattn.attention.exact.weighted_reading import read
+from linattn.attention.exact.query_sample import sample_size
 from linattn.lab.contenders.contender import Contender, Sizes
 from linattn.lab.contenders.quantising import mixed, quantised, scale_bytes
 
@@ -84,9 +83,9 @@ class MergedInFewBits(Contender):
 
     def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
         """Keys of the window and a block as they are, codes and scales, biases, and what is kept once per head."""
-        each, whole = sizes.key_bytes + sizes.statistic_bytes, min(_near(self.exact.window), num_tokens)
         if num_tokens <= self.num_first:
-            return num_tokens * each
+            return num_tokens * sizes.key_bytes
+        each, whole = sizes.key_bytes + sizes.statistic_bytes, min(_near(self.exact.window), num_tokens)
         few = min(self.exact.num_merged, num_tokens - whole)
         return whole * each + few * self._token_bytes(sizes, self.bits) + self._shared_bytes(sizes)
 
@@ -102,28 +101,24 @@ class MergedInFewBits(Contender):
         return codes + scale_bytes(sizes.head_dim) + scale_bytes(sizes.value_dim) + sizes.statistic_bytes
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """As the stream does it, and what was merged is rounded before it is read."""
+        """The stream itself, with what was merged rounded before it is read."""
         rows, first = query.unflatten(1, (key.shape[1], -1)), key[:, :, : self.num_first]
         mean, spread = first.mean(2, keepdim=True), first.std(2, keepdim=True, correction=0)
         spread = torch.where(spread == 0, 1, spread)
-        tokens = Tokens(key, value, key.new_zeros(key.shape[:3]))
-        merged, sample, parts = tokens.cut(0, 0), QuerySample.empty(key), []
-        window, block = self.exact.blocks.window, self.exact.blocks.size
-        for start in range(0, key.shape[2], block):
-            stop, near = min(start + block, key.shape[2]), max(start - window, 0)
-            few = reduced(merged.then(tokens.cut(max(near - block, 0), near)), sample, self.exact.num_merged)
-            coarse = self._rounded((few.key - mean) / spread) * spread + mean
-            merged = Tokens(coarse, self._rounded(few.value), few.bias)
-            some, live = rows[:, :, :, start:stop], torch.ones_like(tokens.bias[..., start:stop], dtype=torch.bool)
-            parts.append(read(some, merged.then(tokens.cut(near, stop)), scale, is_causal=True, with_log=False).out)
-            sample = sample.add(some, live, scale, block=block, first=0)
-        out = torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
-        begin = query[:, :, : self.num_first], first, value[:, :, : self.num_first]
-        whole = softmax_attention(*begin, is_causal=True, scale=scale, enable_gqa=True)
-        return torch.cat((whole, out[:, :, self.num_first :]), 2)
+
+        def rounded(merged: Tokens) -> Tokens:
+            """As they are kept."""
+            coarse = self._rounded((merged.key - mean) / spread) * spread + mean
+            return Tokens(coarse, self._rounded(merged.value), merged.bias)
+
+        nothing = MergedKeys.empty(self.exact, key, value)
+        found = attend_causal_merging(rows, key, value, None, nothing, scale, with_log=False, as_kept=rounded).rows.out
+        near = query[:, :, : self.num_first], first, value[:, :, : self.num_first]
+        whole = softmax_attention(*near, is_causal=True, scale=scale, enable_gqa=True)
+        return torch.cat((whole, found.flatten(1, 2)[:, :, self.num_first :]), 2)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """As it is kept."""
+        """Numbers as few bits have them."""
         return mixed(quantised(mixed(x), self.bits, -1))
 
 
