@@ -141,7 +141,7 @@ def kernel(**changed):
         (lambda record: {**record, "layers": record["layers"][:1] * 2}, "each once"),
         (
             layer(kernel=None),
-            "layer 0: got NoneType, wanted the fields ['feature_map', 'num_heavy', 'num_merged', 'rule', 'window']",
+            "got NoneType, wanted the fields ['bits', 'feature_map', 'num_heavy', 'num_merged', 'rule', 'window']",
         ),
         (kernel(window=4.0), "layer 0: window must be a finite int | None, got 4.0"),
         (kernel(window=3), "layer 0: the window must be a power of two, as 16 or 32, got 3"),

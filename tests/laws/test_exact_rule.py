@@ -111,7 +111,7 @@ def test_a_rule_is_written_saved_and_compared() -> None:
         parse_method("Expansion + heavy 2 + sinks 3")
     tokens, feature_map = qkv(), build("FavorPlus")
     state = linattn.linear_attention_with_state(*tokens, feature_map, enable_gqa=True, exact=Sinks(4, 3)).state
-    with pytest.raises(ValueError, match=r"built with exact=Sinks\(window=4, num_heavy=3, num_merged=0\), got exact="):
+    with pytest.raises(ValueError, match=r"built with exact=Sinks\(window=4, num_heavy=3, .*\), got exact="):
         linattn.linear_attention_with_state(*tokens, feature_map, state, enable_gqa=True, exact=linattn.Exact(4, 3))
     file = io.BytesIO()
     torch.save(state, file)

@@ -212,9 +212,10 @@ def test_the_size_of_a_stream_s_state_does_not_grow() -> None:
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
-def test_a_stream_s_state_is_a_value() -> None:
+@pytest.mark.parametrize("exact", [Exact(4, num_merged=6), Exact(4, num_merged=16, bits=4)], ids=str)
+def test_a_stream_s_state_is_a_value(exact: Exact) -> None:
     """Stepped twice, forked, selected, saved, decayed and read."""
-    options = {"enable_gqa": True, "exact": Exact(4, num_merged=6)}
+    options = {"enable_gqa": True, "exact": exact}
     state = linattn.linear_attention_with_state(*qkv(), None, **options).state
     frozen, later = copy.deepcopy(state), qkv(num_queries=9, num_keys=9, seed=4)
     file = io.BytesIO()
@@ -232,7 +233,7 @@ def test_a_stream_s_state_is_a_value() -> None:
     swapped = state.select(torch.tensor([1, 0, 0]))
     found = linattn.linear_attention_with_state(*(x[[1, 0, 0]] for x in later), None, swapped, **options).out
     torch.testing.assert_close(found, once[[1, 0, 0]], rtol=1e-12, atol=1e-12)
-    assert "exact=Exact(window=4, num_heavy=0, num_merged=6)" in repr(state)
+    assert f"exact={exact}" in repr(state)
     part = state.read(None, later[0])
     assert part.out.shape == (2, 4, 9, 5)
     torch.testing.assert_close(state.decay(2.0).read(None, later[0]).log_normalizer, part.log_normalizer + 2)
@@ -300,13 +301,15 @@ def test_rows_without_keys_are_0() -> None:
     assert (attend(query, key[:, :, :0], value[:, :, :0], Exact(num_merged=3)) == 0).all()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_compiled_and_mapped_calls_are_those_of_eager(is_causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_causal", "bits"), [(False, None), (True, None), (True, 4)], ids=["bidirectional", "causal", "4 bits"]
+)
+def test_compiled_and_mapped_calls_are_those_of_eager(is_causal: bool, bits: int | None) -> None:
     """The search for pairs is one operator, since its rounds depend on the data."""
     given = qkv(num_queries=13, num_keys=13)
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(query, key, value, Exact(4, num_merged=6), is_causal=is_causal)
+        return attend(query, key, value, Exact(4, num_merged=6, bits=bits), is_causal=is_causal)
 
     leaves = [x.requires_grad_() for x in given]
     truth = call(*leaves)

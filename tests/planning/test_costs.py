@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from linattn.attention import Exact, State, linear_attention_with_state
 from linattn.feature_maps import Expansion, FavorPlus, Relu
@@ -106,3 +107,13 @@ def test_exact_attention_keeps_every_token_and_sees_every_visible_one():
         visible = torch.ones(length, length).tril() if is_causal else torch.ones(length, length)
         mean = 2 * (D + DV) * float(visible.sum()) / length
         assert exact_flops_per_token(length, head_dim=D, value_dim=DV, is_causal=is_causal) == mean
+
+
+def test_merged_keys_in_few_bits_are_counted_in_numbers_of_four_bytes():
+    """Against the tensors of a stream's state: what it keeps less its biases of near keys and the state's exponent."""
+    q, k, v = (torch.randn(1, 1, 48, width) for width in (D, D, DV))
+    exact = Exact(4, num_merged=12, bits=4)
+    state = linear_attention_with_state(q, k, v, None, exact=exact).state
+    held = sum(x.nbytes for x in tree_leaves(state)) - state.m.nbytes
+    beside = state.exact.recent.bias.nbytes + state.exact.sample.there.nbytes
+    assert state_numbers(parse_method(exact.label), NoMap(D), value_dim=DV) == -(-(held - beside) // 4)

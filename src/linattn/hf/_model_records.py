@@ -101,7 +101,8 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
 class _MapRecord:
     """A method for all heads, without a map beside merged keys.
 
-    The rule of its exact part is not written where it is `Exact` itself, nor are merged keys where there are none.
+    The rule of its exact part is not written where it is `Exact` itself, nor are merged keys where there are none, nor
+    bits where these are whole.
     """
 
     feature_map: Any
@@ -109,6 +110,7 @@ class _MapRecord:
     num_heavy: int
     rule: str = Exact.word
     num_merged: int = 0
+    bits: int | None = None
 
     @property
     def exact(self) -> Exact | None:
@@ -116,7 +118,7 @@ class _MapRecord:
         if self.rule not in RULES:
             raise ValueError(f"there is no exact part {self.rule!r}, but {', '.join(RULES)}")
         sizes = self.window, self.num_heavy, self.num_merged
-        return None if sizes == (None, 0, 0) else RULES[self.rule](*sizes)
+        return None if sizes == (None, 0, 0) else RULES[self.rule](*sizes, self.bits)
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,9 @@ def describe_attention(attention: LayerAttention) -> dict[str, Any]:
     sizes = {"window": exact and exact.window, "num_heavy": exact.num_heavy if exact else 0}
     rule = {} if exact is None or exact.word == Exact.word else {"rule": exact.word}
     merged = {"num_merged": exact.num_merged} if exact is not None and exact.num_merged else {}
+    bits = {"bits": exact.bits} if exact is not None and exact.bits else {}
     feature_map = None if attention.feature_map is None else describe(attention.feature_map)
-    return {"feature_map": feature_map, **sizes, **rule, **merged}
+    return {"feature_map": feature_map, **sizes, **rule, **merged, **bits}
 
 
 def rebuild_attention(record: Any, module_name: str, *, place: str, remedy: str) -> LayerAttention:

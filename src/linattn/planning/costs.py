@@ -9,6 +9,7 @@ merged keys.
 from __future__ import annotations
 
 from linattn.attention import Exact
+from linattn.attention.exact.few_bits import coded_bytes
 from linattn.attention.exact.query_sample import sample_size
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.planning.methods import Method
@@ -22,6 +23,7 @@ def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int, is
 
         R·(Dv + 1) + M + (2W + G + N)·(D + Dv)                    S, z and maxima of the map; exact and merged keys
         N, and causally 16·D                                      beside merged keys: biases, sampled queries
+        N·(⌈D·b/8⌉ + 4·⌈D/32⌉ + …)/4 + 2·(D + Dv)                  merged keys in b bits, in numbers of four bytes
 
     The window's keys are those of two blocks, beside merged keys those of the window and a block. `is_causal` matters
     to merged keys alone: a stream keeps some queries, 16 where eight heads or fewer share a key.
@@ -32,11 +34,22 @@ def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int, is
         >>> state_numbers(parse_method("Expansion + window 16"), Expansion(4, 2), value_dim=3)  # 10·4 + 2 + 32·7
         266
     """
-    kept = 0 if method.exact is None else method.exact.cost(is_causal=True).kept
     sums = feature_map.num_features * (value_dim + 1) + feature_map.num_exponents
-    merged = 0 if method.exact is None else method.exact.num_merged
-    beside = merged + (sample_size(1) * feature_map.head_dim if merged and is_causal else 0)
-    return sums + kept * (feature_map.head_dim + value_dim) + beside
+    return sums + (
+        0 if method.exact is None else _kept_numbers(method.exact, feature_map.head_dim, value_dim, is_causal=is_causal)
+    )
+
+
+def _kept_numbers(exact: Exact, head_dim: int, value_dim: int, *, is_causal: bool) -> int:
+    """Numbers of an exact part's keys, and of what is kept beside merged ones."""
+    both, kept = head_dim + value_dim, exact.cost(is_causal=True).kept
+    if not exact.num_merged:
+        return kept * both
+    beside = exact.num_merged + (sample_size(1) * head_dim if is_causal else 0)
+    if exact.bits is None:
+        return kept * both + beside
+    coded = exact.num_merged * (coded_bytes(head_dim, exact.bits) + coded_bytes(value_dim, exact.bits))
+    return (kept - exact.num_merged) * both + -(-coded // 4) + 2 * both + beside
 
 
 def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, is_causal: bool) -> int:

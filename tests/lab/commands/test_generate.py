@@ -145,7 +145,8 @@ def test_refusals(tmp_path, folder):
 
 
 BESIDE = (
-    r"1 global layers by window \d+ \+ merged \d+: they keep at most ([\d,]+) bytes, ([\d,]+) after ([\d,]+) tokens; "
+    r"1 global layers by window \d+ \+ merged \d+(?: in 4 bits)?: they keep at most ([\d,]+) bytes, ([\d,]+) after "
+    r"([\d,]+) tokens; "
     r"exact attention keeps ([\d,]+) of them, ([\d,]+) in all, and writes [\d.,]+ tokens a second here"
 )
 
@@ -181,6 +182,19 @@ def test_a_budget_bounds_the_cache_and_is_told_beside_the_exact_one(hybrid):
     # The last token drawn is not read; a block of the window may have just begun.
     assert held <= most + 7 * 64 + 8
     assert found[30][1] == most
+
+
+def test_a_budget_in_few_bits_holds_more_keys_in_no_more_bytes(hybrid):
+    words = (hybrid, "--prompt", "abc", "--tokens", 90, "--temperature", "0", "--budget", "40")
+    merged = []
+    for bits in ((), ("--bits", "4")):
+        result = run(*words, *bits)
+        assert result.exit_code == 0, result.stderr
+        said = " ".join(result.stderr.split())
+        assert int(re.search(BESIDE, said)[1].replace(",", "")) <= 40 * 64
+        merged.append(int(re.search(r"merged (\d+)", said)[1]))
+    assert "in 4 bits: they keep" in said
+    assert merged[1] > 1.5 * merged[0]
 
 
 def test_a_budget_of_all_tokens_writes_the_exact_text(hybrid):

@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import cosine_similarity, normalize
 from torch.utils import _pytree as pytree
 
-from linattn import Exact, linear_attention, linear_attention_with_state, softmax_attention
+from linattn import Exact, linear_attention, linear_attention_with_state
+from linattn.attention.exact.few_bits import Codes
 from linattn.attention.exact.keys import Tokens
 from linattn.lab.contenders import at_budget
 from linattn.lab.contenders.attention_matching import AttentionMatching, compacted
@@ -19,9 +20,8 @@ from linattn.lab.contenders.expected_attention import ExpectedAttention
 from linattn.lab.contenders.h2o import H2O
 from linattn.lab.contenders.keydiff import KeyDiff
 from linattn.lab.contenders.kivi import Kivi
-from linattn.lab.contenders.merged import Merged, MergedInFewBits
+from linattn.lab.contenders.merged import Merged
 from linattn.lab.contenders.moment_kv import MomentKV
-from linattn.lab.contenders.quantising import mixed, quantised
 from linattn.lab.contenders.tova import Tova
 from linattn.lab.contenders.uniform_sample import UniformSample
 from linattn.lab.contenders.windows import SinksAndWindow
@@ -180,11 +180,16 @@ def test_attention_matching_holds_no_more_than_its_room(monkeypatch):
     assert set(most) == {24 - 4 - rule.num_recent}
 
 
+def rounded(x):
+    """Rows in 4 bits."""
+    return Codes.of(x, 4).rows(x.shape[-1], 4, x.dtype)
+
+
 def test_kivi_reads_rounded_groups_and_whole_latest_tokens():
     found = Kivi(4, 32).attend(Q.repeat(1, 1, 3, 1), *(x.repeat(1, 1, 3, 1) for x in (K, V)), SCALE)
     key, value = (x[0, 0].repeat(3, 1) for x in (K, V))
-    coarse_key = torch.cat([quantised(part, 4, 0) for part in key.split(32)])
-    coarse_value = torch.stack([quantised(row, 4, 0) for row in value])
+    coarse_key = torch.cat([rounded(part.T).T for part in key.split(32)])
+    coarse_value = rounded(value)
     query = Q[0].repeat(1, 3, 1)
     for t in (0, 31, 40, 70, 127, 130, 179):
         near = max(t // 32 * 32 - 32, 0)
@@ -195,21 +200,8 @@ def test_kivi_reads_rounded_groups_and_whole_latest_tokens():
         assert (found[0, :, t] - wanted).abs().max() < CLOSE
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_rounding_is_within_half_a_level(bits):
-    x = torch.randn(3, 70, generator=DRAW, dtype=torch.float64)
-    found = quantised(x, bits, 1)
-    for start in (0, 32, 64):
-        part, other = x[:, start : start + 32], found[:, start : start + 32]
-        level = (part.amax(1) - part.amin(1)) / (2**bits - 1)
-        # Half a level; the zero point and, at the far end, all levels' rounding to 11 bits come on top.
-        allowed = level / 2 + 2**-11 * (part.abs().amax(1) + (part.amax(1) - part.amin(1)))
-        assert bool(((part - other).abs().amax(1) <= allowed).all())
-        assert all(len(row.unique()) <= 2**bits for row in other)
-
-
-def test_merged_is_the_op_with_the_bytes_of_its_state():
-    exact = Exact(window=6, num_merged=8)
+@pytest.mark.parametrize("exact", [Exact(window=6, num_merged=8), Exact(window=6, num_merged=20, bits=4)], ids=str)
+def test_merged_is_the_op_with_the_bytes_of_its_state(exact):
     rule, sizes = Merged(exact), Sizes(D, DV, 8, Q.shape[1] // K.shape[1])
     wanted = linear_attention(Q * (SCALE * D**0.5), K, V, None, is_causal=True, enable_gqa=True, exact=exact)
     assert torch.equal(rule.attend(Q, K, V, SCALE), wanted)
@@ -218,39 +210,9 @@ def test_merged_is_the_op_with_the_bytes_of_its_state():
     assert held == rule.num_bytes(sizes, L)  # 60 tokens are ten whole blocks: two are held
 
 
-def test_merged_keys_in_few_bits_are_merged_keys_but_for_the_bits():
-    """Each bit halves what rounding adds; the first queries are exact."""
-    exact, num_first = Exact(4, num_merged=12), 16
-    whole = Merged(exact).attend(Q, K, V, SCALE)
-    errors = []
-    for bits in (4, 8):
-        found = MergedInFewBits(exact, num_first, bits).attend(Q, K, V, SCALE)
-        truth = softmax_attention(Q, K, V, is_causal=True, scale=SCALE, enable_gqa=True)
-        torch.testing.assert_close(found[:, :, :num_first], truth[:, :, :num_first], rtol=0, atol=CLOSE)
-        errors.append(float((found - whole)[:, :, num_first:].norm() / whole[:, :, num_first:].norm()))
-    assert errors[1] < errors[0] / 8
-    assert errors[0] < 0.2
-
-
-def test_few_bits_are_those_of_a_mixed_basis(monkeypatch):
-    """Of tokens with one large coordinate each, which would leave the others few levels."""
-    query, key, value = (0.3 * torch.randn(1, heads, L, 32, generator=DRAW, dtype=torch.float64) for heads in (G, 1, 1))
-    value[0, 0, torch.arange(L), torch.randint(32, (L,), generator=DRAW)] += 20
-    few, whole = MergedInFewBits(Exact(4, num_merged=L), 8, 4), Merged(Exact(4, num_merged=L))
-
-    def error():
-        return float((few.attend(query, key, value, SCALE) - whole.attend(query, key, value, SCALE)).norm())
-
-    mixed_error = error()
-    monkeypatch.setattr("linattn.lab.contenders.merged.mixed", lambda x: x)
-    assert mixed_error < 0.6 * error()
-
-
-def test_mixing_keeps_lengths_and_is_its_own_inverse():
-    for width in (1, 3, 8, 12):
-        x = torch.randn(4, width, generator=DRAW, dtype=torch.float64)
-        torch.testing.assert_close(mixed(mixed(x)), x, rtol=0, atol=1e-14)
-        torch.testing.assert_close(mixed(x).norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
-    # One large coordinate in all of its piece.
-    one = mixed(torch.tensor([8.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.float64))
-    assert one.tolist() == [4.0] * 4 + [0.0] * 8
+def test_merged_keys_in_few_bits_are_whole_while_they_are_few():
+    """Up to as many as the codes' bytes hold, 12 of 96 in 4 bits, the bytes are those of whole keys."""
+    sizes, few, whole = Sizes(32, 32), Merged(Exact(4, num_merged=96, bits=4)), Merged(Exact(4, num_merged=96))
+    for num_tokens in (3, 8, 20):
+        assert few.num_bytes(sizes, num_tokens) == whole.num_bytes(sizes, num_tokens)
+    assert few.num_bytes(sizes, 21) < whole.num_bytes(sizes, 21)

@@ -2,7 +2,7 @@
 
 The stream is cut into blocks. A query sees the keys of its own block up to itself, and of the window's blocks before,
 as they are. As its block begins, the keys of the block before those join the merged ones, which are then reduced to
-their number by what a sample of the latest queries attends to.
+their number by what a sample of the latest queries attends to, and rounded where they are kept in few bits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from linattn.attention.exact.few_bits import CodedRows, CodedTokens, Codes, Frame
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.merging import reduced
 from linattn.attention.exact.query_sample import QuerySample
@@ -27,7 +28,8 @@ from linattn.attention.softmax import inert
 class MergedKeys:
     """What a stream with merged keys keeps: these, the latest keys, and a sample of the queries."""
 
-    merged: Tokens  # at most C of them, at least in float32; free places have bias -inf
+    # At most C of them, at least in float32; free places have bias -inf. Codes once they do not fit as they are.
+    merged: Tokens | CodedTokens
     sample: QuerySample
     recent: Tokens  # those of the current block and of the window's before
     rule: Exact
@@ -39,15 +41,23 @@ class MergedKeys:
         none = Tokens(key[:, :, :0], value[:, :, :0], key.new_zeros(*key.shape[:2], 0, dtype=dtype))
         return cls(Tokens(*(x.to(dtype) for x in none)), QuerySample.empty(key), none, rule)
 
+    @property
+    def whole(self) -> Tokens:
+        """The merged keys, as they are read."""
+        if isinstance(self.merged, Tokens):
+            return self.merged
+        assert self.rule.bits is not None  # as others are not coded
+        return self.merged.tokens(self.rule.bits)
+
     def tokens(self) -> Tokens:
         """All of them."""
-        return self.merged.then(self.recent)
+        return self.whole.then(self.recent)
 
     def decay(self, log_factor: Tensor) -> MergedKeys:
         """All weights times exp(log_factor), (B or 1, H or 1)."""
         shift = log_factor.unsqueeze(-1).to(self.recent.bias.dtype)
-        merged, recent = (x._replace(bias=x.bias + shift) for x in (self.merged, self.recent))
-        return replace(self, merged=merged, recent=recent)
+        merged, recent = self.merged._replace(bias=self.merged.bias + shift), self.recent
+        return replace(self, merged=merged, recent=recent._replace(bias=recent.bias + shift))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MergedKeys:
         """The same with each tensor changed alike."""
@@ -70,25 +80,24 @@ def attend_causal_merging(
     scale: float,
     *,
     with_log: bool,
-    as_kept: Callable[[Tokens], Tokens] = lambda merged: merged,
 ) -> Merging:
     """Causal rows over the kept keys and these, w keys of a window in blocks of b tokens.
-
-    `as_kept` is what becomes of merged keys before they are read: the lab rounds them.
 
     O(L·(C + w + b)·(D + Dv) + L/b·(C + b)²·(D + Dv)) per head.
     """
     key, value = inert(bias, key, value)
     given = kept.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
-    tokens = kept.recent.then(Tokens(key, value, given.expand(key.shape[:3])))
-    blocks, num_kept, length = kept.rule.blocks, kept.recent.bias.shape[2], tokens.bias.shape[2]
+    tokens, rule = kept.recent.then(Tokens(key, value, given.expand(key.shape[:3]))), kept.rule
+    blocks, num_kept, length = rule.blocks, kept.recent.bias.shape[2], tokens.bias.shape[2]
     window, block = blocks.window, blocks.size
-    merged, sample, first, parts = kept.merged, kept.sample, length - query.shape[3], []
+    held, merged, sample, first, parts = kept.merged, kept.whole, kept.sample, length - query.shape[3], []
     for begin in range(num_kept // block * block, length, block):
         end = min(begin + block, length)
         # None, where an earlier call had tokens of this block.
         leaving = tokens.cut(max(begin - window - block, 0), max(begin - window, 0))
-        merged = as_kept(reduced(_joined(merged, leaving), sample, kept.rule.num_merged))
+        if leaving.bias.shape[2]:
+            pool = _joined(merged, leaving)
+            held, merged = _rounded(reduced(pool, sample, rule.num_merged), held, rule)
         start = max(begin, first)
         if start < end:
             rows = query[:, :, :, start - first : end - first]
@@ -101,7 +110,7 @@ def attend_causal_merging(
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
     if not parts:
         parts.append(read(query, recent, scale, is_causal=True, with_log=with_log))
-    return Merging(Reading.joined(parts), MergedKeys(merged, sample, recent, kept.rule))
+    return Merging(Reading.joined(parts), MergedKeys(held, sample, recent, rule))
 
 
 def _joined(merged: Tokens, tokens: Tokens) -> Tokens:
@@ -109,18 +118,32 @@ def _joined(merged: Tokens, tokens: Tokens) -> Tokens:
     return merged.then(Tokens(*(x.to(merged.bias.dtype) for x in tokens)))
 
 
+def _rounded(merged: Tokens, held: Tokens | CodedTokens, rule: Exact) -> tuple[Tokens | CodedTokens, Tokens]:
+    """Merged keys as they are kept, and as they are read then: `held` were kept before."""
+    coded = held if isinstance(held, CodedTokens) else None
+    if rule.bits is None or (coded is None and merged.bias.shape[2] <= rule.num_whole):
+        return merged, merged
+    coded = CodedTokens.of(merged, rule.bits, coded)
+    # For gradients rounding adds a constant.
+    rounded = coded.tokens(rule.bits)
+    key, value = (x + (y - x).detach() if x.requires_grad else y for x, y in zip(merged[:2], rounded[:2], strict=True))
+    return coded, Tokens(key, value, merged.bias)
+
+
 def _leaves(keys: MergedKeys) -> tuple[list[Tensor], Exact]:
     """Its tensors, in order, and its rule."""
-    return [*keys.merged, *keys.sample, *keys.recent], keys.rule
+    merged = keys.merged if isinstance(keys.merged, Tokens) else keys.merged.leaves()
+    return [*merged, *keys.sample, *keys.recent], keys.rule
 
 
 def _from_leaves(tensors: Iterable[Any], rule: Exact) -> MergedKeys:
     """Merged keys from what torch's tree utilities took out of some."""
-    found = list(tensors)
-    return MergedKeys(Tokens(*found[:3]), QuerySample(*found[3:5]), Tokens(*found[5:]), rule)
+    *merged, query, there, key, value, bias = tensors
+    held = Tokens(*merged) if len(merged) == 3 else CodedTokens.from_leaves(merged)
+    return MergedKeys(held, QuerySample(query, there), Tokens(key, value, bias), rule)
 
 
-torch.serialization.add_safe_globals([MergedKeys, QuerySample])
+torch.serialization.add_safe_globals([CodedRows, CodedTokens, Codes, Frame, MergedKeys, QuerySample])
 pytree.register_pytree_node(
     MergedKeys,
     _leaves,

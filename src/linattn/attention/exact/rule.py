@@ -18,7 +18,9 @@ from linattn.feature_maps import FeatureMap
 _MOST_BLOCKS, _BLOCK = 4, 64
 # The word of merged keys in a written form.
 _MERGED = "merged"
-_PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)", re.IGNORECASE)
+_PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)(?:\s+in\s+([1-9][0-9]*)\s+bits)?", re.IGNORECASE)
+# Whole levels fit into a byte.
+_BITS = (2, 4, 8)
 
 
 class ExactCost(NamedTuple):
@@ -65,6 +67,11 @@ class Exact:
     O((window + b + C)·(D + Dv) + (C + b)²/b·(D + Dv)) time. b is the window's width up to 64, and then 64 or a quarter
     of it; a window that is no multiple of it is rounded up.
 
+    In few bits a stream keeps more merged keys in the same memory. After each merge their numbers are rounded, relative
+    to the mean and the deviation of their coordinate and in a basis in which none is far from the others, to 2^bits
+    levels between the least and the largest of each 32. The window and the block stay as they are, and the first keys
+    beyond them until they would take more memory than codes. For gradients rounding adds a constant.
+
     Without causality the sample is evenly spaced among all queries; O(L·(64 + C)·(D + Dv)) time. Up to 2,048 keys it
     has as many queries as keep 2¹⁷ logits, beyond 64: rows that are padded to more have a smaller one. Which keys are
     merged is a constant for gradients; they flow through merged keys, values and biases, and through what weighs them.
@@ -81,16 +88,18 @@ class Exact:
             estimate; causally, with a window, those of the largest score so far among the keys that have left the
             neighbourhood (`linattn.attention.exact.causal` has the score).
         num_merged: C, how many weighted keys stand for all that are not near, in place of a map: `feature_map=None`.
+        bits: 2, 4 or 8 for merged keys and values in so many bits, causally; None for numbers of the state's dtype.
 
     Raises:
         ValueError: a size is negative or no integer, the window is no power of two beside a map, heavy keys are asked
-            for beside merged ones, or there is nothing to be exact on: no exact part is `exact=None`.
+            for beside merged ones, bits are others or of no merged keys, or there is nothing to be exact on: no exact
+            part is `exact=None`.
 
     Example:
         >>> Exact(window=16, num_heavy=32)
-        Exact(window=16, num_heavy=32, num_merged=0)
-        >>> Exact(window=16, num_heavy=32).label
-        'window 16 + heavy 32'
+        Exact(window=16, num_heavy=32, num_merged=0, bits=None)
+        >>> Exact(window=16, num_heavy=32).label, Exact(window=64, num_merged=512, bits=4).label
+        ('window 16 + heavy 32', 'window 64 + merged 512 in 4 bits')
         >>> import torch, linattn
         >>> q, k, v = torch.ones(1, 1, 6, 1), torch.zeros(1, 1, 6, 1), torch.arange(6.0).view(1, 1, 6, 1)
         >>> out = linattn.linear_attention(q, k, v, None, is_causal=True, exact=Exact(window=1, num_merged=2))
@@ -98,7 +107,8 @@ class Exact:
         [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
 
     Source: Chen et al. 2021 (Scatterbrain, arXiv 2110.15343); Zhang et al. 2023 (H2O, arXiv 2306.14048) for the choice
-        of heavy keys; Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost of a merge.
+        of heavy keys; Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost of a merge; Liu et al. 2024 (KIVI,
+        arXiv 2402.02750) and Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456) for few bits.
     """
 
     word: ClassVar[str] = "heavy"
@@ -106,6 +116,7 @@ class Exact:
     window: int | None = None
     num_heavy: int = 0
     num_merged: int = 0
+    bits: int | None = None
 
     def __init_subclass__(cls) -> None:
         """Enter a rule into the table of written forms and into the classes that torch.load may build."""
@@ -128,6 +139,11 @@ class Exact:
             )
         if window < 1 or (window.bit_count() != 1 and not self.num_merged):
             raise ValueError(f"the window must be a power of two, as 16 or 32, got {self.window}; None is no window")
+        if self.bits is not None and (self.bits not in _BITS or not self.num_merged):
+            raise ValueError(
+                f"bits are {', '.join(map(str, _BITS))} or None, and of merged keys, got bits={self.bits!r} beside "
+                f"num_merged={self.num_merged}"
+            )
         if self.window is None and not self.num_heavy and not self.num_merged:
             raise ValueError(f"got {self!r}, which attends to no key exactly; give a size, or exact=None")
 
@@ -135,7 +151,8 @@ class Exact:
     def label(self) -> str:
         """The written form, which `parse_exact` reads."""
         sizes = {"window": self.window, self.word: self.num_heavy, _MERGED: self.num_merged}
-        return " + ".join(f"{name} {size}" for name, size in sizes.items() if size)
+        label = " + ".join(f"{name} {size}" for name, size in sizes.items() if size)
+        return label if self.bits is None else f"{label} in {self.bits} bits"
 
     @property
     def blocks(self) -> Blocks:
@@ -148,6 +165,11 @@ class Exact:
         window = self.window or 1
         number = min(-(-window // _BLOCK), _MOST_BLOCKS)
         return Blocks(-(-window // number), number)
+
+    @property
+    def num_whole(self) -> int:
+        """How many merged keys take no more memory as they are than all of them in few bits, by bits alone."""
+        return self.num_merged if self.bits is None else self.num_merged * self.bits // 32
 
     def score(self, mass: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """What keys (B, H, n, D) are worth, (B, H, n), from how much queries attend to each; only comparisons count.
@@ -209,6 +231,11 @@ class Exact:
                 f"positive number, got {type(feature_map).__name__}; use Expansion, or FavorPlus, Hyperbolic, Oprf or "
                 "Sderf"
             )
+        if self.bits is not None and not is_causal:
+            raise ValueError(
+                f"bits say what a stream keeps of merged keys, and without causality nothing is kept, got {self!r}; "
+                "leave bits out"
+            )
         if is_causal and self.window is None:
             raise ValueError(
                 f"causal heavy and merged keys are chosen among those that leave a window, got {self!r} without "
@@ -242,24 +269,31 @@ def begins_exact(text: str) -> bool:
 def parse_exact(text: str) -> Exact:
     """An exact part's written form, read: "window W", "heavy G" (or another rule's word), "merged C", joined by plus.
 
+    "merged C in 4 bits" is of merged keys in few bits.
+
     Raises:
-        ValueError: a part is none of these or is written twice, two rules are named, or the window is no power of two.
+        ValueError: a part is none of these or is written twice, two rules are named, the window is no power of two, or
+            bits are others or are not of merged keys.
     """
     sizes: dict[str, int] = {}
+    bits = None
     for part in text.split("+"):
         found = _PART.fullmatch(part.strip())
         name = "" if found is None else found[1].lower()
         if found is None or name not in ("window", _MERGED, *RULES):
-            words = " or ".join(("window W", *(f"{word} G" for word in RULES), f"{_MERGED} C"))
+            words = " or ".join(("window W", *(f"{word} G" for word in RULES), f"{_MERGED} C, {_MERGED} C in 4 bits"))
             raise ValueError(
                 f"{part.strip()!r} is no exact part; write {words}, as in Expansion + window 16 + heavy 32 or "
                 "window 32 + merged 128"
             )
         if name in sizes:
             raise ValueError(f"{text.strip()!r} has two parts {name!r}; write one")
+        if found[3] and name != _MERGED:
+            raise ValueError(f"{part.strip()!r}: only merged keys are kept in few bits; leave the bits out")
         sizes[name] = int(found[2])
+        bits = int(found[3]) if found[3] else bits
     window, num_merged = sizes.pop("window", None), sizes.pop(_MERGED, 0)
     if len(sizes) > 1:
         raise ValueError(f"{text.strip()!r} has two rules, {' and '.join(sizes)}; write one")
     word, count = next(iter(sizes.items()), (Exact.word, 0))
-    return RULES[word](window, count, num_merged)
+    return RULES[word](window, count, num_merged, bits)

@@ -48,6 +48,10 @@ def generate(
             help="Bound what each global layer of a softmax model keeps to the bytes of N keys, by merging keys.",
         ),
     ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(help="With a budget: merged keys and values in 2, 4 or 8 bits, of which more fit."),
+    ] = None,
 ) -> None:
     """Go on with a text, token by token, in constant memory where attention is linear or has a budget.
 
@@ -61,12 +65,16 @@ def generate(
             raise ValueError(f"num_tokens must be at least 1, got {length}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
+        if bits not in (None, 2, 4, 8):
+            raise ValueError(f"--bits must be 2, 4 or 8, got {bits}")
+        if bits is not None and budget is None:
+            raise ValueError("--bits say how the keys of a budget are kept; give --budget too")
         loaded = load_language_model(model)
         tokens: Tensor = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
         if not tokens.numel():
             raise ValueError("--prompt gives no token; give a text")
         with of_option("--budget"):
-            limit = None if budget is None else limit_(loaded.model, budget)
+            limit = None if budget is None else limit_(loaded.model, budget, bits=bits)
         draws, cache = torch.Generator().manual_seed(seed), new_cache(loaded.model)
         start = time.perf_counter()
         stream = stream_tokens(

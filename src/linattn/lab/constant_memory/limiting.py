@@ -14,10 +14,13 @@ from linattn.hf import AttentionCall, PreTrainedModel, cache_bytes, filled_cache
 from linattn.lab.constant_memory.answering import GlobalLayers, log_probabilities, recording, sizes_of
 from linattn.lab.contenders import Sizes
 from linattn.lab.contenders.merged import Merged
+from linattn.lab.contenders.shelf import NEAR
 
 _STEPS = 8
 # What a window is best at on real text, its block included, and at most: more bytes are better spent on merged keys.
 _WINDOW, _SHARE = 256, 0.5
+# The window's share beside merged keys in few bits, which hold several times as many.
+_FEW_BITS_SHARE = NEAR[0]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Limit:
         return self.num_layers * self.num_key_heads * self.sizes.key_bytes * num_tokens
 
 
-def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None) -> Limit:
+def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bits: int | None = None) -> Limit:
     """Bound what the global layers of a language model keep, in place, by merged keys behind a window.
 
     Cost: one step of the model, and `linattn.hf.linearize_`.
@@ -54,14 +57,16 @@ def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None) ->
         model: a causal language model with softmax attention.
         budget: bytes per layer and key/value head, said in exact keys and their values; biases and the sampled queries
             are paid from it too.
-        near: share of the keys that the window takes with a block; None for that of 256 keys, and half of them at most:
-            what it is best at, `linattn audit --budget` says.
+        near: share of the bytes that the window takes with a block; None for that of 256 keys, and half of them at
+            most, in few bits 15 %: what it is best at, `linattn audit --budget` says.
+        bits: of merged keys and values, as in `linattn.Exact`; None for whole ones.
 
     Returns:
         A `Limit`; `linattn.hf.restore_` takes it off again.
 
     Raises:
-        ValueError: if the budget leaves no room beside the sampled queries, or the model is linearized already.
+        ValueError: if the budget leaves no room beside the sampled queries, the bits are none of `linattn.Exact`'s, or
+            the model is linearized already.
     """
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already, and keeps what it keeps; leave the budget out")
@@ -69,8 +74,8 @@ def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None) ->
     one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     log_probabilities(model, one, torch.zeros(1, dtype=torch.long), recording(layers, probe))
     sizes = sizes_of(probe)
-    share = min(_WINDOW / max(budget, 1), _SHARE) if near is None else near
-    exact = Merged.within(budget * sizes.key_bytes, sizes, share).exact
+    best = min(_WINDOW / max(budget, 1), _SHARE) if bits is None else _FEW_BITS_SHARE
+    exact = Merged.within(budget * sizes.key_bytes, sizes, best if near is None else near, bits).exact
     linearize_(model, feature_map=exact.label, layers=layers.numbers)
     return Limit(exact, len(layers.names), probe[0].key.shape[1], sizes)
 

@@ -8,10 +8,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from linattn.attention.exact.few_bits import GROUP, Codes, coded_bytes
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.weighted_reading import read
 from linattn.lab.contenders.contender import Contender, Sizes
-from linattn.lab.contenders.quantising import GROUP, quantised, scale_bytes
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Kivi(Contender):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Block by block of as many tokens as a group has."""
         rows = query.unflatten(1, (key.shape[1], -1))
-        coarse_key = torch.cat([quantised(part, self.bits, 2) for part in key.split(GROUP, 2)], 2)
-        coarse_value = quantised(value, self.bits, -1)
+        # A group of keys is a channel of consecutive tokens.
+        coarse_key, coarse_value = self._rounded(key.mT).mT, self._rounded(value)
         parts = []
         for start in range(0, key.shape[2], GROUP):
             stop, near = min(start + GROUP, key.shape[2]), max(start - GROUP, 0)
@@ -67,8 +67,11 @@ class Kivi(Contender):
             parts.append(read(rows[:, :, :, start:stop], tokens, scale, is_causal=True, with_log=False).out)
         return torch.cat(parts, 3).flatten(1, 2)
 
+    def _rounded(self, x: Tensor) -> Tensor:
+        """Rows as few bits have them, in groups of 32."""
+        return Codes.of(x, self.bits).rows(x.shape[-1], self.bits, x.dtype)
+
 
 def _token_bytes(sizes: Sizes, bits: int) -> int:
     """A token's codes, its share of the scales of its group's channels, and its values' scales."""
-    codes = -(-(sizes.head_dim + sizes.value_dim) * bits // 8)
-    return codes + -(-sizes.head_dim * scale_bytes(1) // GROUP) + scale_bytes(sizes.value_dim)
+    return -(-coded_bytes(GROUP, bits) * sizes.head_dim // GROUP) + coded_bytes(sizes.value_dim, bits)

@@ -13,7 +13,7 @@ from linattn.lab.contenders.expected_attention import ExpectedAttention
 from linattn.lab.contenders.h2o import H2O
 from linattn.lab.contenders.keydiff import KeyDiff
 from linattn.lab.contenders.kivi import Kivi
-from linattn.lab.contenders.merged import Merged, MergedInFewBits
+from linattn.lab.contenders.merged import Merged
 from linattn.lab.contenders.moment_kv import MomentKV
 from linattn.lab.contenders.tova import Tova
 from linattn.lab.contenders.uniform_sample import UniformSample
@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
     "MomentKV": MomentKV.within,
     "attention matching": AttentionMatching.within,
     **{f"KIVI, {bits} bit": partial(Kivi.within, bits=bits) for bits in (8, 4, 2)},
-    **{f"merged keys in {bits} bits": partial(MergedInFewBits.within, near=NEAR[0], bits=bits) for bits in (8, 4)},
+    **{f"merged keys in {bits} bits": partial(Merged.within, near=NEAR[0], bits=bits) for bits in (8, 4)},
 }
 """By name, what makes the largest contender of a kind from a number of bytes and a layer's sizes.
 
