@@ -27,8 +27,15 @@ FAULTS = (
     Fault(
         "measure all coordinates alike",
         FEW_BITS,
-        "deviation = torch.maximum(variance, least).sqrt()",
-        "deviation = torch.maximum(0 * variance, least).sqrt()",
+        "deviation = torch.maximum(variance, least)",
+        "deviation = torch.maximum(0 * variance, least)",
+        LAWS,
+    ),
+    Fault(
+        "round by the unit where there is but one key",
+        FEW_BITS,
+        "mean.square().mean(-1, keepdim=True), deviation)",
+        "0, deviation)",
         LAWS,
     ),
     Fault(

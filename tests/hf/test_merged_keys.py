@@ -43,9 +43,10 @@ def test_enough_merged_keys_leave_an_encoder_as_it_was(build, label):
     torch.testing.assert_close(outputs(model, **inputs)[seen], before[seen], rtol=1e-11, atol=1e-11)
 
 
-def test_the_cache_of_merged_keys_does_not_grow(build):
+@pytest.mark.parametrize("label", ["window 2 + merged 3", "window 2 + merged 3 in 8 bits"])
+def test_the_cache_of_merged_keys_does_not_grow(build, label):
     model = build("llama", head=LANGUAGE_HEADS["llama"])
-    linearize_(model, feature_map="window 2 + merged 3")
+    linearize_(model, feature_map=label)
     cache, sizes = StateCache(model), []
     for t in range(11):
         outputs(model, input_ids=IDS[:, t : t + 1], past_key_values=cache)
@@ -55,12 +56,13 @@ def test_the_cache_of_merged_keys_does_not_grow(build):
     assert beams.shape == (2, 15)
 
 
-def test_merged_keys_are_saved_and_loaded(build, tmp_path):
+@pytest.mark.parametrize("label", ["window 3 + merged 2", "window 3 + merged 2 in 4 bits"])
+def test_merged_keys_are_saved_and_loaded(build, tmp_path, label):
     model = build("llama", head=LANGUAGE_HEADS["llama"])
-    linearize_(model, feature_map="window 3 + merged 2")
+    linearize_(model, feature_map=label)
     save_pretrained(model, tmp_path)
     again = from_pretrained(tmp_path)
-    assert again.model.layers[1].self_attn.linear_attention.summary == "window 3 + merged 2"
+    assert again.model.layers[1].self_attn.linear_attention.summary == label
     assert torch.equal(outputs(again, input_ids=IDS), outputs(model, input_ids=IDS))
 
 
@@ -69,6 +71,7 @@ def test_what_merged_keys_have_not_is_refused(build):
         ({"feature_map": ENOUGH, "num_features": 8}, "has no map, got num_features=8"),
         ({"feature_map": ENOUGH, "calibrate": [IDS]}, "nothing to calibrate: window 2 [+] merged 16 takes no"),
         ({"feature_map": "merged 4"}, "give window too"),
+        ({"feature_map": "window 2 + merged 4 in 3 bits"}, "bits must be 2, 4, 8 or None, got 3"),
         ({"feature_map": "Expansion + window 2 + merged 4"}, "leave the map out, as in 'window 2 [+] merged 4'"),
     ):
         with pytest.raises(ValueError, match=words):

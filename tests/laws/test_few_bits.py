@@ -113,16 +113,20 @@ def test_what_all_keys_have_in_common_does_not_matter() -> None:
     torch.testing.assert_close(attend(query / wide, key * wide, value, exact), before, rtol=1e-9, atol=1e-9)
 
 
-def test_a_row_whose_text_begins_late_is_rounded_as_well() -> None:
-    """Its frame is of its own keys, not of the padding before them."""
+@pytest.mark.parametrize("padding", [64, 67])
+def test_a_row_whose_text_begins_late_is_rounded_as_well(padding: int) -> None:
+    """Its frame is of its own keys, not of the padding before them; of its first key alone, where a block has but one.
+
+    In units of which float16 has no number.
+    """
     query, key, value = qkv(**SIZES)
-    key = key + 50
+    key, value = key + 50, value * 2**-40
     exact = Exact(4, num_merged=LENGTH, bits=4)
     error = relative_error(attend(query, key, value, exact), exactly(query, key, value))
-    padded = [torch.nn.functional.pad(x, (0, 0, 64, 0)) for x in (query, key, value)]
-    mask = torch.arange(64 + LENGTH).ge(64).expand(2, -1)
-    found = attend(*padded, exact, key_mask=mask)[:, :, 64:]
-    # Of the first block's four keys, not of thirteen as without padding.
+    padded = [torch.nn.functional.pad(x, (0, 0, padding, 0)) for x in (query, key, value)]
+    mask = torch.arange(padding + LENGTH).ge(padding).expand(2, -1)
+    found = attend(*padded, exact, key_mask=mask)[:, :, padding:]
+    # Of the first block's four keys, or one, not of sixteen as without padding.
     assert relative_error(found, exactly(query, key, value)) < 2 * error
 
 
@@ -204,14 +208,16 @@ def test_the_written_form() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for options, words in (
-        ({"num_merged": 8, "bits": 3}, "bits are 2, 4, 8 or None"),
-        ({"bits": 4}, "and of merged keys"),
+        ({"num_merged": 8, "bits": 3}, "bits must be 2, 4, 8 or None, got 3"),
+        ({"num_merged": 8, "bits": 4.0}, "bits must be 2, 4, 8 or None, got 4.0"),
+        ({"num_merged": 8, "bits": True}, "bits must be 2, 4, 8 or None, got True"),
+        ({"bits": 4}, "give num_merged, or leave bits out"),
     ):
         with pytest.raises(ValueError, match=words):
             Exact(4, **options)
     for text, words in (
         ("window 4 in 4 bits + merged 8", "only merged keys are kept in few bits"),
-        ("window 4 + merged 8 in 5 bits", "bits are 2, 4, 8"),
+        ("window 4 + merged 8 in 5 bits", "bits must be 2, 4, 8"),
     ):
         with pytest.raises(ValueError, match=words):
             parse_exact(text)

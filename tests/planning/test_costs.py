@@ -60,6 +60,10 @@ def test_what_merged_keys_cost_beside_being_seen():
     pool, sample = window + merged, 16
     block = products((pool, D + DV, pool), (sample, D, pool), (sample, D, pool), (pool, 1, D + DV)) // window
     assert causal == (2 * window + merged) * (2 * D + 2 * DV) + block
+    few = flops_per_token(parse_method(f"{method.label} in 4 bits"), NoMap(8), value_dim=6, is_causal=True)
+    whole = flops_per_token(method, NoMap(8), value_dim=6, is_causal=True)
+    # Pieces of eight, and three of two: into the mixed basis and back.
+    assert few - whole == 2 * products((merged, 8, 8), (3 * merged, 2, 2)) // window
     token = products((64, D, 1), (merged, D + DV, 1), (1, 1, D + DV))
     assert both == (3 * window + merged) * (2 * D + 2 * DV) + token
 

@@ -9,7 +9,7 @@ merged keys.
 from __future__ import annotations
 
 from linattn.attention import Exact
-from linattn.attention.exact.few_bits import coded_bytes
+from linattn.attention.exact.few_bits import coded_bytes, mixed_width
 from linattn.attention.exact.query_sample import sample_size
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.planning.methods import Method
@@ -35,9 +35,9 @@ def state_numbers(method: Method, feature_map: FeatureMap, *, value_dim: int, is
         266
     """
     sums = feature_map.num_features * (value_dim + 1) + feature_map.num_exponents
-    return sums + (
-        0 if method.exact is None else _kept_numbers(method.exact, feature_map.head_dim, value_dim, is_causal=is_causal)
-    )
+    if method.exact is None:
+        return sums
+    return sums + _kept_numbers(method.exact, feature_map.head_dim, value_dim, is_causal=is_causal)
 
 
 def _kept_numbers(exact: Exact, head_dim: int, value_dim: int, *, is_causal: bool) -> int:
@@ -59,10 +59,12 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
         other maps           4·R·D + 4·R·(Dv + 1)                      features of query and key, absorbing and reading
         exact part           2·(3W + G + N)·(D + Dv), causal 2·(2W + G + N)·(D + Dv), beside merged keys 2·(W + b + N)·…
         merging, causal      2·(N + b)²·(D + Dv)/b + 4·16·(N + b)·D/b + 2·(N + b)·(D + Dv)/b,   b tokens of a block
+        in few bits          4·N·(D·p(D) + Dv·p(Dv))/b     rounding and back, p the largest power of two in a width
         merging              2·(64 + N)·D + 2·N·Dv + 2·(D + Dv)
 
     Keys are merged without causality by what 64 queries attend to, and join the nearest of N clusters; the few hundred
-    keys that these are made of at first are left out, since their number does not grow with the text.
+    keys that these are made of at first are left out, since their number does not grow with the text. A text that comes
+    token by token is read from few bits at every token, half of "in few bits" without the b.
 
     A bidirectional window computes the map's part twice, once before the window and once after it. Bidirectional heavy
     keys also need the column masses: the keys are mapped once for z and once for the masses, the queries once between,
@@ -102,7 +104,9 @@ def _merging(exact: Exact, head_dim: int, value_dim: int, *, is_causal: bool) ->
         return 2 * _SAMPLE * head_dim + 2 * exact.num_merged * both + 2 * both
     block = exact.blocks.size
     pool = exact.num_merged + block
-    return (2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both) // block
+    mixing = 0 if exact.bits is None else 4 * sum(width * mixed_width(width) for width in (head_dim, value_dim))
+    merging = 2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both
+    return (merging + exact.num_merged * mixing) // block
 
 
 def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> int:

@@ -202,12 +202,15 @@ def test_kivi_reads_rounded_groups_and_whole_latest_tokens():
 
 @pytest.mark.parametrize("exact", [Exact(window=6, num_merged=8), Exact(window=6, num_merged=20, bits=4)], ids=str)
 def test_merged_is_the_op_with_the_bytes_of_its_state(exact):
-    rule, sizes = Merged(exact), Sizes(D, DV, 8, Q.shape[1] // K.shape[1])
+    rule = Merged(exact)
     wanted = linear_attention(Q * (SCALE * D**0.5), K, V, None, is_causal=True, enable_gqa=True, exact=exact)
     assert torch.equal(rule.attend(Q, K, V, SCALE), wanted)
-    state = linear_attention_with_state(Q, K, V, None, enable_gqa=True, exact=exact).state
-    held = sum(x.nbytes for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor))
-    assert held == rule.num_bytes(sizes, L)  # 60 tokens are ten whole blocks: two are held
+    # Of narrow tokens the window alone is narrow.
+    for dtype in (torch.float64, torch.bfloat16):
+        given, sizes = (x.to(dtype) for x in (Q, K, V)), Sizes(D, DV, dtype.itemsize, Q.shape[1] // K.shape[1])
+        state = linear_attention_with_state(*given, None, enable_gqa=True, exact=exact).state
+        held = sum(x.nbytes for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor))
+        assert held == rule.num_bytes(sizes, L)  # 60 tokens are ten whole blocks: two are held
 
 
 def test_merged_keys_in_few_bits_are_whole_while_they_are_few():

@@ -33,7 +33,7 @@ def mixed(x: Tensor) -> Tensor:
 
     Source: Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456), which rounds keys and values so.
     """
-    piece = x.shape[-1] & -x.shape[-1]
+    piece = mixed_width(x.shape[-1])
     if piece < 2:
         return x
     matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
@@ -44,10 +44,22 @@ def mixed(x: Tensor) -> Tensor:
     return found.flatten(-2)
 
 
+def mixed_width(width: int) -> int:
+    """How many coordinates of a row `mixed` spreads each one over: the largest power of two that divides its width.
+
+    Example:
+        >>> mixed_width(80)
+        16
+    """
+    return width & -width
+
+
 class Codes(NamedTuple):
     """Rows (..., W) of which each number is one of 2^bits levels between the least and the largest of its group.
 
-    z + s·round((x - z) / s),   z = min x,   s = (max x - min x) / (2^bits - 1)
+        z + s·round((x - z) / s),   z = min x,   s = (max x - min x) / (2^bits - 1)
+
+    Source: Liu et al. 2024 (KIVI, arXiv 2402.02750), equation 1.
     """
 
     code: Tensor  # (..., ⌈W·bits/8⌉) uint8, several levels to a byte
@@ -57,18 +69,18 @@ class Codes(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, bits: int) -> Self:
         """The nearest levels: rows that are levels already keep theirs. Numbers beyond float16's are cut."""
-        most, grouped = 2**bits - 1, _padded(x, GROUP, repeats=True)
+        most, grouped = 2**bits - 1, _pieces(x, GROUP)
         zero = grouped.amin(-1).clamp(-_LARGEST, _LARGEST).half()
         step = ((grouped.amax(-1) - zero) / most).clamp(max=_LARGEST).half()
         below, safe = zero.to(x.dtype), torch.where(step == 0, 1, step).to(x.dtype)
         level = ((grouped - below.unsqueeze(-1)) / safe.unsqueeze(-1)).round().clamp(0, most).to(torch.uint8)
-        several = _padded(level.flatten(-2)[..., : x.shape[-1]], 8 // bits)
+        several = _pieces(level.flatten(-2)[..., : x.shape[-1]], 8 // bits)
         return cls((several << _shifts(bits, x.device)).sum(-1, dtype=torch.uint8), zero, step)
 
     def rows(self, width: int, bits: int, dtype: torch.dtype) -> Tensor:
         """The numbers that these stand for."""
         level = (self.code.unsqueeze(-1) >> _shifts(bits, self.code.device)) & (2**bits - 1)
-        grouped = _padded(level.flatten(-2)[..., :width].to(dtype), GROUP)
+        grouped = _pieces(level.flatten(-2)[..., :width].to(dtype), GROUP)
         found = torch.addcmul(self.zero.to(dtype).unsqueeze(-1), grouped, self.step.to(dtype).unsqueeze(-1))
         return found.flatten(-2)[..., :width]
 
@@ -87,7 +99,7 @@ class Frame(NamedTuple):
     """What rows (B, H, n, W) are rounded relative to: their coordinates' means and deviations, for good."""
 
     mean: Tensor  # (B, H, 1, W)
-    deviation: Tensor  # (B, H, 1, W), no less than a share of the root of their mean square; 1 where all are 0
+    deviation: Tensor  # (B, H, 1, W), no less than a share of the root of their mean square; the means' of one row
 
     @classmethod
     def of(cls, x: Tensor, there: Tensor) -> Self:
@@ -96,7 +108,9 @@ class Frame(NamedTuple):
         mean = share @ x
         variance = share @ (x - mean).square()
         least = _LEAST**2 * variance.sum(-1, keepdim=True) / max(x.shape[-1], 1)
-        deviation = torch.maximum(variance, least).sqrt()
+        deviation = torch.maximum(variance, least)
+        # Of rows that are all alike the deviation says nothing of what others have.
+        deviation = torch.where(deviation == 0, mean.square().mean(-1, keepdim=True), deviation).sqrt()
         return cls(mean, torch.where(deviation == 0, 1, deviation))
 
     def where(self, holds: Tensor, other: Self) -> Self:
@@ -160,13 +174,12 @@ class CodedTokens(NamedTuple):
         return cls(key, value, bias)
 
 
-def _padded(x: Tensor, size: int, *, repeats: bool = False) -> Tensor:
-    """Rows (..., W) in pieces (..., ⌈W/size⌉, size), the last one filled up with 0 or with its last number."""
+def _pieces(x: Tensor, size: int) -> Tensor:
+    """Rows (..., W) in pieces (..., ⌈W/size⌉, size), the last one filled up with its last number."""
     width = x.shape[-1]
     number = -(-width // size)
     if number * size > width:
-        filling = x[..., -1:].expand(*x.shape[:-1], number * size - width)
-        x = torch.cat((x, filling if repeats else torch.zeros_like(filling)), -1)
+        x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], number * size - width)), -1)
     pieces: Tensor = x.unflatten(-1, (number, size))
     return pieces
 

@@ -42,8 +42,8 @@ class MergedKeys:
         return cls(Tokens(*(x.to(dtype) for x in none)), QuerySample.empty(key), none, rule)
 
     @property
-    def whole(self) -> Tokens:
-        """The merged keys, as they are read."""
+    def as_read(self) -> Tokens:
+        """The merged keys, as they are read: codes as what they stand for."""
         if isinstance(self.merged, Tokens):
             return self.merged
         assert self.rule.bits is not None  # as others are not coded
@@ -51,7 +51,7 @@ class MergedKeys:
 
     def tokens(self) -> Tokens:
         """All of them."""
-        return self.whole.then(self.recent)
+        return self.as_read.then(self.recent)
 
     def decay(self, log_factor: Tensor) -> MergedKeys:
         """All weights times exp(log_factor), (B or 1, H or 1)."""
@@ -90,7 +90,7 @@ def attend_causal_merging(
     tokens, rule = kept.recent.then(Tokens(key, value, given.expand(key.shape[:3]))), kept.rule
     blocks, num_kept, length = rule.blocks, kept.recent.bias.shape[2], tokens.bias.shape[2]
     window, block = blocks.window, blocks.size
-    held, merged, sample, first, parts = kept.merged, kept.whole, kept.sample, length - query.shape[3], []
+    held, merged, sample, first, parts = kept.merged, kept.as_read, kept.sample, length - query.shape[3], []
     for begin in range(num_kept // block * block, length, block):
         end = min(begin + block, length)
         # None, where an earlier call had tokens of this block.

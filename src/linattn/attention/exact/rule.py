@@ -19,8 +19,8 @@ _MOST_BLOCKS, _BLOCK = 4, 64
 # The word of merged keys in a written form.
 _MERGED = "merged"
 _PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)(?:\s+in\s+([1-9][0-9]*)\s+bits)?", re.IGNORECASE)
-# Whole levels fit into a byte.
-_BITS = (2, 4, 8)
+BITS = (2, 4, 8)
+"""What merged keys may be kept in: whole levels fit into a byte."""
 
 
 class ExactCost(NamedTuple):
@@ -139,11 +139,10 @@ class Exact:
             )
         if window < 1 or (window.bit_count() != 1 and not self.num_merged):
             raise ValueError(f"the window must be a power of two, as 16 or 32, got {self.window}; None is no window")
-        if self.bits is not None and (self.bits not in _BITS or not self.num_merged):
-            raise ValueError(
-                f"bits are {', '.join(map(str, _BITS))} or None, and of merged keys, got bits={self.bits!r} beside "
-                f"num_merged={self.num_merged}"
-            )
+        if self.bits is not None and (type(self.bits) is not int or self.bits not in BITS):
+            raise ValueError(f"bits must be {', '.join(map(str, BITS))} or None, got {self.bits!r}")
+        if self.bits is not None and not self.num_merged:
+            raise ValueError(f"only merged keys are kept in few bits, got {self!r}; give num_merged, or leave bits out")
         if self.window is None and not self.num_heavy and not self.num_merged:
             raise ValueError(f"got {self!r}, which attends to no key exactly; give a size, or exact=None")
 
@@ -168,7 +167,7 @@ class Exact:
 
     @property
     def num_whole(self) -> int:
-        """How many merged keys take no more memory as they are than all of them in few bits, by bits alone."""
+        """How many merged keys take no more memory as they are, 32 bits a number, than all of them in few bits."""
         return self.num_merged if self.bits is None else self.num_merged * self.bits // 32
 
     def score(self, mass: Tensor, key: Tensor, value: Tensor) -> Tensor:

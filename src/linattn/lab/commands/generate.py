@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
+from linattn.attention.exact.rule import BITS
 from linattn.hf import (
     IncrementalDecoder,
     LoadedModel,
@@ -65,8 +66,8 @@ def generate(
             raise ValueError(f"num_tokens must be at least 1, got {length}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
-        if bits not in (None, 2, 4, 8):
-            raise ValueError(f"--bits must be 2, 4 or 8, got {bits}")
+        if bits not in (None, *BITS):
+            raise ValueError(f"--bits must be {', '.join(map(str, BITS))}, got {bits}")
         if bits is not None and budget is None:
             raise ValueError("--bits say how the keys of a budget are kept; give --budget too")
         loaded = load_language_model(model)
