@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault
 
 FEW_BITS, LAWS = "attention/exact/few_bits.py", "tests/laws/test_few_bits.py"
-MERGED_KEYS = "attention/exact/merged_keys.py"
+MEMORY = "attention/exact/memory.py"
 
 FAULTS = (
     Fault("round down", FEW_BITS, ".round().clamp(0, most)", ".clamp(0, most)", LAWS),
@@ -19,8 +19,8 @@ FAULTS = (
     Fault(
         "take a new frame at every merge",
         FEW_BITS,
-        "if before is not None and held is not None:",
-        "if before is None and held is not None:",
+        "self.frames.where((self.bias != -torch.inf).any(-1), Frames.of(others))",
+        "Frames.of(others)",
         LAWS,
     ),
     Fault("leave the mean in", FEW_BITS, "mean = share @ x", "mean = 0 * (share @ x)", LAWS),
@@ -41,29 +41,50 @@ FAULTS = (
     Fault(
         "round in the model's own basis",
         FEW_BITS,
-        "found: Tensor = x.unflatten(-1, (-1, piece)) @ (matrix * piece**-0.5)",
+        "found: Tensor = x.unflatten(-1, (-1, piece)) @ (_signs(piece, x) * piece**-0.5)",
         "found: Tensor = x.unflatten(-1, (-1, piece))",
         LAWS,
     ),
     Fault(
         "cut the gradient where keys are rounded",
-        MERGED_KEYS,
+        MEMORY,
         "x + (y - x).detach() if x.requires_grad else y",
         "y",
         LAWS,
     ),
     Fault(
         "round keys that would fit as they are",
-        MERGED_KEYS,
-        "(coded is None and merged.bias.shape[2] <= rule.num_whole)",
-        "(coded is None and merged.bias.shape[2] < 0)",
+        MEMORY,
+        "rule.bits is None or tokens.bias.shape[2] <= rule.num_whole",
+        "rule.bits is None",
         LAWS,
     ),
     Fault(
         "give padding's frame to the text after it",
         FEW_BITS,
-        "(before.bias != -torch.inf).any(-1)",
-        "(before.bias == before.bias).any(-1)",
+        "(self.bias != -torch.inf).any(-1)",
+        "(self.bias == self.bias).any(-1)",
         LAWS,
+    ),
+    Fault(
+        "read rows without their keys' mean",
+        FEW_BITS,
+        "log = log + scale * (exact * key.mean).sum(-1)",
+        "pass",
+        LAWS,
+    ),
+    Fault(
+        "append keys in frames of their own",
+        MEMORY,
+        "more = self._rounded(leaving, frames, rule.bits)",
+        "more = self._rounded(leaving, Frames.of(leaving), rule.bits)",
+        LAWS,
+    ),
+    Fault(
+        "merge at every block, however many keys there are",
+        MEMORY,
+        "rule.num_left",
+        "rule.num_merged",
+        "tests/laws/test_merged_keys.py",
     ),
 )

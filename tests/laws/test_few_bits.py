@@ -18,7 +18,8 @@ from linattn.planning.methods import parse_method
 
 LENGTH = 109
 SIZES = {"num_queries": LENGTH, "num_keys": LENGTH, "head_dim": 16, "value_dim": 12}
-FEW = tuple(Exact(4, num_merged=24, bits=bits) for bits in (2, 4, 8))
+# A merge leaves 30 keys, and serves two blocks.
+FEW = tuple(Exact(2, num_merged=32, bits=bits) for bits in (2, 4, 8))
 DRAW = torch.Generator().manual_seed(0)
 
 
@@ -49,6 +50,17 @@ def test_each_bit_halves_the_error() -> None:
     assert errors[0] / 8 < errors[1] < errors[0] / 3
     assert errors[1] / 34 < errors[2] < errors[1] / 8
     assert errors[1] < 0.05
+
+
+def test_weights_are_those_of_keys_and_their_mean() -> None:
+    """Rows are read relative to what all keys have in common, and told with it."""
+    query, key, value = qkv(**SIZES)
+    given, exact = (query, key + 3, value), Exact(4, num_merged=LENGTH, bits=8)
+    part = linattn.linear_partial(*given, None, is_causal=True, enable_gqa=True, exact=exact)
+    truth = linattn.softmax_partial(*given, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(part.out, attend(*given, exact), rtol=1e-12, atol=1e-12)
+    # Half a level is a 500th of some four deviations: logits are off by thousandths, the worst by less than this.
+    torch.testing.assert_close(part.log_normalizer, truth.log_normalizer, rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("cuts", [[1], [8], [5, 6, 7, 30], list(range(1, LENGTH))], ids=str)

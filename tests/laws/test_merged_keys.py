@@ -17,7 +17,13 @@ from grid import qkv, relative_error, tokens
 from linattn import Exact
 
 LENGTH = 61
-PARTS = (Exact(4, num_merged=6), Exact(1, num_merged=3), Exact(7, num_merged=20), Exact(8, num_merged=1))
+PARTS = (
+    Exact(4, num_merged=6),
+    Exact(1, num_merged=3),
+    Exact(7, num_merged=20),
+    Exact(8, num_merged=1),
+    Exact(1, num_merged=19),
+)
 EVERYWHERE = (Exact(num_merged=6), Exact(4, num_merged=6), Exact(1, num_merged=5), Exact(7, num_merged=20))
 
 
@@ -193,6 +199,19 @@ def test_the_fused_kernel_and_the_formed_weights_agree(exact: Exact, is_causal: 
     given = qkv(num_queries=LENGTH, num_keys=LENGTH)
     part = linattn.linear_partial(*given, None, is_causal=is_causal, enable_gqa=True, exact=exact)
     torch.testing.assert_close(part.out, attend(*given, exact, is_causal=is_causal), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_merge_of_many_keys_serves_several_blocks(bits: int | None) -> None:
+    """Of 40 keys and blocks of one, two more than must be are merged, and the next two blocks fit."""
+    exact, state, sizes = Exact(1, num_merged=40, bits=bits), None, []
+    for t in range(61):
+        piece = (x[:, :, t : t + 1] for x in qkv(num_queries=61, num_keys=61))
+        state = linattn.linear_attention_with_state(*piece, None, state, enable_gqa=True, exact=exact).state
+        sizes.append(state.exact.merged.bias.shape[2])
+    assert exact.num_left == 38
+    # The window and the current token are not merged.
+    assert sizes == [max(t - 1, 0) if t < 42 else 38 + (t - 42) % 3 for t in range(61)]
 
 
 def test_the_size_of_a_stream_s_state_does_not_grow() -> None:

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from linattn.attention import Exact, State, linear_attention_with_state
 from linattn.feature_maps import Expansion, FavorPlus, Relu
 from linattn.planning.costs import exact_flops_per_token, exact_state_numbers, flops_per_token, state_numbers
-from linattn.planning.methods import parse_method
+from linattn.planning.methods import Method, parse_method
 from linattn.planning.no_map import NoMap
 
 D, DV = 5, 3
@@ -62,8 +62,17 @@ def test_what_merged_keys_cost_beside_being_seen():
     assert causal == (2 * window + merged) * (2 * D + 2 * DV) + block
     few = flops_per_token(parse_method(f"{method.label} in 4 bits"), NoMap(8), value_dim=6, is_causal=True)
     whole = flops_per_token(method, NoMap(8), value_dim=6, is_causal=True)
-    # Pieces of eight, and three of two: into the mixed basis and back.
-    assert few - whole == 2 * products((merged, 8, 8), (3 * merged, 2, 2)) // window
+    # Pieces of eight, and three of two: a row, a block to be kept and two to be read; at a merge all, out and in again.
+    assert (
+        few - whole
+        == products((2 + 2, 8, 8), (3 * (2 + 2), 2, 2)) + products((2 * merged, 8, 8), (6 * merged, 2, 2)) // window
+    )
+    many, fewer = (
+        flops_per_token(Method(None, Exact(1, num_merged=number)), nothing, value_dim=DV, is_causal=True)
+        for number in (800, 400)
+    )
+    # Without free places it would be four times as dear.
+    assert many < 2.1 * fewer
     token = products((64, D, 1), (merged, D + DV, 1), (1, 1, D + DV))
     assert both == (3 * window + merged) * (2 * D + 2 * DV) + token
 

@@ -58,13 +58,14 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
         maps with centres    2·C·D + 2·C·F·(Dv + 1) + 2·F·(Dv + 1)     exponents, absorbing, reading one centre
         other maps           4·R·D + 4·R·(Dv + 1)                      features of query and key, absorbing and reading
         exact part           2·(3W + G + N)·(D + Dv), causal 2·(2W + G + N)·(D + Dv), beside merged keys 2·(W + b + N)·…
-        merging, causal      2·(N + b)²·(D + Dv)/b + 4·16·(N + b)·D/b + 2·(N + b)·(D + Dv)/b,   b tokens of a block
-        in few bits          4·N·(D·p(D) + Dv·p(Dv))/b     rounding and back, p the largest power of two in a width
+        merging, causal      (2·(N + b)²·(D + Dv) + 4·16·(N + b)·D + 2·(N + b)·(D + Dv))/m,    b tokens of a block
+        in few bits          2·(D·p(D) + Dv·p(Dv))·(2 + (W + b)/b + 2·N/m)      p the largest power of two in a width
         merging              2·(64 + N)·D + 2·N·Dv + 2·(D + Dv)
 
     Keys are merged without causality by what 64 queries attend to, and join the nearest of N clusters; the few hundred
-    keys that these are made of at first are left out, since their number does not grow with the text. A text that comes
-    token by token is read from few bits at every token, half of "in few bits" without the b.
+    keys that these are made of at first are left out, since their number does not grow with the text. Causally a merge
+    is made every m = b + (N - `Exact.num_left`) tokens. In few bits rows and near keys are read in the basis of the
+    codes; a text that comes token by token has its near ones there anew at every token, (W + b) in place of (W + b)/b.
 
     A bidirectional window computes the map's part twice, once before the window and once after it. Bidirectional heavy
     keys also need the column masses: the keys are mapped once for z and once for the masses, the queries once between,
@@ -102,11 +103,14 @@ def _merging(exact: Exact, head_dim: int, value_dim: int, *, is_causal: bool) ->
     both = head_dim + value_dim
     if not is_causal:
         return 2 * _SAMPLE * head_dim + 2 * exact.num_merged * both + 2 * both
-    block = exact.blocks.size
-    pool = exact.num_merged + block
-    mixing = 0 if exact.bits is None else 4 * sum(width * mixed_width(width) for width in (head_dim, value_dim))
-    merging = 2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both
-    return (merging + exact.num_merged * mixing) // block
+    blocks = exact.blocks
+    pool, between = exact.num_merged + blocks.size, blocks.size + exact.num_merged - exact.num_left
+    merging = (2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both) // between
+    if exact.bits is None:
+        return merging
+    mixing = 2 * sum(width * mixed_width(width) for width in (head_dim, value_dim))
+    # A row and its output, the block's keys as they leave and all near ones; at a merge all of them, out and in again.
+    return merging + mixing * (2 + blocks.number + 1) + mixing * 2 * exact.num_merged // between
 
 
 def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> int:

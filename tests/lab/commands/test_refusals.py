@@ -89,7 +89,7 @@ WRONG = {
         "--top-p 0": "--top-p must be above 0 and at most 1, got 0.0",
         "--seed -1": "--seed must be at least 0, got -1",
         "--budget 0": "--budget: 0 bytes are left beside the sampled queries",
-        "--budget 99 --bits 3": "--bits must be 2, 4, 8, got 3",
+        "--budget 99 --bits 3": "--bits must be 2, 4, 8 or 32, got 3",
         "--bits 4": "--bits say how the keys of a budget are kept; give --budget too",
         "--prompt ''": "--prompt gives no token; give a text",
     },

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.weighted_reading import Reading, read
 
 GROUP = 32
 """Numbers that share a zero point and a step."""
@@ -36,12 +37,20 @@ def mixed(x: Tensor) -> Tensor:
     piece = mixed_width(x.shape[-1])
     if piece < 2:
         return x
-    matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
-    while len(matrix) < piece:
-        above = torch.cat((matrix, matrix), 1)
-        matrix = torch.cat((above, torch.cat((matrix, -matrix), 1)))
-    found: Tensor = x.unflatten(-1, (-1, piece)) @ (matrix * piece**-0.5)
+    found: Tensor = x.unflatten(-1, (-1, piece)) @ (_signs(piece, x) * piece**-0.5)
     return found.flatten(-2)
+
+
+def _signs(size: int, like: Tensor) -> Tensor:
+    """A Hadamard matrix of a power of two, of 1 and -1, in the numbers of a tensor."""
+    if size == 1:
+        return like.new_ones(1, 1)
+    half = _signs(1 << (size.bit_length() - 1) // 2, like)
+    whole = torch.kron(half, half)
+    if len(whole) == size:
+        return whole
+    above = torch.cat((whole, whole), 1)
+    return torch.cat((above, torch.cat((whole, -whole), 1)))
 
 
 def mixed_width(width: int) -> int:
@@ -74,13 +83,18 @@ class Codes(NamedTuple):
         step = ((grouped.amax(-1) - zero) / most).clamp(max=_LARGEST).half()
         below, safe = zero.to(x.dtype), torch.where(step == 0, 1, step).to(x.dtype)
         level = ((grouped - below.unsqueeze(-1)) / safe.unsqueeze(-1)).round().clamp(0, most).to(torch.uint8)
-        several = _pieces(level.flatten(-2)[..., : x.shape[-1]], 8 // bits)
-        return cls((several << _shifts(bits, x.device)).sum(-1, dtype=torch.uint8), zero, step)
+        level, each = level.flatten(-2)[..., : x.shape[-1]], 8 // bits
+        # One of each stretch of a row to a byte: whole rows are shifted alike, which processors do fast.
+        level = torch.nn.functional.pad(level, (0, -x.shape[-1] % each)).unflatten(-1, (each, -1))
+        code = level[..., 0, :]
+        for place in range(1, each):
+            code = code | (level[..., place, :] << bits * place)
+        return cls(code, zero, step)
 
     def rows(self, width: int, bits: int, dtype: torch.dtype) -> Tensor:
         """The numbers that these stand for."""
-        level = (self.code.unsqueeze(-1) >> _shifts(bits, self.code.device)) & (2**bits - 1)
-        grouped = _pieces(level.flatten(-2)[..., :width].to(dtype), GROUP)
+        level = torch.cat([(self.code >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], -1)
+        grouped = _pieces(level[..., :width].to(dtype), GROUP)
         found = torch.addcmul(self.zero.to(dtype).unsqueeze(-1), grouped, self.step.to(dtype).unsqueeze(-1))
         return found.flatten(-2)[..., :width]
 
@@ -96,7 +110,7 @@ def coded_bytes(width: int, bits: int) -> int:
 
 
 class Frame(NamedTuple):
-    """What rows (B, H, n, W) are rounded relative to: their coordinates' means and deviations, for good."""
+    """What rows (B, H, n, W) are rounded relative to: their coordinates' means and deviations, in a mixed basis."""
 
     mean: Tensor  # (B, H, 1, W)
     deviation: Tensor  # (B, H, 1, W), no less than a share of the root of their mean square; the means' of one row
@@ -118,60 +132,98 @@ class Frame(NamedTuple):
         holds = holds[..., None, None]
         return type(self)(*(torch.where(holds, own, its) for own, its in zip(self, other, strict=True)))
 
+    def inside(self, x: Tensor) -> Tensor:
+        """Rows relative to it."""
+        return mixed((x - self.mean) / self.deviation)
 
-class CodedRows(NamedTuple):
-    """Rows (B, H, n, W) as codes in a frame."""
+    def outside(self, x: Tensor) -> Tensor:
+        """What `inside` was given."""
+        return torch.addcmul(self.mean, mixed(x), self.deviation)
 
-    codes: Codes
-    frame: Frame
+
+class Frames(NamedTuple):
+    """Those of keys and of values."""
+
+    key: Frame
+    value: Frame
 
     @classmethod
-    def of(cls, x: Tensor, bits: int, frame: Frame) -> Self:
-        """Rows rounded."""
-        return cls(Codes.of(mixed((x - frame.mean) / frame.deviation), bits), frame)
+    def of(cls, tokens: Tokens) -> Self:
+        """Of those tokens that are there."""
+        there = tokens.bias != -torch.inf
+        return cls(Frame.of(tokens.key.detach(), there), Frame.of(tokens.value.detach(), there))
 
-    def rows(self, bits: int) -> Tensor:
-        """What they stand for."""
-        mean, deviation = self.frame
-        return torch.addcmul(mean, mixed(self.codes.rows(mean.shape[-1], bits, mean.dtype)), deviation)
+    def where(self, holds: Tensor, other: Self) -> Self:
+        """These for the heads (B, H) for which a condition holds, others for the rest."""
+        return type(self)(self.key.where(holds, other.key), self.value.where(holds, other.value))
+
+    def inside(self, tokens: Tokens) -> Tokens:
+        """Tokens relative to them."""
+        return Tokens(self.key.inside(tokens.key), self.value.inside(tokens.value), tokens.bias)
+
+    def outside(self, tokens: Tokens) -> Tokens:
+        """What `inside` was given."""
+        return Tokens(self.key.outside(tokens.key), self.value.outside(tokens.value), tokens.bias)
+
+    def read(self, query: Tensor, tokens: Tokens, scale: float, *, with_log: bool) -> Reading:
+        """Causal rows (B, H, G, n, ·) over tokens that are relative to these frames.
+
+        With x̃ = H((x - μ)/σ):   q·k = H(σ·q)·k̃ + q·μ,   Σ_s a_s v_s = μ + σ·H(Σ_s a_s ṽ_s)   for weights of sum 1
+
+        The tokens stay as they are: O(n·G·D·p(D)) for rows, nothing for keys.
+        """
+        key, value = (Frame(*(x.unsqueeze(2) for x in frame)) for frame in self)
+        exact = query.to(tokens.bias.dtype)
+        found = read(mixed(exact * key.deviation), tokens, scale, is_causal=True, with_log=with_log)
+        log = found.log_normalizer
+        if log is not None:
+            log = log + scale * (exact * key.mean).sum(-1)
+        return Reading(value.outside(found.out).to(query.dtype), log)
 
 
 class CodedTokens(NamedTuple):
-    """Merged keys and values as codes, and the biases on their logits (B, H, n)."""
+    """Merged keys and values as codes relative to frames, and the biases on their logits (B, H, n)."""
 
-    key: CodedRows
-    value: CodedRows
+    key: Codes
+    value: Codes
     bias: Tensor
+    frames: Frames
 
     @classmethod
-    def of(cls, tokens: Tokens, bits: int, before: CodedTokens | None) -> Self:
-        """Tokens rounded in the frames of those before; heads that had none take their own."""
-        there = tokens.bias != -torch.inf
+    def of(cls, tokens: Tokens, frames: Frames, bits: int) -> Self:
+        """Tokens that are relative to frames."""
+        return cls(Codes.of(tokens.key, bits), Codes.of(tokens.value, bits), tokens.bias, frames)
 
-        def rounded(x: Tensor, held: CodedRows | None) -> CodedRows:
-            frame = Frame.of(x, there)
-            if before is not None and held is not None:
-                frame = held.frame.where((before.bias != -torch.inf).any(-1), frame)
-            return CodedRows.of(x, bits, frame)
+    def frames_for(self, others: Tokens) -> Frames:
+        """Those of these tokens; heads that have none yet take the others'."""
+        return self.frames.where((self.bias != -torch.inf).any(-1), Frames.of(others))
 
-        held = (None, None) if before is None else before[:2]
-        key, value = (rounded(x.detach(), rows) for x, rows in zip(tokens[:2], held, strict=True))
-        return cls(key, value, tokens.bias)
+    def then(self, other: Self) -> Self:
+        """These and then others, in the others' frames."""
+        key, value = (
+            Codes(*(torch.cat(pair, 2) for pair in zip(own, its, strict=True)))
+            for own, its in ((self.key, other.key), (self.value, other.value))
+        )
+        return type(self)(key, value, torch.cat((self.bias, other.bias), 2), other.frames)
 
     def tokens(self, bits: int) -> Tokens:
-        """What they stand for."""
-        return Tokens(self.key.rows(bits), self.value.rows(bits), self.bias)
+        """What they stand for, relative to the frames."""
+        dtype = self.bias.dtype
+        key, value = (
+            codes.rows(frame.mean.shape[-1], bits, dtype)
+            for codes, frame in zip((self.key, self.value), self.frames, strict=True)
+        )
+        return Tokens(key, value, self.bias)
 
     def leaves(self) -> list[Tensor]:
         """Its tensors, in order."""
-        return [*self.key.codes, *self.key.frame, *self.value.codes, *self.value.frame, self.bias]
+        return [*self.key, *self.value, *self.frames.key, *self.frames.value, self.bias]
 
     @classmethod
     def from_leaves(cls, tensors: Iterable[Tensor]) -> Self:
         """From its tensors."""
         *found, bias = tensors
-        key, value = (CodedRows(Codes(*part[:3]), Frame(*part[3:])) for part in (found[:5], found[5:]))
-        return cls(key, value, bias)
+        return cls(Codes(*found[:3]), Codes(*found[3:6]), bias, Frames(Frame(*found[6:8]), Frame(*found[8:])))
 
 
 def _pieces(x: Tensor, size: int) -> Tensor:
@@ -182,8 +234,3 @@ def _pieces(x: Tensor, size: int) -> Tensor:
         x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], number * size - width)), -1)
     pieces: Tensor = x.unflatten(-1, (number, size))
     return pieces
-
-
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    """By how much the levels in a byte are shifted."""
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)

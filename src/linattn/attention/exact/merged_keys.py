@@ -1,8 +1,8 @@
 """Attention to merged keys in a stream, cut anywhere; letters as in exact/__init__.py, C merged keys.
 
 The stream is cut into blocks. A query sees the keys of its own block up to itself, and of the window's blocks before,
-as they are. As its block begins, the keys of the block before those join the merged ones, which are then reduced to
-their number by what a sample of the latest queries attends to, and rounded where they are kept in few bits.
+as they are. As its block begins, the keys of the block before those join the merged ones. Where these are too many
+then, they are merged by what a sample of the latest queries attends to.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.attention.exact.few_bits import CodedRows, CodedTokens, Codes, Frame
+from linattn.attention.exact.few_bits import CodedTokens, Codes, Frame, Frames
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging import reduced
+from linattn.attention.exact.memory import Memory
 from linattn.attention.exact.query_sample import QuerySample
 from linattn.attention.exact.rule import Exact, parse_exact
 from linattn.attention.exact.weighted_reading import Reading, read
@@ -41,17 +41,9 @@ class MergedKeys:
         none = Tokens(key[:, :, :0], value[:, :, :0], key.new_zeros(*key.shape[:2], 0, dtype=dtype))
         return cls(Tokens(*(x.to(dtype) for x in none)), QuerySample.empty(key), none, rule)
 
-    @property
-    def as_read(self) -> Tokens:
-        """The merged keys, as they are read: codes as what they stand for."""
-        if isinstance(self.merged, Tokens):
-            return self.merged
-        assert self.rule.bits is not None  # as others are not coded
-        return self.merged.tokens(self.rule.bits)
-
     def tokens(self) -> Tokens:
-        """All of them."""
-        return self.as_read.then(self.recent)
+        """All of them, codes as what they stand for."""
+        return Memory.of(self.merged, self.rule).tokens.then(self.recent)
 
     def decay(self, log_factor: Tensor) -> MergedKeys:
         """All weights times exp(log_factor), (B or 1, H or 1)."""
@@ -83,26 +75,24 @@ def attend_causal_merging(
 ) -> Merging:
     """Causal rows over the kept keys and these, w keys of a window in blocks of b tokens.
 
-    O(L·(C + w + b)·(D + Dv) + L/b·(C + b)²·(D + Dv)) per head.
+    O(L·(C + w + b)·(D + Dv) + L/(b + s)·(C + b)²·(D + Dv)) per head, for s more keys merged than must be.
     """
     key, value = inert(bias, key, value)
     given = kept.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     tokens, rule = kept.recent.then(Tokens(key, value, given.expand(key.shape[:3]))), kept.rule
     blocks, num_kept, length = rule.blocks, kept.recent.bias.shape[2], tokens.bias.shape[2]
     window, block = blocks.window, blocks.size
-    held, merged, sample, first, parts = kept.merged, kept.as_read, kept.sample, length - query.shape[3], []
+    memory, sample, first, parts = Memory.of(kept.merged, rule), kept.sample, length - query.shape[3], []
     for begin in range(num_kept // block * block, length, block):
         end = min(begin + block, length)
         # None, where an earlier call had tokens of this block.
         leaving = tokens.cut(max(begin - window - block, 0), max(begin - window, 0))
         if leaving.bias.shape[2]:
-            pool = _joined(merged, leaving)
-            held, merged = _rounded(reduced(pool, sample, rule.num_merged), held, rule)
+            memory = memory.joined(leaving, sample, rule)
         start = max(begin, first)
         if start < end:
             rows = query[:, :, :, start - first : end - first]
-            seen = _joined(merged, tokens.cut(max(begin - window, 0), end))
-            parts.append(read(rows, seen, scale, is_causal=True, with_log=with_log))
+            parts.append(memory.read(rows, tokens.cut(max(begin - window, 0), end), scale, with_log=with_log))
             live = tokens.bias[..., start:end] != -torch.inf
             sample = sample.add(rows, live, scale, block=block, first=start - begin)
     # Copies: views would keep all keys of the call in memory.
@@ -110,24 +100,7 @@ def attend_causal_merging(
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
     if not parts:
         parts.append(read(query, recent, scale, is_causal=True, with_log=with_log))
-    return Merging(Reading.joined(parts), MergedKeys(held, sample, recent, rule))
-
-
-def _joined(merged: Tokens, tokens: Tokens) -> Tokens:
-    """Merged keys and then others, in the precision of the former."""
-    return merged.then(Tokens(*(x.to(merged.bias.dtype) for x in tokens)))
-
-
-def _rounded(merged: Tokens, held: Tokens | CodedTokens, rule: Exact) -> tuple[Tokens | CodedTokens, Tokens]:
-    """Merged keys as they are kept, and as they are read then: `held` were kept before."""
-    coded = held if isinstance(held, CodedTokens) else None
-    if rule.bits is None or (coded is None and merged.bias.shape[2] <= rule.num_whole):
-        return merged, merged
-    coded = CodedTokens.of(merged, rule.bits, coded)
-    # For gradients rounding adds a constant.
-    rounded = coded.tokens(rule.bits)
-    key, value = (x + (y - x).detach() if x.requires_grad else y for x, y in zip(merged[:2], rounded[:2], strict=True))
-    return coded, Tokens(key, value, merged.bias)
+    return Merging(Reading.joined(parts), MergedKeys(memory.held, sample, recent, rule))
 
 
 def _leaves(keys: MergedKeys) -> tuple[list[Tensor], Exact]:
@@ -143,7 +116,7 @@ def _from_leaves(tensors: Iterable[Any], rule: Exact) -> MergedKeys:
     return MergedKeys(held, QuerySample(query, there), Tokens(key, value, bias), rule)
 
 
-torch.serialization.add_safe_globals([CodedRows, CodedTokens, Codes, Frame, MergedKeys, QuerySample])
+torch.serialization.add_safe_globals([CodedTokens, Codes, Frame, Frames, MergedKeys, QuerySample])
 pytree.register_pytree_node(
     MergedKeys,
     _leaves,

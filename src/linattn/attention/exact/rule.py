@@ -16,6 +16,8 @@ from linattn.feature_maps import FeatureMap
 
 # Blocks at whose beginnings a stream merges keys: a window has a few of them, of at least so many tokens.
 _MOST_BLOCKS, _BLOCK = 4, 64
+# The part of many merged keys that a merge leaves free.
+_SPARE = 16
 # The word of merged keys in a written form.
 _MERGED = "merged"
 _PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)(?:\s+in\s+([1-9][0-9]*)\s+bits)?", re.IGNORECASE)
@@ -64,11 +66,12 @@ class Exact:
     keys as tokens it is softmax attention. Causally keys are merged as blocks begin, of b tokens, by the latest
     max(16, 2·G) of the sampled queries before, for G query heads of a key/value head. With C merged keys a stream keeps
     window + b + C keys at most, C biases, and these queries; per token
-    O((window + b + C)·(D + Dv) + (C + b)²/b·(D + Dv)) time. b is the window's width up to 64, and then 64 or a quarter
-    of it; a window that is no multiple of it is rounded up.
+    O((window + b + C)·(D + Dv) + (C + b)²/(b + s)·(D + Dv)) time. b is the window's width up to 64, and then 64 or a
+    quarter of it; a window that is no multiple of it is rounded up. A merge leaves s places free, a sixteenth of C in
+    whole blocks, and comes when there are none: of many keys not at every block.
 
-    In few bits a stream keeps more merged keys in the same memory. After each merge their numbers are rounded, relative
-    to the mean and the deviation of their coordinate and in a basis in which none is far from the others, to 2^bits
+    In few bits a stream keeps more merged keys in the same memory. Their numbers are rounded, relative to
+    the mean and the deviation of their coordinate and in a basis in which none is far from the others, to 2^bits
     levels between the least and the largest of each 32. The window and the block stay as they are, and the first keys
     beyond them until they would take more memory than codes. For gradients rounding adds a constant.
 
@@ -164,6 +167,20 @@ class Exact:
         window = self.window or 1
         number = min(-(-window // _BLOCK), _MOST_BLOCKS)
         return Blocks(-(-window // number), number)
+
+    @property
+    def num_left(self) -> int:
+        """How many merged keys a merge in a stream leaves: a sixteenth less than C, in whole blocks.
+
+        A merge compares all keys with each other; so it is made every few blocks where they are many, and its cost per
+        token is linear in C.
+
+        Example:
+            >>> Exact(64, num_merged=500).num_left, Exact(64, num_merged=2000).num_left
+            (500, 1936)
+        """
+        block = self.blocks.size
+        return self.num_merged - self.num_merged // _SPARE // block * block
 
     @property
     def num_whole(self) -> int:

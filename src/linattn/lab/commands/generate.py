@@ -26,6 +26,9 @@ from linattn.hf import (
 from linattn.lab.commands.terminal import ending, of_option
 from linattn.lab.constant_memory.limiting import Limit, exact_pace, limit_
 
+# Bits of a number that is kept as it is.
+_WHOLE = 32
+
 
 def generate(
     model: Annotated[
@@ -51,7 +54,9 @@ def generate(
     ] = None,
     bits: Annotated[
         int | None,
-        typer.Option(help="With a budget: merged keys and values in 2, 4 or 8 bits, of which more fit."),
+        typer.Option(
+            help="With a budget: keep merged keys and values in 2, 4 or 8 bits, or as they are: 32. 4 if left out."
+        ),
     ] = None,
 ) -> None:
     """Go on with a text, token by token, in constant memory where attention is linear or has a budget.
@@ -66,16 +71,13 @@ def generate(
             raise ValueError(f"num_tokens must be at least 1, got {length}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
-        if bits not in (None, *BITS):
-            raise ValueError(f"--bits must be {', '.join(map(str, BITS))}, got {bits}")
-        if bits is not None and budget is None:
-            raise ValueError("--bits say how the keys of a budget are kept; give --budget too")
+        kept_in = _bits(bits, budget)
         loaded = load_language_model(model)
         tokens: Tensor = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
         if not tokens.numel():
             raise ValueError("--prompt gives no token; give a text")
         with of_option("--budget"):
-            limit = None if budget is None else limit_(loaded.model, budget, bits=bits)
+            limit = None if budget is None else limit_(loaded.model, budget, bits=kept_in)
         draws, cache = torch.Generator().manual_seed(seed), new_cache(loaded.model)
         start = time.perf_counter()
         stream = stream_tokens(
@@ -91,6 +93,15 @@ def generate(
         _tell(console, tokens.shape[1], len(written), times, cache_bytes(cache))
         if limit is not None:
             _tell_beside_exact(console, loaded, limit, tokens.shape[1] + len(written))
+
+
+def _bits(bits: int | None, budget: int | None) -> int | None:
+    """What `limit_` is told of --bits."""
+    if bits not in (None, *BITS, _WHOLE):
+        raise ValueError(f"--bits must be {', '.join(map(str, BITS))} or {_WHOLE}, got {bits}")
+    if bits is not None and budget is None:
+        raise ValueError("--bits say how the keys of a budget are kept; give --budget too")
+    return {None: 4, _WHOLE: None}.get(bits, bits)
 
 
 def _texts(loaded: LoadedModel, prompt: list[int], stream: Iterator[Tensor], written: list[int]) -> Iterator[str]:

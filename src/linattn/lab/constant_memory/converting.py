@@ -80,7 +80,7 @@ class BoundedMemory:
     ) -> None:
         """Choose the method by the texts that are trained on, and measure recall before training.
 
-        Cost: seven forward passes over `num_tokens` tokens, and six of the recall tasks.
+        Cost: nine forward passes over `num_tokens` tokens, and six of the recall tasks.
 
         Args:
             loaded: a causal language model with softmax attention.

@@ -48,7 +48,7 @@ class Limit:
         return self.num_layers * self.num_key_heads * self.sizes.key_bytes * num_tokens
 
 
-def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bits: int | None = None) -> Limit:
+def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bits: int | None = 4) -> Limit:
     """Bound what the global layers of a language model keep, in place, by merged keys behind a window.
 
     Cost: one step of the model, and `linattn.hf.linearize_`.
@@ -57,9 +57,9 @@ def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bi
         model: a causal language model with softmax attention.
         budget: bytes per layer and key/value head, said in exact keys and their values; biases and the sampled queries
             are paid from it too.
-        near: share of the bytes that the window takes with a block; None for that of 256 keys, and half of them at
-            most, in few bits 15 %: what it is best at, `linattn audit --budget` says.
-        bits: of merged keys and values, as in `linattn.Exact`; None for whole ones.
+        near: share of the bytes that the window takes with a block; None for 15 %, and beside merged keys that are kept
+            as they are for that of 256 keys, half of the bytes at most. What is best says `linattn audit --budget`.
+        bits: of merged keys and values, as in `linattn.Exact`; None for 32 a number.
 
     Returns:
         A `Limit`; `linattn.hf.restore_` takes it off again.

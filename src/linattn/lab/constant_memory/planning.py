@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from linattn.lab.contenders.shelf import NEAR
+from linattn.lab.contenders.shelf import FEW_BITS, NEAR
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
 
 PLAIN = "sinks + window"
-CANDIDATES = (PLAIN, *(f"merged keys, {near:.0%} near" for near in NEAR))
-"""Names of what a plan chooses from, the plain window first: what rounds keys is measured beside them, not planned."""
+CANDIDATES = (
+    PLAIN,
+    *(f"merged keys, {near:.0%} near" for near in NEAR),
+    *(f"merged keys in {bits} bits" for bits in FEW_BITS),
+)
+"""Names of what a plan chooses from, the plain window first: what a converted model can keep."""
 
 MARGIN = 0.95
 """A plan departs from the plain window for a KL of at most this share of the window's."""

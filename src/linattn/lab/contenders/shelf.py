@@ -22,6 +22,9 @@ from linattn.lab.contenders.windows import FarPartOff, SinksAndWindow
 NEAR = (0.15, 0.25, 0.5)
 """Shares of merged keys' room that the window takes with a block, of which one is measured each."""
 
+FEW_BITS = (8, 4)
+"""Of merged keys that are measured in few bits, beside the first share."""
+
 
 def _far_off(num_bytes: int, sizes: Sizes, near: float) -> FarPartOff:
     """The window of merged keys in so many bytes, without them."""
@@ -41,7 +44,7 @@ KINDS: dict[str, Callable[[int, Sizes], Contender]] = {
     "MomentKV": MomentKV.within,
     "attention matching": AttentionMatching.within,
     **{f"KIVI, {bits} bit": partial(Kivi.within, bits=bits) for bits in (8, 4, 2)},
-    **{f"merged keys in {bits} bits": partial(Merged.within, near=NEAR[0], bits=bits) for bits in (8, 4)},
+    **{f"merged keys in {bits} bits": partial(Merged.within, near=NEAR[0], bits=bits) for bits in FEW_BITS},
 }
 """By name, what makes the largest contender of a kind from a number of bytes and a layer's sizes.
 
