@@ -80,6 +80,20 @@ FAULTS = (
         FOLD,
     ),
     Fault(
+        "leave a step's key out of its centre's mean",
+        KERNELS + "centre_step.py",
+        "z_key * fall + phi * k",
+        "z_key * fall",
+        FOLD,
+    ),
+    Fault(
+        "read another centre's part in a step",
+        KERNELS + "centre_step.py",
+        "(tl.sum(p * c, 1) / 2)[None, :]",
+        "tl.sum(p * c, 1)[None, :]",
+        FOLD,
+    ),
+    Fault(
         "forget the given state",
         TRITON + "causal.py",
         "start = whole_tiles(work, S * fall.unsqueeze(-1), z * fall)",

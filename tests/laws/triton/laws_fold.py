@@ -93,14 +93,14 @@ def test_exact_keys_stand_beside_it(map_name: str, exact: Exact, is_causal: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("map_name", ["FavorPlus-per-head", "Centred-FavorPlus", "Relu"])
+@pytest.mark.parametrize("map_name", ["FavorPlus-per-head", "Centred-FavorPlus", "Relu", SHARED, "Expansion-0"])
 def test_token_by_token_is_the_whole(map_name: str, dtype: torch.dtype, device: str) -> None:
     """Masked tokens among them, one of which holds NaN; the last states are equal too."""
     given = [x.to(device, dtype) for x in qkv(1, 4, 2, 9, 9, value_dim=37)]
     mask = torch.ones(1, 9, dtype=torch.bool, device=device)
     mask[0, 0], mask[0, 4] = False, False
     given[1][:, :, 4] = torch.nan
-    feature_map, state, outs = build(map_name).to(device), None, []
+    feature_map, state, outs = built(map_name).to(device), None, []
     with torch.no_grad():
         whole = linattn.linear_attention_with_state(
             *given, feature_map, key_mask=mask, enable_gqa=True, backend="triton"

@@ -61,8 +61,9 @@ class Triton:
 
 
 def _is_bare(call: Call, before: Sums) -> bool:
-    """Whether nothing follows the call, and its map is exponential: one token then takes one launch."""
-    if call.bound.tensors or not call.bound.feature_map.exponential or torch.compiler.is_compiling():
+    """Whether nothing follows the call, and its map is exponential or an expansion: one token then takes one launch."""
+    is_known = call.bound.feature_map.exponential or call.bound.is_grouped
+    if call.bound.tensors or not is_known or torch.compiler.is_compiling():
         return False
     return not is_followed(call.query, call.key, call.value, *before, call.bias)
 

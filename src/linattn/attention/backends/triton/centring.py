@@ -105,12 +105,14 @@ def _places(feature_map: Expansion, shape: Expanded) -> Places:
     assert key_mean is not None, "centres come with a mean key"
     assert spread is not None, "centres come with the keys' spread"
     batch, heads = (1, 1, *centres.shape[:-2])[-2:]
-    centres, key_mean = (
-        F.pad(x.float(), (0, shape.padded_d - shape.d)).reshape(batch * heads, -1, shape.padded_d).contiguous()
-        for x in (centres, key_mean)
-    )
     spread = spread.float().reshape(batch * heads).contiguous()
-    return Places(centres, key_mean, spread, feature_map.scale, heads if batch > 1 else 0, int(heads > 1))
+    sets = constants(centres, shape), constants(key_mean, shape)
+    return Places(*sets, spread, feature_map.scale, heads if batch > 1 else 0, int(heads > 1))
+
+
+def constants(x: Tensor, shape: Expanded) -> Tensor:
+    """Vectors (…, n, D) of each set of the map's constants in float32, (sets, n, padded D)."""
+    return F.pad(x.float(), (0, shape.padded_d - shape.d)).reshape(-1, x.shape[-2], shape.padded_d).contiguous()
 
 
 def sort(work: Around, query: Tensor, *, span: int) -> Sorted:
