@@ -213,6 +213,21 @@ def test_merged_is_the_op_with_the_bytes_of_its_state(exact):
         assert held == rule.num_bytes(sizes, L)  # 60 tokens are ten whole blocks: two are held
 
 
+@pytest.mark.parametrize("exact", [Exact(window=6, num_merged=32), Exact(window=6, num_merged=40, bits=4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merged_keys_never_take_more_bytes_than_they_say(exact, dtype):
+    """At every token, while memory fills too, when narrow tokens leave the window for wider merged keys."""
+    sizes, state = Sizes(D, DV, dtype.itemsize, Q.shape[1] // K.shape[1]), None
+    least, kept = [], Merged(exact)
+    for t in range(L):
+        token = (x[:, :, t : t + 1].to(dtype) for x in (Q, K, V))
+        state = linear_attention_with_state(*token, None, state, enable_gqa=True, exact=exact).state
+        held = sum(x.nbytes for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor))
+        least.append(kept.num_bytes(sizes, t + 1) - held)
+    assert min(least[16:]) == 0
+    assert min(least) >= 0
+
+
 def test_merged_keys_in_few_bits_are_whole_while_they_are_few():
     """Up to as many as the codes' bytes hold, 12 of 96 in 4 bits, the bytes are those of whole keys."""
     sizes, few, whole = Sizes(32, 32), Merged(Exact(4, num_merged=96, bits=4)), Merged(Exact(4, num_merged=96))

@@ -43,7 +43,13 @@ class Merged(Contender):
 
     def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
         """Keys, values and biases of the window, a block and the merged keys, and what is kept once per head."""
-        bits, near = self.exact.bits, min(_near(self.exact.window), num_tokens)
+        blocks = self.exact.blocks
+        # Of a block so far: when it is most depends on whether merged keys are wider than those near.
+        return max(self._kept(sizes, blocks.window + number + 1, num_tokens) for number in range(blocks.size))
+
+    def _kept(self, sizes: Sizes, most_near: int, num_tokens: int) -> int:
+        """Bytes where so many keys are near at most, and all others are merged."""
+        bits, near = self.exact.bits, min(most_near, num_tokens)
         merged = min(self.exact.num_merged, num_tokens - near)
         if merged <= self.exact.num_whole:
             bits = None

@@ -11,7 +11,7 @@ from linattn.lab.report.memory.summary import SINKS, MemoryLine, MemorySummary
 from linattn.records.tables import Table
 
 _OFF = "far part off"
-_MERGED = "merged keys, "
+_MERGED = "merged keys"
 
 
 def lost(summary: MemorySummary) -> Point:
