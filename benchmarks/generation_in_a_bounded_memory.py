@@ -1,7 +1,7 @@
-"""Claim: with a budget of 512 keys Gemma 3 270M generates in constant memory, at 32,768 tokens faster than exactly.
+"""Claim: with a budget of 128 keys Gemma 3 270M generates in constant memory, at 32,768 tokens faster than exactly.
 
-Float32, one text, and four at once: a token of one text alone takes little more than its reading of the weights, with
-any cache. The global layers read random queries and keys up to each length (what they keep, and the time of a
+Float32, one text, and several at once: a token of one text alone takes little more than its reading of the weights,
+with any cache. The global layers read random queries and keys up to each length (what they keep, and the time of a
 token, do not depend on which), the layers with a sliding window hold what fits in it; then single tokens are timed, a
 step at each length in turn with one of the exact cache of the longest. First a text is read, and the text that is
 written greedily is held against the choice of one parallel pass. Needs the package of the extra demo-lm.
@@ -20,9 +20,9 @@ from linattn.hf.layer_attention import LayerAttention
 from linattn.lab.constant_memory.limiting import limit_
 from measuring import ratios, record, require, seconds
 
-BUDGET, LENGTHS = 512, (2_048, 8_192, 32_768)
-REPEATS, CHUNK, TEXTS = 12, 1_024, 4
-READ, WRITTEN = 640, 12
+BUDGET, LENGTHS = 128, (2_048, 8_192, 32_768)
+REPEATS, CHUNK, TEXTS = 12, 1_024, (4, 8)
+READ, WRITTEN = 900, 12
 
 
 def verified(model: PreTrainedModel, tokens: Tensor) -> float:
@@ -78,7 +78,7 @@ def main() -> None:
     loaded = load_language_model("gemma-3-270m")
     exact, bounded = loaded.model, copy.deepcopy(loaded.model)
     limit = limit_(bounded, BUDGET)
-    text = "The language that a model reads is bounded in length, and so is what it keeps of it. " * 40
+    text = "The language that a model reads is bounded in length, and so is what it keeps of it. " * 60
     tokens = loaded.tokenizer(text, return_tensors="pt")["input_ids"][:, :READ]
     wrong = verified(bounded, tokens)
     caches = {length: bounded_cache(bounded, length) for length in LENGTHS}
@@ -120,16 +120,17 @@ def main() -> None:
         bound="<= 1.1",
         **about,
     )
-    for cache in (beside, caches[last]):
-        cache.batch_repeat_interleave(TEXTS)
-    several = {"exact": step(exact, beside, TEXTS), "bounded": step(bounded, caches[last], TEXTS)}
-    together = seconds(several, repeats=REPEATS)
-    for figure, texts in (
-        (ratios(took["exact"], took[str(last)]), "one text"),
-        (ratios(together["exact"], together["bounded"]), f"{TEXTS} texts at once"),
-    ):
-        claim = f"tokens a second at {last:,} tokens over the exact cache's, {texts}"
-        record(claim, figure=figure, unit="×", bound=">= 2", **about)
+    faster = f"tokens a second at {last:,} tokens over the exact cache's"
+    record(f"{faster}, one text", figure=ratios(took["exact"], took[str(last)]), unit="×", bound=">= 2", **about)
+    held_now = 1
+    for number in TEXTS:
+        for cache in (beside, caches[last]):
+            cache.batch_repeat_interleave(number // held_now)
+        held_now = number
+        several = {"exact": step(exact, beside, number), "bounded": step(bounded, caches[last], number)}
+        together = seconds(several, repeats=REPEATS)
+        figure = ratios(together["exact"], together["bounded"])
+        record(f"{faster}, {number} texts at once", figure=figure, unit="×", bound=">= 2", **about)
 
 
 if __name__ == "__main__":

@@ -50,14 +50,19 @@ def memory_rows() -> list[tuple[str, str, str]]:
             (
                 f"KL of {header['model']}'s predictions after {header['num_tokens']:,} tokens in the bytes of "
                 f"{budget:,} keys a layer, `{merged.label}`, the best of those tried",
-                f"{merged.kl:.4f} nats",
-                f"the best without rounding, `{as_they_are.label}`, {as_they_are.kl:.4f}; sinks and a window "
-                f"{found['sinks + window'].kl:.4f}; averaging the values {uniform.kl:.2f}; exact attention 0. Of "
+                f"{_nats(merged.kl)} nats",
+                f"the best without rounding, `{as_they_are.label}`, {_nats(as_they_are.kl)}; sinks and a window "
+                f"{_nats(found['sinks + window'].kl)}; averaging the values {uniform.kl:.2f}; exact attention 0. Of "
                 f"numbers told once in {header['num_tokens'] // 2:,} tokens it says {merged.recall[_NEEDLES]:.0%} "
                 f"again, exact attention {exact.recall[_NEEDLES]:.0%}",
             )
         )
     return rows
+
+
+def _nats(kl: float) -> str:
+    """Four decimals, or where these are next to nothing two digits."""
+    return f"{kl:.4f}" if kl == 0 or kl >= 1e-3 else f"{kl:.2g}"
 
 
 def _taken() -> tuple[dict[str, Any], list[MemoryLine]]:
@@ -83,6 +88,6 @@ def memory_table() -> str:
         recall = (f"{line.recall[task]:.2f}" if task in line.recall else "" for task in _RECALL)
         budget = f"{line.budget:,}" if line.budget else "–"
         name = f"**{line.label}**" if line.contender.startswith("merged") else line.label
-        rows.append((budget, name, f"{line.kl:.4f}", f"{line.perplexity:.2f}", f"{line.error:.3f}", *recall))
+        rows.append((budget, name, _nats(line.kl), f"{line.perplexity:.2f}", f"{line.error:.3f}", *recall))
     head = ("budget", "rule", "KL", "perplexity", "error of heads", "passages again", "numbers", "one by one")
     return f"{words}\n\n{table(head, rows)}"
