@@ -54,7 +54,7 @@ def test_every_table_is_what_its_file_of_results_gives(writer):
 
 
 def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, monkeypatch):
-    """Beside sinks and window and both baselines; what rounds keys is no stream's."""
+    """In few bits too, beside the best without rounding, sinks and window and baselines; KIVI is no stream's."""
     import memory_tables
 
     told = {
@@ -72,7 +72,8 @@ def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, mon
         "sinks + window": (64, 0.4, 0.1),
         "merged keys, 25% near": (64, 0.3, 0.2),
         "merged keys, 50% near": (64, 0.2, 0.3),
-        "merged keys in 4 bits": (64, 0.1, 0.8),
+        "merged keys in 4 bits": (64, 0.00042, 0.8),
+        "KIVI, 4 bit": (64, 0.0001, 0.85),
     }
     lines = [
         told | {"contender": name, "label": f"[{name}]", "budget": budget, "kl": kl, "recall": {"needles": recall}}
@@ -82,10 +83,11 @@ def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, mon
     file.write_text(json.dumps({"header": {"model": "M", "num_tokens": 2048}, "lines": lines}), encoding="utf-8")
     monkeypatch.setattr(memory_tables, "MEMORY", file)
     ((what, measured, beside),) = memory_tables.memory_rows()
-    assert "after 2,048 tokens in the bytes of 64 keys a layer, `[merged keys, 50% near]`" in what
-    assert measured == "0.2000 nats"
-    assert "sinks and a window 0.4000; averaging the values 1.50; exact attention 0." in beside
-    assert "told once in 1,024 tokens it says 30% again, exact attention 90%" in beside
+    assert "after 2,048 tokens in the bytes of 64 keys a layer, `[merged keys in 4 bits]`" in what
+    assert measured == "0.00042 nats"
+    assert "the best without rounding, `[merged keys, 50% near]`, 0.2000; sinks and a window 0.4000" in beside
+    assert "averaging the values 1.50; exact attention 0." in beside
+    assert "told once in 1,024 tokens it says 80% again, exact attention 90%" in beside
 
 
 def test_a_place_without_a_table_and_a_table_without_a_place(writer, monkeypatch, tmp_path):
