@@ -19,8 +19,8 @@ FAULTS = (
     Fault(
         "take a new frame at every merge",
         FEW_BITS,
-        "self.frames.where((self.bias != -torch.inf).any(-1), Frames.of(others))",
-        "Frames.of(others)",
+        "return self.frames.where(self.is_there, Frames.of(others))",
+        "return Frames.of(others)",
         LAWS,
     ),
     Fault("leave the mean in", FEW_BITS, "mean = share @ x", "mean = 0 * (share @ x)", LAWS),
@@ -62,8 +62,15 @@ FAULTS = (
     Fault(
         "give padding's frame to the text after it",
         FEW_BITS,
-        "(self.bias != -torch.inf).any(-1)",
-        "(self.bias == self.bias).any(-1)",
+        "return self.frames.where(self.is_there, Frames.of(others))",
+        "return self.frames",
+        LAWS,
+    ),
+    Fault(
+        "read the mean of what is forgotten",
+        FEW_BITS,
+        "Frame(torch.where(holds, mean, 0), deviation)",
+        "Frame(mean, deviation)",
         LAWS,
     ),
     Fault(

@@ -63,6 +63,21 @@ def test_weights_are_those_of_keys_and_their_mean() -> None:
     torch.testing.assert_close(part.log_normalizer, truth.log_normalizer, rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("exact", FEW, ids=str)
+def test_what_is_forgotten_leaves_nothing(exact: Exact) -> None:
+    """A row that sees no key is 0, and later ones are as if the stream began with them, whenever that comes."""
+    given = qkv(**SIZES)
+    for length in (94, 95, 96):
+        options = {"enable_gqa": True, "exact": exact}
+        state = linattn.linear_attention_with_state(*(x[:, :, :length] + 3 for x in given), None, **options).state
+        masked = torch.zeros(2, 1, dtype=torch.bool)
+        token = [x[:, :, length : length + 1] for x in given]
+        none = linattn.linear_attention_with_state(*token, None, state.decay(-torch.inf), key_mask=masked, **options)
+        assert (none.out == 0).all()
+        alone = linattn.linear_attention_with_state(*token, None, none.state, **options)
+        torch.testing.assert_close(alone.out, token[2].repeat_interleave(2, 1), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("cuts", [[1], [8], [5, 6, 7, 30], list(range(1, LENGTH))], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("exact", FEW, ids=str)

@@ -94,6 +94,12 @@ def test_what_is_lost_is_said_with_the_plain_window_and_the_exact_model(summary)
     assert "sinks + window 25%" in text
 
 
+def test_merged_keys_in_few_bits_are_judged_too(tmp_path):
+    MEMORY.write(tmp_path / "memory.jsonl", HEADER, [*ROWS, passage(0, "merged keys in 4 bits", 0.05)])
+    (point,) = conclusions(summarise_memory(tmp_path / "memory.jsonl"))
+    assert "Merged keys (merged keys in 4 bits of 64) are worth their bytes: KL 0.050" in point.text
+
+
 def test_both_controls_decide_about_merged_keys(summary):
     (point,) = conclusions(summary)
     assert "Least KL 0.100: merged keys, 25% near" in point.text

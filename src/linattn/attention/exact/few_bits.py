@@ -194,9 +194,20 @@ class CodedTokens(NamedTuple):
         """Tokens that are relative to frames."""
         return cls(Codes.of(tokens.key, bits), Codes.of(tokens.value, bits), tokens.bias, frames)
 
+    @property
+    def is_there(self) -> Tensor:
+        """Which heads (B, H) have a token at all: none before their first, nor after a decay by -inf."""
+        return (self.bias != -torch.inf).any(-1)
+
     def frames_for(self, others: Tokens) -> Frames:
-        """Those of these tokens; heads that have none yet take the others'."""
-        return self.frames.where((self.bias != -torch.inf).any(-1), Frames.of(others))
+        """Those of these tokens; heads that have none take the others'."""
+        return self.frames.where(self.is_there, Frames.of(others))
+
+    def frames_to_read(self) -> Frames:
+        """Those of these tokens; heads that have none take means of 0, which rows that see no key then read as."""
+        holds = self.is_there[..., None, None]
+        key, value = (Frame(torch.where(holds, mean, 0), deviation) for mean, deviation in self.frames)
+        return Frames(key, value)
 
     def then(self, other: Self) -> Self:
         """These and then others, in the others' frames."""

@@ -52,7 +52,7 @@ class Memory(NamedTuple):
         near = _precise(near, self.seen)
         if isinstance(self.held, Tokens):
             return read(query, self.seen.then(near), scale, is_causal=True, with_log=with_log)
-        frames = self.held.frames
+        frames = self.held.frames_to_read()
         return frames.read(query, self.seen.then(frames.inside(near)), scale, with_log=with_log)
 
     def _keeping(self, tokens: Tokens, rule: Exact) -> Self:

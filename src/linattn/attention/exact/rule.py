@@ -70,10 +70,10 @@ class Exact:
     quarter of it; a window that is no multiple of it is rounded up. A merge leaves s places free, a sixteenth of C in
     whole blocks, and comes when there are none: of many keys not at every block.
 
-    In few bits a stream keeps more merged keys in the same memory. Their numbers are rounded, relative to
-    the mean and the deviation of their coordinate and in a basis in which none is far from the others, to 2^bits
-    levels between the least and the largest of each 32. The window and the block stay as they are, and the first keys
-    beyond them until they would take more memory than codes. For gradients rounding adds a constant.
+    In few bits a stream keeps more merged keys in the same memory. Their numbers are rounded, relative to the mean and
+    the deviation of their coordinate and in a basis in which none is far from the others, to 2^bits levels between the
+    least and the largest of each 32. The window and the block stay as they are, and the first keys beyond them until
+    they would take more memory than codes. For gradients rounding adds a constant.
 
     Without causality the sample is evenly spaced among all queries; O(L·(64 + C)·(D + Dv)) time. Up to 2,048 keys it
     has as many queries as keep 2¹⁷ logits, beyond 64: rows that are padded to more have a smaller one. Which keys are

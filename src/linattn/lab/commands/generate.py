@@ -24,7 +24,7 @@ from linattn.hf import (
     stream_tokens,
 )
 from linattn.lab.commands.terminal import ending, of_option
-from linattn.lab.constant_memory.limiting import Limit, exact_pace, limit_
+from linattn.lab.constant_memory.limiting import FEW_BITS, Limit, exact_pace, limit_
 
 # Bits of a number that is kept as it is.
 _WHOLE = 32
@@ -55,7 +55,8 @@ def generate(
     bits: Annotated[
         int | None,
         typer.Option(
-            help="With a budget: keep merged keys and values in 2, 4 or 8 bits, or as they are: 32. 4 if left out."
+            help="With a budget: keep merged keys and values in 2, 4 or 8 bits, or as they are: 32. "
+            f"{FEW_BITS} if left out."
         ),
     ] = None,
 ) -> None:
@@ -101,7 +102,7 @@ def _bits(bits: int | None, budget: int | None) -> int | None:
         raise ValueError(f"--bits must be {', '.join(map(str, BITS))} or {_WHOLE}, got {bits}")
     if bits is not None and budget is None:
         raise ValueError("--bits say how the keys of a budget are kept; give --budget too")
-    return {None: 4, _WHOLE: None}.get(bits, bits)
+    return {None: FEW_BITS, _WHOLE: None}.get(bits, bits)
 
 
 def _texts(loaded: LoadedModel, prompt: list[int], stream: Iterator[Tensor], written: list[int]) -> Iterator[str]:

@@ -21,6 +21,8 @@ _STEPS = 8
 _WINDOW, _SHARE = 256, 0.5
 # The window's share beside merged keys in few bits, which hold several times as many.
 _FEW_BITS_SHARE = NEAR[0]
+FEW_BITS = 4
+"""What merged keys are kept in where nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Limit:
         return self.num_layers * self.num_key_heads * self.sizes.key_bytes * num_tokens
 
 
-def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bits: int | None = 4) -> Limit:
+def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bits: int | None = FEW_BITS) -> Limit:
     """Bound what the global layers of a language model keep, in place, by merged keys behind a window.
 
     Cost: one step of the model, and `linattn.hf.linearize_`.

@@ -21,15 +21,16 @@ _PART = 32
 
 def step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     """The rows of a token's queries (B, H, G, 1, D), and the sums after it; of an exponential map or an expansion."""
-    return (
-        _around_centres(feature_map, inputs)
-        if isinstance(feature_map, Expansion)
-        else _exponential(feature_map, inputs)
-    )
+    found, after = empty_rows(inputs.query, inputs.S), empty_sums(inputs)
+    if isinstance(feature_map, Expansion):
+        out = _around_centres(feature_map, inputs, found, after)
+    else:
+        out = _exponential(feature_map, inputs, found, after)
+    return found._replace(out=out.to(inputs.query.dtype)), after
 
 
-def _around_centres(feature_map: Expansion, inputs: Causal) -> tuple[Rows, Sums]:
-    """Of an expansion, a centre and a part of the values a program."""
+def _around_centres(feature_map: Expansion, inputs: Causal, found: Rows, after: Sums) -> Tensor:
+    """Of an expansion, a centre and a part of the values a program: writes all, and returns the outputs."""
     query, key, value, *_, bias = inputs
     batch, heads, members, _, _ = query.shape
     assert feature_map.probes is not None, "centres come with their probes"
@@ -38,18 +39,17 @@ def _around_centres(feature_map: Expansion, inputs: Causal) -> tuple[Rows, Sums]
     width = min(_PART, work.shape.padded_dv)
     rows = max(16, triton.next_power_of_2(members))
     work = work._replace(shape=work.shape._replace(padded_dv=width, rows=rows))
-    found, after = empty_rows(query, inputs.S), empty_sums(inputs)
     out = work.as_operand(found.out)
     given = work.rows(query.squeeze(3)), work.rows(key), work.rows(value), work.biases(bias)
     before: tuple[Tensor, ...] = tuple(x.contiguous() for x in sums_of(inputs))
     arguments = (*given, work.places, constants(feature_map.probes, work.shape), before, tuple(after))
     programs = batch * heads * work.shape.num_centres * triton.cdiv(work.shape.dv, width)
     work.run(centre_step, programs, (*arguments, (out, found.den, found.reference), work.cut), (bias is not None,))
-    return found._replace(out=out.to(query.dtype)), after
+    return out
 
 
-def _exponential(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
-    """Of an exponential map, a part of the values a program."""
+def _exponential(feature_map: FeatureMap, inputs: Causal, found: Rows, after: Sums) -> Tensor:
+    """The same of an exponential map, a part of the values a program."""
     query, key, value, *_, bias = inputs
     batch, heads, members, _, _ = query.shape
     work = plan(feature_map, key, (batch, heads, members, 1, value.shape[-1]), span=0, saved=None)
@@ -57,7 +57,6 @@ def _exponential(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     width = min(_PART, work.shape.padded_dv)
     block = max(16, triton.next_power_of_2(members))
     work = work._replace(shape=work.shape._replace(padded_dv=width, block=block))
-    found, after = empty_rows(query, inputs.S), empty_sums(inputs)
     out = work.as_operand(found.out)
     masked = without_masked(key, bias) if work.is_given else key
     tokens = rows(work.given(query.squeeze(3), "query")), rows(work.given(masked, "key"))
@@ -67,4 +66,4 @@ def _exponential(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     arguments = (*given, biases, before, tuple(after), (out, found.den, found.reference), work.cut)
     parts = triton.cdiv(work.shape.dv, width)
     work.run(token_step, batch * heads * parts, arguments, (bias is not None,))
-    return found._replace(out=out.to(query.dtype)), after
+    return out
