@@ -15,7 +15,7 @@ from linattn.attention.backends.alignment import attend_aligned
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked.blocks import is_masked
 from linattn.attention.backends.blocked.fold import is_followed, run
-from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
+from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, CausalRows, Read
 from linattn.attention.bound_map import outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
@@ -45,7 +45,7 @@ class Blocked:
         if is_bare and not is_followed(query, key, value, *before, bias):
             with outside_autocast(query.device):
                 return _step(bound.feature_map, inputs)
-        found: CausalOutputs = run("causal", bound, inputs, span)
+        found: CausalRows | CausalOutputs = run("causal", bound, inputs, span)
         return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
 
     def absorb(self, call: Call, before: Sums) -> Sums:

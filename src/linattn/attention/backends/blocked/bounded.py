@@ -45,7 +45,7 @@ LIMIT, DEPTH, RISE, FLOOR = 80.0, 60.0, 20.0, 20.0
 MAX_VALUE = 2.0**40
 
 # Tokens whose lengths are looked at together: a check costs as much in calls as in arithmetic.
-_STRETCH = 2048
+_STRETCH = 8192
 
 
 # Below so many tokens the checks cost more than the passes they spare.

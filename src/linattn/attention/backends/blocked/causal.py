@@ -15,13 +15,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked.blocks import Running, blocks, by_columns, num_blocks
 from linattn.attention.backends.blocked.bounded import bounded_powers, by_head, stretches, whole
 from linattn.attention.backends.blocked.bounded_causal import BoundedGradients, BoundedRows
 from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.joint_causal import JointGradients, JointRows
-from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, Saved, empty_sums, sums_of
+from linattn.attention.backends.blocked.records import (
+    Causal,
+    CausalOutputs,
+    CausalRows,
+    Gradients,
+    Saved,
+    empty_sums,
+    sums_of,
+)
 from linattn.attention.backends.blocked.rows import empty_rows, rows_of, store_rows
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -31,35 +38,55 @@ SEGMENT = 16
 
 
 def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:
-    """Rows; with `span`, of the keys of earlier spans of so many tokens only."""
-    fold: JointRows | GroupedRows
-    if isinstance(feature_map, GroupedFeatureMap):
-        fold = GroupedRows(feature_map, inputs, span)
-    else:
-        fold = JointRows(feature_map, inputs, span)
-    powers = bounded_powers(feature_map, inputs.query, inputs.S)
-    bounded = BoundedRows(powers, fold) if powers is not None and isinstance(fold, JointRows) else None
-    state, rows, kept = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S), empty_checkpoints(inputs, span)
-    is_bounded = no_bounds(inputs, span)
+    """Rows, and what the backward pass needs; with `span`, of the keys of earlier spans of so many tokens only."""
+    sweep = _Sweep(feature_map, inputs, span)
+    kept, is_bounded = empty_checkpoints(inputs, span), no_bounds(inputs, span)
     for index, segment in enumerate(segments(inputs, span)):
         if index:
-            for target, now in zip(kept, state.views(), strict=True):
+            for target, now in zip(kept, sweep.state.views(), strict=True):
                 target[:, index - 1] = now
-        general = partial(_advance, fold, segment, state, rows)
+        is_bounded[:, index] = sweep.advance(segment)
+    return CausalOutputs(*sweep.rows, *sweep.state.sums(), *kept, is_bounded)
+
+
+def rows_alone(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalRows:
+    """The same without what a backward pass needs, in stretches as long as those of a pass over keys."""
+    sweep = _Sweep(feature_map, inputs, span)
+    for stretch in stretches(_cut(inputs, span)):
+        sweep.advance(stretch)
+    return CausalRows(*sweep.rows, *sweep.state.sums())
+
+
+class _Sweep:
+    """A forward pass under way: the sums so far, and the rows that they were read by."""
+
+    def __init__(self, feature_map: FeatureMap, inputs: Causal, span: int) -> None:
+        self._fold: JointRows | GroupedRows
+        if isinstance(feature_map, GroupedFeatureMap):
+            self._fold = GroupedRows(feature_map, inputs, span)
+        else:
+            self._fold = JointRows(feature_map, inputs, span)
+        powers = bounded_powers(feature_map, inputs.query, inputs.S)
+        joint = self._fold if isinstance(self._fold, JointRows) else None
+        self._bounded = None if powers is None or joint is None else BoundedRows(powers, joint)
+        self.state, self.rows = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S)
+
+    def advance(self, blocks: list[slice]) -> Tensor | bool:
+        """Fold consecutive blocks in and store their rows; the heads (B, H) in which features were bounded."""
+        bounded, state, rows = self._bounded, self.state, self.rows
         if bounded is None:
-            general()
-            continue
-        found, sums = bounded.segment(segment, state), state.own()
-        advance = partial(bounded.advance, segment, found, state, rows)
-        is_bounded[:, index] = by_head(found.fits, advance, general, sums, rows_of(rows, whole(segment)))
-        bounded.is_hopeful &= ~found.fits | is_bounded[:, index]
-    return CausalOutputs(*rows, *state.sums(), *kept, is_bounded)
+            self._advance(blocks)
+            return False
+        found, sums = bounded.segment(blocks, state), state.own()
+        advance = partial(bounded.advance, blocks, found, state, rows)
+        holds = by_head(found.fits, advance, partial(self._advance, blocks), sums, rows_of(rows, whole(blocks)))
+        bounded.is_hopeful &= ~found.fits | holds
+        return holds
 
-
-def _advance(fold: JointRows | GroupedRows, segment: list[slice], state: Running, rows: Rows) -> None:
-    """Fold a segment in and store its rows, whatever its tokens."""
-    for block in segment:
-        store_rows(rows, block, *fold.advance(block, state))
+    def _advance(self, blocks: list[slice]) -> None:
+        """The same, whatever the tokens."""
+        for block in blocks:
+            store_rows(self.rows, block, *self._fold.advance(block, self.state))
 
 
 def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
@@ -121,7 +148,12 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
 
 def segments(inputs: Causal, span: int) -> list[list[slice]]:
     """The blocks of the forward and the backward pass, in segments."""
-    return stretches(blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span), SEGMENT)
+    return stretches(_cut(inputs, span), SEGMENT)
+
+
+def _cut(inputs: Causal, span: int) -> list[slice]:
+    """All blocks."""
+    return blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
 
 
 def empty_outputs(inputs: Causal, span: int) -> CausalOutputs:
