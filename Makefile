@@ -57,7 +57,7 @@ bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) report site dist
+	rm -rf $(VENV) report site dist compiled/build compiled/src/*.egg-info
 
 # torch first: its pin decides which build everything else is resolved against. A minute or three, most of it downloads.
 $(VENV)/torch.stamp: constraints.txt
@@ -74,7 +74,12 @@ $(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[docs]'
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/demo.stamp
+# The compiled step, where there is a C compiler.
+$(VENV)/compiled.stamp: $(VENV)/torch.stamp compiled/pyproject.toml compiled/setup.py $(wildcard compiled/src/linattn_compiled/*)
+	@if command -v cc >/dev/null; then $(PIP) ./compiled; else echo "No C compiler: tests of the compiled step are skipped"; fi
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp
 	$(PIP) -e '.[dev]'
 	touch $@
 
@@ -82,6 +87,6 @@ $(VENV)/lm.stamp: $(VENV)/dev.stamp
 	$(PIP) -e '.[demo-lm]'
 	touch $@
 
-$(VENV)/bench.stamp: $(VENV)/demo.stamp
+$(VENV)/bench.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp
 	$(PIP) performer-pytorch==1.1.4 linear-attention-transformer==0.19.1
 	touch $@

@@ -1,6 +1,7 @@
 """Claim: a decoding step takes the same time at token 100,000 as at token 1, about a tenth of a millisecond.
 
-8 heads, D = 64, 256 features, float32, one token at a time through `linear_attention_with_state`.
+8 heads, D = 64, 256 features, float32, one token at a time through `linear_attention_with_state`, in plain torch;
+compiled_steps_save_half.py has the same in compiled code.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ from measuring import favor, record, relative_error, require, textbook, tokens
 
 STEPS, WINDOW = 100_000, 2_000
 
+Tokens = tuple[Tensor, ...]
 
-def verified_steps(steps: list[tuple[Tensor, ...]], feature_map: FeatureMap, whole: Tensor) -> float:
+
+def single(inputs: Tokens) -> list[Tokens]:
+    """Queries, keys and values one by one."""
+    return [tuple(x[:, :, i : i + 1].contiguous() for x in inputs) for i in range(inputs[0].shape[2])]
+
+
+def verified_steps(steps: list[Tokens], feature_map: FeatureMap, whole: Tensor, backend: str = "blocked") -> float:
     """The error of single steps against one pass over all of them; refuses a wrong result."""
     state, outs = None, []
     with torch.no_grad():
         for step in steps:
-            out, state = linattn.linear_attention_with_state(*step, feature_map, state)
+            out, state = linattn.linear_attention_with_state(*step, feature_map, state, backend=backend)
             outs.append(out)
     error = relative_error(torch.cat(outs, 2), whole)
     require("steps", error, 1e-4)
@@ -35,13 +43,15 @@ def main() -> None:
     feature_map, length = favor(), 300
     query, key, value = tokens(length)
     whole = textbook(query.double(), key.double(), value.double(), feature_map, is_causal=True)
-    steps = [tuple(x[:, :, i : i + 1].contiguous() for x in (query, key, value)) for i in range(length)]
+    steps = single((query, key, value))
     error = verified_steps(steps, feature_map, whole)
     state, samples = None, []
     with torch.no_grad():
         for index in range(STEPS):
             start = time.perf_counter()
-            _, state = linattn.linear_attention_with_state(*steps[index % length], feature_map, state)
+            _, state = linattn.linear_attention_with_state(
+                *steps[index % length], feature_map, state, backend="blocked"
+            )
             samples.append(time.perf_counter() - start)
     first, last = (statistics.median(samples[part]) for part in (slice(10, 10 + WINDOW), slice(-WINDOW, None)))
     record(

@@ -4,7 +4,8 @@
 
 Versions agree; the wheel holds every file of the library and nothing else; descriptions are sound; every dependency's
 licence allows use with this one; and in a new environment of each Python given (this one, if none is) the wheel alone
-imports, computes and says what its command needs, and with the extra `lab` the command runs. The files stay in dist/
+imports, computes and says what its command needs, with the wheel of compiled steps a token takes these, and with the
+extra `lab` the command runs. The files stay in dist/
 (`--keep`). Exits with 1, and a line for each fault, if there is any; a wheel larger than wanted is told and no fault.
 
 To publish: raise the version in src/linattn/__init__.py and CITATION.cff, date its heading in CHANGELOG.md, run this
@@ -36,6 +37,11 @@ _COMPUTES = (
     "out = linattn.linear_attention(q, q, q, linattn.feature_maps.FavorPlus(4, 8)); "
     "assert torch.allclose(out, q), out; print(linattn.__version__, linattn.__file__)"
 )
+_STEPS = (
+    "import torch, linattn; q = torch.ones(1, 2, 1, 4); favor = linattn.feature_maps.FavorPlus(4, 8); "
+    "out = linattn.linear_attention_with_state(q, q, q, favor, backend='compiled').out; "
+    "assert torch.allclose(out, q), out; import linattn_compiled; print(linattn_compiled.__file__)"
+)
 
 
 def version() -> str:
@@ -59,6 +65,11 @@ def wrong_versions() -> Iterator[str]:
 def build(folder: Path) -> None:
     """The wheel and the source archive."""
     _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)])
+
+
+def build_compiled(folder: Path) -> None:
+    """The wheel of compiled steps, for this machine's system; for PyPI it is built in a manylinux container."""
+    _run([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder), str(ROOT / "compiled")])
 
 
 def wrong_contents(wheel: Path) -> Iterator[str]:
@@ -129,6 +140,8 @@ def wrong_in(python: str, folder: Path) -> Iterator[str]:
             (["-c", "import linattn.hf"], 1, "pip install 'linattn[hf]'"),
         ):
             yield from _wrong_end([inside, *words], status, said, place)
+        _run([*install, *map(str, folder.glob("linattn_compiled-*.whl"))])
+        yield from _wrong_end([inside, "-c", _STEPS], 0, place, place)
         _run([*install, f"{wheel}[lab]"])
         for words, status, said in (
             (["-m", "linattn", "--version"], 0, version()),
@@ -169,6 +182,7 @@ def main() -> int:
         old.unlink()
     print(f"building linattn {version()} in {words.keep}", flush=True)
     build(words.keep)
+    build_compiled(words.keep)
     _run([sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(words.keep.glob("linattn*")))])
     faults = [*wrong_versions(), *wrong_contents(wheel_in(words.keep))]
     print("licences of dependencies:")

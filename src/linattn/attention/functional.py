@@ -73,8 +73,9 @@ def linear_attention(
             `Exact(window=32, num_heavy=32)`; or near ones, and all others merged, without a map, as
             `Exact(window=128, num_merged=256)`. None: the map takes all keys.
         backend: "blocked" (plain torch, linear), "triton" (fused kernels on a CUDA GPU, not for float64 nor an
-            `Expansion` of order 2), "reference" (quadratic, for checking) or "auto", which takes "triton" where it can
-            run the call, else "blocked". A named backend runs or raises.
+            `Expansion` of order 2), "compiled" (causal calls of one token on a CPU, without gradients, of maps such
+            as `FavorPlus`; from the wheel linattn-compiled), "reference" (quadratic, for checking) or "auto", which
+            takes "triton" or "compiled" where they can run the call, else "blocked". A named backend runs or raises.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.

@@ -7,12 +7,19 @@ from linattn.attention.backends.backend import Call as Call
 from linattn.attention.backends.backend import Rows as Rows
 from linattn.attention.backends.backend import regular as regular
 from linattn.attention.backends.blocked import Blocked
+from linattn.attention.backends.compiled import Compiled
 from linattn.attention.backends.reference import Reference
 from linattn.attention.backends.triton import Triton
 
-# "auto" takes the first that has no objection, on a GPU that of its kernels if they can run the call.
-_TRITON = Triton()
-BACKENDS: dict[str, Backend] = {"blocked": Blocked(), "reference": Reference(), "triton": _TRITON}
+# "auto" takes the first that has no objection; on a GPU its kernels, and for one token compiled code, if they can run
+# the call.
+_TRITON, _COMPILED = Triton(), Compiled()
+BACKENDS: dict[str, Backend] = {
+    "blocked": Blocked(),
+    "reference": Reference(),
+    "triton": _TRITON,
+    "compiled": _COMPILED,
+}
 
 
 def check_backend(name: str) -> None:
@@ -30,6 +37,9 @@ def choose(name: str, call: Call) -> Backend:
     if name == "auto":
         if call.query.is_cuda and BACKENDS.get("triton") is _TRITON and not _TRITON.objections(call):
             return _TRITON
+        is_token = call.key.shape[2] == call.query.shape[3] == 1
+        if is_token and BACKENDS.get("compiled") is _COMPILED and not _COMPILED.objections(call):
+            return _COMPILED
         return next(backend for backend in BACKENDS.values() if not backend.objections(call))
     if reasons := BACKENDS[name].objections(call):
         raise ValueError(f'backend={name!r} cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')

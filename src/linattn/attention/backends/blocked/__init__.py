@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linattn.attention.backends.alignment import attend_aligned
 from linattn.attention.backends.backend import Call, Rows
-from linattn.attention.backends.blocked.blocks import is_masked
+from linattn.attention.backends.blocked.blocks import exponential_, is_masked
 from linattn.attention.backends.blocked.fold import is_followed, run
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, CausalRows, Read
 from linattn.attention.bound_map import outside_autocast
@@ -21,7 +21,7 @@ from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
 
 # How far a single token's exponents may exceed those of the sums before these are moved.
-_RISE = 20.0
+RISE = 20.0
 
 
 class Blocked:
@@ -74,8 +74,8 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     """The row of one token, and the sums after it: those of absorb and read, for calls too small for blocks.
 
     A step costs as much in calls as in arithmetic, hence one product for queries and key where the map allows, one pass
-    over the state to write it and one to read it. The exponents stay unless a key exceeds one by _RISE, which late in a
-    sequence is rare: sums may be exp(_RISE) larger for it.
+    over the state to write it and one to read it. The exponents stay unless a key exceeds one by RISE, which late in a
+    sequence is rare: sums may be exp(RISE) larger for it.
     """
     query, key, value, S, z, m, bias = inputs
     q, k, v = query.squeeze(3), key, value
@@ -91,19 +91,19 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     if bias is not None:
         log = log + bias
     phi = log - m
-    if phi.numel() and phi.amax().item() > _RISE:
+    if phi.numel() and phi.amax().item() > RISE:
         # Head by head and feature by feature: those below keep their bits.
-        c = torch.where(phi > _RISE, log, m)
+        c = torch.where(phi > RISE, log, m)
         decay = (m - c).exp_()
         S, z, m, phi = S * decay.unsqueeze(-1), z * decay, c, log - c
-    phi = phi.exp_()
+    phi = exponential_(phi)
     if linear is not None:
         phi = linear * phi
     S, z, column = torch.addcmul(S, phi.unsqueeze(-1), v), z + phi, m.unsqueeze(-2)
     if feature_map.exponential:
         t = t.add_(column)
         reference = t.amax(-1, keepdim=True)
-        t = t.sub_(reference).exp_()
+        t = exponential_(t.sub_(reference))
     else:
         reference = column.expand(*t.shape[:-1], 1)
     den, num = torch.linalg.vecdot(t, z.unsqueeze(-2)).unsqueeze(-1), torch.matmul(t, S)

@@ -1,0 +1,111 @@
+"""One token in one call of compiled code on a CPU, from the wheel linattn-compiled.
+
+Letters as in blocked/__init__.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from linattn.attention.backends.backend import Call, Rows
+from linattn.attention.backends.blocked import RISE, Blocked
+from linattn.attention.backends.blocked.fold import is_followed
+from linattn.attention.sums import Sums
+from linattn.feature_maps._powers import LOG2_E, Powers
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Numbers of S from which several threads, which torch has and a compiled step has not, are the faster.
+_MANY = 2**20
+# What `step` takes, and what it means.
+_INTERFACE = 1
+
+
+class Compiled(Blocked):
+    """Causal calls of one token; what else is asked of its sums, and steps whose sums are followed, is plain torch."""
+
+    def objections(self, call: Call) -> list[str]:
+        """Every reason, each with what to do about it."""
+        query, key, feature_map = call.query, call.key, call.bound.feature_map
+        found = [reason] if (reason := missing()) else []
+        if not query.is_cpu:
+            found.append(f"it runs on the CPU, and the tensors are on {query.device}")
+        if query.dtype not in _DTYPES:
+            found.append(f"it takes float32, bfloat16 and float16, and the tensors are {query.dtype}")
+        if not (call.is_causal and key.shape[2] == query.shape[3] == 1):
+            found.append(
+                f"it takes causal calls of one token, and this has {query.shape[3]} queries and {key.shape[2]} keys"
+                f"{'' if call.is_causal else ', not causal'}"
+            )
+        if torch.compiler.is_compiling() or type(query) is not Tensor or type(key) is not Tensor:
+            found.append("it takes plain tensors outside torch.compile")
+        if call.bound.tensors or is_followed(query, key, call.value, call.bias):
+            found.append("it has no derivatives, and gradients follow this call; run it under torch.no_grad()")
+        if not found and _powers(call) is None:
+            found.append(f"it takes exponential maps that are one product of W and a token; not {feature_map}")
+        size = key.shape[0] * key.shape[1] * feature_map.num_features * call.value.shape[-1]
+        if size >= _MANY and torch.get_num_threads() > 1:
+            found.append(f"it runs in one thread, and a state of {size:,} numbers is served sooner by several")
+        return found
+
+    def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
+        """The token's row, and the sums after it."""
+        powers = _powers(call)
+        if span or powers is None or is_followed(*before):
+            return super().attend(call, before, span=span)
+        return _step(call, powers, before)
+
+
+@cache
+def missing() -> str:
+    """Why there is no compiled code, or ""."""
+    # Imported here: a wheel of its own, which most do not have.
+    try:
+        import linattn_compiled
+    except ModuleNotFoundError:
+        return "linattn-compiled is not installed (pip install 'linattn[compiled]')"
+    except ImportError as error:
+        return f"linattn-compiled cannot be loaded: {error}"
+    found = linattn_compiled.INTERFACE
+    if found != _INTERFACE:
+        return f"linattn-compiled has interface {found}, wanted {_INTERFACE} (pip install -U 'linattn[compiled]')"
+    return ""
+
+
+def _powers(call: Call) -> Powers | None:
+    """The map's exponents taken apart, for as many heads as the keys have."""
+    powers = call.bound.feature_map.powers(torch.float32)
+    if powers is None or call.key.shape[1] == 0:
+        return None
+    of_heads = (powers.weights, *([] if powers.constants is None else [powers.constants]))
+    return powers if all(x.dim() == 2 or x.shape[0] in (1, call.key.shape[1]) for x in of_heads) else None
+
+
+def _step(call: Call, powers: Powers, before: Sums) -> tuple[Rows, Sums]:
+    """Memory for the results, and the call."""
+    # Imported here: as in `missing`.
+    from linattn_compiled import step
+
+    query, key, value = (x.float().contiguous() for x in (call.query, call.key, call.value))
+    bias = None if call.bias is None else call.bias.contiguous()
+    S, z, m = (x.contiguous() for x in before)
+    batch, heads, groups = query.shape[:3]
+    features, value_dim = S.shape[2:]
+    out, den = query.new_empty(batch, heads, groups, 1, value_dim), query.new_empty(batch, heads, groups, 1)
+    rows, after = Rows(out, den, torch.empty_like(den)), Sums(*(torch.empty_like(x) for x in (S, z, m)))
+    weights, constants = powers.doubled, powers.constants
+    memory = (query, key, value, bias, weights, constants, S, z, m, *rows, *after)
+    step(
+        *(0 if x is None else x.data_ptr() for x in memory),
+        *(batch, heads, groups, key.shape[-1], value_dim, features, weights.shape[-1]),
+        *(1 if bias is None else bias.shape[1], _apart(weights), _apart(constants)),
+        *(powers.scale, powers.constant, RISE * LOG2_E),
+    )
+    return (rows if call.query.dtype == out.dtype else rows._replace(out=out.to(call.query.dtype))), after
+
+
+def _apart(x: Tensor | None) -> int:
+    """How many numbers lie from one head's to the next's; 0 where all heads share one set."""
+    return 0 if x is None or x.dim() == 2 or x.shape[0] == 1 else x.stride(0)
