@@ -47,7 +47,7 @@ class KeyPass:
     """Blocks of keys folded into sums: bounded where they are (bounded.py), else relative to running maxima."""
 
     def __init__(self, feature_map: FeatureMap, inputs: Absorb) -> None:
-        self.state, self.space = Running(sums_of(inputs)), Workspace(inputs.S)
+        self._inputs, self.state, self.space = inputs, Running(sums_of(inputs)), Workspace(inputs.S)
         self.keys = KeyBlocks(feature_map, inputs, self.space)
         self.powers = bounded_powers(feature_map, inputs.key, inputs.S)
         self.cut = blocks(inputs.key, feature_map.num_features)
@@ -56,7 +56,7 @@ class KeyPass:
 
     def sums(self) -> Sums:
         """Those after all keys, in memory of their own."""
-        for stretch in stretches(self.cut):
+        for stretch in stretches(self.cut, self._inputs.key, self._inputs.S):
             if self.powers is None:
                 self._fold(stretch)
             else:
@@ -103,7 +103,7 @@ class KeyPassGradients:
 
     def gradients(self) -> Gradients:
         """Those of all inputs."""
-        for stretch in stretches(self.cut):
+        for stretch in stretches(self.cut, self._inputs.key, self._inputs.S):
             if self.powers is None:
                 self._pull(stretch)
             else:

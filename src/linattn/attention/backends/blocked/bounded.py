@@ -44,9 +44,9 @@ from linattn.feature_maps._powers import Powers
 LIMIT, DEPTH, RISE, FLOOR = 80.0, 60.0, 20.0, 20.0
 MAX_VALUE = 2.0**40
 
-# Tokens whose lengths are looked at together: a check costs as much in calls as in arithmetic.
-_STRETCH = 8192
-
+# Tokens whose lengths are looked at together: a check costs as much in calls as in arithmetic. Tokens of 16 bits are
+# copied, and a copy that fits the cache is read again from there.
+_STRETCH, _COPIED_STRETCH = 8192, 2048
 
 # Below so many tokens the checks cost more than the passes they spare.
 _FEWEST = 32
@@ -153,9 +153,14 @@ def store_bounded(out: Tensor, den: Tensor, num: Tensor, total: Tensor) -> None:
         out.copy_(num.div_(total))
 
 
-def stretches(cut: Sequence[slice], num_blocks: int = 0) -> list[list[slice]]:
-    """Consecutive blocks in lists of `num_blocks` each, or of about so many tokens as are looked at together."""
-    count = num_blocks or max(_STRETCH // max(cut[0].stop, 1), 1) if cut else 1
+def stretches(cut: Sequence[slice], tokens: Tensor, S: Tensor) -> list[list[slice]]:
+    """Consecutive blocks of tokens in lists that are looked at together, before they enter or read sums."""
+    length = _STRETCH if tokens.dtype == S.dtype else _COPIED_STRETCH
+    return lists(cut, max(length // max(cut[0].stop, 1), 1) if cut else 1)
+
+
+def lists(cut: Sequence[slice], count: int) -> list[list[slice]]:
+    """Consecutive blocks, so many in each list but the last."""
     return [list(cut[first : first + count]) for first in range(0, len(cut), count)]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, blocks, by_columns, num_blocks
-from linattn.attention.backends.blocked.bounded import bounded_powers, by_head, stretches, whole
+from linattn.attention.backends.blocked.bounded import bounded_powers, by_head, lists, stretches, whole
 from linattn.attention.backends.blocked.bounded_causal import BoundedGradients, BoundedRows
 from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.joint_causal import JointGradients, JointRows
@@ -52,7 +52,7 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
 def rows_alone(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalRows:
     """The same without what a backward pass needs, in stretches as long as those of a pass over keys."""
     sweep = _Sweep(feature_map, inputs, span)
-    for stretch in stretches(_cut(inputs, span)):
+    for stretch in stretches(_cut(inputs, span), inputs.query, inputs.S):
         sweep.advance(stretch)
     return CausalRows(*sweep.rows, *sweep.state.sums())
 
@@ -148,7 +148,7 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
 
 def segments(inputs: Causal, span: int) -> list[list[slice]]:
     """The blocks of the forward and the backward pass, in segments."""
-    return stretches(_cut(inputs, span), SEGMENT)
+    return lists(_cut(inputs, span), SEGMENT)
 
 
 def _cut(inputs: Causal, span: int) -> list[slice]:

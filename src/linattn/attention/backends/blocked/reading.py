@@ -100,7 +100,7 @@ class BlockReader:
     def rows(self) -> Rows:
         """All rows."""
         rows = empty_rows(self.inputs.query, self.inputs.S)
-        for stretch in stretches(self.blocks):
+        for stretch in stretches(self.blocks, self.inputs.query, self.inputs.S):
             if self.powers is None:
                 self._store(rows, stretch)
             else:
@@ -164,7 +164,7 @@ class BlockGradients(BlockReader):
 
     def gradients(self) -> Gradients:
         """Those of all inputs."""
-        for stretch in stretches(self.blocks):
+        for stretch in stretches(self.blocks, self.inputs.query, self.inputs.S):
             if self.powers is None:
                 self._pull(stretch)
             else:
