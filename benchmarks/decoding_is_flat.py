@@ -1,4 +1,4 @@
-"""Claim: a decoding step takes the same time at token 100,000 as at token 1; exact attention at 16,384 takes twice that.
+"""Claim: a decoding step costs the same at token 100,000 as at token 1; exact attention at 16,384 takes twice as long.
 
 8 heads, D = 64, 256 features, float32, one token at a time through `linear_attention_with_state`, in plain torch;
 compiled_steps_save_half.py has the same in compiled code.
