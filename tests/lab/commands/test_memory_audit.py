@@ -75,10 +75,25 @@ def test_an_interrupted_run_goes_on(run, tmp_path, monkeypatch):
 
 def test_another_audit_s_file_is_kept_aside(run, tmp_path):
     assert run("--budget", "48").exit_code == 0
-    result = run("--budget", "40")
+    result = run("--budget", "48", "--tokens", "64")
     assert "it is another audit's" in result.output
+    assert "were measured before" not in result.output
     kept, _ = MEMORY.read(tmp_path / "out" / "memory.1.jsonl")
-    assert kept.budgets == [48]
+    assert kept.num_tokens == 96
+
+
+def test_what_audits_at_other_budgets_measured_is_kept(run, tmp_path):
+    """The baselines, and every contender; of two earlier audits together."""
+    for budget in ("48", "40"):
+        assert run("--budget", budget).exit_code == 0
+    alone = [row for number in ("", ".1") for row in MEMORY.read(tmp_path / "out" / f"memory{number}.jsonl")[1]]
+    result = run("--budget", "40,48,56")
+    assert result.exit_code == 0, result.output
+    assert "6 of 8 figures were measured before and are kept" in " ".join(result.output.split())
+    header, rows = MEMORY.read(tmp_path / "out" / "memory.jsonl")
+    assert header.budgets == [40, 48, 56]
+    assert [row.budget for row in rows] == [0, 0, 40, 40, 48, 48, 56, 56]
+    assert all(row in alone for row in rows[:6])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from linattn.lab.commands.stages import Stages, stages
 from linattn.lab.commands.terminal import ending, interrupts, print_table, whole_numbers
 from linattn.lab.constant_memory.measuring import MemoryAudit
 from linattn.lab.constant_memory.planning import MemoryPlan, read_memory_plans, write_memory_plans
-from linattn.lab.constant_memory.records import MEMORY, MemoryRow
+from linattn.lab.constant_memory.records import MEMORY, PLANNED, MemoryRow, key_of
 from linattn.lab.pace import Pace
 from linattn.lab.report import MemorySummary, conclusions, lost, summarise_memory, table_at, write_report
 from linattn.processes import Processes
@@ -151,17 +151,26 @@ def _rows(measured: MemoryAudit, kept: Sequence[MemoryRow], watch: Stages, press
 
 
 def _earlier(measured: MemoryAudit, file: Path, watch: Stages) -> list[MemoryRow]:
-    """Rows of the same audit, from its file or from one kept aside; another audit's file is kept aside."""
+    """Wanted rows that stand in the audit's file or in ones kept aside, where those differ in budgets and contenders.
+
+    A file of an audit with others is kept aside.
+    """
+    order = measured.wanted()
+    wanted, kept = set(order), dict[tuple[str, str, int], MemoryRow]()
     for path in (file, *asides(file)):
-        found = MEMORY.unfinished(path)
-        if found is not None and found[0] == measured.header:
-            watch.begin(f"{len(found[1]):,} of {len(measured.wanted()):,} figures were measured before and are kept.")
-            if path != file and file.exists():
-                set_aside(file)
-            return found[1]
-    if file.exists():
+        header, rows = MEMORY.unfinished(path) or (None, [])
+        if header is None or not header.measures_as(measured.header):
+            continue
+        # A plan is of its own budgets.
+        for row in (row for row in rows if header == measured.header or row.contender != PLANNED):
+            if key_of(row) in wanted:
+                kept.setdefault(key_of(row), row)
+    found = MEMORY.unfinished(file)
+    if file.exists() and (found is None or found[0] != measured.header):
         watch.begin(f"What was measured before is now in {set_aside(file)}: it is another audit's.")
-    return []
+    if kept:
+        watch.begin(f"{len(kept):,} of {len(order):,} figures were measured before and are kept.")
+    return [kept[key] for key in order if key in kept]
 
 
 def _print(console: Console, summary: MemorySummary) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from linattn.records.jsonl import Form
 
@@ -64,6 +64,10 @@ class MemoryHeader:
     kinds: list[str]
     left_out: dict[str, str] = field(default_factory=dict)
     calibration: str | None = None
+
+    def measures_as(self, other: MemoryHeader) -> bool:
+        """Whether figures of the same contender at the same budget are the same in both audits, but for plans."""
+        return self == replace(other, budgets=self.budgets, kinds=self.kinds, left_out=self.left_out)
 
     @property
     def exact_bytes(self) -> int:
