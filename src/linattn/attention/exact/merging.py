@@ -52,7 +52,8 @@ class Metric(NamedTuple):
         """
         share, width = share.unsqueeze(2), spread.shape[-1]
         mean = share @ x
-        variance = share @ (x - mean).square()
+        # In place, here and below: fresh memory for all keys costs as much as what is computed in it.
+        variance = share @ (x - mean).pow_(2)
         wide = (variance[..., :width] * spread.unsqueeze(2).square()).sum(-1, keepdim=True)
         narrow = variance[..., width:].sum(-1, keepdim=True)
         worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values
@@ -60,7 +61,7 @@ class Metric(NamedTuple):
 
     def points(self, x: Tensor) -> Tensor:
         """Keys and values (B, H, n, D + Dv) as points between which distances are squares of differences."""
-        return (x - self.mean) * self.factor
+        return (x - self.mean).mul_(self.factor)
 
 
 class ClusterMeans(NamedTuple):

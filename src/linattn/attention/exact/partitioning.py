@@ -75,7 +75,7 @@ def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, 
 
 def finite(point: Tensor) -> Tensor:
     """Coordinates that are finite and whose squares are."""
-    return point.nan_to_num(_FARTHEST, _FARTHEST, -_FARTHEST).clamp(-_FARTHEST, _FARTHEST)
+    return point.clamp(-_FARTHEST, _FARTHEST).nan_to_num_(_FARTHEST)
 
 
 def relative(logs: Tensor) -> Tensor:
@@ -110,7 +110,9 @@ def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> Te
     """
     order = clusters.mass.argsort(dim=-1, descending=True, stable=True)
     mass = clusters.mass.gather(-1, order)
-    point = clusters.point.gather(1, order.unsqueeze(-1).expand_as(clusters.point))
+    first = torch.arange(len(order), device=order.device).unsqueeze(-1) * order.shape[1]
+    # By rows, which is several times as fast as by numbers.
+    point = clusters.point.flatten(0, 1).index_select(0, (order + first).flatten()).view(clusters.point.shape)
     number, there = torch.arange(mass.shape[1], device=mass.device), mass > 0
     excess = (there.sum(-1, keepdim=True) - num_clusters).clamp(min=0)
     least, heavier = _nearest_before(point)
@@ -132,7 +134,7 @@ def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> Te
 
 def _nearest_before(point: Tensor) -> tuple[Tensor, Tensor]:
     """The least square (N, n) of a distance to a point (N, n, P) before it, inf for the first; that point's number."""
-    square, number = point.square().sum(-1), torch.arange(point.shape[1], device=point.device)
+    square, number = torch.linalg.vector_norm(point, dim=-1).square(), torch.arange(point.shape[1], device=point.device)
     size, found = max(_CHUNK // max(square.numel(), 1), 1), []
     for start, rows in enumerate(number.split(size)):
         start, stop = start * size, start * size + len(rows)
