@@ -1,12 +1,15 @@
-"""The table of what a bounded cache costs a language model, from docs/memory.json.
+"""The tables of what a bounded cache costs a language model, from docs/memory.json and docs/memory_long.json.
 
-`docs/write_tables.py --take-memory REPORT` takes that file from the memory.jsonl of `linattn audit MODEL --budget …`.
+`docs/write_tables.py --take-memory REPORT …` takes the first from the memory.jsonl of `linattn audit MODEL --budget …`,
+and of audits that differ in budgets and contenders alone; `--take-long-memory` the second, of longer passages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +17,40 @@ from linattn.lab.report.memory.summary import MemoryLine, summarise_memory
 from linattn.records.atomic import atomic_file
 from site_tables import table
 
-MEMORY = Path(__file__).parent / "memory.json"
+MEMORY, LONG = (Path(__file__).parent / name for name in ("memory.json", "memory_long.json"))
+# Budgets that the README has a row of each.
+_SHOWN = (512, 1024, 2048)
 _NEEDLES = "needles"
 _RECALL = ("repeated passages", _NEEDLES, "multi-query recall")
 # How contenders begin that streams of linattn keep, and among them those whose numbers are not rounded.
 _MERGED, _AS_THEY_ARE = "merged keys", "merged keys, "
 
 
-def take_memory(report: Path) -> None:
-    """Keep one line per contender and budget, and the circumstances."""
-    summary = summarise_memory(report / "memory.jsonl")
-    header = summary.header
+def take_memory(reports: Sequence[Path], file: Path) -> None:
+    """Keep one line per contender and budget, of the first report that has it, and the circumstances."""
+    summaries = [summarise_memory(report / "memory.jsonl") for report in reports]
+    header, *others = (summary.header for summary in summaries)
+    if not all(header.measures_as(other) for other in others):
+        sys.exit("these reports are of audits that differ in more than budgets and contenders; take one of them")
     circumstances = {
         name: getattr(header, name)
         for name in ("model", "layers", "head_dim", "number_bytes", "num_tokens", "num_measured", "text", "versions")
     }
-    lines = [dataclasses.asdict(line) for line in summary.lines if line.passages]
-    with atomic_file(MEMORY) as file:
-        json.dump({"header": circumstances, "lines": lines}, file, indent=1, ensure_ascii=False)
-        file.write("\n")
+    lines: dict[tuple[int, str], MemoryLine] = {}
+    for line in (line for summary in summaries for line in summary.lines if line.passages):
+        lines.setdefault((line.budget, line.contender), line)
+    kept = [dataclasses.asdict(line) for line in sorted(lines.values(), key=lambda line: line.budget)]
+    with atomic_file(file) as target:
+        json.dump({"header": circumstances, "lines": kept}, target, indent=1, ensure_ascii=False)
+        target.write("\n")
 
 
 def memory_rows() -> list[tuple[str, str, str]]:
     """What each budget costs a model's predictions by merged keys, beside sinks and window and both baselines."""
-    header, lines = _taken()
+    header, lines = _taken(MEMORY)
     names = {line.contender: line for line in lines if not line.budget}
     exact, uniform, rows = names["exact"], names["uniform"], []
-    for budget in dict.fromkeys(line.budget for line in lines if line.budget):
+    for budget in dict.fromkeys(line.budget for line in lines if line.budget in _SHOWN):
         found = {line.contender: line for line in lines if line.budget == budget}
         merged, as_they_are = (
             min((line for name, line in found.items() if name.startswith(kind)), key=lambda line: line.kl)
@@ -65,15 +75,15 @@ def _nats(kl: float) -> str:
     return f"{kl:.4f}" if kl == 0 or kl >= 1e-3 else f"{kl:.2g}"
 
 
-def _taken() -> tuple[dict[str, Any], list[MemoryLine]]:
+def _taken(file: Path) -> tuple[dict[str, Any], list[MemoryLine]]:
     """The circumstances and the lines."""
-    found = json.loads(MEMORY.read_text(encoding="utf-8"))
+    found = json.loads(file.read_text(encoding="utf-8"))
     return found["header"], [MemoryLine(**line) for line in found["lines"]]
 
 
-def memory_table() -> str:
+def memory_table(file: Path) -> str:
     """Every contender at every budget, the least KL first, the baselines above."""
-    header, lines = _taken()
+    header, lines = _taken(file)
     passages = {line.passages for line in lines}
     number = str(*passages) if len(passages) == 1 else f"{min(passages)} to {max(passages)}"
     words = (

@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from linattn.lab.audit.records import AUDIT, Header, HeadRow, ModelRow, PlanRow,
 from linattn.lab.experiments import EXPERIMENTS, reproduction
 from linattn.lab.experiments.records import CLAIMS
 from linattn.lab.experiments.reproduction import Reproduction
+from linattn.lab.report.memory.summary import MemoryLine
 from trials import Trial
 
 README = Path(__file__).parents[1] / "README.md"
@@ -69,11 +71,11 @@ def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, mon
     kinds = {
         "exact": (0, 0.0, 0.9),
         "uniform": (0, 1.5, 0.0),
-        "sinks + window": (64, 0.4, 0.1),
-        "merged keys, 25% near": (64, 0.3, 0.2),
-        "merged keys, 50% near": (64, 0.2, 0.3),
-        "merged keys in 4 bits": (64, 0.00042, 0.8),
-        "KIVI, 4 bit": (64, 0.0001, 0.85),
+        "sinks + window": (512, 0.4, 0.1),
+        "merged keys, 25% near": (512, 0.3, 0.2),
+        "merged keys, 50% near": (512, 0.2, 0.3),
+        "merged keys in 4 bits": (512, 0.00042, 0.8),
+        "KIVI, 4 bit": (512, 0.0001, 0.85),
     }
     lines = [
         told | {"contender": name, "label": f"[{name}]", "budget": budget, "kl": kl, "recall": {"needles": recall}}
@@ -83,11 +85,41 @@ def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, mon
     file.write_text(json.dumps({"header": {"model": "M", "num_tokens": 2048}, "lines": lines}), encoding="utf-8")
     monkeypatch.setattr(memory_tables, "MEMORY", file)
     ((what, measured, beside),) = memory_tables.memory_rows()
-    assert "after 2,048 tokens in the bytes of 64 keys a layer, `[merged keys in 4 bits]`" in what
+    assert "after 2,048 tokens in the bytes of 512 keys a layer, `[merged keys in 4 bits]`" in what
     assert measured == "0.00042 nats"
     assert "the best without rounding, `[merged keys, 50% near]`, 0.2000; sinks and a window 0.4000" in beside
     assert "averaging the values 1.50; exact attention 0." in beside
     assert "told once in 1,024 tokens it says 80% again, exact attention 90%" in beside
+
+
+def test_reports_of_one_audit_are_taken_together_and_of_two_refused(writer, tmp_path, monkeypatch):
+    """A line for each budget and contender, of the first report that has it."""
+    import memory_tables
+
+    class Header(SimpleNamespace):
+        def measures_as(self, other):
+            return self.num_tokens == other.num_tokens
+
+    def summary(num_tokens, *lines):
+        names = ("model", "layers", "head_dim", "number_bytes", "num_measured", "text", "versions")
+        header = Header(num_tokens=num_tokens, **dict.fromkeys(names, "x"))
+        return SimpleNamespace(header=header, lines=lines)
+
+    def line(budget, contender, kl):
+        return MemoryLine(contender, "", budget, 1, kl, 1.0, 1.0, 0.0, (), {}, 1)
+
+    reports = {
+        tmp_path / "a": summary(64, line(512, "H2O", 0.1)),
+        tmp_path / "b": summary(64, line(128, "TOVA", 0.2), line(512, "H2O", 0.3)),
+        tmp_path / "c": summary(128),
+    }
+    monkeypatch.setattr(memory_tables, "summarise_memory", lambda file: reports[file.parent])
+    first, second, third = reports
+    memory_tables.take_memory([first, second], tmp_path / "memory.json")
+    kept = json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))["lines"]
+    assert [(one["budget"], one["contender"], one["kl"]) for one in kept] == [(128, "TOVA", 0.2), (512, "H2O", 0.1)]
+    with pytest.raises(SystemExit, match="differ in more than budgets and contenders"):
+        memory_tables.take_memory([first, third], tmp_path / "memory.json")
 
 
 def test_a_place_without_a_table_and_a_table_without_a_place(writer, monkeypatch, tmp_path):
