@@ -12,42 +12,50 @@ import torch
 from torch import Tensor
 
 import linattn
-from decoding_is_flat import single, verified_steps
-from linattn.attention import State
-from measuring import HEAD_DIM, HEADS, favor, ratios, record, seconds, spread, textbook, tokens
+from decoding_is_flat import single
+from linattn.feature_maps import FeatureMap
+from measuring import HEAD_DIM, HEADS, favor, ratios, record, relative_error, require, seconds, spread, textbook, tokens
 
-LENGTH, STEPS, REPEATS = 300, 200, 15
+LENGTH, REPEATS = 300, 15
+
+
+def stream(steps: list[tuple[Tensor, ...]], feature_map: FeatureMap, backend: str) -> Tensor:
+    """The rows of a stream."""
+    state, outs = None, []
+    with torch.no_grad():
+        for step in steps:
+            out, state = linattn.linear_attention_with_state(
+                *step, feature_map, state, enable_gqa=True, backend=backend
+            )
+            outs.append(out)
+    return torch.cat(outs, 2)
+
+
+def measure(groups: int) -> None:
+    """The ratio for so many query heads for each key/value head."""
+    feature_map, (_, key, value) = favor(), tokens(LENGTH)
+    query = torch.randn(1, groups * HEADS, LENGTH, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    pairs = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    whole, steps = textbook(query.double(), *pairs, feature_map, is_causal=True), single((query, key, value))
+    error = relative_error(stream(steps, feature_map, "compiled"), whole)
+    require("compiled steps", error, 1e-4)
+    contenders = {name: partial(stream, steps, feature_map, name) for name in ("compiled", "blocked")}
+    found = seconds(contenders, repeats=REPEATS)
+    heads = f"{groups} query head{'s' * (groups > 1)}"
+    record(
+        f"a compiled decoding step over one of plain torch, {heads} for each key head",
+        figure=ratios(found["compiled"], found["blocked"]),
+        unit="×",
+        bound="<= 0.6",
+        seconds={name: spread([x / LENGTH for x in samples]) for name, samples in found.items()},
+        error=error,
+    )
 
 
 def main() -> None:
-    """Verify, time, record."""
-    feature_map, inputs = favor(), tokens(LENGTH)
-    whole = textbook(*(x.double() for x in inputs), feature_map, is_causal=True)
-    error = verified_steps(single(tuple(inputs)), feature_map, whole, "compiled")
+    """Both."""
     for groups in (1, 4):
-        query = torch.randn(1, groups * HEADS, LENGTH, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-        steps = single((query, *inputs[1:]))[:STEPS]
-
-        def stream(steps: list[tuple[Tensor, ...]] = steps, *, backend: str) -> State | None:
-            state = None
-            with torch.no_grad():
-                for step in steps:
-                    _, state = linattn.linear_attention_with_state(
-                        *step, feature_map, state, enable_gqa=True, backend=backend
-                    )
-            return state
-
-        contenders = {name: partial(stream, backend=name) for name in ("compiled", "blocked")}
-        found = seconds(contenders, repeats=REPEATS)
-        heads = f"{groups} query head{'s' * (groups > 1)}"
-        record(
-            f"a compiled decoding step over one of plain torch, {heads} for each key head",
-            figure=ratios(found["compiled"], found["blocked"]),
-            unit="×",
-            bound="<= 0.6",
-            seconds={name: spread([x / STEPS for x in samples]) for name, samples in found.items()},
-            error=error,
-        )
+        measure(groups)
 
 
 if __name__ == "__main__":

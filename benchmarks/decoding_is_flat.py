@@ -28,12 +28,12 @@ def single(inputs: Tokens) -> list[Tokens]:
     return [tuple(x[:, :, i : i + 1].contiguous() for x in inputs) for i in range(inputs[0].shape[2])]
 
 
-def verified_steps(steps: list[Tokens], feature_map: FeatureMap, whole: Tensor, backend: str = "blocked") -> float:
+def verified_steps(steps: list[Tokens], feature_map: FeatureMap, whole: Tensor) -> float:
     """The error of single steps against one pass over all of them; refuses a wrong result."""
     state, outs = None, []
     with torch.no_grad():
         for step in steps:
-            out, state = linattn.linear_attention_with_state(*step, feature_map, state, backend=backend)
+            out, state = linattn.linear_attention_with_state(*step, feature_map, state, backend="blocked")
             outs.append(out)
     error = relative_error(torch.cat(outs, 2), whole)
     require("steps", error, 1e-4)
