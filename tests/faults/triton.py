@@ -170,4 +170,25 @@ FAULTS = (
         "Tuning(64, 8, 1)",
         "tests/laws/test_triton_compiled.py -k 80-bfloat16-64",
     ),
+    Fault(
+        "load the first token's vectors for every tile",
+        KERNELS + "blocks.py",
+        "own = load_vectors(begin, stride, numbers, kept, shape, True)",
+        "own = load_vectors(begin, stride, 0 * numbers, kept, shape, True)",
+        TRUTH,
+    ),
+    Fault(
+        "load the first token's values for every tile",
+        KERNELS + "blocks.py",
+        "return load_operand(begin, stride, numbers, kept, shape, True)",
+        "return load_operand(begin, stride, 0 * numbers, kept, shape, True)",
+        TRUTH,
+    ),
+    Fault(
+        "keep wide vectors in registers",
+        TRITON + "tiles.py",
+        "return Tuning(16, 8, 3, reloads=True)",
+        "return Tuning(16, 8, 3)",
+        "tests/laws/test_triton_compiled.py -k 80-float16-128",
+    ),
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import linattn
 from grid import build, qkv, relative_error
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FavorPlus, FeatureMap
 from shared_maps import SHARED, built
 
 # Powers with one W, one per head, both signs, constants, weights of queries apart from those of keys; exponents that
@@ -82,6 +82,20 @@ def test_sixteen_bits(map_name: str, is_causal: bool, dtype: torch.dtype, device
     """In an interpreter bfloat16 is rounded by its bits, and float16 is multiplied exactly."""
     # A result is rounded once, features, weights and sums once each: four halves of a last place, and as much again.
     check(map_name, dtype, device, is_causal=is_causal, allowed=4 * torch.finfo(dtype).eps / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_wide_heads_are_loaded_for_every_tile(is_causal: bool, dtype: torch.dtype, device: str) -> None:
+    """Two tiles of features, two blocks of tokens, and widths that fill no vector."""
+    feature_map = FavorPlus(130, 24).to(device)
+    wide = qkv(1, 2, 2, 21, 21, head_dim=130, value_dim=130, scale=0.25)
+    tokens = tuple(x.to(dtype).to(device) for x in wide)
+    truth = gradients(feature_map, tokens, "reference", torch.float64, is_causal=is_causal)
+    found = gradients(feature_map, tokens, "triton", dtype, is_causal=is_causal)
+    allowed = ROUNDINGS * torch.finfo().eps if dtype == torch.float32 else 4 * torch.finfo(dtype).eps / 2
+    for index, (x, y) in enumerate(zip(found, truth, strict=True)):
+        assert relative_error(x, y) < allowed, f"item {index}"
 
 
 SHAPES = {

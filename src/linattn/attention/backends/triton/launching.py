@@ -59,8 +59,7 @@ class Work(NamedTuple):
         self, kernel: Any, programs: int, arguments: Sequence[Any], flags: Sequence[bool], *, by_tile: bool = False
     ) -> None:
         """Launch so many programs of a kernel, for each tile of features where it is `by_tile`."""
-        tuning = tuned(kernel.__name__, self.shape, capability(self.device))
-        shape = self.shape._replace(tile=tuning.tile)
+        shape, tuning = tuned(kernel.__name__, self.shape, capability(self.device))
         programs *= shape.total // shape.tile if by_tile else 1
         launch(kernel, programs, (*arguments, shape, *flags), tuning)
 
@@ -80,7 +79,7 @@ def plan(
     The backward pass, which is given what was saved, is cut by sizes of its own.
     """
     _, heads, members, length, dv = sizes
-    kind = kind_of(feature_map, like.dtype, is_followed=saved is not None and bool(saved.tensors))
+    kind = kind_of(feature_map, is_followed=saved is not None and bool(saved.tensors))
     num_features, is_backward = feature_map.num_features, saved is not None
     shape = shape_of(kind, like.shape[-1], dv, num_features, like.dtype, is_backward=is_backward)
     span = span or shape.block

@@ -10,8 +10,8 @@ import torch
 from linattn.attention.backends.backend import Call
 from linattn.feature_maps import Expansion
 
-# The widest vectors whose blocks stay in registers, by dtype, and the oldest GPUs with products of bfloat16.
-WIDEST = {torch.bfloat16: 256, torch.float16: 128, torch.float32: 128}
+# Dtypes whose blocks of vectors up to 256 wide stay in registers, and the oldest GPUs with products of bfloat16.
+_DTYPES, WIDEST = (torch.bfloat16, torch.float16, torch.float32), 256
 _OLDEST = (8, 0)
 # A centre's part of a state, D × Dv sums, stays in the registers of one program: at 256 × 256 these are all there are.
 _WIDEST_CENTRE = 128
@@ -23,14 +23,13 @@ def objections(call: Call) -> list[str]:
     found = []
     if place := _reason(device):
         found.append(place)
-    if dtype not in WIDEST:
+    if dtype not in _DTYPES:
         found.append(f"it takes float32, bfloat16 and float16, and the tensors are {dtype}")
     if call.bound.is_grouped:
         found += _of_groups(call)
-    widest = WIDEST.get(dtype, 256)
-    widest = min(widest, _WIDEST_CENTRE) if call.bound.is_grouped else widest
+    widest = _WIDEST_CENTRE if call.bound.is_grouped else WIDEST
     if not 0 < value_dim <= widest:
-        found.append(f"it takes values of width 1 to {widest} in {dtype}, and these have {value_dim}")
+        found.append(f"it takes values of width 1 to {widest}, and these have {value_dim}")
     return found
 
 

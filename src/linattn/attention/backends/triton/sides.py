@@ -37,11 +37,11 @@ class Packed(NamedTuple):
         return Side(self.weights, bias, self.curvature, *strides)
 
 
-def kind_of(feature_map: FeatureMap, dtype: torch.dtype, *, is_followed: bool) -> str:
+def kind_of(feature_map: FeatureMap, *, is_followed: bool) -> str:
     """Whether the kernels compute a map's features, from their powers, or are given exponents or features."""
     if not feature_map.exponential:
         return "features"
-    if is_followed or feature_map.head_dim > WIDEST[dtype]:
+    if is_followed or feature_map.head_dim > WIDEST:
         return "exponents"
     is_power = isinstance(feature_map, LearnedExponential) or feature_map.powers(torch.float32) is not None
     return "powers" if is_power else "exponents"

@@ -21,12 +21,17 @@ IS_INTERPRETED = not isinstance(operand, triton.JITFunction)
 _ROOMY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
 
 
+# Kernels that hold the most at once.
+_ROW_GRADIENTS = ("query_gradients", "key_gradients")
+
+
 class Tuning(NamedTuple):
-    """How one kernel runs: features F of a tile, warps, stages."""
+    """How one kernel runs: features F of a tile, warps, stages; whether it loads vectors and values for every tile."""
 
     tile: int
     num_warps: int
     num_stages: int
+    reloads: bool = False
 
 
 def sizes(wide: int, dtype: torch.dtype, *, is_backward: bool) -> tuple[int, int]:
@@ -38,34 +43,48 @@ def sizes(wide: int, dtype: torch.dtype, *, is_backward: bool) -> tuple[int, int
     return (32, 16 if is_backward else 64) if dtype == torch.float16 else (32, 32)
 
 
-def tuned(kernel: str, shape: Shape, capability: tuple[int, int]) -> Tuning:
+def tuned(kernel: str, shape: Shape, capability: tuple[int, int]) -> tuple[Shape, Tuning]:
     """What keeps a kernel's sums in registers and its operands in shared memory, on a GPU of this capability.
 
     Chosen by what the compiler reports, not by time: see tests/laws/test_triton_compiled.py.
     """
-    if kernel == "token_step":
-        return Tuning(16 if shape.operand == tl.float32 and shape.padded_d > 64 else shape.tile, 4, 1)
+    is_wide = max(shape.padded_d, shape.padded_dv) > 128
+    if is_wide and shape.precision == "tf32" and kernel in _ROW_GRADIENTS and capability[0] == 8:
+        # TF32's operands are held once in every warp, and vectors so wide find no room beside a tile's.
+        shape = shape._replace(precision="ieee")
+    found = _token_step(shape) if kernel == "token_step" else _by_block(kernel, shape, capability)
+    found = found._replace(tile=min(found.tile, shape.tile))
+    return shape._replace(tile=found.tile, reloads=found.reloads), found
+
+
+def _token_step(shape: Shape) -> Tuning:
+    """Of one token's kernel: two stages keep wide tiles of W out of registers."""
+    is_exact = shape.operand == tl.float32 and shape.padded_d > 64
+    return Tuning(16 if is_exact else shape.tile, 4, 2 if shape.precision == "ieee" and shape.padded_d > 128 else 1)
+
+
+def _by_block(kernel: str, shape: Shape, capability: tuple[int, int]) -> Tuning:
+    """Of the kernels of blocks of tokens."""
     wide = max(shape.padded_d, shape.padded_dv)
-    found = Tuning(shape.tile, 8, 1)
     if shape.operand != tl.bfloat16:
+        if wide > 128:
+            return Tuning(16, 8, 2 if kernel == "key_offsets" else 1, reloads=True)
+        if wide > 64 and shape.precision == "ieee":
+            return Tuning(16, 8, 1)
+        if wide > 64 and kernel in _ROW_GRADIENTS:
+            # With one stage the next tile's operands wait in registers, and these are too few.
+            return Tuning(16, 8, 3, reloads=True)
         if wide > 64:
-            if shape.precision == "ieee" or wide > 128:
-                found = Tuning(16, 8, 1)
-            elif kernel in ("query_gradients", "key_gradients"):
-                # With one stage the next tile's operands wait in registers, and these are too few.
-                found = Tuning(16, 8, 3)
-            else:
-                found = Tuning(32, 8, 1)
-        elif shape.precision == "tf32" and shape.block == 16:
-            found = Tuning(shape.tile, 4, 1)
-    elif kernel == "key_gradients":
-        found = Tuning(64 if wide <= 64 and capability >= (9, 0) else 16, 8, 1)
-    elif wide <= 64:
+            return Tuning(32, 8, 1)
+        return Tuning(shape.tile, 4 if shape.precision == "tf32" and shape.block == 16 else 8, 1)
+    if kernel == "key_gradients":
+        return Tuning(64 if wide <= 64 and capability >= (9, 0) else 16, 8, 1)
+    if wide <= 64:
         # With two stages the compiler fails on the offsets for the newest GPUs.
-        found = Tuning(64, 4, 1 if kernel == "key_offsets" else 2)
-    elif kernel == "query_gradients" or (kernel == "row_outputs" and capability < (9, 0)):
-        found = Tuning(32 if wide <= 128 else 16, 8, 1)
-    return found._replace(tile=min(found.tile, shape.tile))
+        return Tuning(64, 4, 1 if kernel == "key_offsets" else 2)
+    if kernel == "query_gradients" or (kernel == "row_outputs" and capability < (9, 0)):
+        return Tuning(32 if wide <= 128 else 16, 8, 1)
+    return Tuning(shape.tile, 8, 1)
 
 
 def tuned_expanded(kernel: str, shape: Expanded, capability: tuple[int, int]) -> tuple[Expanded, Tuning]:
@@ -101,6 +120,7 @@ def shape_of(kind: str, d: int, dv: int, num_features: int, dtype: torch.dtype, 
         kind=kind,
         operand=tl.bfloat16 if is_short else tl.float32,
         precision="tf32" if dtype == torch.float16 else "ieee",
+        reloads=False,
         emulated=is_short and IS_INTERPRETED,
     )
 

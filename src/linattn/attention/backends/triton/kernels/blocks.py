@@ -91,6 +91,7 @@ class Shape(NamedTuple):
     kind: str  # "powers": computed here; "exponents", "features": given in the tokens' place
     operand: Any  # dtype of what is multiplied
     precision: str  # of products of float32
+    reloads: bool  # load a block's vectors and values for every tile, and keep none in registers
     emulated: bool  # round by bits instead of a cast, for interpreters that cannot
 
 
@@ -135,17 +136,24 @@ def at_head(rows, head, num_heads):
 
 
 @triton.jit
-def load_rows(begin, stride, numbers, kept, width: tl.constexpr, padded: tl.constexpr):
-    """(C, padded width), 0 beyond both."""
+def load_rows(begin, stride, numbers, kept, width: tl.constexpr, padded: tl.constexpr, again: tl.constexpr = False):
+    """(C, padded width), 0 beyond both; `again` where it stands, which compilers would move out of a loop."""
     columns = tl.arange(0, padded)
     mask = kept[:, None] & (columns < width)[None, :]
-    return tl.load(begin + numbers.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    place = begin + numbers.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(place, mask=mask, other=0.0, volatile=again)
 
 
 @triton.jit
-def load_operand(begin, stride, numbers, kept, shape: tl.constexpr):
+def load_operand(begin, stride, numbers, kept, shape: tl.constexpr, again: tl.constexpr = False):
     """Values of a block, (C, padded Dv), as an operand."""
-    return operand(load_rows(begin, stride, numbers, kept, shape.dv, shape.padded_dv), shape)
+    return operand(load_rows(begin, stride, numbers, kept, shape.dv, shape.padded_dv, again), shape)
+
+
+@triton.jit
+def operand_at_hand(x, begin, stride, numbers, kept, shape: tl.constexpr):
+    """The same for one tile's product: as they were loaded, or again, where that spares registers."""
+    return load_operand(begin, stride, numbers, kept, shape, True) if shape.reloads else x
 
 
 @triton.jit
@@ -179,10 +187,10 @@ def features_of(tile, shape: tl.constexpr):
 
 
 @triton.jit
-def load_vectors(begin, stride, numbers, kept, shape: tl.constexpr):
+def load_vectors(begin, stride, numbers, kept, shape: tl.constexpr, again: tl.constexpr = False):
     """A block's vectors (C, D) as operands and their squared lengths; nothing where features are given."""
     if shape.kind == "powers":
-        x = load_rows(begin, stride, numbers, kept, shape.d, shape.padded_d)
+        x = load_rows(begin, stride, numbers, kept, shape.d, shape.padded_d, again)
         square = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
         x = operand(x, shape)
     else:
@@ -250,8 +258,9 @@ def load_given_columns(begin, stride, numbers, kept, tile, shape: tl.constexpr):
 def row_powers(vectors, w, side, head, cut, begin, stride, numbers, kept, tile, shape: tl.constexpr):
     """Powers (C, F) of a block's tokens, or their features where these are given."""
     if shape.kind == "powers":
-        found = dot(vectors[0], tl.trans(w), shape) + load_bias(side, head, cut, tile, shape)[None, :]
-        found += vectors[1][:, None] * load_curvature(side, head, cut, tile, shape)[None, :]
+        own = load_vectors(begin, stride, numbers, kept, shape, True) if shape.reloads else vectors
+        found = dot(own[0], tl.trans(w), shape) + load_bias(side, head, cut, tile, shape)[None, :]
+        found += own[1][:, None] * load_curvature(side, head, cut, tile, shape)[None, :]
     else:
         found = load_given(begin, stride, numbers, kept, tile, shape)
         if shape.kind == "exponents":

@@ -19,6 +19,7 @@ from linattn.attention.backends.triton.kernels.blocks import (
     load_vectors,
     load_weights,
     operand,
+    operand_at_hand,
     row_powers,
     store_given,
     store_rows,
@@ -65,22 +66,21 @@ def key_gradients(
         if is_causal:
             own = head * cut.members + part * members_each + member
             grad, factor, weights = own_rows(v, grad_out, rows, own, offset, numbers, there, kept, cut, shape)
-            begin_query = at_head(query, own, cut.heads * cut.members)
-            query_vectors = load_vectors(begin_query, query.token, numbers, there, shape)
+            first = at_head(query, own, cut.heads * cut.members)
+            x_q = load_vectors(first, query.token, numbers, there, shape)
             query_shift = tl.load(rows.shift + own.to(tl.int64) * cut.length + numbers, mask=there, other=float("inf"))
             seen = tl.full([shape.block, shape.block], 0.0, tl.float32)
         for tile in range(shape.total // shape.tile):
             S, z = load_operand_state(grad_states, head * cut.num_groups + group, tile, shape)
-            pulled = (dot(v, tl.trans(S), shape) + z[None, :]) * scale[:, None]
+            values = operand_at_hand(v, at_head(value, head, cut.heads), value.token, numbers, kept, shape)
+            pulled = (dot(values, tl.trans(S), shape) + z[None, :]) * scale[:, None]
             w = load_weights(key_side, head, cut, tile, shape)
             powers = row_powers(vectors, w, key_side, head, cut, begin, key.token, numbers, kept, tile, shape)
             phi = as_features(powers, shift[:, None], kept[:, None], shape)
             of_values = add_dot(operand(phi * scale[:, None], shape), S, of_values, shape)
             if is_causal:
-                w_query = load_weights(query_side, head, cut, tile, shape)
-                powers = row_powers(
-                    query_vectors, w_query, query_side, head, cut, begin_query, query.token, numbers, there, tile, shape
-                )
+                w_q = load_weights(query_side, head, cut, tile, shape)
+                powers = row_powers(x_q, w_q, query_side, head, cut, first, query.token, numbers, there, tile, shape)
                 phi_query = operand(as_features(powers, query_shift[:, None], there[:, None], shape), shape)
                 pulled = add_dot(weights, phi_query, pulled, shape)
                 seen = add_dot(operand(phi, shape), tl.trans(phi_query), seen, shape)

@@ -19,6 +19,7 @@ from linattn.attention.backends.triton.kernels.blocks import (
     load_vectors,
     load_weights,
     operand,
+    operand_at_hand,
     row_powers,
     seen_by,
     store_given,
@@ -38,8 +39,8 @@ def query_gradients(
     numbers, there = tokens_of(i, cut, shape)
     at, begin = row.to(tl.int64) * cut.length, at_head(query, row, cut.heads * cut.members)
     vectors = load_vectors(begin, query.token, numbers, there, shape)
-    values = at_head(grad_out, row, cut.heads * cut.members)
-    grad = load_operand(values, grad_out.token, numbers, there, shape)
+    begin_grad = at_head(grad_out, row, cut.heads * cut.members)
+    grad = load_operand(begin_grad, grad_out.token, numbers, there, shape)
     shift = tl.load(rows.shift + at + numbers, mask=there, other=float("inf"))
     inverse = tl.load(rows.inverse + at + numbers, mask=there, other=0.0)
     delta = tl.load(rows.delta + at + numbers, mask=there, other=0.0)
@@ -58,7 +59,8 @@ def query_gradients(
     curved = tl.full([shape.block], 0.0, tl.float32)
     for tile in range(shape.total // shape.tile):
         S, z = load_operand_state(states, head * cut.num_groups + group, tile, shape)
-        pulled = (dot(grad, tl.trans(S), shape) - delta[:, None] * z[None, :]) * scale[:, None]
+        of_out = operand_at_hand(grad, begin_grad, grad_out.token, numbers, there, shape)
+        pulled = (dot(of_out, tl.trans(S), shape) - delta[:, None] * z[None, :]) * scale[:, None]
         if is_causal:
             w = load_weights(key_side, head, cut, tile, shape)
             powers = row_powers(key_vectors, w, key_side, head, cut, begin_key, key.token, numbers, kept, tile, shape)
