@@ -18,6 +18,7 @@ from linattn.attention.exact.heavy import by_block
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.weighted_reading import Reading
 from linattn.attention.partial import Partial
+from linattn.feature_maps._powers import LOG2_E
 
 # Weights held at once: few enough to stay in a processor's cache from one pass to the next.
 _CHUNK = 2**19
@@ -68,9 +69,12 @@ def read_beside_neighbours(
     """
     flat, few = (Tokens(*(x.flatten(0, 1) for x in each)) for each in (tokens, clusters))
     number, share = number.flatten(0, 1), share.flatten(0, 1)
+    # In powers of two, of which a CPU takes twice as many in a second as of e.
+    flat, few = flat._replace(bias=flat.bias * LOG2_E), few._replace(bias=few.bias * LOG2_E)
     few = few._replace(bias=_left(few.bias, number, share, window))
     sources = _Sources(flat, number.clamp(max=few.key.shape[1] - 1), share, few)
-    out, log = _together(_in_turn(query, sources, window, scale), query.shape[:2].numel() * few.bias.shape[-1])
+    rows = _in_turn(query, sources, window, scale * LOG2_E)
+    out, log = _together(rows, query.shape[:2].numel() * few.bias.shape[-1])
     out, log = (_rows(x, query, few.bias.shape[-1]) for x in (out, log))
     return Reading(out, log if with_log else None)
 
@@ -128,7 +132,9 @@ def _left(bias: Tensor, number: Tensor, share: Tensor, window: int) -> Tensor:
 
 
 def _read(query: Tensor, given: _Sources, scale: float) -> Partial:
-    """Rows (N, n, R, D) of the blocks, and their log-normalisers; 0 where no key is seen."""
+    """Rows (N, n, R, D) of the blocks, and their log-normalisers; biases and scale are of powers of two. 0 where no key
+    is seen.
+    """
     (key, value, bias), clusters = given.near, given.clusters
     (heads, size, blocks), shape = clusters.bias.shape, query.shape[:3]
     rows = query.to(bias.dtype)
@@ -138,7 +144,7 @@ def _read(query: Tensor, given: _Sources, scale: float) -> Partial:
     whole = torch.baddbmm(whole, clusters.key, rows.flatten(1, 2).mT, alpha=scale).unflatten(2, shape[1:])
     peak = torch.maximum(near.detach().amax(2), whole.detach().amax(1))
     peak = torch.where(peak == -torch.inf, 0, peak)
-    near, whole = (near - peak.unsqueeze(2)).exp_(), (whole - peak.unsqueeze(1)).exp_()
+    near, whole = (near - peak.unsqueeze(2)).exp2_(), (whole - peak.unsqueeze(1)).exp2_()
     first = torch.arange(heads, device=rows.device)[:, None, None] * size
     place = (first + given.number) * blocks + torch.arange(blocks, device=rows.device).unsqueeze(-1)
     own = whole.flatten(0, 2).index_select(0, place.flatten()).view(near.shape)
@@ -148,7 +154,8 @@ def _read(query: Tensor, given: _Sources, scale: float) -> Partial:
     out = torch.baddbmm(out, near.flatten(0, 1).mT, value.flatten(0, 1)).unflatten(0, shape[:2])
     dead = total == 0
     safe = torch.where(dead, 1, total)
-    return Partial((out / safe.unsqueeze(-1)).to(query.dtype), torch.where(dead, -torch.inf, safe.log() + peak))
+    log = torch.where(dead, -torch.inf, safe.log() + peak / LOG2_E)
+    return Partial((out / safe.unsqueeze(-1)).to(query.dtype), log)
 
 
 def _rows(x: Tensor, query: Tensor, num_blocks: int) -> Tensor:
