@@ -20,7 +20,7 @@ from linattn import Exact
 from linattn.lab.bench.memory import CHILD_SETTINGS, extra_peak
 from measuring import ratios, record, relative_error, require, seconds, spread, tokens
 
-LENGTH, LONG, REPEATS, NUM_MERGED = 16_384, 65_536, 3, 128
+LENGTH, LONG, REPEATS, NUM_MERGED = 16_384, 65_536, 9, 128
 ALONE, BESIDE = Exact(num_merged=NUM_MERGED), Exact(32, num_merged=NUM_MERGED)
 CAUSAL = Exact(128, num_merged=NUM_MERGED)
 
