@@ -14,14 +14,12 @@ from torch import Tensor
 from linattn.attention.backends.alignment import attend_aligned
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked.blocks import exponential_, is_masked
+from linattn.attention.backends.blocked.bounded import RISE
 from linattn.attention.backends.blocked.fold import is_followed, run
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, CausalRows, Read
 from linattn.attention.bound_map import outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
-
-# How far a single token's exponents may exceed those of the sums before these are moved.
-RISE = 20.0
 
 
 class Blocked:
