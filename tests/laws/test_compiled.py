@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import linattn
 from grid import MAPS, build, qkv, tokens
@@ -230,6 +231,16 @@ def test_it_says_which_map_and_size_it_leaves_to_others() -> None:
         torch.set_num_threads(2)
     with pytest.raises(ValueError, match="a state of 1,048,576 numbers is served sooner by several"):
         linattn.linear_attention_with_state(*many, FavorPlus(8, 128), backend="compiled")
+
+
+def test_it_is_left_to_plain_torch_where_operations_are_watched() -> None:
+    """A counter sees the products of plain torch."""
+    feature_map, token = build("FavorPlus"), tuple(x[:, :, :1] for x in qkv(dtype=torch.float32))
+    with FlopCounterMode(display=False) as counted:
+        linattn.linear_attention_with_state(*token, feature_map, enable_gqa=True)
+    assert counted.get_total_flops() > 0
+    with FlopCounterMode(display=False), pytest.raises(ValueError, match="looks at every operation"):
+        linattn.linear_attention_with_state(*token, feature_map, enable_gqa=True, backend="compiled")
 
 
 @pytest.fixture

@@ -40,8 +40,8 @@ class Compiled(Blocked):
                 f"it takes causal calls of one token, and this has {query.shape[3]} queries and {key.shape[2]} keys"
                 f"{'' if call.is_causal else ', not causal'}"
             )
-        if torch.compiler.is_compiling() or type(query) is not Tensor or type(key) is not Tensor:
-            found.append("it takes plain tensors outside torch.compile")
+        if _is_watched() or type(query) is not Tensor or type(key) is not Tensor:
+            found.append("it takes plain tensors, where no compiler, tracer or mode looks at every operation")
         if call.bound.tensors or is_followed(query, key, call.value, call.bias):
             found.append("it has no derivatives, and gradients follow this call; run it under torch.no_grad()")
         if not found and _powers(call) is None:
@@ -73,6 +73,13 @@ def missing() -> str:
     if found != _INTERFACE:
         return f"linattn-compiled has interface {found}, wanted {_INTERFACE} (pip install -U 'linattn[compiled]')"
     return ""
+
+
+def _is_watched() -> bool:
+    """Whether a compiler, a tracer or a dispatch mode follows torch's operations: it would miss these."""
+    # torch has no public names for the last two.
+    is_traced = torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or is_traced or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _powers(call: Call) -> Powers | None:
