@@ -1,7 +1,8 @@
 """Claim: compiled code takes a decoding step in less than 0.6 of plain torch's time.
 
 8 heads, D = 64, 256 features, float32, one token at a time through `linear_attention_with_state`, with one query head
-for each key/value head and with four: checks, memory for the new state and Python included.
+for each key/value head and with four: checks, memory for the new state and Python included. In some processes the C
+library hands a state's memory back to the system at every step; both take 0.1 ms longer there, and the ratio is 0.7.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from linattn.attention.partial import Partial
 from linattn.feature_maps._powers import LOG2_E
 
 # Weights held at once: few enough to stay in a processor's cache from one pass to the next.
-_CHUNK = 2**20
+_CHUNK = 2**19
 
 
 class _Sources(NamedTuple):
