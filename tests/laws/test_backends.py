@@ -149,7 +149,8 @@ def test_a_named_backend_runs_or_lists_every_reason() -> None:
     tokens = qkv(dtype=torch.float16)
     with pytest.raises(ValueError, match=r"'token by token' cannot run this call: it takes exponential maps only; it "):
         linattn.linear_attention(*tokens, build("Relu"), enable_gqa=True, backend="token by token")
-    with pytest.raises(ValueError, match=r"one of 'auto', 'blocked', 'reference', 'triton', 'token by token'"):
+    listed = r"one of 'auto', 'blocked', 'reference', 'triton', 'compiled', 'token by token'"
+    with pytest.raises(ValueError, match=listed):
         linattn.linear_attention(*tokens, build("Relu"), enable_gqa=True, backend="cuda")
 
 

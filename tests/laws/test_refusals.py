@@ -103,7 +103,7 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "key_mask is on meta",
     ),
-    "backend": (lambda: attend(backend="cuda"), ValueError, "'auto', 'blocked', 'reference', 'triton', got 'cuda'"),
+    "backend": (lambda: attend(backend="cuda"), ValueError, "'triton', 'compiled', got 'cuda'"),
     "call-means-causal": (
         lambda: attend(feature_map=Centred(FavorPlus(8, 12)), is_causal=True),
         ValueError,

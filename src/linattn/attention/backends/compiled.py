@@ -29,6 +29,8 @@ class Compiled(Blocked):
 
     def objections(self, call: Call) -> list[str]:
         """Every reason, each with what to do about it."""
+        if torch.compiler.is_compiling():
+            return ["it takes no calls inside torch.compile, whose graph would miss it"]
         query, key, feature_map = call.query, call.key, call.bound.feature_map
         found = [reason] if (reason := missing()) else []
         if not query.is_cpu:
@@ -41,7 +43,7 @@ class Compiled(Blocked):
                 f"{'' if call.is_causal else ', not causal'}"
             )
         if _is_watched() or type(query) is not Tensor or type(key) is not Tensor:
-            found.append("it takes plain tensors, where no compiler, tracer or mode looks at every operation")
+            found.append("it takes plain tensors, where no tracer or mode looks at every operation")
         if call.bound.tensors or is_followed(query, key, call.value, call.bias):
             found.append("it has no derivatives, and gradients follow this call; run it under torch.no_grad()")
         if not found and _powers(call) is None:
@@ -76,10 +78,9 @@ def missing() -> str:
 
 
 def _is_watched() -> bool:
-    """Whether a compiler, a tracer or a dispatch mode follows torch's operations: it would miss these."""
-    # torch has no public names for the last two.
-    is_traced = torch._C._get_tracing_state() is not None
-    return torch.compiler.is_compiling() or is_traced or torch._C._len_torch_dispatch_stack() > 0
+    """Whether a tracer or a dispatch mode follows torch's operations: it would miss these."""
+    # torch has no public names for them.
+    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _powers(call: Call) -> Powers | None:
