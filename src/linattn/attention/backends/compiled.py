@@ -104,7 +104,8 @@ def _step(call: Call, powers: Powers, before: Sums) -> tuple[Rows, Sums]:
     features, value_dim = S.shape[2:]
     out, den = query.new_empty(batch, heads, groups, 1, value_dim), query.new_empty(batch, heads, groups, 1)
     rows, after = Rows(out, den, torch.empty_like(den)), Sums(*(torch.empty_like(x) for x in (S, z, m)))
-    weights, constants = powers.doubled, powers.constants
+    weights = powers.doubled.contiguous()
+    constants = None if powers.constants is None else powers.constants.contiguous()
     memory = (query, key, value, bias, weights, constants, S, z, m, *rows, *after)
     step(
         *(0 if x is None else x.data_ptr() for x in memory),

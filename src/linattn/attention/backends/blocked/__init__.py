@@ -15,8 +15,9 @@ from linattn.attention.backends.alignment import attend_aligned
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked.blocks import exponential_, is_masked
 from linattn.attention.backends.blocked.bounded import RISE
+from linattn.attention.backends.blocked.causal import rows_alone
 from linattn.attention.backends.blocked.fold import is_followed, run
-from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, CausalRows, Read
+from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
 from linattn.attention.bound_map import outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
@@ -37,14 +38,15 @@ class Blocked:
         """The fold over as many keys as queries."""
         bound, query, key, value, bias, _ = call
         inputs = Causal(query, key, value, *before, bias)
-        is_step = key.shape[2] == 1 and not (span or bound.is_grouped)
-        # Autograd, compile and functorch must be inactive, and the map use its own tensors.
-        is_bare = is_step and not (bound.tensors or torch.compiler.is_compiling())
-        if is_bare and not is_followed(query, key, value, *before, bias):
+        if torch.compiler.is_compiling() or is_followed(*inputs, *bound.tensors.values()):
+            found: CausalOutputs = run("causal", bound, inputs, span)
+            return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
+        # The map must use its own tensors.
+        if key.shape[2] == 1 and not (span or bound.is_grouped or bound.tensors):
             with outside_autocast(query.device):
                 return _step(bound.feature_map, inputs)
-        found: CausalRows | CausalOutputs = run("causal", bound, inputs, span)
-        return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
+        rows, after = bound.run(rows_alone, query.device, inputs, span)
+        return rows, after
 
     def absorb(self, call: Call, before: Sums) -> Sums:
         """One pass over the keys."""

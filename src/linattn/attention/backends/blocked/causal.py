@@ -15,20 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked.blocks import Running, blocks, by_columns, num_blocks
 from linattn.attention.backends.blocked.bounded import bounded_powers, by_head, lists, stretches, whole
 from linattn.attention.backends.blocked.bounded_causal import BoundedGradients, BoundedRows
 from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.joint_causal import JointGradients, JointRows
-from linattn.attention.backends.blocked.records import (
-    Causal,
-    CausalOutputs,
-    CausalRows,
-    Gradients,
-    Saved,
-    empty_sums,
-    sums_of,
-)
+from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, Saved, empty_sums, sums_of
 from linattn.attention.backends.blocked.rows import empty_rows, rows_of, store_rows
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -49,12 +42,12 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
     return CausalOutputs(*sweep.rows, *sweep.state.sums(), *kept, is_bounded)
 
 
-def rows_alone(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalRows:
-    """The same without what a backward pass needs, in stretches as long as those of a pass over keys."""
+def rows_alone(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> tuple[Rows, Sums]:
+    """Rows, and the sums after them, where no gradient follows: in stretches as long as those of a pass over keys."""
     sweep = _Sweep(feature_map, inputs, span)
     for stretch in stretches(_cut(inputs, span), inputs.query, inputs.S):
         sweep.advance(stretch)
-    return CausalRows(*sweep.rows, *sweep.state.sums())
+    return sweep.rows, sweep.state.sums()
 
 
 class _Sweep:

@@ -41,7 +41,6 @@ class Fold(NamedTuple):
     outputs: Any
     shapes: Callable[[Any, int], Sequence[Tensor]]  # (inputs, span) -> memory of the outputs, for the compiler
     backend: str = "blocked"
-    alone: Callable[..., Any] | None = None  # forward of calls that no gradient follows, where less will do
 
     def constants(self, feature_map: FeatureMap, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs without a gradient; a plain map's exponents of rows are maxima, a grouped one's are not."""
@@ -53,9 +52,7 @@ class Fold(NamedTuple):
 FOLDS = {
     "absorb": Fold(absorbing.absorb, absorbing.absorb_backward, Absorb, Sums, lambda given, _: empty_sums(given)),
     "read": Fold(reading.read, reading.read_backward, Read, Rows, lambda given, _: empty_rows(given.query, given.S)),
-    "causal": Fold(
-        causal.forward, causal.backward, Causal, CausalOutputs, causal.empty_outputs, alone=causal.rows_alone
-    ),
+    "causal": Fold(causal.forward, causal.backward, Causal, CausalOutputs, causal.empty_outputs),
     "mass": Fold(reading.mass, None, Causal, MassOutputs, lambda given, _: [given.z.new_empty(given.key.shape[:3])]),
 }
 
@@ -92,7 +89,7 @@ def run(name: str, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
 
         return task.fold.outputs(*opaque.run(task, inputs, tensors))
     if not is_followed(*inputs, *tensors):
-        return task.bound(tensors).run(task.fold.alone or task.fold.forward, inputs.S.device, inputs, *task.options)
+        return forward(task, inputs, tensors)
     return task.fold.outputs(*_Forward.apply(task, *inputs, *tensors))
 
 

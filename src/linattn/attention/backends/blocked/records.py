@@ -42,17 +42,6 @@ class Causal(NamedTuple):
     bias: Tensor | None = None
 
 
-class CausalRows(NamedTuple):
-    """Rows, and the sums after the last token."""
-
-    out: Tensor  # (B, H, G, L, Dv)
-    den: Tensor  # (B, H, G, L)
-    reference: Tensor  # (B, H, G, L)
-    S: Tensor
-    z: Tensor
-    m: Tensor
-
-
 class CausalOutputs(NamedTuple):
     """Rows, the sums after the last token, and those before segments of blocks, for the backward pass."""
 
