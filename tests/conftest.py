@@ -65,12 +65,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def blocks_of(monkeypatch: pytest.MonkeyPatch):
-    """Force the blocked backend's block size, and short segments of blocks."""
-    from linattn.attention.backends.blocked import blocks, causal, grouped_reading
+    """Force the blocked backend's block size, and short segments and stretches of blocks."""
+    from linattn.attention.backends.blocked import blocks, bounded, causal, grouped_reading
 
     def force(size: int) -> None:
         monkeypatch.setattr(blocks, "block_size", lambda *_, **__: size)
         monkeypatch.setattr(causal, "SEGMENT", 3)
+        monkeypatch.setattr(bounded, "_STRETCH", 2 * size)
         monkeypatch.setattr(grouped_reading, "_CHUNK", 100 * size)
 
     return force
