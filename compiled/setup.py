@@ -1,15 +1,17 @@
-"""The extension module, for every Python from 3.11 on; the rest is in pyproject.toml."""
+"""The extension modules, for every Python from 3.11 on; the rest is in pyproject.toml."""
 
 from setuptools import Extension, setup
 
 setup(
     ext_modules=[
         Extension(
-            "linattn_compiled._steps",
-            ["src/linattn_compiled/_steps.c"],
+            f"linattn_compiled.{name}",
+            [f"src/linattn_compiled/{name}.c"],
+            depends=["src/linattn_compiled/_lanes.h", "src/linattn_compiled/_merging.h"],
             py_limited_api=True,
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
         )
+        for name in ("_steps", "_merging", "_everywhere")
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

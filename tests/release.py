@@ -4,9 +4,9 @@
 
 Versions agree; the wheel holds every file of the library and nothing else; descriptions are sound; every dependency's
 licence allows use with this one; and in a new environment of each Python given (this one, if none is) the wheel alone
-imports, computes and says what its command needs, with the wheel of compiled steps a token takes these, and with the
-extra `lab` the command runs. The files stay in dist/
-(`--keep`). Exits with 1, and a line for each fault, if there is any; a wheel larger than wanted is told and no fault.
+imports, computes and says what its command needs, with the wheel of compiled code a token and merged keys run in that,
+and with the extra `lab` the command runs. The files stay in dist/ (`--keep`). Exits with 1, and a line for each fault,
+if there is any; a wheel larger than wanted is told and no fault.
 
 To publish: raise the version in src/linattn/__init__.py and CITATION.cff, date its heading in CHANGELOG.md, run this
 with the oldest and the newest Python that are supported, tag the commit, upload dist/.
@@ -40,6 +40,8 @@ _COMPUTES = (
 _STEPS = (
     "import torch, linattn; q = torch.ones(1, 2, 1, 4); favor = linattn.feature_maps.FavorPlus(4, 8); "
     "out = linattn.linear_attention_with_state(q, q, q, favor, backend='compiled').out; "
+    "assert torch.allclose(out, q), out; merged = linattn.Exact(1, num_merged=2); q = torch.ones(1, 2, 9, 4); "
+    "out = linattn.linear_attention(q, q, q, None, exact=merged, is_causal=True, backend='compiled'); "
     "assert torch.allclose(out, q), out; import linattn_compiled; print(linattn_compiled.__file__)"
 )
 

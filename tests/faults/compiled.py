@@ -5,6 +5,8 @@ from __future__ import annotations
 from faults.fault import Fault
 
 COMPILED, LAWS = "attention/backends/compiled.py", "tests/laws/test_compiled.py"
+CODE = "attention/compiled_code.py"
+MERGING, MERGING_LAWS = "attention/exact/compiled_merging.py", "tests/laws/test_compiled_merging.py"
 
 FAULTS = (
     Fault("share the first head's W", COMPILED, "x.shape[0] == 1 else x.stride(0)", "True else x.stride(0)", LAWS),
@@ -12,7 +14,16 @@ FAULTS = (
     Fault("read sums that lie apart as if they did not", COMPILED, "(x.contiguous() for x in before)", "before", LAWS),
     Fault("write over the state", COMPILED, "Sums(*(torch.empty_like(x) for x in (S, z, m)))", "Sums(S, z, m)", LAWS),
     Fault("cut the gradient of a state", COMPILED, "powers is None or is_followed(*before)", "powers is None", LAWS),
-    Fault("cut the gradient of a token", COMPILED, "or is_followed(query, key, call.value, call.bias)", "", LAWS),
+    Fault("cut the gradient of a token", COMPILED, " or is_followed(*tokens, call.bias)", "", LAWS),
     Fault("round rows to 32 bits", COMPILED, "rows._replace(out=out.to(call.query.dtype))", "rows", LAWS),
-    Fault("run with code that means something else", COMPILED, "if found != _INTERFACE", "if False", LAWS),
+    Fault("run with code that means something else", CODE, "if found != _INTERFACE", "if False", LAWS),
+    Fault("run where operations are counted", CODE, "if _is_watched() or", "if", LAWS),
+    Fault("cut the gradient of a merged key", MERGING, "is_followed(query, *tokens, *others)", "is_followed(query, *tokens)", MERGING_LAWS),
+    Fault("keep codes as numbers", MERGING, "if bits is not None:", "if False:", MERGING_LAWS),
+    Fault("take every token alone", MERGING, 'backend == "auto" and query.shape[3] < _FEWEST', "False", MERGING_LAWS),
+    Fault("leave the last heads out", MERGING, "number * i // threads", "number // threads * i", MERGING_LAWS),
+    Fault("count what leaves the window twice", MERGING, "count += gone.stop - gone.start", "count += 2 * (gone.stop - gone.start)", MERGING_LAWS),
+    Fault("tell rows of 16 bits apart in 32", MERGING, "rows.out.to(stream.query.dtype)", "rows.out", MERGING_LAWS),
+    Fault("forget the values' weight in a distance", MERGING, "scale, values)", "scale, 1.0)", MERGING_LAWS),
+    Fault("read a sample that lies apart as if it did not", MERGING, "sample.there.contiguous()", "sample.there", MERGING_LAWS),
 )

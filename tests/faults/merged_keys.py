@@ -106,7 +106,7 @@ FAULTS = (
     ),
     Fault(
         "sample queries by their place in a call",
-        EXACT + "merged_keys.py",
+        EXACT + "merging_stream.py",
         "first=start - begin",
         "first=0",
         MERGED,
@@ -120,14 +120,14 @@ FAULTS = (
     ),
     Fault(
         "let keys leave the window a block early",
-        EXACT + "merged_keys.py",
-        "leaving = tokens.cut(max(begin - window - block, 0), max(begin - window, 0))",
-        "leaving = tokens.cut(max(begin - window, 0), max(begin - window + block, 0))",
+        EXACT + "merging_stream.py",
+        "return slice(max(begin - blocks.window - blocks.size, 0), max(begin - blocks.window, 0))",
+        "return slice(max(begin - blocks.window, 0), max(begin - blocks.window + blocks.size, 0))",
         MERGED,
     ),
     Fault(
         "count the queries of masked tokens",
-        EXACT + "merged_keys.py",
+        EXACT + "merging_stream.py",
         "tokens.bias[..., start:end] != -torch.inf",
         "tokens.bias[..., start:end] < torch.inf",
         MERGED,

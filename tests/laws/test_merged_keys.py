@@ -354,7 +354,7 @@ def test_what_cannot_be_is_refused() -> None:
     for exact, options, words in (
         (Exact(num_merged=2), {"is_causal": True}, "give window too"),
         (Exact(4), {}, "give num_merged too, or a map"),
-        (Exact(4, num_merged=2), {"backend": "blocked"}, 'leave it at "auto"'),
+        (Exact(4, num_merged=2), {"backend": "triton"}, "by plain torch or by compiled code"),
         (Exact(4, num_merged=2), {"backend": "fast"}, "backend must be one of"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -1,7 +1,9 @@
 """Compiled steps of linattn, for its backend "compiled"; addresses of float32 memory go in, nothing is checked here."""
 
+from linattn_compiled._everywhere import merge_everywhere as merge_everywhere
+from linattn_compiled._merging import merge_stream as merge_stream
 from linattn_compiled._steps import step as step
 
 __version__ = "0.1.0"
-INTERFACE = 1
-"""Of `step`: raised with every change of what it takes, or of what that means."""
+INTERFACE = 2
+"""Of all functions: raised with every change of what they take, or of what that means."""

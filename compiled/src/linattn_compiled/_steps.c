@@ -11,23 +11,7 @@
    m' is m, but for features that exceed it by `rise`, which take their own exponent. All sums are float32; each is
    added up in one order, whatever the processor's vectors hold. Memory is row by row.
 */
-#define Py_LIMITED_API 0x030b0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
-#define BY_PROCESSOR __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define BY_PROCESSOR
-#endif
-#define INSIDE static inline __attribute__((always_inline))
-
-#define LOG2_E 1.44269504088896340736f
+#include "_lanes.h"
 
 typedef struct {
     const float *query, *key, *value, *bias, *weights, *constants, *S, *z, *m;
@@ -37,53 +21,8 @@ typedef struct {
     float scale, constant, rise;
 } Step;
 
-/* Sums and maxima are taken in so many places at once, which vectors of any width hold. */
-#define PLACES 16
-typedef float Lanes __attribute__((vector_size(4 * PLACES), aligned(4), may_alias));
 /* Rows of S that are written, then read, while they lie in the cache nearest to the processor. */
 #define ROWS 32
-
-INSIDE float dot(const float *x, const float *y, int64_t n) {
-    float sums[PLACES] = {0}, total = 0.0f;
-    int64_t i = 0;
-    for (; i + PLACES <= n; i += PLACES)
-        for (int64_t j = 0; j < PLACES; j++) sums[j] += x[i + j] * y[i + j];
-    for (; i < n; i++) total += x[i] * y[i];
-    for (int64_t j = 0; j < PLACES; j++) total += sums[j];
-    return total;
-}
-
-INSIDE float largest(const float *x, int64_t n) {
-    float peaks[PLACES], peak = -INFINITY;
-    int64_t i = 0;
-    for (int64_t j = 0; j < PLACES; j++) peaks[j] = -INFINITY;
-    for (; i + PLACES <= n; i += PLACES)
-        for (int64_t j = 0; j < PLACES; j++) peaks[j] = x[i + j] > peaks[j] ? x[i + j] : peaks[j];
-    for (; i < n; i++) peak = x[i] > peak ? x[i] : peak;
-    for (int64_t j = 0; j < PLACES; j++) peak = peaks[j] > peak ? peaks[j] : peak;
-    return peak;
-}
-
-/* 2^x for x < 127 within 2 units in the last place; 0 below 2^-126, NaN where x is. No exponent of a step exceeds
-   `rise`, which is far below that.
-*/
-INSIDE float power(float x) {
-    const float inside = x < -126.0f ? -126.0f : x;
-    /* Adding 3·2^22 leaves the nearest integer in the last bits. */
-    const float shifted = inside + 12582912.0f;
-    const float rest = inside - (shifted - 12582912.0f);
-    /* Taylor's terms of 2^rest, |rest| <= 1/2: the next is below 2^-26. */
-    float p = 1.5403530393381609954e-4f;
-    p = p * rest + 1.3333558146428443423e-3f;
-    p = p * rest + 9.6181291076284771620e-3f;
-    p = p * rest + 5.5504108664821579953e-2f;
-    p = p * rest + 2.4022650695910071233e-1f;
-    p = p * rest + 6.9314718055994530942e-1f;
-    p = p * rest + 1.0f;
-    union { float number; int32_t bits; } whole = {.number = shifted};
-    whole.bits = (whole.bits - 0x4B400000 + 127) * (1 << 23);
-    return x < -126.0f ? 0.0f : p * whole.number;
-}
 
 /* to += x·M of one row, (n) by (n, m) whose rows lie `apart` numbers from each other. */
 INSIDE void add_product(const float *x, const float *M, int64_t n, int64_t m, int64_t apart, float *restrict to) {
@@ -192,17 +131,10 @@ BY_PROCESSOR static void head_step(const Step *a, int64_t place, float *space) {
 /* Addresses (0 for none), then sizes, then numbers, in the order of Step; R and rows of W are the sixth and seventh. */
 static PyObject *step(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     (void)self;
-    if (count != 28) {
-        PyErr_Format(PyExc_TypeError, "step takes 28 arguments, got %zd", count);
-        return NULL;
-    }
     uintptr_t places[15];
     int64_t sizes[10];
     float numbers[3];
-    for (int i = 0; i < 15; i++) places[i] = (uintptr_t)PyLong_AsUnsignedLongLong(arguments[i]);
-    for (int i = 0; i < 10; i++) sizes[i] = PyLong_AsLongLong(arguments[15 + i]);
-    for (int i = 0; i < 3; i++) numbers[i] = (float)PyFloat_AsDouble(arguments[25 + i]);
-    if (PyErr_Occurred()) return NULL;
+    if (!read_arguments(arguments, count, places, 15, sizes, 10, numbers, 3)) return NULL;
     const Step a = {
         (const float *)places[0], (const float *)places[1], (const float *)places[2], (const float *)places[3],
         (const float *)places[4], (const float *)places[5], (const float *)places[6], (const float *)places[7],

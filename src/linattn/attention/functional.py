@@ -73,9 +73,10 @@ def linear_attention(
             `Exact(window=32, num_heavy=32)`; or near ones, and all others merged, without a map, as
             `Exact(window=128, num_merged=256)`. None: the map takes all keys.
         backend: "blocked" (plain torch, linear), "triton" (fused kernels on a CUDA GPU, not for float64 nor an
-            `Expansion` of order 2), "compiled" (causal calls of one token on a CPU, without gradients, of maps such
-            as `FavorPlus`; from the wheel linattn-compiled), "reference" (quadratic, for checking) or "auto", which
-            takes "triton" or "compiled" where they can run the call, else "blocked". A named backend runs or raises.
+            `Expansion` of order 2), "compiled" (on a CPU and without gradients causal calls of one token of maps such
+            as `FavorPlus`, and merged keys; from the wheel linattn-compiled), "reference" (quadratic, for checking) or
+            "auto", which takes "triton" or "compiled" where they can run the call and are faster, else "blocked". A
+            named backend runs or raises.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.
@@ -86,8 +87,8 @@ def linear_attention(
         ValueError: shapes, devices, the map's width or heads do not fit; tensors are on the meta device; unknown
             `backend`, or one that cannot run the call, with every reason; a map that takes statistics from the call is
             used causally; an exact part beside a map that is not one for the softmax kernel with a positive normaliser;
-            a window where queries and keys differ in number; merged keys beside a map or on another backend than
-            "auto", or no map without them.
+            a window where queries and keys differ in number; merged keys beside a map or on the backend "triton" or
+            "reference", or no map without them.
 
     Example:
         >>> import torch, linattn

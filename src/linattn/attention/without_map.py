@@ -24,6 +24,9 @@ from linattn.attention.exact import (
 from linattn.attention.state import NO_MAP, State
 from linattn.attention.sums import accumulation_dtype
 
+# What reads merged keys.
+_BACKENDS = ("auto", "blocked", "compiled")
+
 
 class MergedCall(NamedTuple):
     """One call with merged keys: checked, queries grouped by key/value head."""
@@ -34,20 +37,23 @@ class MergedCall(NamedTuple):
     bias: Tensor | None  # (B, Hkv or 1, Lk), -inf for masked keys
     exact: Exact
     is_causal: bool
+    backend: str  # "auto", "blocked" or "compiled"
 
     def read(self, *, with_log: bool) -> Reading:
         """Rows (B, Hkv, G, Lq, ·) over these keys, and their log-normalisers if wanted."""
         if self.is_causal:
             return self.advance(None, with_log=with_log).rows
         with outside_autocast(self.key.device):
-            return attend_all_merging(*self[:5], self.query.shape[-1] ** -0.5, with_log=with_log)
+            return attend_all_merging(*self[:5], self.query.shape[-1] ** -0.5, with_log=with_log, backend=self.backend)
 
     def advance(self, state: State | None, *, with_log: bool = False) -> Merging:
         """The causal rows over the state's keys and these, and the keys after all."""
         kept = MergedKeys.empty(self.exact, self.key, self.value) if state is None else state.exact
         assert isinstance(kept, MergedKeys)
         with outside_autocast(self.key.device):
-            return attend_causal_merging(*self[:4], kept, self.query.shape[-1] ** -0.5, with_log=with_log)
+            return attend_causal_merging(
+                *self[:4], kept, self.query.shape[-1] ** -0.5, with_log=with_log, backend=self.backend
+            )
 
     def state_of(self, kept: MergedKeys) -> State:
         """The state of a stream that has no sums."""
@@ -74,6 +80,9 @@ def checked_merging(
         )
     check_exact(exact, None, query, key, is_causal=is_causal)
     check_backend(backend)
-    if backend != "auto":
-        raise ValueError(f'merged keys are read by torch\'s own kernels, got backend={backend!r}; leave it at "auto"')
-    return MergedCall(query.unflatten(1, (key.shape[1], -1)), key, value, bias, exact, is_causal)
+    if backend not in _BACKENDS:
+        raise ValueError(
+            f"merged keys are read by plain torch or by compiled code, got backend={backend!r}; give one of "
+            f"{', '.join(map(repr, _BACKENDS))}"
+        )
+    return MergedCall(query.unflatten(1, (key.shape[1], -1)), key, value, bias, exact, is_causal, backend)

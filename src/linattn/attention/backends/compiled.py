@@ -5,8 +5,6 @@ Letters as in blocked/__init__.py.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -14,14 +12,12 @@ from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.blocked.bounded import RISE
 from linattn.attention.backends.blocked.fold import is_followed
+from linattn.attention.compiled_code import IN_GRAPHS, objections_to
 from linattn.attention.sums import Sums
 from linattn.feature_maps._powers import LOG2_E, Powers
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Numbers of S from which several threads, which torch has and a compiled step has not, are the faster.
 _MANY = 2**20
-# What `step` takes, and what it means.
-_INTERFACE = 1
 
 
 class Compiled(Blocked):
@@ -30,22 +26,15 @@ class Compiled(Blocked):
     def objections(self, call: Call) -> list[str]:
         """Every reason, each with what to do about it."""
         if torch.compiler.is_compiling():
-            return ["it takes no calls inside torch.compile, whose graph would miss it"]
+            return [IN_GRAPHS]
         query, key, feature_map = call.query, call.key, call.bound.feature_map
-        found = [reason] if (reason := missing()) else []
-        if not query.is_cpu:
-            found.append(f"it runs on the CPU, and the tensors are on {query.device}")
-        if query.dtype not in _DTYPES:
-            found.append(f"it takes float32, bfloat16 and float16, and the tensors are {query.dtype}")
+        tokens = query, key, call.value
+        found = objections_to(tokens, is_followed=bool(call.bound.tensors) or is_followed(*tokens, call.bias))
         if not (call.is_causal and key.shape[2] == query.shape[3] == 1):
             found.append(
                 f"it takes causal calls of one token, and this has {query.shape[3]} queries and {key.shape[2]} keys"
                 f"{'' if call.is_causal else ', not causal'}"
             )
-        if _is_watched() or type(query) is not Tensor or type(key) is not Tensor:
-            found.append("it takes plain tensors, where no tracer or mode looks at every operation")
-        if call.bound.tensors or is_followed(query, key, call.value, call.bias):
-            found.append("it has no derivatives, and gradients follow this call; run it under torch.no_grad()")
         if not found and _powers(call) is None:
             found.append(f"it takes exponential maps that are one product of W and a token; not {feature_map}")
         size = key.shape[0] * key.shape[1] * feature_map.num_features * call.value.shape[-1]
@@ -59,28 +48,6 @@ class Compiled(Blocked):
         if span or powers is None or is_followed(*before):
             return super().attend(call, before, span=span)
         return _step(call, powers, before)
-
-
-@cache
-def missing() -> str:
-    """Why there is no compiled code, or ""."""
-    # Imported here: a wheel of its own, which most do not have.
-    try:
-        import linattn_compiled
-    except ModuleNotFoundError:
-        return "linattn-compiled is not installed (pip install 'linattn[compiled]')"
-    except ImportError as error:
-        return f"linattn-compiled cannot be loaded: {error}"
-    found = linattn_compiled.INTERFACE
-    if found != _INTERFACE:
-        return f"linattn-compiled has interface {found}, wanted {_INTERFACE} (pip install -U 'linattn[compiled]')"
-    return ""
-
-
-def _is_watched() -> bool:
-    """Whether a tracer or a dispatch mode follows torch's operations: it would miss these."""
-    # torch has no public names for them.
-    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _powers(call: Call) -> Powers | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linattn.attention.exact.compiled_merging import everywhere_in_compiled_code, is_compiled
 from linattn.attention.exact.keys import Tokens, picked
 from linattn.attention.exact.merged_window import read_beside_neighbours
 from linattn.attention.exact.merging import Metric, cluster_means
@@ -39,8 +40,12 @@ def attend_all_merging(
     scale: float,
     *,
     with_log: bool,
+    backend: str = "auto",
 ) -> Reading:
-    """Rows over all keys; per head O(L·(2C + S)·D + L·C·Dv) time, with a window O(L·w·(D + Dv)) more."""
+    """Rows over all keys; per head O(L·(2C + S)·D + L·C·Dv) time, with a window O(L·w·(D + Dv)) more.
+
+    Many queries in compiled code, where that can run them, unless the backend is "blocked".
+    """
     key, value = inert(bias, key, value)
     given = query.new_zeros(1, 1, 1, dtype=torch.promote_types(key.dtype, torch.float32)) if bias is None else bias
     tokens = Tokens(key, value, given.expand(key.shape[:3]))
@@ -54,6 +59,9 @@ def attend_all_merging(
         else query.new_ones(*key.shape[:2], query.shape[3], dtype=torch.bool)
     )
     sample = _sampled(query, live, key.shape[2], scale)
+    if is_compiled(backend, query, tokens):
+        beginning = _num_seeds(exact.num_merged), _ROUNDS, _VALUES
+        return everywhere_in_compiled_code(query, tokens, sample, exact, beginning, scale, with_log=with_log)
     attended = sample.attends(tokens)
     with torch.no_grad():
         number = _clusters(tokens, sample.spread, attended.log_mass, exact.num_merged)
@@ -79,12 +87,17 @@ def _sampled(query: Tensor, live: Tensor, num_keys: int, scale: float) -> QueryS
     return QuerySample(torch.where(there.unsqueeze(-1), found, 0), there)
 
 
+def _num_seeds(num_merged: int) -> int:
+    """Keys that clusters are made of at first."""
+    return max(_SEEDS, _SEEDS_PER_CLUSTER * num_merged)
+
+
 def _clusters(tokens: Tokens, spread: Tensor, log_mass: Tensor, num_merged: int) -> Tensor:
     """The number (B, H, L) of each key's cluster, C for absent ones: that of the nearest of the seeds' clusters.
 
     Keys are measured by what queries of this spread see, and by value.
     """
-    num_seeds = max(_SEEDS, _SEEDS_PER_CLUSTER * num_merged)
+    num_seeds = _num_seeds(num_merged)
     if log_mass.shape[2] > num_seeds:
         place, standing = seeds(log_mass, num_merged, num_seeds)
         pool = tokens.pick(place)

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from linattn.attention.exact.compiled_merging import is_compiled, stream_in_compiled_code
 from linattn.attention.exact.few_bits import CodedTokens, Codes, Frame, Frames
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.memory import Memory
+from linattn.attention.exact.merging_stream import Stream, stream_in_torch
 from linattn.attention.exact.query_sample import QuerySample
 from linattn.attention.exact.rule import Exact, parse_exact
-from linattn.attention.exact.weighted_reading import Reading, read
+from linattn.attention.exact.weighted_reading import Reading
 from linattn.attention.softmax import inert
 
 
@@ -72,35 +74,25 @@ def attend_causal_merging(
     scale: float,
     *,
     with_log: bool,
+    backend: str = "auto",
 ) -> Merging:
     """Causal rows over the kept keys and these, w keys of a window in blocks of b tokens.
 
-    O(L·(C + w + b)·(D + Dv) + L/(b + s)·(C + b)²·(D + Dv)) per head, for s more keys merged than must be.
+    O(L·(C + w + b)·(D + Dv) + L/(b + s)·(C + b)²·(D + Dv)) per head, for s more keys merged than must be. Many
+    tokens in compiled code, where that can run them, unless the backend is "blocked".
     """
     key, value = inert(bias, key, value)
     given = kept.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     tokens, rule = kept.recent.then(Tokens(key, value, given.expand(key.shape[:3]))), kept.rule
-    blocks, num_kept, length = rule.blocks, kept.recent.bias.shape[2], tokens.bias.shape[2]
-    window, block = blocks.window, blocks.size
-    memory, sample, first, parts = Memory.of(kept.merged, rule), kept.sample, length - query.shape[3], []
-    for begin in range(num_kept // block * block, length, block):
-        end = min(begin + block, length)
-        # None, where an earlier call had tokens of this block.
-        leaving = tokens.cut(max(begin - window - block, 0), max(begin - window, 0))
-        if leaving.bias.shape[2]:
-            memory = memory.joined(leaving, sample, rule)
-        start = max(begin, first)
-        if start < end:
-            rows = query[:, :, :, start - first : end - first]
-            parts.append(memory.read(rows, tokens.cut(max(begin - window, 0), end), scale, with_log=with_log))
-            live = tokens.bias[..., start:end] != -torch.inf
-            sample = sample.add(rows, live, scale, block=block, first=start - begin)
+    stream = Stream(query, tokens, kept.recent.bias.shape[2], kept.merged, kept.sample, rule)
+    compiled = is_compiled(backend, query, tokens, *_leaves(kept)[0], bits=rule.bits)
+    run = stream_in_compiled_code if compiled else stream_in_torch
+    rows, merged, sample = run(stream, scale, with_log=with_log)
     # Copies: views would keep all keys of the call in memory.
-    oldest = max(-(-length // block) - 1 - blocks.number, 0) * block
+    block, length = rule.blocks.size, stream.num_tokens
+    oldest = max(-(-length // block) - 1 - rule.blocks.number, 0) * block
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
-    if not parts:
-        parts.append(read(query, recent, scale, is_causal=True, with_log=with_log))
-    return Merging(Reading.joined(parts), MergedKeys(memory.held, sample, recent, rule))
+    return Merging(rows, MergedKeys(merged, sample, recent, rule))
 
 
 def _leaves(keys: MergedKeys) -> tuple[list[Tensor], Exact]:

@@ -53,7 +53,7 @@ class QuerySample(NamedTuple):
         Those of tokens that are not live (B, H or 1, n) are not there.
         """
         groups, stop = query.shape[2], first + query.shape[3]
-        places = [(token - first, head) for token, head in _places(block, groups) if first <= token < stop]
+        places = [(token - first, head) for token, head in sampled_places(block, groups) if first <= token < stop]
         if not places:
             return self
         token, head = (torch.tensor(numbers, device=query.device) for numbers in zip(*places, strict=True))
@@ -100,7 +100,7 @@ def sample_size(num_groups: int) -> int:
     return _BLOCKS * max(_FEWEST, num_groups)
 
 
-def _places(block: int, num_groups: int) -> list[tuple[int, int]]:
+def sampled_places(block: int, num_groups: int) -> list[tuple[int, int]]:
     """The tokens of a block whose query is kept, and of which head: evenly spaced, all heads in turn."""
     count = max(_FEWEST, num_groups)
     if block < count:

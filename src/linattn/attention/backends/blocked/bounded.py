@@ -46,7 +46,7 @@ MAX_VALUE = 2.0**40
 
 # Tokens whose lengths are looked at together: a check costs as much in calls as in arithmetic. Tokens of 16 bits are
 # copied, and a copy that fits the cache is read again from there.
-_STRETCH, _COPIED_STRETCH = 8192, 2048
+_STRETCH, _COPIED_STRETCH = 16384, 2048
 
 # Below so many tokens the checks cost more than the passes they spare.
 _FEWEST = 32

@@ -1,0 +1,139 @@
+"""Merged keys in compiled code on a CPU, from the wheel linattn-compiled.
+
+In float32 and without gradients: the rule, the rows and what a stream keeps are those of plain torch (`merging_stream`,
+`merged_everywhere`). Letters as in exact/__init__.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from linattn.attention.backends.blocked.fold import is_followed
+from linattn.attention.compiled_code import objections_to
+from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.merging_stream import Ended, Stream
+from linattn.attention.exact.query_sample import QuerySample, sample_size, sampled_places
+from linattn.attention.exact.rule import Exact
+from linattn.attention.exact.weighted_reading import Reading
+
+# Queries of a call from which it is the faster: of fewer, a stream's memory is copied more often than it is read.
+_FEWEST = 64
+# Multiplications from which a second thread is worth its start.
+_MANY = 2**22
+
+
+def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, bits: int | None = None) -> bool:
+    """Whether compiled code runs a call: where it can and is asked for, or is the faster.
+
+    Args:
+        backend: "auto", "blocked" for plain torch, or "compiled".
+        query: (B, H, G, Lq, D).
+        tokens: the call's.
+        others: what else gradients may follow.
+        bits: those of merged keys, if few.
+
+    Raises:
+        ValueError: it was asked for by name and cannot; every reason is listed.
+    """
+    if backend == "blocked" or (backend == "auto" and query.shape[3] < _FEWEST):
+        return False
+    reasons = objections_to((query, *tokens[:2]), is_followed=is_followed(query, *tokens, *others))
+    if bits is not None:
+        reasons.append(f"it keeps merged keys as they are, and these are kept in {bits} bits")
+    if not reasons and query.numel() == 0:
+        reasons.append("it takes calls with queries, and this has none")
+    if backend == "compiled" and reasons:
+        raise ValueError(f'backend="compiled" cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')
+    return not reasons
+
+
+def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> Ended:
+    """`merging_stream.stream_in_torch`."""
+    # Imported here, and below: a wheel of its own, which most do not have.
+    from linattn_compiled import merge_stream
+
+    assert isinstance(stream.merged, Tokens)  # as others are not coded
+    rule, (batch, heads, groups, num_queries, head_dim) = stream.rule, stream.query.shape
+    query, *tokens = (x.float().contiguous() for x in (stream.query, *stream.tokens))
+    before = [x.contiguous() for x in (*stream.merged, *stream.sample)]
+    count, sampled = _after(stream)
+    rows = _room(query, tokens[1].shape[3], with_log=with_log)
+    merged = Tokens(*(x.new_empty(batch, heads, count, *x.shape[3:]) for x in tokens))
+    sample = QuerySample(*(x.new_empty(batch, heads, sampled, *x.shape[3:]) for x in stream.sample))
+    places = torch.tensor(sampled_places(rule.blocks.size, groups))
+    addresses = _addresses(query, *tokens, *before, places, *rows, *merged, *sample)
+    sizes = (
+        *(groups, head_dim, tokens[1].shape[3], stream.num_tokens, num_queries, stream.num_kept),
+        *(before[0].shape[2], before[3].shape[2], len(places), sample_size(groups)),
+        *(rule.blocks.window, rule.blocks.size, rule.num_merged, rule.num_left, count, sampled),
+    )
+    _over_heads(lambda first, stop: merge_stream(*addresses, first, stop, *sizes, scale), query, rule)
+    return Ended(Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), merged, sample)
+
+
+def everywhere_in_compiled_code(
+    query: Tensor,  # (B, H, G, Lq, D)
+    tokens: Tokens,  # (B, H, L, ·), at least float32
+    sample: QuerySample,
+    rule: Exact,
+    seeds: tuple[int, int, float],  # how many, in how many rounds they are merged, and how much values count
+    scale: float,
+    *,
+    with_log: bool,
+) -> Reading:
+    """Rows over all keys, as `merged_everywhere.attend_all_merging` has them from the sample on."""
+    from linattn_compiled import merge_everywhere
+
+    num_seeds, num_rounds, values = seeds
+    given, *others = (x.float().contiguous() for x in (query, *tokens, sample.query))
+    rows = _room(given, others[1].shape[3], with_log=with_log)
+    addresses = _addresses(given, *others, sample.there.contiguous(), *rows)
+    sizes = (
+        *(*query.shape[2:3], query.shape[4], others[1].shape[3], query.shape[3], others[0].shape[2]),
+        *(sample.query.shape[2], rule.num_merged, rule.window or 0, num_seeds, num_rounds),
+    )
+    _over_heads(lambda first, stop: merge_everywhere(*addresses, first, stop, *sizes, scale, values), given, rule)
+    return Reading(rows.out.to(query.dtype), rows.log_normalizer)
+
+
+def _room(query: Tensor, value_dim: int, *, with_log: bool) -> Reading:
+    """Memory for the rows of queries (B, H, G, Lq, D)."""
+    log = query.new_empty(query.shape[:4]) if with_log else None
+    return Reading(query.new_empty(*query.shape[:4], value_dim), log)
+
+
+def _addresses(*memory: Tensor | None) -> list[int]:
+    """Where numbers begin; 0 for none."""
+    return [0 if x is None else x.data_ptr() for x in memory]
+
+
+def _over_heads(run: Callable[[int, int], None], query: Tensor, rule: Exact) -> None:
+    """Run some heads after the other, all dealt out to as many threads as torch has where there is enough to do."""
+    number, work = query.shape[:2].numel(), query.numel() * (rule.num_merged + (rule.window or 0))
+    threads = min(torch.get_num_threads(), number) if work > _MANY else 1
+    if threads <= 1:
+        run(0, number)
+        return
+    parts = itertools.pairwise(number * i // threads for i in range(threads + 1))
+    # Threads of this call alone: a fork would leave a lasting pool without its own.
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda part: run(*part), parts))
+
+
+def _after(stream: Stream) -> tuple[int, int]:
+    """Numbers of merged keys and of sampled queries after all."""
+    rule, groups = stream.rule, stream.query.shape[2]
+    count, sampled = stream.merged.bias.shape[2], stream.sample.query.shape[2]
+    places = sampled_places(rule.blocks.size, groups)
+    for begin in stream.begins:
+        gone = stream.leaving(begin)
+        count += gone.stop - gone.start
+        count = count if count <= rule.num_merged else rule.num_left
+        new = range(max(stream.first - begin, 0), stream.num_tokens - begin)
+        sampled = min(sampled + sum(token in new for token, _ in places), sample_size(groups))
+    return count, sampled

@@ -1,0 +1,383 @@
+"""Merged keys in compiled code: the rows and the keys of plain torch, in float32, however a stream is cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import linattn
+from grid import qkv, relative_error
+from linattn import Exact
+from linattn.attention import compiled_code
+from linattn.attention.exact import MergedKeys, compiled_merging, merged_keys
+
+pytest.importorskip("linattn_compiled")
+
+LENGTH = 331
+PARTS = (
+    Exact(4, num_merged=6),
+    Exact(1, num_merged=3),
+    Exact(7, num_merged=20),
+    Exact(64, num_merged=100),
+    Exact(129, num_merged=30),
+    Exact(20, num_merged=330),
+)
+EVERYWHERE = (Exact(num_merged=6), Exact(7, num_merged=6), Exact(1, num_merged=20), Exact(64, num_merged=100))
+# Logits are sums of D = 8 products of numbers below 5, a quarter of which is rounding; rows are means by their powers.
+TOLERANCE = 8 * 25 * torch.finfo(torch.float32).eps
+
+
+def given(groups: int = 1, **sizes: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values of two rows and two key/value heads."""
+    return qkv(heads=2 * groups, num_queries=LENGTH, num_keys=LENGTH, dtype=torch.float32, **sizes)
+
+
+def streamed(
+    tokens: tuple[Tensor, ...],
+    exact: Exact,
+    backend: str = "compiled",
+    cuts: tuple[int, ...] = (),
+    bias: Tensor | None = None,
+) -> tuple[Tensor, MergedKeys]:
+    """All rows of a stream in pieces, and what is kept of it."""
+    state, outs, length = None, [], tokens[1].shape[2]
+    for start, stop in itertools.pairwise((0, *cuts, length)):
+        out, state = linattn.linear_attention_with_state(
+            *(x[:, :, start:stop] for x in tokens),
+            None,
+            state,
+            enable_gqa=True,
+            exact=exact,
+            backend=backend,
+            key_bias=None if bias is None else bias[..., start:stop],
+        )
+        outs.append(out)
+    assert state is not None
+    assert isinstance(state.exact, MergedKeys)
+    return torch.cat(outs, 2), state.exact
+
+
+def leaves(kept: MergedKeys) -> list[Tensor]:
+    """What is kept, tensor by tensor."""
+    return [*kept.merged, *kept.sample, *kept.recent]
+
+
+def biases(kind: str) -> Tensor | None:
+    """Of keys that are masked, or weigh more and less; a head whose every key is masked, and a whole beginning."""
+    draw = torch.Generator().manual_seed(3)
+    if kind == "none":
+        return None
+    bias = torch.zeros(2, 2 if kind == "heads" else 1, LENGTH)
+    if kind != "masks":
+        bias += torch.randn(bias.shape, generator=draw)
+    bias[torch.rand(bias.shape, generator=draw) < 0.3] = -torch.inf
+    bias[0, 0, :100] = -torch.inf
+    bias[1, -1] = -torch.inf
+    return bias
+
+
+@pytest.mark.parametrize("bias", ["none", "masks", "biases", "heads"])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("exact", PARTS, ids=str)
+def test_it_is_what_plain_torch_is(exact: Exact, groups: int, bias: str) -> None:
+    """Which keys are merged included: no two of these cost the same to rounding."""
+    tokens = given(groups)
+    ours, theirs = (streamed(tokens, exact, backend, (200,), biases(bias)) for backend in ("compiled", "blocked"))
+    torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=TOLERANCE)
+    for x, y in zip(leaves(ours[1]), leaves(theirs[1]), strict=True):
+        torch.testing.assert_close(x, y, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def everywhere(tokens: tuple[Tensor, ...], exact: Exact, backend: str = "compiled", **weights: Tensor | None) -> Tensor:
+    """The op with every key in view."""
+    return linattn.linear_attention(*tokens, None, enable_gqa=True, exact=exact, backend=backend, **weights)
+
+
+@pytest.mark.parametrize("bias", ["none", "masks", "biases", "heads"])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_with_every_key_in_view_it_is_what_plain_torch_is(exact: Exact, groups: int, bias: str) -> None:
+    tokens, weights = given(groups), biases(bias)
+    ours, theirs = (everywhere(tokens, exact, backend, key_bias=weights) for backend in ("compiled", "blocked"))
+    torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("exact", [Exact(num_merged=40), Exact(32, num_merged=40), Exact(32, num_merged=200)], ids=str)
+def test_of_many_keys_the_same_are_seeds(exact: Exact, masked: float) -> None:
+    """More of them than seeds, 512 or four times the clusters; or fewer, where the others are masked."""
+    tokens = qkv(num_queries=2000, num_keys=2000, head_dim=24, value_dim=24, dtype=torch.float32)
+    mask = torch.rand(2, 2000, generator=torch.Generator().manual_seed(1)) >= masked
+    ours, theirs = (everywhere(tokens, exact, backend, key_mask=mask) for backend in ("compiled", "blocked"))
+    torch.testing.assert_close(ours, theirs, rtol=3 * TOLERANCE, atol=3 * TOLERANCE)
+
+
+def test_queries_may_be_others_than_keys() -> None:
+    tokens = qkv(num_queries=70, num_keys=LENGTH, dtype=torch.float32)
+    options = {"enable_gqa": True, "exact": Exact(num_merged=20), "key_bias": biases("heads")}
+    rows = [linattn.linear_partial(*tokens, None, backend=backend, **options) for backend in ("compiled", "blocked")]
+    torch.testing.assert_close(*rows, rtol=TOLERANCE, atol=TOLERANCE)
+    assert (rows[0].log_normalizer[1, 2:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_with_every_key_in_view_masked_tokens_are_inert(exact: Exact) -> None:
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.3
+    mask[0, :9], results = False, []
+    for filling in (0.0, torch.nan, torch.inf):
+        tokens = tuple(x.masked_fill(~mask[:, None, :, None], filling) for x in given())
+        results.append(everywhere(tokens, exact, key_mask=mask).masked_fill(~mask[:, None, :, None], 0))
+    assert all(torch.equal(x, results[0]) for x in results[1:])
+
+
+def test_with_every_key_in_view_nan_stays_in_its_head() -> None:
+    exact, (query, key, value) = Exact(16, num_merged=40), given()
+    clean = everywhere((query, key, value), exact)
+    key[0, 1, 150, 0] = torch.nan
+    query[1, 0, 90, 0] = torch.nan
+    found = everywhere((query, key, value), exact)
+    assert found[0, 1].isnan().any()
+    assert found[1, 0, 90].isnan().all()
+    assert torch.equal(found[0, 0], clean[0, 0])
+    assert torch.equal(found[1, 1], clean[1, 1])
+
+
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_with_every_key_in_view_outputs_lie_in_the_hull_of_the_values(exact: Exact) -> None:
+    query, key, value = given()
+    for scale in (0.7, 30.0):
+        out = everywhere((query, scale * key, value), exact)
+        slack = 30 * TOLERANCE * value.abs().max()
+        assert (out <= value.amax(2, keepdim=True) + slack).all()
+        assert (out >= value.amin(2, keepdim=True) - slack).all()
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (64, 64), (33, 70), (1, 1), (256, 16)])
+def test_widths_fill_vectors_or_not(head_dim: int, value_dim: int) -> None:
+    """Enough merged keys are softmax attention, and fewer are those of plain torch."""
+    tokens = given(3, head_dim=head_dim, value_dim=value_dim)
+    truth = linattn.softmax_attention(*(x.double() for x in tokens), is_causal=True, enable_gqa=True)
+    bound = TOLERANCE * max(head_dim / 8, 1)
+    found = streamed(tokens, Exact(20, num_merged=LENGTH), cuts=(130,))[0]
+    torch.testing.assert_close(found.double(), truth, rtol=bound, atol=bound)
+    ours, theirs = (streamed(tokens, Exact(20, num_merged=40), backend)[0] for backend in ("compiled", "blocked"))
+    torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (64, 128), (5, 6, 7, 130), tuple(range(1, LENGTH))], ids=lambda x: str(len(x)))
+@pytest.mark.parametrize("exact", PARTS, ids=str)
+def test_a_stream_may_be_cut_anywhere(exact: Exact, cuts: tuple[int, ...]) -> None:
+    """What is kept is the same to the bit; a row alone adds its products up in another order."""
+    tokens, bias = given(2), biases("biases")
+    whole, parts = (streamed(tokens, exact, cuts=each, bias=bias) for each in ((), cuts))
+    torch.testing.assert_close(parts[0], whole[0], rtol=TOLERANCE, atol=TOLERANCE)
+    assert all(torch.equal(x, y) for x, y in zip(leaves(parts[1]), leaves(whole[1]), strict=True))
+
+
+def test_a_stream_may_change_backends() -> None:
+    tokens, exact = given(), Exact(16, num_merged=40)
+    state, outs = None, []
+    for start, backend in ((0, "compiled"), (90, "blocked"), (150, "compiled"), (151, "auto"), (170, "compiled")):
+        stop = {0: 90, 90: 150, 150: 151, 151: 170, 170: LENGTH}[start]
+        out, state = linattn.linear_attention_with_state(
+            *(x[:, :, start:stop] for x in tokens), None, state, exact=exact, backend=backend
+        )
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 2), streamed(tokens, exact)[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_later_tokens_change_nothing_before_them() -> None:
+    tokens, exact = given(), Exact(16, num_merged=40)
+    before = streamed(tokens, exact)[0]
+    for x in tokens:
+        x[:, :, 200:] *= 1e3
+    assert torch.equal(streamed(tokens, exact)[0][:, :, :200], before[:, :, :200])
+
+
+def test_masked_tokens_are_inert() -> None:
+    exact, bias = Exact(16, num_merged=40), biases("masks")
+    results = []
+    for filling in (0.0, torch.nan, torch.inf, 1e30):
+        query, *tokens = given()
+        key, value = (x.masked_fill((bias == -torch.inf).unsqueeze(-1), filling) for x in tokens)
+        results.append(streamed((query, key, value), exact, bias=bias)[0])
+    assert all(torch.equal(x, results[0]) for x in results[1:])
+    assert (results[0][1] == 0).all()
+
+
+def test_nan_stays_in_its_head_and_after_it() -> None:
+    exact, (query, key, value) = Exact(16, num_merged=40), given()
+    clean = streamed((query, key, value), exact)[0]
+    key[0, 1, 150, 0] = torch.nan
+    query[1, 0, 90, 0] = torch.nan
+    found = streamed((query, key, value), exact)[0]
+    assert found[0, 1, 150:].isnan().all()
+    assert found[1, 0, 90].isnan().all()
+    assert torch.equal(found[0, 0], clean[0, 0])
+    assert torch.equal(found[0, 1, :150], clean[0, 1, :150])
+    assert torch.equal(found[1, 0, :90], clean[1, 0, :90])
+    assert torch.equal(found[1, 1], clean[1, 1])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 3e4])
+def test_short_and_long_tokens_keep_their_digits(scale: float) -> None:
+    """In float64 plain torch merges the same keys: an error of theirs is one of rounding, of logits in their size."""
+    query, key, value = given()
+    exact, tokens = Exact(16, num_merged=40), (query, scale * key, value / scale)
+    found = streamed(tokens, exact)[0]
+    truth = streamed(tuple(x.double() for x in tokens), exact, "blocked")[0]
+    # Logits are 70·scale at most.
+    bound = 8 * max(70 * scale, 25) * torch.finfo(torch.float32).eps
+    assert relative_error(found.double(), truth) < min(bound, 0.1)
+    assert found.isfinite().all()
+
+
+def test_outputs_lie_in_the_hull_of_the_values() -> None:
+    query, key, value = given()
+    for scale in (0.7, 30.0, 1e6):
+        out = streamed((query, scale * key, value), Exact(4, num_merged=6))[0]
+        slack = TOLERANCE * value.abs().max()
+        assert (out <= value.amax(2, keepdim=True) + slack).all()
+        assert (out >= value.amin(2, keepdim=True) - slack).all()
+
+
+def test_keys_before_the_first_query_are_merged_by_no_sample() -> None:
+    """All of them alike then, as in plain torch: by numbers of equal cost in the order of their masses."""
+    query, key, value = given()
+    options = {"is_causal": True, "exact": Exact(16, num_merged=40)}
+    for rows in (1, 40, LENGTH - 1):
+        few = query[:, :, -rows:]
+        ours, theirs = (
+            linattn.linear_partial(few, key, value, None, backend=backend, **options)
+            for backend in ("compiled", "blocked")
+        )
+        # Of equal distances a minimum's place is anyone's: what is merged may differ, but not by much in its sum.
+        if rows == LENGTH - 1:
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+        else:
+            assert (ours.out <= value.amax(2, keepdim=True) + TOLERANCE).all()
+            assert (ours.out >= value.amin(2, keepdim=True) - TOLERANCE).all()
+
+
+def test_log_normalisers_are_those_of_plain_torch() -> None:
+    tokens, options = given(3), {"is_causal": True, "enable_gqa": True, "exact": Exact(7, num_merged=20)}
+    bias = biases("heads")
+    ours, theirs = (
+        linattn.linear_partial(*tokens, None, key_bias=bias, backend=backend, **options).log_normalizer
+        for backend in ("compiled", "blocked")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    assert (ours[1, 3:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tokens_of_16_bits_lose_no_more_than_their_own_rounding(dtype: torch.dtype) -> None:
+    tokens, exact = tuple(x.to(dtype) for x in given()), Exact(16, num_merged=40)
+    (ours, kept), (theirs, others) = (streamed(tokens, exact, backend, (100,)) for backend in ("compiled", "blocked"))
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=unit, atol=unit)
+    pair = (everywhere(tokens, exact, backend).float() for backend in ("compiled", "blocked"))
+    torch.testing.assert_close(*pair, rtol=unit, atol=unit)
+    assert [x.dtype for x in leaves(kept)] == [x.dtype for x in leaves(others)]
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, exact, before = given(), Exact(16, num_merged=40), torch.get_num_threads()
+    alone = streamed(tokens, exact)[0], everywhere(tokens, exact)
+    monkeypatch.setattr(compiled_merging, "_MANY", 0)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(streamed(tokens, exact)[0], alone[0])
+        assert torch.equal(everywhere(tokens, exact), alone[1])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_state_is_not_written_to() -> None:
+    tokens, exact = given(), Exact(16, num_merged=40)
+    kept = streamed(tuple(x[:, :, :200] for x in tokens), exact)[1]
+    copies = [x.clone() for x in leaves(kept)]
+    state = linattn.linear_attention_with_state(
+        *(x[:, :, :200] for x in tokens), None, exact=exact, backend="compiled"
+    ).state
+    copies = [x.clone() for x in leaves(state.exact)]
+    linattn.linear_attention_with_state(*(x[:, :, 200:] for x in tokens), None, state, exact=exact, backend="compiled")
+    assert all(torch.equal(x, y) for x, y in zip(leaves(state.exact), copies, strict=True))
+
+
+def test_auto_takes_it_for_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    run = merged_keys.stream_in_compiled_code
+
+    def counted(*call: object, **options: object) -> object:
+        used.append(1)
+        return run(*call, **options)
+
+    monkeypatch.setattr("linattn.attention.exact.merged_keys.stream_in_compiled_code", counted)
+    tokens, exact = given(), Exact(16, num_merged=40)
+    streamed(tokens, exact, "auto")
+    assert len(used) == 1
+    streamed(tokens, exact, "blocked")
+    streamed(tuple(x[:, :, :60] for x in tokens), exact, "auto")
+    streamed(tuple(x.double() for x in tokens), exact, "auto")
+    streamed(tuple(x.clone().requires_grad_() for x in tokens), exact, "auto")
+    streamed(tokens, Exact(16, num_merged=40, bits=4), "auto")
+    with FlopCounterMode(display=False) as counts:
+        streamed(tokens, exact, "auto")
+    assert counts.get_total_flops() > 0
+    assert len(used) == 1
+
+
+def test_gradients_of_what_is_kept_go_through_plain_torch() -> None:
+    tokens, exact = given(), Exact(16, num_merged=40)
+    first, then = (tuple(x[:, :, piece] for x in tokens) for piece in (slice(0, 200), slice(200, None)))
+    leaf = first[2].clone().requires_grad_()
+    state = linattn.linear_attention_with_state(*first[:2], leaf, None, exact=exact).state
+    out = linattn.linear_attention_with_state(*then, None, state, exact=exact).out
+    (grad,) = torch.autograd.grad(out.sum(), leaf)
+    assert math.isfinite(grad.sum().item())
+    assert grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="gradients follow this call"):
+        linattn.linear_attention_with_state(*then, None, state, exact=exact, backend="compiled")
+
+
+@pytest.mark.parametrize(
+    ("change", "exact", "words"),
+    [
+        (lambda x: x.double(), Exact(4, num_merged=6), "takes float32, bfloat16 and float16"),
+        (lambda x: x[:, :, :0], Exact(4, num_merged=6), "with queries, and this has none"),
+        (lambda x: x.clone().requires_grad_(), Exact(4, num_merged=6), "gradients follow this call"),
+        (lambda x: x, Exact(4, num_merged=6, bits=4), "these are kept in 4 bits"),
+    ],
+)
+def test_it_says_why_not(change: object, exact: Exact, words: str) -> None:
+    tokens = tuple(change(x) for x in given())
+    with pytest.raises(ValueError, match=words):
+        linattn.linear_attention(*tokens, None, is_causal=True, exact=exact, backend="compiled")
+
+
+def test_graphs_and_maps_of_functions_leave_it_alone() -> None:
+    query, key, value = given()
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return linattn.linear_attention(query, key, value, None, is_causal=True, exact=Exact(64, num_merged=40))
+
+    alone = call(query, key, value)
+    graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(graph(query, key, value), alone, rtol=TOLERANCE, atol=TOLERANCE)
+    mapped = torch.vmap(call, in_dims=(None, 1, None))(query, torch.stack((key, key), 1), value)
+    torch.testing.assert_close(mapped[1], alone, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_without_the_wheel_plain_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_code, "missing", lambda: "linattn-compiled is not installed")
+    tokens, exact = given(), Exact(16, num_merged=40)
+    assert torch.equal(streamed(tokens, exact, "auto")[0], streamed(tokens, exact, "blocked")[0])
+    with pytest.raises(ValueError, match="linattn-compiled is not installed"):
+        streamed(tokens, exact)
