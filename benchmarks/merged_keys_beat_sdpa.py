@@ -1,8 +1,8 @@
 """Claim: merged keys take a twentieth of exact attention's time at 16,384 tokens, causally a sixth.
 
-8 heads, D = 64, 128 merged keys, float32, in compiled code, beside torch's scaled_dot_product_attention and beside plain
-torch's merging. Merging is what is left of the time when as many keys are read by that kernel. Verified first: with as
-many merged keys as tokens the output is exact, and with fewer it is that of plain torch.
+8 heads, D = 64, 128 merged keys, float32, in compiled code, beside torch's scaled_dot_product_attention and beside
+merging in plain torch. Merging is what is left of the time when as many keys are read by that kernel. Verified first:
+with as many merged keys as tokens the output is exact, and with fewer it is that of plain torch.
 Memory at 65,536 tokens beyond inputs and output in a process of its own, by the kernel's high-water mark (Linux).
 """
 

@@ -52,7 +52,13 @@ FAULTS = (
         "value = kept.value + 0 * fitted.mT",
         DEFINITIONS,
     ),
-    Fault("round keys token by token", CONTENDERS + "kivi.py", "self._rounded(key.mT).mT", "self._rounded(key)", DEFINITIONS),
+    Fault(
+        "round keys token by token",
+        CONTENDERS + "kivi.py",
+        "self._rounded(key.mT).mT",
+        "self._rounded(key)",
+        DEFINITIONS,
+    ),
     Fault(
         "hide the sample's bytes",
         CONTENDERS + "merged.py",
