@@ -38,10 +38,10 @@ FAULTS = (
     Fault("tell rows of 16 bits apart in 32", MERGING, "rows.out.to(stream.query.dtype)", "rows.out", MERGING_LAWS),
     Fault("forget the values' weight in a distance", MERGING, "scale, values)", "scale, 1.0)", MERGING_LAWS),
     Fault(
-        "read a sample that lies apart as if it did not",
+        "read kept keys that lie apart as if they did not",
         MERGING,
-        "sample.there.contiguous()",
-        "sample.there",
+        "[x.contiguous() for x in (*stream.merged, *stream.sample)]",
+        "[*stream.merged, *stream.sample]",
         MERGING_LAWS,
     ),
 )

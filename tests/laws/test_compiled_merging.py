@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -299,16 +300,20 @@ def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(before)
 
 
-def test_a_state_is_not_written_to() -> None:
+def test_a_state_is_not_written_to_and_may_lie_apart() -> None:
     tokens, exact = given(), Exact(16, num_merged=40)
-    kept = streamed(tuple(x[:, :, :200] for x in tokens), exact)[1]
+    first, then = (tuple(x[:, :, piece] for x in tokens) for piece in (slice(200), slice(200, None)))
+    state = linattn.linear_attention_with_state(*first, None, exact=exact).state
+    kept = state.exact
+    assert isinstance(kept, MergedKeys)
     copies = [x.clone() for x in leaves(kept)]
-    state = linattn.linear_attention_with_state(
-        *(x[:, :, :200] for x in tokens), None, exact=exact, backend="compiled"
-    ).state
-    copies = [x.clone() for x in leaves(state.exact)]
-    linattn.linear_attention_with_state(*(x[:, :, 200:] for x in tokens), None, state, exact=exact, backend="compiled")
-    assert all(torch.equal(x, y) for x, y in zip(leaves(state.exact), copies, strict=True))
+    apart = dataclasses.replace(state, exact=kept.each(lambda x: torch.stack((x, x), -1)[..., 0]))
+    found, others = (
+        linattn.linear_attention_with_state(*then, None, each, exact=exact, backend="compiled")
+        for each in (state, apart)
+    )
+    assert torch.equal(found.out, others.out)
+    assert all(torch.equal(x, y) for x, y in zip(leaves(kept), copies, strict=True))
 
 
 def test_auto_takes_it_for_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,12 +90,13 @@ def everywhere_in_compiled_code(
     from linattn_compiled import merge_everywhere
 
     num_seeds, num_rounds, values = seeds
-    given, *others = (x.float().contiguous() for x in (query, *tokens, sample.query))
-    rows = _room(given, others[1].shape[3], with_log=with_log)
-    addresses = _addresses(given, *others, sample.there.contiguous(), *rows)
+    given, *keys = (x.float().contiguous() for x in (query, *tokens))
+    sampled = [x.contiguous() for x in sample]
+    rows = _room(given, keys[1].shape[3], with_log=with_log)
+    addresses = _addresses(given, *keys, *sampled, *rows)
     sizes = (
-        *(*query.shape[2:3], query.shape[4], others[1].shape[3], query.shape[3], others[0].shape[2]),
-        *(sample.query.shape[2], rule.num_merged, rule.window or 0, num_seeds, num_rounds),
+        *(query.shape[2], query.shape[4], keys[1].shape[3], query.shape[3], keys[0].shape[2]),
+        *(sampled[0].shape[2], rule.num_merged, rule.window or 0, num_seeds, num_rounds),
     )
     _over_heads(lambda first, stop: merge_everywhere(*addresses, first, stop, *sizes, scale, values), given, rule)
     return Reading(rows.out.to(query.dtype), rows.log_normalizer)
@@ -108,7 +109,7 @@ def _room(query: Tensor, value_dim: int, *, with_log: bool) -> Reading:
 
 
 def _addresses(*memory: Tensor | None) -> list[int]:
-    """Where numbers begin; 0 for none."""
+    """Where numbers begin, 0 for none; whoever calls keeps them alive."""
     return [0 if x is None else x.data_ptr() for x in memory]
 
 
