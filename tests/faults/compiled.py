@@ -7,6 +7,7 @@ from faults.fault import Fault
 COMPILED, LAWS = "attention/backends/compiled.py", "tests/laws/test_compiled.py"
 CODE = "attention/compiled_code.py"
 MERGING, MERGING_LAWS = "attention/exact/compiled_merging.py", "tests/laws/test_compiled_merging.py"
+EVERYWHERE_LAWS = "tests/laws/test_compiled_everywhere.py"
 
 FAULTS = (
     Fault("share the first head's W", COMPILED, "x.shape[0] == 1 else x.stride(0)", "True else x.stride(0)", LAWS),
@@ -36,7 +37,7 @@ FAULTS = (
         MERGING_LAWS,
     ),
     Fault("tell rows of 16 bits apart in 32", MERGING, "rows.out.to(stream.query.dtype)", "rows.out", MERGING_LAWS),
-    Fault("forget the values' weight in a distance", MERGING, "scale, values)", "scale, 1.0)", MERGING_LAWS),
+    Fault("forget the values' weight in a distance", MERGING, "scale, values)", "scale, 1.0)", EVERYWHERE_LAWS),
     Fault(
         "read kept keys that lie apart as if they did not",
         MERGING,

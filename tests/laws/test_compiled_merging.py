@@ -1,9 +1,8 @@
-"""Merged keys in compiled code: the rows and the keys of plain torch, in float32, however a stream is cut."""
+"""A stream with merged keys in compiled code: the rows and the keys of plain torch, in float32, however it is cut."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -12,74 +11,23 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import linattn
-from grid import qkv, relative_error
+from grid import relative_error
 from linattn import Exact
 from linattn.attention import compiled_code
 from linattn.attention.exact import MergedKeys, compiled_merging, merged_keys
+from merged_rows import LENGTH, TOLERANCE, biases, everywhere, given, leaves, streamed
 
 pytest.importorskip("linattn_compiled")
 
-LENGTH = 331
 PARTS = (
     Exact(4, num_merged=6),
     Exact(1, num_merged=3),
+    Exact(1, num_merged=20),
     Exact(7, num_merged=20),
     Exact(64, num_merged=100),
     Exact(129, num_merged=30),
     Exact(20, num_merged=330),
 )
-EVERYWHERE = (Exact(num_merged=6), Exact(7, num_merged=6), Exact(1, num_merged=20), Exact(64, num_merged=100))
-# Logits are sums of D = 8 products of numbers below 5, a quarter of which is rounding; rows are means by their powers.
-TOLERANCE = 8 * 25 * torch.finfo(torch.float32).eps
-
-
-def given(groups: int = 1, **sizes: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values of two rows and two key/value heads."""
-    return qkv(heads=2 * groups, num_queries=LENGTH, num_keys=LENGTH, dtype=torch.float32, **sizes)
-
-
-def streamed(
-    tokens: tuple[Tensor, ...],
-    exact: Exact,
-    backend: str = "compiled",
-    cuts: tuple[int, ...] = (),
-    bias: Tensor | None = None,
-) -> tuple[Tensor, MergedKeys]:
-    """All rows of a stream in pieces, and what is kept of it."""
-    state, outs, length = None, [], tokens[1].shape[2]
-    for start, stop in itertools.pairwise((0, *cuts, length)):
-        out, state = linattn.linear_attention_with_state(
-            *(x[:, :, start:stop] for x in tokens),
-            None,
-            state,
-            enable_gqa=True,
-            exact=exact,
-            backend=backend,
-            key_bias=None if bias is None else bias[..., start:stop],
-        )
-        outs.append(out)
-    assert state is not None
-    assert isinstance(state.exact, MergedKeys)
-    return torch.cat(outs, 2), state.exact
-
-
-def leaves(kept: MergedKeys) -> list[Tensor]:
-    """What is kept, tensor by tensor."""
-    return [*kept.merged, *kept.sample, *kept.recent]
-
-
-def biases(kind: str) -> Tensor | None:
-    """Of keys that are masked, or weigh more and less; a head whose every key is masked, and a whole beginning."""
-    draw = torch.Generator().manual_seed(3)
-    if kind == "none":
-        return None
-    bias = torch.zeros(2, 2 if kind == "heads" else 1, LENGTH)
-    if kind != "masks":
-        bias += torch.randn(bias.shape, generator=draw)
-    bias[torch.rand(bias.shape, generator=draw) < 0.3] = -torch.inf
-    bias[0, 0, :100] = -torch.inf
-    bias[1, -1] = -torch.inf
-    return bias
 
 
 @pytest.mark.parametrize("bias", ["none", "masks", "biases", "heads"])
@@ -92,70 +40,9 @@ def test_it_is_what_plain_torch_is(exact: Exact, groups: int, bias: str) -> None
     torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=TOLERANCE)
     for x, y in zip(leaves(ours[1]), leaves(theirs[1]), strict=True):
         torch.testing.assert_close(x, y, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def everywhere(tokens: tuple[Tensor, ...], exact: Exact, backend: str = "compiled", **weights: Tensor | None) -> Tensor:
-    """The op with every key in view."""
-    return linattn.linear_attention(*tokens, None, enable_gqa=True, exact=exact, backend=backend, **weights)
-
-
-@pytest.mark.parametrize("bias", ["none", "masks", "biases", "heads"])
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
-def test_with_every_key_in_view_it_is_what_plain_torch_is(exact: Exact, groups: int, bias: str) -> None:
-    tokens, weights = given(groups), biases(bias)
-    ours, theirs = (everywhere(tokens, exact, backend, key_bias=weights) for backend in ("compiled", "blocked"))
-    torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("masked", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("exact", [Exact(num_merged=40), Exact(32, num_merged=40), Exact(32, num_merged=200)], ids=str)
-def test_of_many_keys_the_same_are_seeds(exact: Exact, masked: float) -> None:
-    """More of them than seeds, 512 or four times the clusters; or fewer, where the others are masked."""
-    tokens = qkv(num_queries=2000, num_keys=2000, head_dim=24, value_dim=24, dtype=torch.float32)
-    mask = torch.rand(2, 2000, generator=torch.Generator().manual_seed(1)) >= masked
-    ours, theirs = (everywhere(tokens, exact, backend, key_mask=mask) for backend in ("compiled", "blocked"))
-    torch.testing.assert_close(ours, theirs, rtol=3 * TOLERANCE, atol=3 * TOLERANCE)
-
-
-def test_queries_may_be_others_than_keys() -> None:
-    tokens = qkv(num_queries=70, num_keys=LENGTH, dtype=torch.float32)
-    options = {"enable_gqa": True, "exact": Exact(num_merged=20), "key_bias": biases("heads")}
-    rows = [linattn.linear_partial(*tokens, None, backend=backend, **options) for backend in ("compiled", "blocked")]
-    torch.testing.assert_close(*rows, rtol=TOLERANCE, atol=TOLERANCE)
-    assert (rows[0].log_normalizer[1, 2:] == -torch.inf).all()
-
-
-@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
-def test_with_every_key_in_view_masked_tokens_are_inert(exact: Exact) -> None:
-    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.3
-    mask[0, :9], results = False, []
-    for filling in (0.0, torch.nan, torch.inf):
-        tokens = tuple(x.masked_fill(~mask[:, None, :, None], filling) for x in given())
-        results.append(everywhere(tokens, exact, key_mask=mask).masked_fill(~mask[:, None, :, None], 0))
-    assert all(torch.equal(x, results[0]) for x in results[1:])
-
-
-def test_with_every_key_in_view_nan_stays_in_its_head() -> None:
-    exact, (query, key, value) = Exact(16, num_merged=40), given()
-    clean = everywhere((query, key, value), exact)
-    key[0, 1, 150, 0] = torch.nan
-    query[1, 0, 90, 0] = torch.nan
-    found = everywhere((query, key, value), exact)
-    assert found[0, 1].isnan().any()
-    assert found[1, 0, 90].isnan().all()
-    assert torch.equal(found[0, 0], clean[0, 0])
-    assert torch.equal(found[1, 1], clean[1, 1])
-
-
-@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
-def test_with_every_key_in_view_outputs_lie_in_the_hull_of_the_values(exact: Exact) -> None:
-    query, key, value = given()
-    for scale in (0.7, 30.0):
-        out = everywhere((query, scale * key, value), exact)
-        slack = 30 * TOLERANCE * value.abs().max()
-        assert (out <= value.amax(2, keepdim=True) + slack).all()
-        assert (out >= value.amin(2, keepdim=True) - slack).all()
+    # A key that stays alone keeps its bias to the bit.
+    own = torch.zeros(1) if bias == "none" else biases(bias)
+    assert torch.equal(*(torch.isin(kept.merged.bias, own) for _, kept in (ours, theirs)))
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (64, 64), (33, 70), (1, 1), (256, 16)])
@@ -282,8 +169,9 @@ def test_tokens_of_16_bits_lose_no_more_than_their_own_rounding(dtype: torch.dty
     (ours, kept), (theirs, others) = (streamed(tokens, exact, backend, (100,)) for backend in ("compiled", "blocked"))
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=unit, atol=unit)
-    pair = (everywhere(tokens, exact, backend).float() for backend in ("compiled", "blocked"))
+    pair = [everywhere(tokens, exact, backend) for backend in ("compiled", "blocked")]
     torch.testing.assert_close(*pair, rtol=unit, atol=unit)
+    assert ours.dtype == pair[0].dtype == dtype
     assert [x.dtype for x in leaves(kept)] == [x.dtype for x in leaves(others)]
 
 
@@ -348,6 +236,11 @@ def test_gradients_of_what_is_kept_go_through_plain_torch() -> None:
     (grad,) = torch.autograd.grad(out.sum(), leaf)
     assert math.isfinite(grad.sum().item())
     assert grad.abs().sum() > 0
+    # Of what is near there are none here.
+    kept = state.exact
+    assert isinstance(kept, MergedKeys)
+    recent = type(kept.recent)(*(x.detach() for x in kept.recent))
+    state = dataclasses.replace(state, exact=dataclasses.replace(kept, recent=recent))
     with pytest.raises(ValueError, match="gradients follow this call"):
         linattn.linear_attention_with_state(*then, None, state, exact=exact, backend="compiled")
 

@@ -59,8 +59,8 @@ INSIDE float power(float x) {
     p = p * rest + 2.4022650695910071233e-1f;
     p = p * rest + 6.9314718055994530942e-1f;
     p = p * rest + 1.0f;
-    union { float number; int32_t bits; } whole = {.number = shifted};
-    whole.bits = (whole.bits - 0x4B400000 + 127) * (1 << 23);
+    union { float number; uint32_t bits; } whole = {.number = shifted};
+    whole.bits = (whole.bits - 0x4B400000u + 127u) << 23;
     return x < -126.0f ? 0.0f : p * whole.number;
 }
 

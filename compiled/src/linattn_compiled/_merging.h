@@ -317,7 +317,7 @@ INSIDE void place_points(Head *h, float *points, int64_t n) {
             float at = (points[j * P + p] - mean[p]) * factor[p];
             at = at > FARTHEST ? FARTHEST : at;
             at = at < -FARTHEST ? -FARTHEST : at;
-            points[j * P + p] = at == at ? at : FARTHEST;
+            points[j * P + p] = at;
         }
 }
 

@@ -1,0 +1,87 @@
+"""Merged keys with every key in view, in compiled code: the rows of plain torch, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import linattn
+from grid import qkv
+from linattn import Exact
+from merged_rows import LENGTH, TOLERANCE, biases, everywhere, given
+
+pytest.importorskip("linattn_compiled")
+
+EVERYWHERE = (Exact(num_merged=6), Exact(7, num_merged=6), Exact(1, num_merged=20), Exact(64, num_merged=100))
+
+
+@pytest.mark.parametrize("bias", ["none", "masks", "biases", "heads"])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_it_is_what_plain_torch_is(exact: Exact, groups: int, bias: str) -> None:
+    tokens, weights = given(groups), biases(bias)
+    ours, theirs = (everywhere(tokens, exact, backend, key_bias=weights) for backend in ("compiled", "blocked"))
+    torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("exact", [Exact(num_merged=40), Exact(32, num_merged=40), Exact(32, num_merged=200)], ids=str)
+def test_of_many_keys_the_same_are_seeds(exact: Exact, masked: float) -> None:
+    """More of them than seeds, 512 or four times the clusters; or fewer, where the others are masked."""
+    tokens = qkv(num_queries=2000, num_keys=2000, head_dim=24, value_dim=24, dtype=torch.float32)
+    mask = torch.rand(2, 2000, generator=torch.Generator().manual_seed(1)) >= masked
+    ours, theirs = (everywhere(tokens, exact, backend, key_mask=mask) for backend in ("compiled", "blocked"))
+    torch.testing.assert_close(ours, theirs, rtol=3 * TOLERANCE, atol=3 * TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [2000, 1000])
+def test_a_window_that_holds_all_keys_is_softmax_attention(window: int) -> None:
+    """What a cluster leaves of itself is rounding then, and left out, however much it weighs: to queries of length 0,
+    which are not among the sampled ones, one that stands for what long ones see weighs far more than its members.
+    """
+    query, key, value = qkv(heads=2, num_queries=2000, num_keys=2000, dtype=torch.float32)
+    for scale in (1.0, 30.0):
+        given = (scale * query).index_fill(2, torch.tensor([5, 6, 7]), 0), key, value
+        truth = linattn.softmax_attention(*(x.double() for x in given))
+        found = everywhere(given, Exact(window, num_merged=1))
+        torch.testing.assert_close(found.double(), truth, rtol=scale * TOLERANCE, atol=scale * TOLERANCE)
+
+
+def test_queries_may_be_others_than_keys() -> None:
+    tokens = qkv(num_queries=70, num_keys=LENGTH, dtype=torch.float32)
+    options = {"enable_gqa": True, "exact": Exact(num_merged=20), "key_bias": biases("heads")}
+    rows = [linattn.linear_partial(*tokens, None, backend=backend, **options) for backend in ("compiled", "blocked")]
+    torch.testing.assert_close(*rows, rtol=TOLERANCE, atol=TOLERANCE)
+    assert (rows[0].log_normalizer[1, 2:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_masked_tokens_are_inert(exact: Exact) -> None:
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.3
+    mask[0, :9], results = False, []
+    for filling in (0.0, torch.nan, torch.inf):
+        tokens = tuple(x.masked_fill(~mask[:, None, :, None], filling) for x in given())
+        results.append(everywhere(tokens, exact, key_mask=mask).masked_fill(~mask[:, None, :, None], 0))
+    assert all(torch.equal(x, results[0]) for x in results[1:])
+
+
+def test_nan_stays_in_its_head() -> None:
+    exact, (query, key, value) = Exact(16, num_merged=40), given()
+    clean = everywhere((query, key, value), exact)
+    key[0, 1, 150, 0] = torch.nan
+    query[1, 0, 90, 0] = torch.nan
+    found = everywhere((query, key, value), exact)
+    assert found[0, 1].isnan().any()
+    assert found[1, 0, 90].isnan().all()
+    assert torch.equal(found[0, 0], clean[0, 0])
+    assert torch.equal(found[1, 1], clean[1, 1])
+
+
+@pytest.mark.parametrize("exact", EVERYWHERE, ids=str)
+def test_outputs_lie_in_the_hull_of_the_values(exact: Exact) -> None:
+    query, key, value = given()
+    for scale in (0.7, 30.0):
+        out = everywhere((query, scale * key, value), exact)
+        slack = 30 * TOLERANCE * value.abs().max()
+        assert (out <= value.amax(2, keepdim=True) + slack).all()
+        assert (out >= value.amin(2, keepdim=True) - slack).all()
