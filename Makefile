@@ -11,7 +11,7 @@ FIRST_LOOK := --map "window 32 + merged 96" --map "merged 128" \
 .PHONY: demo test test-claims test-lm check fmt bench readme docs release clean
 
 # A page to read as soon as there can be one, best methods first; speed and claims are added to it meanwhile.
-demo: $(VENV)/demo.stamp
+demo: $(VENV)/demo.stamp $(VENV)/compiled.stamp
 	$(BIN)/linattn audit --draws 1 --features 256 $(FIRST_LOOK) --out report
 	@echo "Open report/index.html: speed and claims are added to it while you read."
 	$(BIN)/linattn bench --lengths 512,2048,8192 --repeats 3 --no-memory --out report
@@ -39,7 +39,7 @@ fmt: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix --quiet src tests benchmarks docs
 	$(BIN)/ruff format --quiet src tests benchmarks docs
 
-readme: $(VENV)/demo.stamp
+readme: $(VENV)/demo.stamp $(VENV)/compiled.stamp
 	$(BIN)/linattn audit --target 0.1 --out report/figures
 	$(BIN)/linattn reproduce --quick --out report/figures
 	$(BIN)/python docs/write_tables.py --take report/figures

@@ -103,6 +103,7 @@ def take_figures(report: Path) -> dict[str, Any]:
             "heads": header.num_layers * header.num_heads,
             "head_dim": header.head_dim,
             "value_dim": header.value_dim,
+            "compiled": header.versions["linattn-compiled"],
             "baselines": [
                 {"name": base.name, "error": base.error, "cosine": base.embedding_cosine} for base in summary.baselines
             ],
@@ -132,7 +133,7 @@ def audit_table(audit: dict[str, Any]) -> str:
     """Each method's error and costs beside both baselines."""
     rows = [
         f"`linattn audit` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
-        f"{audit['heads']} heads:",
+        f"{audit['heads']} heads, linattn-compiled {audit['compiled']}:",
         "",
         "| method | numbers per head | FLOPs per token | model's time / softmax's | relative output error | error over "
         "averaging's | cosine |",

@@ -15,7 +15,7 @@ def versions(*packages: str) -> dict[str, str]:
         packages: names as pip knows them.
 
     Returns:
-        Versions by name, "python" first; "not installed" for a source tree that never was.
+        Versions by name, "python" first; "not installed" where pip knows none.
 
     Example:
         >>> list(versions("torch"))

@@ -58,7 +58,7 @@ def test_rows_are_complete(audited, folder, family, causal):
     assert header.maps == list(LABELS)
     assert header.model == str(folder(family))
     assert header.num_rows == (24 if causal else 48)
-    assert set(header.versions) == {"python", "linattn", "torch", "transformers"}
+    assert set(header.versions) == {"python", "linattn", "linattn-compiled", "torch", "transformers"}
     wanted = {
         (label, width, draw)
         for label in LABELS

@@ -89,7 +89,7 @@ def test_the_header_counts_what_a_head_keeps(map_, is_causal, numbers):
 def test_the_header_records_the_circumstances():
     settings = replace(SMALL, map="centred(Taylor(order=1))", features=None, batch=3, seed=5, is_causal=True)
     header = Bench(settings, exact_limit=7.0).header
-    assert set(header.versions) == {"python", "torch", "linattn"}
+    assert set(header.versions) == {"python", "torch", "linattn", "linattn-compiled"}
     assert header.threads == torch.get_num_threads()
     assert (header.device, header.dtype, header.batch, header.num_heads, header.head_dim) == ("cpu", "float32", 3, 2, 8)
     assert (header.map, header.num_features, header.error_bound) == ("Centred(Taylor(order=1))", 9, None)

@@ -118,7 +118,7 @@ class Audit:
             watch.pass_by(f"Exact answers, layer {number + 1} of {len(calls)}")
             self._layers.append(LayerTruth(call, first=first, num_rows=_NUM_ROWS))
         self.header = Header(
-            versions=versions("linattn", "torch", "transformers"),
+            versions=versions("linattn", "linattn-compiled", "torch", "transformers"),
             model=loaded.name,
             architecture=type(loaded.model).__name__,
             is_causal=calls[0].is_causal,

@@ -44,7 +44,7 @@ class Bench:
         feature_map = settings.build_map()
         machine = processor()
         self.header = BenchHeader(
-            versions=versions("torch", "linattn"),
+            versions=versions("torch", "linattn", "linattn-compiled"),
             processor=machine,
             device=settings.device,
             device_name=torch.cuda.get_device_name() if settings.device == "cuda" else machine,
