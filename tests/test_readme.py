@@ -163,7 +163,7 @@ def test_the_figures_of_claims_are_of_the_experiments_there_are(writer):
 def test_figures_are_taken_from_a_report(writer, tmp_path, monkeypatch):
     """What is taken of a report's files comes back in the tables."""
     monkeypatch.setattr(writer, "SHOWN", (("Relu", None),))
-    header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0, 0.1, "c")
+    header = Header({"linattn-compiled": "1.2"}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0, 0.1, "c")
     head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
     models = [ModelRow(name, None, 0, 1.0, 1.0) for name in ("exact", "uniform", "planned")]
     plan = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 6, 20)
@@ -177,6 +177,7 @@ def test_figures_are_taken_from_a_report(writer, tmp_path, monkeypatch):
     CLAIMS.write(tmp_path / "claims.jsonl", run.header, run.records([]))
     taken = json.loads(json.dumps(writer.take_figures(tmp_path)))
     assert "| `Relu` | 6 | 20 | 1.5 × | 0.20 | 0.25 | 0.900 |" in writer.audit_table(taken["audit"])
+    assert "mean over 1 heads, linattn-compiled 1.2:" in writer.audit_table(taken["audit"])
     assert taken["audit"]["plan"].startswith("For a target of 0.1: Of 1 heads, 0 stay exact")
     assert f"| {Trial.CLAIM} | **holds** | the largest area is 25 | {Trial.SOURCE} | `first` |" in writer.claims_page(
         taken["claims"]
