@@ -163,7 +163,8 @@ def test_the_figures_of_claims_are_of_the_experiments_there_are(writer):
 def test_figures_are_taken_from_a_report(writer, tmp_path, monkeypatch):
     """What is taken of a report's files comes back in the tables."""
     monkeypatch.setattr(writer, "SHOWN", (("Relu", None),))
-    header = Header({"linattn-compiled": "1.2"}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0, 0.1, "c")
+    versions = {"linattn-compiled": "1.2"}
+    header = Header(versions, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0, 0.1, "c")
     head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
     models = [ModelRow(name, None, 0, 1.0, 1.0) for name in ("exact", "uniform", "planned")]
     plan = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 6, 20)
