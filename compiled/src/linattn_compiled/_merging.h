@@ -12,7 +12,7 @@
 #define TILE 6
 /* Queries whose weights are held at once, in a cache. */
 #define ROWS 64
-/* As in plain torch: masses below exp(-60) of the largest count as that, and coordinates are finite. */
+/* As in plain torch: masses below exp(-60) of the largest count as that, and no coordinate is larger. */
 #define FAINTEST -60.0f
 #define FARTHEST 1e15f
 
@@ -308,7 +308,7 @@ INSIDE void measure(Head *h, const float *points, const float *share, int64_t n,
     for (int64_t p = D; p < P; p++) factor[p] = worth;
 }
 
-/* Keys and values as points in the measure, in place; finite. */
+/* Keys and values as points in the measure, in place. */
 INSIDE void place_points(Head *h, float *points, int64_t n) {
     const int64_t P = h->head_dim + h->value_dim;
     const float *mean = h->coordinate, *factor = mean + 2 * P;
