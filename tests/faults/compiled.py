@@ -6,7 +6,7 @@ from faults.fault import Fault
 
 COMPILED, LAWS = "attention/backends/compiled.py", "tests/laws/test_compiled.py"
 CODE = "attention/compiled_code.py"
-MERGING, MERGING_LAWS = "attention/exact/compiled_merging.py", "tests/laws/test_compiled_merging.py"
+MERGING, MERGING_LAWS = "attention/exact/merged/compiled.py", "tests/laws/test_compiled_merging.py"
 EVERYWHERE_LAWS = "tests/laws/test_compiled_everywhere.py"
 
 FAULTS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
-FEW_BITS, LAWS = "attention/exact/few_bits.py", "tests/laws/test_few_bits.py"
-MEMORY = "attention/exact/memory.py"
+FEW_BITS, LAWS = "attention/exact/merged/few_bits.py", "tests/laws/test_few_bits.py"
+MEMORY = "attention/exact/merged/memory.py"
 
 FAULTS = (
     Fault("round down", FEW_BITS, ".round().clamp(0, most)", ".clamp(0, most)", LAWS),

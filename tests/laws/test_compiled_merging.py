@@ -14,7 +14,8 @@ import linattn
 from grid import relative_error
 from linattn import Exact
 from linattn.attention import compiled_code
-from linattn.attention.exact import MergedKeys, compiled_merging, merged_keys
+from linattn.attention.exact import MergedKeys
+from linattn.attention.exact.merged import causal, compiled
 from merged_rows import LENGTH, TOLERANCE, biases, everywhere, given, leaves, streamed
 
 pytest.importorskip("linattn_compiled")
@@ -179,7 +180,7 @@ def test_tokens_of_16_bits_lose_no_more_than_their_own_rounding(dtype: torch.dty
 def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, exact, before = given(), Exact(16, num_merged=40), torch.get_num_threads()
     alone = streamed(tokens, exact)[0], everywhere(tokens, exact)
-    monkeypatch.setattr(compiled_merging, "_MANY", 0)
+    monkeypatch.setattr(compiled, "_MANY", 0)
     torch.set_num_threads(threads)
     try:
         assert torch.equal(streamed(tokens, exact)[0], alone[0])
@@ -206,13 +207,13 @@ def test_a_state_is_not_written_to_and_may_lie_apart() -> None:
 
 def test_auto_takes_it_for_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    run = merged_keys.stream_in_compiled_code
+    run = causal.stream_in_compiled_code
 
     def counted(*call: object, **options: object) -> object:
         used.append(1)
         return run(*call, **options)
 
-    monkeypatch.setattr("linattn.attention.exact.merged_keys.stream_in_compiled_code", counted)
+    monkeypatch.setattr("linattn.attention.exact.merged.causal.stream_in_compiled_code", counted)
     tokens, exact = given(), Exact(16, num_merged=40)
     streamed(tokens, exact, "auto")
     assert len(used) == 1

@@ -13,7 +13,7 @@ import linattn
 from grid import qkv, relative_error
 from linattn import Exact
 from linattn.attention.exact import parse_exact
-from linattn.attention.exact.few_bits import Codes, coded_bytes, mixed
+from linattn.attention.exact.merged.few_bits import Codes, coded_bytes, mixed
 from linattn.planning.methods import parse_method
 
 LENGTH = 109

@@ -9,10 +9,11 @@ from torch import Tensor
 import linattn
 from grid import qkv, relative_error
 from linattn import Exact
-from linattn.attention.exact import merged_everywhere as everywhere
-from linattn.attention.exact import merged_window, partitioning
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging import ClusterMeans
+from linattn.attention.exact.merged import bidirectional as everywhere
+from linattn.attention.exact.merged import partitioning
+from linattn.attention.exact.merged import window as beside
+from linattn.attention.exact.merged.merging import ClusterMeans
 
 LENGTH = 61
 
@@ -98,7 +99,7 @@ def test_how_much_is_held_at_once_changes_nothing(exact: Exact, chunk: int, monk
     mask[1, 50:] = False
     found = []
     for held in (None, chunk):
-        for room in (everywhere, merged_window, partitioning) if held else ():
+        for room in (everywhere, beside, partitioning) if held else ():
             monkeypatch.setattr(room, "_CHUNK", held)
         leaves = [x.requires_grad_() for x in qkv(num_queries=LENGTH, num_keys=LENGTH)]
         out = attend(*leaves, exact, key_mask=mask)
@@ -132,7 +133,7 @@ def test_a_cluster_whose_members_are_all_near_is_left_out() -> None:
     share, means = members.sum(-1), [members.mT @ x for x in (key, value)]
     bias = torch.tensor([60.0, 0.0], dtype=torch.float64).expand(2, 2, -1)
     clusters, tokens = Tokens(*means, bias), Tokens(key, value, torch.zeros(2, 2, length, dtype=torch.float64))
-    found = merged_window.read_beside_neighbours(
+    found = beside.read_beside_neighbours(
         query.unsqueeze(2), tokens, clusters, number, share, window, 1.0, with_log=False
     ).out.squeeze(2)
     place = torch.arange(length) // window

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from grid import qkv, tokens
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging import reduced
-from linattn.attention.exact.partitioning import partition, seeds
-from linattn.attention.exact.query_sample import QuerySample, sample_size
+from linattn.attention.exact.merged.merging import reduced
+from linattn.attention.exact.merged.partitioning import partition, seeds
+from linattn.attention.exact.merged.query_sample import QuerySample, sample_size
 
 
 def weighted(num_keys: int = 40, absent: float = 0.2, num_queries: int = 50) -> tuple[Tokens, QuerySample]:

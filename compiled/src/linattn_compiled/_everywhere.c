@@ -1,8 +1,8 @@
 /* Merged keys with every key in view: what queries read, a head after the other.
 
    Letters: H key/value heads of all rows of a batch, G query heads of each, L queries, T tokens, w tokens of a window's
-   block, others as in _merging.h. The rule is that of linattn's plain torch (attention/exact/merged_everywhere.py,
-   merged_window.py). Memory is row by row. A head's result depends on no other head.
+   block, others as in _merging.h. The rule is that of linattn's plain torch (attention/exact/merged/bidirectional.py,
+   window.py). Memory is row by row. A head's result depends on no other head.
 */
 #include "_merging.h"
 

@@ -9,8 +9,8 @@ merged keys.
 from __future__ import annotations
 
 from linattn.attention import Exact
-from linattn.attention.exact.few_bits import coded_bytes, mixed_width
-from linattn.attention.exact.query_sample import sample_size
+from linattn.attention.exact.merged.few_bits import coded_bytes, mixed_width
+from linattn.attention.exact.merged.query_sample import sample_size
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.planning.methods import Method
 

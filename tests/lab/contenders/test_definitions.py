@@ -10,8 +10,8 @@ from torch.nn.functional import cosine_similarity, normalize
 from torch.utils import _pytree as pytree
 
 from linattn import Exact, linear_attention, linear_attention_with_state
-from linattn.attention.exact.few_bits import Codes
 from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.merged.few_bits import Codes
 from linattn.lab.contenders import at_budget
 from linattn.lab.contenders.attention_matching import AttentionMatching, compacted
 from linattn.lab.contenders.contender import Sizes

@@ -10,10 +10,10 @@ from linattn.attention.exact.bidirectional import attend_bidirectional as attend
 from linattn.attention.exact.causal import attend_causal as attend_causal
 from linattn.attention.exact.heavy import attend_to_all as attend_to_all
 from linattn.attention.exact.keys import ExactKeys as ExactKeys
-from linattn.attention.exact.merged_everywhere import attend_all_merging as attend_all_merging
-from linattn.attention.exact.merged_keys import MergedKeys as MergedKeys
-from linattn.attention.exact.merged_keys import Merging as Merging
-from linattn.attention.exact.merged_keys import attend_causal_merging as attend_causal_merging
+from linattn.attention.exact.merged.bidirectional import attend_all_merging as attend_all_merging
+from linattn.attention.exact.merged.causal import MergedKeys as MergedKeys
+from linattn.attention.exact.merged.causal import Merging as Merging
+from linattn.attention.exact.merged.causal import attend_causal_merging as attend_causal_merging
 from linattn.attention.exact.rule import Exact as Exact
 from linattn.attention.exact.rule import begins_exact as begins_exact
 from linattn.attention.exact.rule import check_exact as check_exact

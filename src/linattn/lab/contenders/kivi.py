@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from linattn.attention.exact.few_bits import GROUP, Codes, coded_bytes
 from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.merged.few_bits import GROUP, Codes, coded_bytes
 from linattn.attention.exact.weighted_reading import read
 from linattn.lab.contenders.contender import Contender, Sizes
 

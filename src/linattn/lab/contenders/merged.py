@@ -8,8 +8,8 @@ from typing import Self
 from torch import Tensor
 
 from linattn.attention import Exact, linear_attention
-from linattn.attention.exact.few_bits import coded_bytes
-from linattn.attention.exact.query_sample import sample_size
+from linattn.attention.exact.merged.few_bits import coded_bytes
+from linattn.attention.exact.merged.query_sample import sample_size
 from linattn.lab.contenders.contender import Contender, Sizes
 
 

@@ -6,10 +6,10 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from linattn.attention.exact.few_bits import CodedTokens, Frames
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging import reduced
-from linattn.attention.exact.query_sample import QuerySample
+from linattn.attention.exact.merged.few_bits import CodedTokens, Frames
+from linattn.attention.exact.merged.merging import reduced
+from linattn.attention.exact.merged.query_sample import QuerySample
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading, read
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.partitioning import partition, sums, weighted_sums
-from linattn.attention.exact.query_sample import QuerySample, SampleAttention
+from linattn.attention.exact.merged.partitioning import partition, sums, weighted_sums
+from linattn.attention.exact.merged.query_sample import QuerySample, SampleAttention
 
 
 def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.attention.exact.compiled_merging import is_compiled, stream_in_compiled_code
-from linattn.attention.exact.few_bits import CodedTokens, Codes, Frame, Frames
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.memory import Memory
-from linattn.attention.exact.merging_stream import Stream, stream_in_torch
-from linattn.attention.exact.query_sample import QuerySample
+from linattn.attention.exact.merged.compiled import is_compiled, stream_in_compiled_code
+from linattn.attention.exact.merged.few_bits import CodedTokens, Codes, Frame, Frames
+from linattn.attention.exact.merged.memory import Memory
+from linattn.attention.exact.merged.query_sample import QuerySample
+from linattn.attention.exact.merged.stream import Stream, stream_in_torch
 from linattn.attention.exact.rule import Exact, parse_exact
 from linattn.attention.exact.weighted_reading import Reading
 from linattn.attention.softmax import inert

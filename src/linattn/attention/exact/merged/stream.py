@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.exact.few_bits import CodedTokens
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.memory import Memory
-from linattn.attention.exact.query_sample import QuerySample
+from linattn.attention.exact.merged.few_bits import CodedTokens
+from linattn.attention.exact.merged.memory import Memory
+from linattn.attention.exact.merged.query_sample import QuerySample
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading, read
 

@@ -1,7 +1,7 @@
 """Merged keys in compiled code on a CPU, from the wheel linattn-compiled.
 
-In float32 and without gradients: the rule, the rows and what a stream keeps are those of plain torch (`merging_stream`,
-`merged_everywhere`). Letters as in exact/__init__.py.
+In float32 and without gradients: the rule, the rows and what a stream keeps are those of plain torch (`stream`,
+`bidirectional`). Letters as in exact/__init__.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from linattn.attention.backends.blocked.fold import is_followed
 from linattn.attention.compiled_code import objections_to
 from linattn.attention.exact.keys import Tokens
-from linattn.attention.exact.merging_stream import Ended, Stream
-from linattn.attention.exact.query_sample import QuerySample, sample_size, sampled_places
+from linattn.attention.exact.merged.query_sample import QuerySample, sample_size, sampled_places
+from linattn.attention.exact.merged.stream import Ended, Stream
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading
 
@@ -53,7 +53,7 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, bi
 
 
 def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> Ended:
-    """`merging_stream.stream_in_torch`."""
+    """`stream.stream_in_torch`."""
     # Imported here, and below: a wheel of its own, which most do not have.
     from linattn_compiled import merge_stream
 
@@ -86,7 +86,7 @@ def everywhere_in_compiled_code(
     *,
     with_log: bool,
 ) -> Reading:
-    """Rows over all keys, as `merged_everywhere.attend_all_merging` has them from the sample on."""
+    """Rows over all keys, as `bidirectional.attend_all_merging` has them from the sample on."""
     from linattn_compiled import merge_everywhere
 
     num_seeds, num_rounds, values = seeds

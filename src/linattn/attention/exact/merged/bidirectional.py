@@ -2,7 +2,7 @@
 
 All keys of the call are put into C clusters, by what a sample of the queries attends to. With a window each block of
 queries reads those clusters without what the keys of its own block and of both neighbours have in them, and these
-keys as they are (`merged_window`).
+keys as they are (`window`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention.exact.compiled_merging import everywhere_in_compiled_code, is_compiled
 from linattn.attention.exact.keys import Tokens, picked
-from linattn.attention.exact.merged_window import read_beside_neighbours
-from linattn.attention.exact.merging import Metric, cluster_means
-from linattn.attention.exact.partitioning import partition, seeds
-from linattn.attention.exact.query_sample import QuerySample
+from linattn.attention.exact.merged.compiled import everywhere_in_compiled_code, is_compiled
+from linattn.attention.exact.merged.merging import Metric, cluster_means
+from linattn.attention.exact.merged.partitioning import partition, seeds
+from linattn.attention.exact.merged.query_sample import QuerySample
+from linattn.attention.exact.merged.window import read_beside_neighbours
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading, read
 from linattn.attention.softmax import inert
