@@ -1,7 +1,8 @@
 """The tables of what a bounded cache costs a language model, from docs/memory.json and docs/memory_long.json.
 
 `docs/write_tables.py --take-memory REPORT …` takes the first from the memory.jsonl of `linattn audit MODEL --budget …`,
-and of audits that differ in budgets and contenders alone; `--take-long-memory` the second, of longer passages.
+and of audits that differ in budgets and contenders alone; `--add-memory` adds such audits' lines to what there is, and
+`--take-long-memory` takes the second, of longer passages.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ _RECALL = ("repeated passages", _NEEDLES, "multi-query recall")
 _MERGED, _AS_THEY_ARE = "merged keys", "merged keys, "
 
 
-def take_memory(reports: Sequence[Path], file: Path) -> None:
-    """Keep one line per contender and budget, of the first report that has it, and the circumstances."""
+def take_memory(reports: Sequence[Path], file: Path, *, beside: bool = False) -> None:
+    """Keep one line per contender and budget, of the first report that has it, and the circumstances.
+
+    With `beside` the lines that the file has come first.
+    """
     summaries = [summarise_memory(report / "memory.jsonl") for report in reports]
     header, *others = (summary.header for summary in summaries)
     if not all(header.measures_as(other) for other in others):
@@ -36,8 +40,11 @@ def take_memory(reports: Sequence[Path], file: Path) -> None:
         name: getattr(header, name)
         for name in ("model", "layers", "head_dim", "number_bytes", "num_tokens", "num_measured", "text", "versions")
     }
+    former, earlier = _taken(file) if beside else (circumstances, [])
+    if former != json.loads(json.dumps(circumstances)):
+        sys.exit(f"{file.name} is of {former}, and these reports are of {circumstances}; take all of them anew")
     lines: dict[tuple[int, str], MemoryLine] = {}
-    for line in (line for summary in summaries for line in summary.lines if line.passages):
+    for line in (*earlier, *(line for summary in summaries for line in summary.lines if line.passages)):
         lines.setdefault((line.budget, line.contender), line)
     kept = [dataclasses.asdict(line) for line in sorted(lines.values(), key=lambda line: line.budget)]
     with atomic_file(file) as target:

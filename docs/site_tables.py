@@ -175,7 +175,7 @@ _HONEST_CLAIMS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
             f"times faster than the exact cache, Gemma 3 270M in the bytes of 128 keys a layer, 32,768 tokens, {texts}",
             lambda row: verdict(row),
         )
-        for texts in ("one text", "4 texts at once", "8 texts at once")
+        for texts in ("one text", "one text in bfloat16", "4 texts at once", "8 texts at once")
     ),
     (
         "times smaller than the same Llama's cache with softmax, after 65,536 tokens",

@@ -1,15 +1,15 @@
 """Write the figures of README.md and of the site: tables between markers, docs/claims.md, docs/cli.md,
 docs/report_json.md, docs/explorer_frame.html and drawings.
 
-    python docs/write_tables.py [--take REPORT | --take-memory REPORT … | --take-long-memory REPORT …]
+    python docs/write_tables.py [--take REPORT | --{take,add,take-long}-memory REPORT …]
 
 A line <!-- NAME --> and one <!-- end --> in README.md or any page of docs/ enclose the table of that name.
 
 From docs/figures.json, docs/explorer.json, benchmarks/results.jsonl (make bench) and benchmarks/language_models.jsonl
 (benchmarks/language_models_at_equal_time.py). --take first takes docs/figures.json and docs/explorer.json from
 audit.jsonl and claims.jsonl of a folder (`make readme` measures them), which are too large to be kept. --take-memory
-takes docs/memory.json from memory.jsonl of folders, of `linattn audit MODEL --budget …`, and --take-long-memory
-docs/memory_long.json.
+takes docs/memory.json from memory.jsonl of folders, of `linattn audit MODEL --budget …`, --add-memory adds lines of
+others to it, and --take-long-memory takes docs/memory_long.json.
 """
 
 from __future__ import annotations
@@ -375,12 +375,14 @@ def main() -> None:
                 file.write("\n")
         case ["--take-memory", _, *_]:
             take_memory([Path(report) for report in sys.argv[2:]], MEMORY)
+        case ["--add-memory", _, *_]:
+            take_memory([Path(report) for report in sys.argv[2:]], MEMORY, beside=True)
         case ["--take-long-memory", _, *_]:
             take_memory([Path(report) for report in sys.argv[2:]], LONG)
         case others:
             sys.exit(
-                "write_tables.py knows --take REPORT, --take-memory REPORT … and --take-long-memory REPORT …, got "
-                f"{' '.join(others)}"
+                "write_tables.py knows --take REPORT, --take-memory REPORT …, --add-memory REPORT … and "
+                f"--take-long-memory REPORT …, got {' '.join(others)}"
             )
     for path, content in written().items():
         with atomic_file(path) as file:

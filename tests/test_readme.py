@@ -120,6 +120,11 @@ def test_reports_of_one_audit_are_taken_together_and_of_two_refused(writer, tmp_
     assert [(one["budget"], one["contender"], one["kl"]) for one in kept] == [(128, "TOVA", 0.2), (512, "H2O", 0.1)]
     with pytest.raises(SystemExit, match="differ in more than budgets and contenders"):
         memory_tables.take_memory([first, third], tmp_path / "memory.json")
+    memory_tables.take_memory([first], tmp_path / "added.json")
+    memory_tables.take_memory([second], tmp_path / "added.json", beside=True)
+    assert json.loads((tmp_path / "added.json").read_text(encoding="utf-8"))["lines"] == kept
+    with pytest.raises(SystemExit, match="take all of them anew"):
+        memory_tables.take_memory([third], tmp_path / "added.json", beside=True)
 
 
 def test_a_place_without_a_table_and_a_table_without_a_place(writer, monkeypatch, tmp_path):
