@@ -27,7 +27,8 @@ FAULTS = (
         MERGING_LAWS,
     ),
     Fault("keep codes as numbers", MERGING, "if bits is not None:", "if False:", MERGING_LAWS),
-    Fault("take every token alone", MERGING, 'backend == "auto" and query.shape[3] < _FEWEST', "False", MERGING_LAWS),
+    Fault("take every token alone", MERGING, "query.shape[3] >= _FEWEST and", "", MERGING_LAWS),
+    Fault("take few heads from many threads", MERGING, "shape[:2].numel() >= threads", "ndim >= 0", MERGING_LAWS),
     Fault("leave the last heads out", MERGING, "number * i // threads", "number // threads * i", MERGING_LAWS),
     Fault(
         "count what leaves the window twice",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -205,7 +206,17 @@ def test_a_state_is_not_written_to_and_may_lie_apart() -> None:
     assert all(torch.equal(x, y) for x, y in zip(leaves(kept), copies, strict=True))
 
 
+@pytest.fixture
+def _eight_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_eight_threads")
 def test_auto_takes_it_for_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for no fewer heads than half of the threads: four here."""
     used = []
     run = causal.stream_in_compiled_code
 
@@ -222,6 +233,9 @@ def test_auto_takes_it_for_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) ->
     streamed(tuple(x.double() for x in tokens), exact, "auto")
     streamed(tuple(x.clone().requires_grad_() for x in tokens), exact, "auto")
     streamed(tokens, Exact(16, num_merged=40, bits=4), "auto")
+    torch.set_num_threads(9)
+    streamed(tokens, exact, "auto")
+    torch.set_num_threads(8)
     with FlopCounterMode(display=False) as counts:
         streamed(tokens, exact, "auto")
     assert counts.get_total_flops() > 0

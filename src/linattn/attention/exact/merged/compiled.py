@@ -23,6 +23,8 @@ from linattn.attention.exact.weighted_reading import Reading
 
 # Queries of a call from which it is the faster: of fewer, a stream's memory is copied more often than it is read.
 _FEWEST = 64
+# Threads of torch that one of it is as fast as, about: half of the time with two of each.
+_IN_ONE = 2
 # Multiplications from which a second thread is worth its start.
 _MANY = 2**22
 
@@ -40,7 +42,7 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, bi
     Raises:
         ValueError: it was asked for by name and cannot; every reason is listed.
     """
-    if backend == "blocked" or (backend == "auto" and query.shape[3] < _FEWEST):
+    if backend == "blocked" or (backend == "auto" and not _is_faster(query)):
         return False
     reasons = objections_to((query, *tokens[:2]), is_followed=is_followed(query, *tokens, *others))
     if bits is not None:
@@ -50,6 +52,17 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, bi
     if backend == "compiled" and reasons:
         raise ValueError(f'backend="compiled" cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')
     return not reasons
+
+
+def _is_faster(query: Tensor) -> bool:
+    """Whether it is likely to be: it runs a head in one thread, where torch deals out each product to all.
+
+    Graphs ask no sizes: they would be compiled anew for others.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    threads = torch.get_num_threads() if query.is_cpu else 0
+    return query.shape[3] >= _FEWEST and _IN_ONE * query.shape[:2].numel() >= threads
 
 
 def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> Ended:
