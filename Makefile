@@ -74,9 +74,9 @@ $(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[docs]'
 	touch $@
 
-# The compiled step, where there is a C compiler.
+# Compiled code, where there is a C compiler.
 $(VENV)/compiled.stamp: $(VENV)/torch.stamp compiled/pyproject.toml compiled/setup.py $(wildcard compiled/src/linattn_compiled/*)
-	@if command -v cc >/dev/null; then $(PIP) ./compiled; else echo "No C compiler: tests of the compiled step are skipped"; fi
+	@if command -v cc >/dev/null; then $(PIP) ./compiled; else echo "No C compiler: compiled code and its tests are left out"; fi
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp

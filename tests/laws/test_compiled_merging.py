@@ -114,6 +114,17 @@ def test_nan_stays_in_its_head_and_after_it() -> None:
     assert torch.equal(found[1, 1], clean[1, 1])
 
 
+def test_an_infinite_value_takes_no_key_its_weight() -> None:
+    """However far it is from all others: no distance is a NaN, which would be nobody's least."""
+    query, key, value = given()
+    value[0, 1, 150, 0] = torch.inf
+    options = {"is_causal": True, "exact": Exact(16, num_merged=40)}
+    tokens = query, key, value
+    ours, theirs = (linattn.linear_partial(*tokens, None, backend=name, **options) for name in ("compiled", "blocked"))
+    torch.testing.assert_close(ours.log_normalizer, theirs.log_normalizer, rtol=TOLERANCE, atol=TOLERANCE)
+    assert ours.out[..., 1:].isfinite().all()
+
+
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 3e4])
 def test_short_and_long_tokens_keep_their_digits(scale: float) -> None:
     """In float64 plain torch merges the same keys: an error of theirs is one of rounding, of logits in their size."""

@@ -1,4 +1,4 @@
-"""Compiled steps of linattn, for its backend "compiled"; addresses of float32 memory go in, nothing is checked here."""
+"""Compiled code of linattn, for its backend "compiled"; addresses of float32 memory go in, nothing is checked here."""
 
 from linattn_compiled._everywhere import merge_everywhere as merge_everywhere
 from linattn_compiled._merging import merge_stream as merge_stream

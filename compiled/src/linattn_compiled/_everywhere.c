@@ -95,7 +95,7 @@ INSIDE int64_t find_seeds(Head *h, const Everywhere *a, More *more, const Tokens
 
 /* h->number: of each key the cluster whose centre is the nearest, -1 for absent ones. */
 INSIDE void assign(Head *h, const Everywhere *a, More *more, const Tokens *x) {
-    const int64_t D = h->head_dim, Dv = h->value_dim, P = D + Dv, C = a->num_merged, room = whole(C);
+    const int64_t D = h->head_dim, Dv = h->value_dim, P = D + Dv, C = a->num_merged;
     const float *mean = h->coordinate, *factor = mean + 2 * P;
     /* The nearest has the largest x·c - |c|²/2, in the measure and around its mean. */
     for (int64_t c = 0; c < C; c++) {
@@ -107,38 +107,21 @@ INSIDE void assign(Head *h, const Everywhere *a, More *more, const Tokens *x) {
         }
         more->near[c] = h->size[c] == 0.0f ? -INFINITY : near;
     }
-    for (int64_t c = C; c < room; c++) {
-        more->near[c] = -INFINITY;
-        for (int64_t p = 0; p < P; p++) more->centre[c / PLACES * P * PLACES + p * PLACES + c % PLACES] = 0.0f;
-    }
     for (int64_t start = 0; start < x->count; start += TILE) {
         const int64_t rows = least(TILE, x->count - start);
-        Lanes best[TILE];
-        Places from[TILE];
-        for (int64_t r = 0; r < TILE; r++)
-            for (int64_t j = 0; j < PLACES; j++) best[r][j] = -INFINITY, from[r][j] = 0;
-        for (int64_t first = 0; first < room; first += PLACES) {
+        Least found[TILE];
+        for (int64_t r = 0; r < TILE; r++) found[r] = none_yet();
+        for (int64_t first = 0; first < C; first += PLACES) {
             Lanes sums[TILE];
             for (int64_t r = 0; r < TILE; r++) sums[r] = *(const Lanes *)(more->near + first);
             const float *panel = more->centre + first * P;
             add_tile(x->key + start * D, D, rows, panel, PLACES, D, sums);
             add_tile(x->value + start * Dv, Dv, rows, panel + D * PLACES, PLACES, Dv, sums);
-            Places number;
-            for (int64_t j = 0; j < PLACES; j++) number[j] = (int32_t)(first + j);
-            for (int64_t r = 0; r < rows; r++) {
-                const Places nearer = sums[r] > best[r];
-                best[r] = (Lanes)((nearer & (Places)sums[r]) | (~nearer & (Places)best[r]));
-                from[r] = (nearer & number) | (~nearer & from[r]);
-            }
+            for (int64_t r = 0; r < rows; r++) keep_least(found + r, -sums[r], first, C);
         }
         for (int64_t r = 0; r < rows; r++) {
-            float found = -INFINITY;
-            int32_t place = 0;
-            for (int64_t j = 0; j < PLACES; j++)
-                if (best[r][j] > found || (best[r][j] == found && from[r][j] < place)) {
-                    found = best[r][j];
-                    place = from[r][j];
-                }
+            int32_t place;
+            least_of(found + r, &place);
             h->number[start + r] = h->mass[start + r] == -INFINITY ? -1 : place;
         }
     }

@@ -12,7 +12,7 @@
 #define TILE 6
 /* Queries whose weights are held at once, in a cache. */
 #define ROWS 64
-/* As in plain torch: masses below exp(-60) of the largest count as that, and no coordinate is larger. */
+/* As in plain torch: masses below exp(-60) of the largest count as that, and coordinates are finite and no larger. */
 #define FAINTEST -60.0f
 #define FARTHEST 1e15f
 
@@ -317,42 +317,58 @@ INSIDE void place_points(Head *h, float *points, int64_t n) {
             float at = (points[j * P + p] - mean[p]) * factor[p];
             at = at > FARTHEST ? FARTHEST : at;
             at = at < -FARTHEST ? -FARTHEST : at;
-            points[j * P + p] = at;
+            points[j * P + p] = at == at ? at : FARTHEST;
         }
+}
+
+/* The least of numbers so far, in each place, and which it is of: all of them greater than any at first. */
+typedef struct {
+    Lanes least;
+    Places number;
+} Least;
+
+INSIDE Least none_yet(void) {
+    Least found;
+    for (int64_t j = 0; j < PLACES; j++) found.least[j] = INFINITY, found.number[j] = 0;
+    return found;
+}
+
+/* With those of consecutive numbers from `first` on, below `stop`. */
+INSIDE void keep_least(Least *found, Lanes x, int64_t first, int64_t stop) {
+    Places number;
+    for (int64_t j = 0; j < PLACES; j++) number[j] = (int32_t)(first + j);
+    const Places less = (x < found->least) & (number < (int32_t)stop);
+    found->least = (Lanes)((less & (Places)x) | (~less & (Places)found->least));
+    found->number = (less & number) | (~less & found->number);
+}
+
+/* The least of all places, and its number in `number`: the first of equal ones. */
+INSIDE float least_of(const Least *found, int32_t *number) {
+    float least = INFINITY;
+    *number = 0;
+    for (int64_t j = 0; j < PLACES; j++)
+        if (found->least[j] < least || (found->least[j] == least && found->number[j] < *number)) {
+            least = found->least[j];
+            *number = found->number[j];
+        }
+    return least;
 }
 
 /* The least square of a distance to a point before it, and that point's place; points by their masses. */
 INSIDE void find_nearest(Head *h, int64_t n, int64_t P) {
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t rows = least(TILE, n - start), last = start + rows - 1;
-        Lanes best[TILE];
-        Places from[TILE];
-        for (int64_t r = 0; r < TILE; r++)
-            for (int64_t j = 0; j < PLACES; j++) best[r][j] = INFINITY, from[r][j] = 0;
+        Least found[TILE];
+        for (int64_t r = 0; r < TILE; r++) found[r] = none_yet();
         for (int64_t first = 0; first < last; first += PLACES) {
             Lanes sums[TILE] = {0};
             add_tile(h->sorted_point + start * P, P, rows, h->point_panels + first * P, PLACES, P, sums);
             const Lanes square = *(const Lanes *)(h->square + first);
-            Places number;
-            for (int64_t j = 0; j < PLACES; j++) number[j] = (int32_t)(first + j);
-            for (int64_t r = 0; r < rows; r++) {
-                const Lanes distance = square - 2.0f * sums[r];
-                const Places nearer = (distance < best[r]) & (number < (int32_t)(start + r));
-                best[r] = (Lanes)((nearer & (Places)distance) | (~nearer & (Places)best[r]));
-                from[r] = (nearer & number) | (~nearer & from[r]);
-            }
+            for (int64_t r = 0; r < rows; r++) keep_least(found + r, square - 2.0f * sums[r], first, start + r);
         }
         for (int64_t r = 0; r < rows; r++) {
-            float found = INFINITY;
-            int32_t place = 0;
-            for (int64_t j = 0; j < PLACES; j++)
-                if (best[r][j] < found || (best[r][j] == found && from[r][j] < place)) {
-                    found = best[r][j];
-                    place = from[r][j];
-                }
-            found += h->square[start + r];
-            h->cost[start + r] = found < 0.0f ? 0.0f : found;
-            h->nearest[start + r] = place;
+            const float distance = least_of(found + r, h->nearest + start + r) + h->square[start + r];
+            h->cost[start + r] = distance < 0.0f ? 0.0f : distance;
         }
     }
 }
@@ -371,7 +387,6 @@ INSIDE int32_t merge_round(Head *h, int64_t n, int64_t joining) {
         h->sorted[i] = h->weight[h->order[i]];
     }
     fill_panels(h->sorted_point, P, n, P, 0, h->point_panels);
-    for (int64_t i = n; i < whole(n); i++) h->square[i] = INFINITY;
     find_nearest(h, n, P);
     for (int64_t i = 0; i < n; i++) {
         const float m = h->sorted[i], other = h->sorted[h->nearest[i]];
