@@ -44,6 +44,7 @@ class Search:
         from lunr.stop_word_filter import stop_word_filter
 
         found: dict[str, Any] = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+        between = found["config"]["separator"]
         self.docs = {doc["location"]: doc for doc in found["docs"]}
         builder = Builder()
         builder.ref("location")
@@ -52,9 +53,11 @@ class Search:
         Pipeline.registered_functions.setdefault("stopWordFilter", stop_word_filter)
         builder.pipeline.add(stop_word_filter)
         for doc in found["docs"]:
-            words = {"text": re.sub(r"<[^>]+>", " ", doc["text"]), "tags": " ".join(doc.get("tags", []))}
-            builder.add({**doc, **words}, {"boost": doc.get("boost", 1)})
+            texts = {"title": doc["title"], "text": doc["text"], "tags": " ".join(doc.get("tags", []))}
+            words = {name: re.sub(between, " ", re.sub(r"<[^>]+>", " ", text)) for name, text in texts.items()}
+            builder.add({"location": doc["location"], **words}, {"boost": doc.get("boost", 1)})
         self.index = builder.build()
+        self.words = list(self.index.inverted_index)
 
     def hits(self, question: str) -> list[str]:
         """Addresses, the best first."""

@@ -72,3 +72,9 @@ def test_a_newcomer_finds_the_answer_among_the_first_three_hits(search: Search, 
     assert set(QUESTIONS[question].split("|")) & set(found), f"found {found}"
     for answer in QUESTIONS[question].split("|"):
         assert answer in search.docs
+
+
+def test_no_word_of_the_search_has_a_digit(search: Search) -> None:
+    """The pages' script mixes up nodes of its tree of words whose edges are digits: it fails on words that are none."""
+    assert len(search.words) > 1000
+    assert [word for word in search.words if re.search(r"\d", word)] == []

@@ -73,3 +73,14 @@ def test_the_search_box_finds_the_answers(visit):
                 break
             page.wait_for_timeout(100)
         assert found, f"{question}: {hits(page)}"
+
+
+def test_the_search_box_takes_figures_and_code(visit):
+    """Its console stays empty after each key; digits are left out."""
+    page = visit("index.html")
+    for words in ["num_heavy=64", "13.10", "0.012", "float16"]:
+        page.locator(".md-search__input").fill("")
+        page.locator(".md-search__input").click()
+        page.keyboard.type(words, delay=20)
+        page.wait_for_timeout(300)
+    page.locator(".md-search-result__link").first.wait_for()
