@@ -112,7 +112,7 @@ def main() -> None:
     whole = cache_bytes(beside)
     runs = {str(length): step(bounded, caches[length]) for length in LENGTHS} | {"exact": step(exact, beside)}
     took = seconds(runs, repeats=REPEATS)
-    about = {"budget": BUDGET, "method": limit.exact.label, "windows_bytes": windows, "wrong_tokens": wrong}
+    about = {"budget": BUDGET, "method": limit.label, "windows_bytes": windows, "wrong_tokens": wrong}
     first, last = LENGTHS[0], LENGTHS[-1]
     record(
         f"bytes of the global layers at {last:,} tokens over {first:,}",

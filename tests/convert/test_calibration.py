@@ -20,7 +20,8 @@ def layers_of(model, layers=None):
 
 
 def maps_for(model, batch, written, layers, num_features=None):
-    return build_maps(parse_method(written), layers, record(model, batch), num_features=num_features, seed=3)
+    methods = [parse_method(written)] * len(layers)
+    return build_maps(methods, layers, record(model, batch), num_features=num_features, seed=3)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])

@@ -32,7 +32,7 @@ def learning(build, padded, clock):
         method = parse_method(written)
         layers = linearize_(student, feature_map="Exponential").replaced
         restore_(student)
-        maps = build_maps(method, layers, record(teacher, batches[0]), num_features=None, seed=0)
+        maps = build_maps([method] * len(layers), layers, record(teacher, batches[0]), num_features=None, seed=0)
         following = iter(maps)
         linearize_(student, feature_map=lambda _: next(following))
         return teacher, student, maps, layers, from_batches(batches, seed=0)

@@ -88,7 +88,7 @@ FAULTS = (
     Fault(
         "begin the conversion of a LinearLM that cannot be saved",
         "convert/conversion.py",
-        "        check_twin(model, method)",
+        "        check_twin(model, methods)",
         "        pass",
         f"{CONVERT}::test_refusals_leave_nothing",
     ),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from linattn import Exact
+from linattn.attention.exact import parse_exact
 from linattn.convert import ConvertConfig, convert_
 from linattn.hf import LayerAttention, StateCache, from_pretrained, linearize_, restore_, save_pretrained
 from linattn.planning import HeadPlan, Plan
+from linattn.planning.no_map import NoMap
 from model_inputs import LANGUAGE_HEADS, OPTIONS, batch
 
 IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(5))
@@ -66,11 +69,34 @@ def test_merged_keys_are_saved_and_loaded(build, tmp_path, label):
     assert torch.equal(outputs(again, input_ids=IDS), outputs(model, input_ids=IDS))
 
 
+def test_every_layer_by_its_own_written_form(build, tmp_path):
+    """Each as if it were that of all; the folder and the cache keep both."""
+    labels = ["window 2 + merged 3", "window 4 + merged 2 in 8 bits"]
+    model = build("llama", head=LANGUAGE_HEADS["llama"])
+    report = linearize_(model, feature_map=labels)
+    assert [layer.feature_map for layer in report.layers] == labels
+    attentions = [layer.self_attn.linear_attention for layer in model.model.layers]
+    assert [attention.summary for attention in attentions] == labels
+    found = outputs(model, input_ids=IDS, use_cache=False)
+    save_pretrained(model, tmp_path)
+    again = from_pretrained(tmp_path)
+    assert torch.equal(outputs(again, input_ids=IDS, use_cache=False), found)
+    cache = StateCache(again)
+    steps = [outputs(again, input_ids=IDS[:, t : t + 1], past_key_values=cache) for t in range(11)]
+    torch.testing.assert_close(torch.cat(steps, 1), found, rtol=2e-4, atol=2e-4)
+    restore_(model)
+    linearize_(model, feature_map=lambda head_dim: NoMap(head_dim), exact=[parse_exact(label) for label in labels])
+    assert torch.equal(outputs(model, input_ids=IDS, use_cache=False), found)
+
+
 def test_what_merged_keys_have_not_is_refused(build):
     for options, words in (
         ({"feature_map": ENOUGH, "num_features": 8}, "has no map, got num_features=8"),
         ({"feature_map": ENOUGH, "calibrate": [IDS]}, "nothing to calibrate: window 2 [+] merged 16 takes no"),
         ({"feature_map": "merged 4"}, "give window too"),
+        ({"feature_map": [ENOUGH]}, "got 1 written forms for the 2 layers to be replaced; give one for each, in order"),
+        ({"feature_map": NoMap, "exact": [Exact(2, num_merged=3)]}, "got 1 exact parts for the 2 layers"),
+        ({"feature_map": [ENOUGH] * 2, "exact": Exact(2)}, "is a written form, whose exact part is written too"),
         ({"feature_map": "window 2 + merged 4 in 3 bits"}, "bits must be 2, 4, 8 or None, got 3"),
         ({"feature_map": "Expansion + window 2 + merged 4"}, "leave the map out, as in 'window 2 [+] merged 4'"),
     ):
@@ -102,3 +128,15 @@ def test_a_conversion_takes_merged_keys(build):
     assert found.method == "merged 16"
     assert [stage.name for stage in found.stages] == ["uniform", "unconverted"]
     assert all(layer.error < 1e-5 for layer in found.result.layers)
+
+
+def test_a_conversion_takes_a_method_for_each_layer(build):
+    batches = [{"input_ids": IDS[:1]} for _ in range(16)]
+    model, labels = build("bert").double(), ("merged 16", "merged 2")
+    found = convert_(model, batches, ConvertConfig(labels, minutes=0))
+    assert found.method == "merged 16; merged 2"
+    assert [layer.feature_map for layer in found.linearization.layers] == list(labels)
+    first, second = found.result.layers
+    assert first.error < 1e-5 < second.error
+    with pytest.raises(ValueError, match="got 3 methods for the 2 layers to be converted; give one for each, in order"):
+        convert_(build("bert").double(), batches, ConvertConfig((*labels, "merged 4"), minutes=0))

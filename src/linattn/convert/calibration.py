@@ -5,7 +5,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,19 +37,19 @@ def record(model: PreTrainedModel, batch: Batch) -> dict[str, AttentionCall]:
 
 
 def build_maps(
-    method: Method,
-    layers: Iterable[LayerReport],
+    methods: Sequence[Method],
+    layers: Sequence[LayerReport],
     calls: dict[str, AttentionCall],
     *,
     num_features: int | None,
     seed: int,
 ) -> list[FeatureMap]:
-    """A map for every layer, on its call's device, with trainable weights where it has any; not yet fitted.
+    """Every layer's map by its method, on its call's device, with trainable weights where it has any; not yet fitted.
 
     Layer n's map is drawn from seed + n; draws and weights are separate for each key/value head where the map has such.
     """
     found = []
-    for layer in layers:
+    for method, layer in zip(methods, layers, strict=True):
         call = calls[layer.module_name]
         width, heads = call.query.shape[-1], call.key.shape[1]
         feature_map = method.build(

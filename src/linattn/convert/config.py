@@ -15,7 +15,8 @@ class ConvertConfig:
 
     Attributes:
         feature_map: the method in its written form, as "Expansion(num_centres=64)", "LearnedExponential" or
-            "FavorPlus + window 32 + heavy 64", for all heads; None for `DEFAULT_MAP`, or for a target error.
+            "FavorPlus + window 32 + heavy 64", for all heads, or one for each converted layer, in order; None for
+            `DEFAULT_MAP`, or for a target error.
         target_error: relative error of a head's attention, > 0, to be met by a method for each head (`linattn.plan`);
             heads stay exact where none meets it, or where exact attention takes fewer operations at the length of the
             longest calibration text. None for one method.
@@ -50,7 +51,7 @@ class ConvertConfig:
         ValueError: minutes must be a finite number of 0 or more, got -1
     """
 
-    feature_map: str | None = None
+    feature_map: str | tuple[str, ...] | None = None
     target_error: float | None = None
     num_features: int | None = None
     layers: tuple[int, ...] | None = None

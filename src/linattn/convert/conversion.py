@@ -87,23 +87,22 @@ def convert_(
     Source: Kasai et al. 2021 (arXiv 2103.13076) for swapping and training on; Zhang et al. 2024 (arXiv 2402.04347) for
         attention transfer.
     """
-    # None where a method for each head is to be planned.
-    method = None if config.target_error is not None else parse_method(config.feature_map or DEFAULT_MAP)
+    methods = _methods(config)
     _check(model, config)
     if isinstance(model, LinearLMForCausalLM):
-        check_twin(model, method)
+        check_twin(model, methods)
     samples = _samples(model, tokenizer_or_batches, config)
     # The first process writes for all.
     work = work if Processes.of_this_run().is_first else None
     with alone_in(work):
         folder = (
-            None if work is None else WorkFolder(work, _identity(model, method, config, samples), kind="conversion")
+            None if work is None else WorkFolder(work, _identity(model, methods, config, samples), kind="conversion")
         )
         modes = [(module, module.training) for module in model.modules()]
         model.train(False)
         teacher = copy.deepcopy(model).requires_grad_(False)
         told = notify or (lambda *_: None), measured or in_silence
-        course = Course(model, teacher, method, config, samples, folder, *told)
+        course = Course(model, teacher, methods, config, samples, folder, *told)
         try:
             return course.go()
         except BaseException:
@@ -111,6 +110,14 @@ def convert_(
             for module, training in modes:
                 module.training = training
             raise
+
+
+def _methods(config: ConvertConfig) -> tuple[Method, ...]:
+    """The method of all layers, or of each; none where one is to be planned for each head."""
+    if config.target_error is not None:
+        return ()
+    written = config.feature_map or DEFAULT_MAP
+    return tuple(map(parse_method, (written,) if isinstance(written, str) else written))
 
 
 def _check(model: PreTrainedModel, config: ConvertConfig) -> None:
@@ -158,12 +165,14 @@ def _samples(
     return from_batches(batches, seed=config.seed)
 
 
-def _identity(model: PreTrainedModel, method: Method | None, config: ConvertConfig, samples: Samples) -> dict[str, Any]:
+def _identity(
+    model: PreTrainedModel, methods: tuple[Method, ...], config: ConvertConfig, samples: Samples
+) -> dict[str, Any]:
     """The settings that two runs must share to be one conversion; the second may have more time."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("texts", "minutes")}
     return {
         **settings,
-        "feature_map": label(method, config),
+        "feature_map": label(methods, config),
         "model": type(model).__name__,
         "weights": weights_digest(model),
         "samples": samples.digest,

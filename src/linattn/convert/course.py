@@ -47,7 +47,8 @@ class Conversion:
     """What a conversion did, and how wrong the model is at each stage of it, on texts it never trained on.
 
     Attributes:
-        method: written form of the map and its exact part, or the error that the methods of all heads were planned for.
+        method: written form of the map and its exact part, those of the converted layers in order where they differ, or
+            the error that the methods of all heads were planned for.
         linearization: which layers were replaced, and why others were not.
         stages: "uniform" (every converted layer averages), "unconverted" (the map as drawn), "calibrated" (fitted, or
             trained by attention transfer) and "converted" (distilled): those that took place, in order.
@@ -55,8 +56,8 @@ class Conversion:
         num_held_out: texts behind every figure.
         num_held_out_tokens: their tokens.
         stopped: whether an interrupt ended it early.
-        heads: by converted layer, the written form of each head's method, "exact" for softmax; none where all heads
-            share `method`.
+        heads: by converted layer, the written form of each head's method, "exact" for softmax; none where the heads of
+            a layer share one.
         kept: name of the stage that the model was left at, the best of them (`linattn.convert.stages.best`); empty for
             the last.
         speed: its time beside the original's; None where it was not measured. Of no account in comparisons.
@@ -83,20 +84,20 @@ class Conversion:
 
 
 class Course:
-    """A conversion under way; without a method one is planned for each head, and without a folder nothing is kept."""
+    """A conversion under way; without methods one is planned for each head, and without a folder nothing is kept."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         teacher: PreTrainedModel,
-        method: Method | None,
+        methods: tuple[Method, ...],  # one for all layers, or one for each
         config: ConvertConfig,
         samples: Samples,
         work: WorkFolder | None,
         notify: Notify,
         measured: Measured,
     ) -> None:
-        self._model, self._teacher, self._method, self._config = model, teacher, method, config
+        self._model, self._teacher, self._methods, self._config = model, teacher, methods, config
         self._samples, self._work, self._notify, self._measured = samples, work, notify, measured
         # Of these the first has the folder.
         self._processes = Processes.of_this_run()
@@ -120,17 +121,17 @@ class Course:
         first = to_device(self._samples.calibration[0], teacher.device)
         calls = {call.module_name: call for call in capture(teacher, first).calls}
         is_causal = any(calls[layer.module_name].is_causal for layer in self._layers)
-        if self._method is None:
-            maps, fitted, linearization = self._by_plans(is_causal=is_causal)
+        if self._methods:
+            maps, fitted, linearization = self._by_methods(calls, is_causal=is_causal)
         else:
-            maps, fitted, linearization = self._by_one_method(self._method, calls, is_causal=is_causal)
+            maps, fitted, linearization = self._by_plans(is_causal=is_causal)
         self._train(maps, fitted)
         kept = self._keep_the_best()
         live = self._processes.each(numbers, lambda number: self._exact[number].live.sum(1).tolist())
         # While the other processes wait.
         speed, paying = self._processes.first_does(lambda: self._times(calls))
         return Conversion(
-            method=label(self._method, self._config),
+            method=label(self._methods, self._config),
             linearization=linearization,
             stages=tuple(self._stages),
             trainings=tuple(training for training in self._trainings if training.steps),
@@ -148,14 +149,21 @@ class Course:
         speed = measure_speed(self._model, self._teacher, self._samples.held_out)
         return speed, self._paying(calls, speed.num_tokens)
 
-    def _by_one_method(
-        self, method: Method, calls: dict[str, AttentionCall], *, is_causal: bool
+    def _by_methods(
+        self, calls: dict[str, AttentionCall], *, is_causal: bool
     ) -> tuple[list[FeatureMap], bool, Linearization]:
-        """Every layer by one method, as drawn and as fitted: the maps, and whether there was anything to fit."""
-        config, calibration = self._config, self._samples.calibration
+        """Every layer by its method, as drawn and as fitted: the maps, and whether there was anything to fit."""
+        config, calibration, methods = self._config, self._samples.calibration, self._methods
         if config.feature_map is None and not config.even_if_slower:
-            self._check_pays(method, calls)
-        maps = build_maps(method, self._layers, calls, num_features=config.num_features, seed=config.seed)
+            self._check_pays(methods[0], calls)
+        if len(methods) == 1:
+            methods = methods * len(self._layers)
+        if len(methods) != len(self._layers):
+            raise ValueError(
+                f"got {len(methods)} methods for the {len(self._layers)} layers to be converted; give one for each, in "
+                "order, or one for all"
+            )
+        maps = build_maps(methods, self._layers, calls, num_features=config.num_features, seed=config.seed)
         fitted = any(isinstance(feature_map, FittedMap) for feature_map in maps)
         # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
         measurable = not (fitted and is_causal)
@@ -166,7 +174,7 @@ class Course:
             self._model,
             feature_map=lambda head_dim: next(following),
             layers=config.layers,
-            exact=method.exact,
+            exact=[method.exact for method in methods],
         )
         self._begin()
         if measurable:
@@ -299,7 +307,7 @@ class Course:
         first = self._layers[0].module_name
         attention = attention_of(self._model.get_submodule(first))
         assert attention is not None
-        method = self._method or self._plans[0]
+        method = self._methods[0] if self._methods else self._plans[0]
         return measure_paying(attention, method, calls[first], num_tokens=num_tokens, longest=self._longest)
 
     @property
@@ -338,6 +346,8 @@ class Course:
         self._stages.append(stage)
 
 
-def label(method: Method | None, config: ConvertConfig) -> str:
-    """The method in words."""
-    return f"planned for an error of {config.target_error:g}" if method is None else method.label
+def label(methods: Sequence[Method], config: ConvertConfig) -> str:
+    """The methods in words: once where all are alike."""
+    if not methods:
+        return f"planned for an error of {config.target_error:g}"
+    return "; ".join(method.label for method in (methods if len(set(methods)) > 1 else methods[:1]))

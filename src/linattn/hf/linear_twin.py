@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,17 +27,21 @@ from linattn.positions.rotary import keeps_rotations
 _LINEARIZE = "linearize_ it by one feature_map for all layers"
 
 
-def check_twin(model: LinearLMForCausalLM, method: Method | None) -> None:
-    """Refuse, before any work, a model or a method of which no plain linear model would come; None is for plans."""
-    if method is None:
+def check_twin(model: LinearLMForCausalLM, methods: Sequence[Method]) -> None:
+    """Refuse, before any work, a model or methods of which no plain linear model would come; no methods are plans."""
+    if not methods:
         raise ValueError(
             "the heads of a LinearLM's block share one method, got a target error, for which each has its own; name "
             "one method"
         )
+    first, *others = dict.fromkeys(methods)
+    if others:
+        given = ", ".join(method.label for method in (first, *others))
+        raise ValueError(f"all linear blocks of a LinearLM share one method, got {given}; name one method")
     _check_model(model)
-    if method.map is not None and "scale" in dict(method.map.options):
+    if first.map is not None and "scale" in dict(first.map.options):
         raise ValueError(
-            f"{method.label}: a LinearLM's maps have the scale D**-0.5 of its softmax; leave scale out of the method"
+            f"{first.label}: a LinearLM's maps have the scale D**-0.5 of its softmax; leave scale out of the method"
         )
 
 

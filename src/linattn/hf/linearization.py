@@ -86,10 +86,10 @@ Attending = tuple[AttentionModule, LayerAttention]
 def linearize_(
     model: PreTrainedModel,
     *,
-    feature_map: str | Callable[[int], FeatureMap] | None = None,
+    feature_map: str | Sequence[str] | Callable[[int], FeatureMap] | None = None,
     plans: Sequence[Plan] | None = None,
     layers: Iterable[int] | None = None,
-    exact: Exact | None = None,
+    exact: Exact | Sequence[Exact | None] | None = None,
     num_features: int | None = None,
     seed: int = 0,
     calibrate: Iterable[Sample] | None = None,
@@ -115,14 +115,16 @@ def linearize_(
         feature_map: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion +
             window 16 + heavy 32"; or one without a map, "window 128 + merged 256", whose merged keys take all that is
             not near (`linattn.Exact`), and which an audit does not take; or a function from the head width to a map,
-            called once for each replaced layer, in order: the way to pass a map that was fitted. Queries reach it
-            multiplied by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks
-            are counted from the first position, padding or not: left padding moves them. Give this or
+            called once for each replaced layer, in order: the way to pass a map that was fitted. Of written forms one
+            for every replaced layer may be given, in order. Queries reach a map multiplied by c / map.scale, which is 1
+            but for models with a temperature of their own. A window's blocks are counted from the first position,
+            padding or not: left padding moves them. Give this or
         plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them.
             Maps without fitted tensors (`Plan.fit`) learn from each call.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
             with a sliding window, whose cost is linear as it is.
-        exact: as in `linattn.linear_attention`, for maps that a function builds; a written form has its own.
+        exact: as in `linattn.linear_attention`, for maps that a function builds, or one for each replaced layer, in
+            order; a written form has its own.
         num_features: R, for a written map whose width is free and not written.
         seed: layer n's map is drawn from seed + n; for written random maps.
         calibrate: batches of samples like what the model will read: mappings of its inputs, as a tokenizer returns, or
@@ -136,8 +138,8 @@ def linearize_(
 
     Raises:
         TypeError: if `feature_map` is neither text nor a function that returns maps, or a batch is no such thing.
-        ValueError: if not one of feature_map and plans is given, there are not as many plans as layers, the model
-            ignores AttentionInterface, is linearized or intercepted already, has no such layers, or the map or plan
+        ValueError: if not one of feature_map and plans is given, there are not as many as layers, the model ignores
+            AttentionInterface, is linearized or intercepted already, has no such layers, or the map or plan
             cannot be built or used: a causal layer needs maps that learn nothing from the call. Also if `calibrate`
             holds no batches or nothing to calibrate is there.
 
@@ -168,20 +170,23 @@ def linearize_(
     modules = list(attention_modules(model))
     reasons = _reasons(model, modules, layers)
     chosen = [found for found in modules if found.number not in reasons]
-    _check_surface(feature_map, plans, len(chosen), exact_part=exact is not None, has_width=num_features is not None)
-    label = None
+    _check_surface(feature_map, plans, exact, len(chosen), has_width=num_features is not None)
+    labels: dict[int, str] = {}
     if plans is not None:
         attentions = _attend_by_plans(model, chosen, plans, calibrate)
     else:
-        if isinstance(feature_map, str):
-            method = parse_method(feature_map)
-            label, attentions = method.label, _attend_by_method(chosen, method, num_features, seed)
+        if isinstance(feature_map, str | Sequence):
+            written = [feature_map] * len(chosen) if isinstance(feature_map, str) else feature_map
+            methods = [parse_method(text) for text in written]
+            # In exact names.
+            labels = {found.number: method.label for found, method in zip(chosen, methods, strict=True)}
+            attentions = _attend_by_methods(chosen, methods, num_features, seed)
         else:
             attentions = _attend_by_function(chosen, feature_map, exact)
         if calibrate is not None:
             calibrate_maps(model, attentions, calibrate)
-    # In exact names, or with what was fitted.
-    labels = {found.number: label or attention.summary for found, attention in attentions}
+    # Of the others with what was fitted.
+    labels = labels or {found.number: attention.summary for found, attention in attentions}
     for found, attention in attentions:
         try_out(found, attention, labels[found.number])
     install(model, attentions)
@@ -254,23 +259,24 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
 
 
 def _check_surface(
-    feature_map: object, plans: Sequence[Plan] | None, num_layers: int, *, exact_part: bool, has_width: bool
+    feature_map: object, plans: Sequence[Plan] | None, exact: object, num_layers: int, *, has_width: bool
 ) -> None:
     """Refuse options that do not go together."""
     if (feature_map is None) == (plans is None):
         raise ValueError(
             "give one of feature_map and plans: the map of all layers, as feature_map='Expansion', or a plan for each"
         )
-    if plans is not None and (exact_part or has_width):
+    if plans is not None and (exact is not None or has_width):
         raise ValueError(
             "a plan's methods have their own window, heavy keys and width; leave exact and num_features out"
         )
-    if plans is not None and len(plans) != num_layers:
-        raise ValueError(
-            f"got {len(plans)} plans for the {num_layers} layers to be replaced; give one for each, in order, or name "
-            "their layers in `layers`"
-        )
-    if isinstance(feature_map, str) and exact_part:
+    for name, given in {"plans": plans, "written forms": feature_map, "exact parts": exact}.items():
+        if isinstance(given, Sequence) and not isinstance(given, str) and len(given) != num_layers:
+            raise ValueError(
+                f"got {len(given)} {name} for the {num_layers} layers to be replaced; give one for each, in order, or "
+                "name their layers in `layers`"
+            )
+    if isinstance(feature_map, str | Sequence) and exact is not None:
         raise ValueError(
             f"{feature_map!r} is a written form, whose exact part is written too; leave exact out, as in "
             "'Expansion + window 16 + heavy 32'"
@@ -319,12 +325,12 @@ def _attend_by_plans(
     return [(found, LayerAttention(plan, found.name)) for found, plan in zip(chosen, plans, strict=True)]
 
 
-def _attend_by_method(
-    chosen: list[AttentionModule], method: Method, num_features: int | None, seed: int
+def _attend_by_methods(
+    chosen: list[AttentionModule], methods: Sequence[Method], num_features: int | None, seed: int
 ) -> list[Attending]:
-    """The attention of each layer by one method."""
+    """The attention of each layer by its method."""
     built = []
-    for found in chosen:
+    for found, method in zip(chosen, methods, strict=True):
         # At the default scale whatever the module's: LayerAttention makes up the difference with each call.
         options = {"num_features": num_features, "scale": found.head_dim**-0.5, "seed": seed + found.number}
         # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
@@ -334,7 +340,9 @@ def _attend_by_method(
 
 
 def _attend_by_function(
-    chosen: list[AttentionModule], feature_map: Callable[[int], FeatureMap] | None, exact: Exact | None
+    chosen: list[AttentionModule],
+    feature_map: Callable[[int], FeatureMap] | None,
+    exact: Exact | Sequence[Exact | None] | None,
 ) -> list[Attending]:
     """The attention of each layer by a map that a function builds."""
     if isinstance(feature_map, FeatureMap) or not callable(feature_map):
@@ -342,7 +350,9 @@ def _attend_by_function(
             f"feature_map must be text, or a function that builds a map from a head width, got "
             f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
         )
-    return [(found, LayerAttention(feature_map(found.head_dim), found.name, exact=exact)) for found in chosen]
+    rules = [exact] * len(chosen) if exact is None or isinstance(exact, Exact) else exact
+    pairs = zip(chosen, rules, strict=True)
+    return [(found, LayerAttention(feature_map(found.head_dim), found.name, exact=rule)) for found, rule in pairs]
 
 
 def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> None:

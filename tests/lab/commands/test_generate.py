@@ -21,6 +21,7 @@ from linattn.hf import (
     save_pretrained,
 )
 from linattn.lab.commands.app import app
+from linattn.lab.constant_memory.planning import PLAIN, MemoryPlan, write_memory_plans
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 TOLD = (
@@ -195,6 +196,34 @@ def test_a_budget_in_few_bits_holds_more_keys_in_no_more_bytes(hybrid):
         merged.append(int(re.search(r"merged (\d+)", said)[1]))
     assert "in 4 bits: they keep" in said
     assert merged[1] > 1.5 * merged[0]
+
+
+def planned(labels, layers=(1,), budget=40):
+    """A plan of a file."""
+    names = [PLAIN if label.startswith("sinks") else label for label in labels]
+    budgets = [budget] * len(labels)
+    return MemoryPlan("m", budget, 99, "t", "0", list(layers), names, budgets, list(labels), 0.1, 0.2, [])
+
+
+def test_a_budget_is_bounded_as_planned(hybrid, tmp_path):
+    label = "window 4 + merged 9 in 8 bits"
+    write_memory_plans(tmp_path / "plans", [planned([label]), planned(["sinks 4 + window 56"], budget=60)])
+    words = (hybrid, "--prompt", "abc", "--tokens", 9, "--temperature", "0", "--plan", tmp_path / "plans")
+    result = run(*words, "--budget", "40")
+    assert result.exit_code == 0, result.stderr
+    assert f"1 global layers by {label}: they keep at most" in " ".join(result.stderr.split())
+    write_memory_plans(tmp_path / "other", [planned([label] * 2, layers=(0, 1))])
+    for more, says in (
+        ((), "give --budget too, and no --bits"),
+        (("--budget", "40", "--bits", "4"), "give --budget too, and no --bits"),
+        (("--budget", "50"), "has plans of 40, 60 keys, got --budget 50"),
+        (("--budget", "60"), "nothing better by a margin than sinks 4 + window 56"),
+        (("--budget", "40", "--plan", tmp_path / "other"), "whose global layers are [0, 1], and Gemma3"),
+        (("--budget", "40", "--plan", tmp_path / "none"), "none"),
+    ):
+        refused = run(*words, *more)
+        assert refused.exit_code == 1
+        assert says in " ".join(refused.stderr.split())
 
 
 def test_a_budget_of_all_tokens_writes_the_exact_text(hybrid):

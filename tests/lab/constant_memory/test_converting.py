@@ -15,7 +15,7 @@ from linattn.hf import LayerAttention, from_pretrained, is_linearized
 from linattn.lab.commands.app import app
 from linattn.lab.constant_memory import converting
 from linattn.lab.constant_memory.converting import BoundedMemory
-from linattn.lab.constant_memory.planning import PLAIN, Trial
+from linattn.lab.constant_memory.planning import PLAIN, Choice, Trial
 
 TOKENS, BUDGET = 320, 100
 
@@ -36,11 +36,14 @@ def choosing(monkeypatch):
     """A function that makes plans choose what has this in its name."""
 
     def of(name):
-        def choose(candidates, num_layers, measure):
-            assert num_layers == 1
-            chosen = next(one for one in candidates if name in one)
-            trials = [Trial((one,), measure((one,))) for one in candidates]
-            return sorted(trials, key=lambda trial: trial.choices != (chosen,))
+        def choose(candidates, num_layers, budget, measure, *, is_common):
+            assert num_layers == 2
+            assert not is_common
+            wanted = next(one for one in candidates if name in one)
+            keys = (budget, budget) if wanted == PLAIN else (budget + budget // 4, budget - budget // 4)
+            given = [tuple(Choice(one, n) for n in (keys if one == wanted else (budget, budget))) for one in candidates]
+            trials = [Trial(choices, measure(choices)) for choices in given]
+            return sorted(trials, key=lambda trial: trial.choices[0].name != wanted)
 
         monkeypatch.setattr("linattn.lab.constant_memory.measuring.choose", choose)
 
@@ -57,7 +60,8 @@ def test_recall_and_the_method_and_the_model_as_it_was(tiny, prose, choosing):
     assert not is_linearized(loaded.model)
     plan = bounded.plan
     assert plan.layers == [2, 4]
-    assert plan.labels == [plan.labels[0]] * 2
+    assert plan.budgets == [125, 75]
+    assert len(set(plan.labels)) == 2
     found = bounded.finished()
     assert [one.model for one in found.recall] == ["exact attention", "before training", "converted"]
     assert found.recall[0].scores == found.recall[2].scores
@@ -101,8 +105,9 @@ def test_the_command(tiny, prose, choosing, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     card = (tmp_path / "out" / "README.md").read_text()
     memory = json.loads((tmp_path / "out" / "memory.json").read_text())
-    label = memory["plan"]["labels"][0]
-    assert f"attend by `{label}`" in card
+    labels = memory["plan"]["labels"]
+    assert len(set(labels)) == 2
+    assert f"attend by `{'; '.join(labels)}`" in card
     assert "perplexity" in card
     # No text is so short that the budget holds all of it.
     assert [config.min_tokens for config in configs] == [min(BUDGET * 3 // 2, TOKENS)]
@@ -112,6 +117,6 @@ def test_the_command(tiny, prose, choosing, tmp_path, monkeypatch):
     assert "recall" in result.output
     made = from_pretrained(tmp_path / "out")
     kernels = [module for module in made.modules() if isinstance(module, LayerAttention)]
-    assert [group.exact.label for kernel in kernels for group in kernel.groups.values()] == [label] * 2
+    assert [group.exact.label for kernel in kernels for group in kernel.groups.values()] == labels
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert list(plain.state_dict()) == [name for name in made.state_dict() if "linear_attention" not in name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 
 import pytest
 import torch
@@ -12,35 +12,96 @@ from linattn.lab.constant_memory.measuring import MemoryAudit
 from linattn.lab.constant_memory.planning import (
     MARGIN,
     PLAIN,
+    Choice,
     choose,
     read_memory_plans,
+    shares,
     write_memory_plans,
 )
 from linattn.lab.constant_memory.records import PLANNED, PassageRow
 
 NAMES = (PLAIN, "one", "two")
+BUDGET = 64
+
+
+def alike(name, num_layers=3):
+    """The same in all layers."""
+    return (Choice(name, BUDGET),) * num_layers
+
+
+def measured(cost):
+    """A KL that is a sum over layers, each by its candidate's cost at the budget, and falls as its own bytes grow."""
+
+    def measure(choices):
+        return sum(cost[place, one.name] * BUDGET / one.num_keys for place, one in enumerate(choices) if one)
+
+    return measure
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_never_worse_than_a_plain_window_and_the_least_of_what_was_tried(seed):
     draw = torch.Generator().manual_seed(seed)
-    kl = {choices: float(torch.rand((), generator=draw)) for choices in itertools.product(NAMES, repeat=3)}
-    found = choose(NAMES, 3, kl.__getitem__)
+    kl = {}
+
+    def measure(choices):
+        return kl.setdefault(choices, float(torch.rand((), generator=draw)))
+
+    found = choose(NAMES, 3, BUDGET, measure)
     assert all(trial.kl == kl[trial.choices] for trial in found)
-    plain = kl[(PLAIN,) * 3]
+    plain = kl[alike(PLAIN)]
     assert found[0].kl <= plain
     least = min(trial.kl for trial in found)
     assert found[0].kl == (least if least <= MARGIN * plain else plain)
-    # One more for each layer, but what was measured already.
-    assert len({trial.choices for trial in found}) == len(found) <= len(NAMES) + 3
-    assert {(name,) * 3 for name in NAMES} <= {trial.choices for trial in found}
+    # One for other shares of the bytes, and one more for each layer, but what was measured already.
+    assert len({trial.choices for trial in found}) == len(found) <= len(NAMES) + 1 + 3
+    assert {alike(name) for name in NAMES} <= {trial.choices for trial in found}
+    for trial in found:
+        assert sum(one.num_keys for one in trial.choices) <= 3 * BUDGET
+        names = {one.name for one in trial.choices}
+        assert names == {PLAIN} or PLAIN not in names
 
 
 def test_a_layer_of_its_own_is_found():
-    # "one" is best in all layers but the second, where the runner-up is.
-    cost = {(0, "one"): 1, (1, "one"): 5, (2, "one"): 1, (0, "two"): 3, (1, "two"): 2, (2, "two"): 3}
-    found = choose(NAMES, 3, lambda choices: sum(cost.get(pair, 9) for pair in enumerate(choices)))
-    assert found[0].choices == ("one", "two", "one")
+    # "one" is best in all layers but the second, where the runner-up is; it forgets as much in all of them.
+    cost = {(0, "one"): 1, (1, "one"): 1, (2, "one"): 1, (0, "two"): 3, (1, "two"): 0.5, (2, "two"): 3}
+    cost |= {(place, PLAIN): 9 for place in range(3)}
+    found = choose(NAMES, 3, BUDGET, measured(cost))
+    assert found[0].choices == (Choice("one", BUDGET), Choice("two", BUDGET), Choice("one", BUDGET))
+
+
+def test_a_layer_that_forgets_more_has_more_of_the_bytes():
+    """In proportion to the roots, which no other shares beat by the sum's own law; a quarter at least."""
+    cost = {(place, name): x * 10**n for place, x in enumerate((16, 4, 0.0001)) for n, name in enumerate(NAMES[::-1])}
+    found = choose(NAMES, 3, BUDGET, measured(cost))
+    assert [one.num_keys for one in found[0].choices] == [117, 58, BUDGET // 4]
+    ahead = found[0].kl
+    assert ahead < min(trial.kl for trial in found if len({one.num_keys for one in trial.choices}) == 1)
+    for moved in (-8, 8):
+        keys = [117 + moved, 58 - moved, BUDGET // 4]
+        other = tuple(Choice(one.name, n) for one, n in zip(found[0].choices, keys, strict=True))
+        assert measured(cost)(other) > ahead
+    assert choose(NAMES, 3, BUDGET, measured(cost), is_common=True)[0].choices == alike("two")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_use_no_more_than_all_bytes_and_nearly_all(seed):
+    alone = (10 * torch.rand(7, generator=torch.Generator().manual_seed(seed)) ** 8).tolist()
+    for budget in (1, 3, 100, 512):
+        found = shares(budget, alone)
+        assert min(found) >= max(budget // 4, 1)
+        assert 7 * budget - 7 < sum(found) <= 7 * budget
+
+
+def test_what_has_no_room_is_no_trial():
+    def measure(choices):
+        if any(one is not None and one.num_keys < BUDGET // 2 for one in choices):
+            return math.inf
+        return sum({PLAIN: 3.0, "one": 1.0, "two": math.inf}[one.name] for one in choices[:1] if one)
+
+    found = choose(NAMES, 2, BUDGET, measure)
+    assert found[0].choices == alike("one", 2)
+    assert all(trial.kl < math.inf for trial in found)
+    assert choose(NAMES, 2, BUDGET, lambda given: 3.0 if given == alike(PLAIN, 2) else math.inf)[0].kl == 3.0
 
 
 def test_a_plan_is_measured_with_the_bytes_and_the_divergence_of_its_layers(tiny, words, tmp_path):
@@ -52,6 +113,7 @@ def test_a_plan_is_measured_with_the_bytes_and_the_divergence_of_its_layers(tiny
     plan = audit.plan(other, 60)
     assert plan.kl <= plan.window_kl
     assert plan.layers == [2, 4]
+    assert sum(plan.budgets) <= 2 * 60
     assert audit.is_of(plan, other)
     assert not audit.is_of(plan, words)
     write_memory_plans(tmp_path / "plan.json", [plan])
@@ -68,5 +130,6 @@ def test_a_plan_is_measured_with_the_bytes_and_the_divergence_of_its_layers(tiny
 
 
 def test_the_plain_window_stays_where_another_is_hardly_better():
-    assert choose(NAMES, 1, {(PLAIN,): 0.2, ("one",): 0.194, ("two",): 0.5}.__getitem__)[0].choices == (PLAIN,)
-    assert choose(NAMES, 1, {(PLAIN,): 0.2, ("one",): 0.18, ("two",): 0.5}.__getitem__)[0].choices == ("one",)
+    for one, kept in ((0.194, PLAIN), (0.18, "one")):
+        kl = {PLAIN: 0.2, "one": one, "two": 0.5}
+        assert choose(NAMES, 1, BUDGET, lambda choices, kl=kl: kl[choices[0].name])[0].choices == alike(kept, 1)

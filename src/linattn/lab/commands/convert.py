@@ -74,7 +74,7 @@ def convert(
         loaded = load(model, with_head=True) if budget is None else load_language_model(model)
         bounded = None if budget is None else _bounded(loaded, texts, budget, tokens, seed, console)
         config = ConvertConfig(
-            map_ if bounded is None else bounded.plan.labels[0],
+            map_ if bounded is None else tuple(bounded.plan.labels),
             target,
             num_features=features,
             texts=texts,

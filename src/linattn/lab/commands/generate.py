@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -24,7 +25,8 @@ from linattn.hf import (
     stream_tokens,
 )
 from linattn.lab.commands.terminal import ending, of_option
-from linattn.lab.constant_memory.limiting import FEW_BITS, Limit, exact_pace, limit_
+from linattn.lab.constant_memory.limiting import FEW_BITS, Limit, exact_pace, limit_, limit_by_plan_
+from linattn.lab.constant_memory.planning import MemoryPlan, read_memory_plans
 
 # Bits of a number that is kept as it is.
 _WHOLE = 32
@@ -59,6 +61,13 @@ def generate(
             f"{FEW_BITS} if left out."
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With a budget: bound each layer as planned for that budget, by linattn audit --budget --plan-out.",
+        ),
+    ] = None,
 ) -> None:
     """Go on with a text, token by token, in constant memory where attention is linear or has a budget.
 
@@ -72,13 +81,13 @@ def generate(
             raise ValueError(f"num_tokens must be at least 1, got {length}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
-        kept_in = _bits(bits, budget)
+        kept_in, chosen = _bits(bits, budget), None if plan is None else _planned(plan, budget, bits)
         loaded = load_language_model(model)
         tokens: Tensor = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
         if not tokens.numel():
             raise ValueError("--prompt gives no token; give a text")
         with of_option("--budget"):
-            limit = None if budget is None else limit_(loaded.model, budget, bits=kept_in)
+            limit = _limited(loaded, chosen, budget, kept_in)
         draws, cache = torch.Generator().manual_seed(seed), new_cache(loaded.model)
         start = time.perf_counter()
         stream = stream_tokens(
@@ -103,6 +112,24 @@ def _bits(bits: int | None, budget: int | None) -> int | None:
     if bits is not None and budget is None:
         raise ValueError("--bits say how the keys of a budget are kept; give --budget too")
     return {None: FEW_BITS, _WHOLE: None}.get(bits, bits)
+
+
+def _planned(file: Path, budget: int | None, bits: int | None) -> MemoryPlan:
+    """The plan of a budget."""
+    if budget is None or bits is not None:
+        raise ValueError("--plan says how the keys of a budget are kept; give --budget too, and no --bits")
+    found = {plan.budget: plan for plan in read_memory_plans(file)}
+    if budget not in found:
+        given = ", ".join(map(str, found))
+        raise ValueError(f"{file} has plans of {given} keys, got --budget {budget}; give one of these")
+    return found[budget]
+
+
+def _limited(loaded: LoadedModel, plan: MemoryPlan | None, budget: int | None, bits: int | None) -> Limit | None:
+    """What bounds the model, if anything does."""
+    if plan is not None:
+        return limit_by_plan_(loaded.model, plan)
+    return None if budget is None else limit_(loaded.model, budget, bits=bits)
 
 
 def _texts(loaded: LoadedModel, prompt: list[int], stream: Iterator[Tensor], written: list[int]) -> Iterator[str]:
@@ -130,7 +157,7 @@ def _tell_beside_exact(console: Console, loaded: LoadedModel, limit: Limit, num_
     """What the model's own attention takes at this length."""
     kept, exactly, pace = limit.kept(num_tokens), limit.exactly(num_tokens), exact_pace(loaded.model, num_tokens)
     console.print(
-        f"{limit.num_layers} global layers by {limit.exact.label}: they keep at most {limit.kept(2**62):,} bytes, "
+        f"{len(limit.exacts)} global layers by {limit.label}: they keep at most {limit.kept(2**62):,} bytes, "
         f"{kept:,} after {num_tokens:,} tokens; exact attention keeps {exactly:,} of them, {pace.num_bytes:,} in all, "
         f"and writes {1 / pace.seconds:,.1f} tokens a second here",
         highlight=False,

@@ -9,7 +9,7 @@ import torch
 
 from linattn.convert.running import Batch
 from linattn.convert.samples import Samples
-from linattn.hf import LoadedModel, linearize_, restore_
+from linattn.hf import LinearLMForCausalLM, LoadedModel, linearize_, restore_
 from linattn.lab.audit.text import Text
 from linattn.lab.constant_memory.answering import log_probabilities
 from linattn.lab.constant_memory.measuring import MemoryAudit
@@ -45,7 +45,7 @@ class BoundedConversion:
     """What a conversion to a constant memory adds to its report.
 
     Attributes:
-        plan: the method and what it was chosen from.
+        plan: the layers' methods and what they were chosen from.
         recall_tokens: of each recall task.
         recall: exact attention's, and the model's before and after training.
         left_out: recall tasks that there was no room for, and why.
@@ -63,7 +63,7 @@ class BoundedConversion:
         return Table(("recall", *names), rows, baselines=1)
 
     def sentence(self) -> str:
-        """Which method was chosen, and against what."""
+        """Which methods were chosen, and against what."""
         plan = self.plan
         return (
             f"At the bytes of {plan.budget:,} keys per layer and key/value head {plan.label} is taken. Untrained, its "
@@ -78,14 +78,15 @@ class BoundedMemory:
     def __init__(
         self, loaded: LoadedModel, samples: Samples, budget: int, num_tokens: int, watch: Watch = _SILENT
     ) -> None:
-        """Choose the method by the texts that are trained on, and measure recall before training.
+        """Choose each layer's method by the texts that are trained on, and measure recall before training.
 
-        Cost: nine forward passes over `num_tokens` tokens, and six of the recall tasks.
+        Cost: ten forward passes over `num_tokens` tokens, two per global layer, and six of the recall tasks.
 
         Args:
             loaded: a causal language model with softmax attention.
             samples: of the conversion.
-            budget: in exact keys and values, per key/value head of a global layer.
+            budget: in exact keys and values, per key/value head of a global layer; some layers get more of the bytes
+                than others.
             num_tokens: of the longest text of the conversion.
             watch: told what is measured.
 
@@ -101,7 +102,8 @@ class BoundedMemory:
         self._loaded = loaded
         read = _joined(loaded, "texts of the conversion", samples.calibration)
         audit = MemoryAudit(loaded, read, [budget], num_tokens=num_tokens, kinds=CANDIDATES)
-        self.plan = audit.plan(read, budget, watch, is_common=True)
+        # The blocks of a LinearLM share one method.
+        self.plan = audit.plan(read, budget, watch, is_common=isinstance(loaded.model, LinearLMForCausalLM))
         if self.plan.choices[0] == PLAIN:
             raise ValueError(
                 f"at the bytes of {budget:,} keys nothing is better by a margin than {self.plan.label} (KL "
@@ -113,7 +115,7 @@ class BoundedMemory:
         self._tasks, self._left_out = tasks(loaded, asked, self._size)
         watch.begin(f"Recall of {', '.join(task.name for task in self._tasks) or 'nothing'}, before")
         self._recall = [self._measured(EXACT)]
-        linearize_(loaded.model, feature_map=self.plan.labels[0], layers=self.plan.layers)
+        linearize_(loaded.model, feature_map=self.plan.labels, layers=self.plan.layers)
         try:
             self._recall.append(self._measured(BEFORE))
         finally:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from linattn.attention import Exact
+from linattn.attention.exact import parse_exact
 from linattn.hf import AttentionCall, PreTrainedModel, cache_bytes, filled_cache, is_linearized, linearize_, restore_
 from linattn.lab.constant_memory.answering import GlobalLayers, log_probabilities, recording, sizes_of
+from linattn.lab.constant_memory.planning import PLAIN, MemoryPlan
 from linattn.lab.contenders import Sizes
 from linattn.lab.contenders.merged import Merged
 from linattn.lab.contenders.shelf import NEAR
@@ -30,24 +32,28 @@ class Limit:
     """What `limit_` did.
 
     Attributes:
-        exact: the window and the merged keys of every global layer.
-        num_layers: how many there are.
+        exacts: the window and the merged keys of each global layer, in order.
         num_key_heads: key/value heads of each.
         sizes: of their keys and values.
     """
 
-    exact: Exact
-    num_layers: int
+    exacts: tuple[Exact, ...]
     num_key_heads: int
     sizes: Sizes
 
+    @property
+    def label(self) -> str:
+        """Their written forms, once where all are alike."""
+        labels = [exact.label for exact in self.exacts]
+        return "; ".join(labels if len(set(labels)) > 1 else labels[:1])
+
     def kept(self, num_tokens: int) -> int:
         """Bytes that the global layers keep of so many tokens at most."""
-        return self.num_layers * self.num_key_heads * Merged(self.exact).num_bytes(self.sizes, num_tokens)
+        return self.num_key_heads * sum(Merged(exact).num_bytes(self.sizes, num_tokens) for exact in self.exacts)
 
     def exactly(self, num_tokens: int) -> int:
         """Bytes that exact attention keeps of them in these layers."""
-        return self.num_layers * self.num_key_heads * self.sizes.key_bytes * num_tokens
+        return len(self.exacts) * self.num_key_heads * self.sizes.key_bytes * num_tokens
 
 
 def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bits: int | None = FEW_BITS) -> Limit:
@@ -70,16 +76,50 @@ def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bi
         ValueError: if the budget leaves no room beside the sampled queries, the bits are none of `linattn.Exact`'s, or
             the model is linearized already.
     """
+    layers, num_key_heads, sizes = _probed(model)
+    best = min(_WINDOW / max(budget, 1), _SHARE) if bits is None else _FEW_BITS_SHARE
+    exact = Merged.within(budget * sizes.key_bytes, sizes, best if near is None else near, bits).exact
+    linearize_(model, feature_map=exact.label, layers=layers.numbers)
+    return Limit((exact,) * len(layers.names), num_key_heads, sizes)
+
+
+def limit_by_plan_(model: PreTrainedModel, plan: MemoryPlan) -> Limit:
+    """`limit_` by what an audit chose for each global layer.
+
+    Args:
+        model: a causal language model with softmax attention.
+        plan: made for it.
+
+    Returns:
+        A `Limit`.
+
+    Raises:
+        ValueError: if the model is linearized already, the plan is of other layers, or it is a plain window, which is
+            no method of a model.
+    """
+    layers, num_key_heads, sizes = _probed(model)
+    if plan.layers != list(layers.numbers):
+        raise ValueError(
+            f"the plan is of {plan.model}, whose global layers are {plan.layers}, and {type(model).__name__} has "
+            f"{list(layers.numbers)}; give the plan of this model"
+        )
+    if PLAIN in plan.choices:
+        raise ValueError(
+            f"at the bytes of {plan.budget:,} keys the plan found nothing better by a margin than {plan.label}, which "
+            "is no method of a model; give a larger budget, or no plan"
+        )
+    linearize_(model, feature_map=plan.labels, layers=plan.layers)
+    return Limit(tuple(map(parse_exact, plan.labels)), num_key_heads, sizes)
+
+
+def _probed(model: PreTrainedModel) -> tuple[GlobalLayers, int, Sizes]:
+    """The global layers of a model, and their key/value heads and widths."""
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already, and keeps what it keeps; leave the budget out")
     layers, probe = GlobalLayers.of(model), list[AttentionCall]()
     one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     log_probabilities(model, one, torch.zeros(1, dtype=torch.long), recording(layers, probe))
-    sizes = sizes_of(probe)
-    best = min(_WINDOW / max(budget, 1), _SHARE) if bits is None else _FEW_BITS_SHARE
-    exact = Merged.within(budget * sizes.key_bytes, sizes, best if near is None else near, bits).exact
-    linearize_(model, feature_map=exact.label, layers=layers.numbers)
-    return Limit(exact, len(layers.names), probe[0].key.shape[1], sizes)
+    return layers, probe[0].key.shape[1], sizes_of(probe)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Contenders take the place of softmax in the layers that attend to all tokens; th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from linattn.lab.constant_memory.answering import (
 )
 from linattn.lab.constant_memory.measures import Bins, distance, head_errors
 from linattn.lab.constant_memory.passages import TokenText
-from linattn.lab.constant_memory.planning import CANDIDATES, PLAIN, MemoryPlan, Trial, TrialRecord, choose
+from linattn.lab.constant_memory.planning import CANDIDATES, PLAIN, Choice, MemoryPlan, TrialRecord, choose
 from linattn.lab.constant_memory.recall import Task, tasks
 from linattn.lab.constant_memory.records import (
     BASELINE,
@@ -39,7 +40,7 @@ from linattn.lab.constant_memory.records import (
     RecallRow,
     key_of,
 )
-from linattn.lab.contenders import KINDS, at_budget
+from linattn.lab.contenders import KINDS, Contender, at_budget
 from linattn.lab.pace import Silent, Watch
 from linattn.lab.rounds import Unit, in_rounds
 
@@ -197,13 +198,13 @@ class MemoryAudit:
         )
 
     def plan(self, text: Text, budget: int, watch: Watch = _SILENT, *, is_common: bool = False) -> MemoryPlan:
-        """A contender for each global layer at a budget, chosen by KL on the first passage of a text.
+        """A contender and a share of the bytes for each global layer, chosen by KL on the first passage of a text.
 
-        Cost: two forward passes, one per candidate, and one per global layer if each may have its own.
+        Cost: three forward passes, one per candidate, and two per global layer.
 
         Args:
             text: one that is not measured.
-            budget: in exact keys.
+            budget: in exact keys, per layer.
             watch: told what is tried.
             is_common: whether all layers are to have the same.
 
@@ -211,25 +212,27 @@ class MemoryAudit:
             A `MemoryPlan`, whose KL is the plain window's or lower.
 
         Raises:
-            ValueError: if the text is too short.
+            ValueError: if the text is too short, or the budget for a plain window.
         """
         header = self.header
-        shelf = at_budget(budget, self._sizes, CANDIDATES).contenders
+        if self._contender(Choice(PLAIN, budget)) is None:
+            raise ValueError(at_budget(budget, self._sizes, (PLAIN,)).left_out[PLAIN])
         content = TokenText.of(self._loaded, text)
         tokens = content.passage(content.starts(header.num_tokens, 1)[0], header.num_tokens)
         passage = Passage(self._loaded, self._layers, tokens, header.num_measured)
-        # How many layers a choice is for.
-        span = len(self._layers.names) if is_common else 1
 
-        def measure(chosen: tuple[str, ...]) -> float:
-            """The KL of one candidate for each layer, or for all."""
-            choices = chosen * span
-            labels = list(dict.fromkeys(shelf[name].label for name in choices))
-            watch.begin(f"Planning at {budget:,} keys: {', '.join(labels)}")
-            return passage.kl(self._layers.by({place: shelf[name] for place, name in enumerate(choices)}))
+        def measure(choices: tuple[Choice | None, ...]) -> float:
+            """The KL of a choice for each layer."""
+            chosen = {place: self._contender(one) for place, one in enumerate(choices) if one is not None}
+            found = {place: contender for place, contender in chosen.items() if contender is not None}
+            if len(found) < len(chosen):
+                return math.inf
+            words = dict.fromkeys(contender.label for contender in found.values())
+            watch.begin(f"Planning at {budget:,} keys: {', '.join(words)}")
+            return passage.kl(self._layers.by(found))
 
-        found = choose(list(shelf), len(self._layers.names) // span, measure)
-        trials = [Trial(trial.choices * span, trial.kl) for trial in found]
+        trials = choose(CANDIDATES, len(self._layers.names), budget, measure, is_common=is_common)
+        chosen = [contender for one in trials[0].choices if (contender := self._contender(one)) is not None]
         return MemoryPlan(
             model=header.model,
             budget=budget,
@@ -237,11 +240,15 @@ class MemoryAudit:
             calibration=text.source,
             calibration_sha256=text.sha256,
             layers=header.layers,
-            choices=list(trials[0].choices),
-            labels=[shelf[name].label for name in trials[0].choices],
+            choices=[one.name for one in trials[0].choices],
+            budgets=[one.num_keys for one in trials[0].choices],
+            labels=[contender.label for contender in chosen],
             kl=trials[0].kl,
-            window_kl=next(trial.kl for trial in trials if set(trial.choices) == {PLAIN}),
-            trials=[TrialRecord(list(trial.choices), trial.kl) for trial in trials],
+            window_kl=next(trial.kl for trial in trials if {one.name for one in trial.choices} == {PLAIN}),
+            trials=[
+                TrialRecord([one.name for one in trial.choices], [one.num_keys for one in trial.choices], trial.kl)
+                for trial in trials
+            ],
         )
 
     def is_of(self, plan: MemoryPlan, text: Text) -> bool:
@@ -252,12 +259,16 @@ class MemoryAudit:
 
     def take(self, plan: MemoryPlan) -> None:
         """Measure a plan too, after all contenders."""
-        shelf = at_budget(plan.budget, self._sizes, CANDIDATES).contenders
-        chosen = [shelf[name] for name in plan.choices]
+        pairs = map(Choice, plan.choices, plan.budgets)
+        chosen = [contender for one in pairs if (contender := self._contender(one)) is not None]
         kept = sum(one.num_bytes(self._sizes, self.header.num_tokens) for one in chosen)
         answer = self._layers.by(dict(enumerate(chosen)))
         entry = Entry(PLANNED, plan.label, plan.budget, kept * self.header.num_key_heads, answer)
         self.entries.append(entry)
+
+    def _contender(self, choice: Choice) -> Contender | None:
+        """What a layer keeps; None where its bytes are too few."""
+        return at_budget(choice.num_keys, self._sizes, (choice.name,)).contenders.get(choice.name)
 
     def wanted(self) -> list[tuple[str, str, int]]:
         """What is measured of what, in order."""
