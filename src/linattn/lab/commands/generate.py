@@ -31,6 +31,29 @@ from linattn.lab.constant_memory.planning import MemoryPlan, read_memory_plans
 # Bits of a number that is kept as it is.
 _WHOLE = 32
 
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Bound what each global layer of a softmax model keeps to the bytes of N keys, by merging keys.",
+    ),
+]
+Bits = Annotated[
+    int | None,
+    typer.Option(
+        help="With a budget: keep merged keys and values in 2, 4 or 8 bits, or as they are: 32. "
+        f"{FEW_BITS} if left out."
+    ),
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        help="With a budget: bound each layer as was planned for it, by linattn audit --budget --plan-out.",
+    ),
+]
+
 
 def generate(
     model: Annotated[
@@ -47,27 +70,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 draws as the model says.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of so much probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Bound what each global layer of a softmax model keeps to the bytes of N keys, by merging keys.",
-        ),
-    ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(
-            help="With a budget: keep merged keys and values in 2, 4 or 8 bits, or as they are: 32. "
-            f"{FEW_BITS} if left out."
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With a budget: bound each layer as planned for that budget, by linattn audit --budget --plan-out.",
-        ),
-    ] = None,
+    budget: Budget = None,
+    bits: Bits = None,
+    plan: PlanFile = None,
 ) -> None:
     """Go on with a text, token by token, in constant memory where attention is linear or has a budget.
 
