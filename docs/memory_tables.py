@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from linattn.lab.constant_memory.records import PLANNED
 from linattn.lab.report.memory.summary import MemoryLine, summarise_memory
 from linattn.records.atomic import atomic_file
 from site_tables import table
@@ -104,7 +105,8 @@ def memory_table(file: Path) -> str:
     for line in sorted(lines, key=lambda line: (line.budget, line.kl)):
         recall = (f"{line.recall[task]:.2f}" if task in line.recall else "" for task in _RECALL)
         budget = f"{line.budget:,}" if line.budget else "–"
-        name = f"**{line.label}**" if line.contender.startswith("merged") else line.label
+        name = f"planned: {line.label}" if line.contender == PLANNED else line.label
+        name = f"**{name}**" if line.contender.startswith((PLANNED, "merged")) else name
         rows.append((budget, name, _nats(line.kl), f"{line.perplexity:.2f}", f"{line.error:.3f}", *recall))
     head = ("budget", "rule", "KL", "perplexity", "error of heads", "passages again", "numbers", "one by one")
     return f"{words}\n\n{table(head, rows)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 from linattn.hf import ByteTokenizer
 from linattn.lab.commands.app import app
 from linattn.lab.constant_memory.measuring import MemoryAudit
-from linattn.lab.constant_memory.planning import read_memory_plans
+from linattn.lab.constant_memory.planning import read_memory_plans, write_memory_plans
 from linattn.lab.constant_memory.records import MEMORY
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
@@ -125,3 +127,19 @@ def test_a_plan_is_made_once_and_measured_on_the_other_half(run, tmp_path):
     again = run(*words)
     assert "Planning" not in again.output
     assert "5 of 5 figures were measured before" in again.output
+    # Another plan of the same text is measured anew, and nothing else.
+    other = replace(plan, choices=["sinks + window"], budgets=[30], labels=["sinks 4 + window 26"])
+    write_memory_plans(tmp_path / "plan.json", [other])
+    again = run(*words)
+    assert "4 of 5 figures were measured before" in again.output
+    _, rows = MEMORY.read(tmp_path / "out" / "memory.jsonl")
+    assert [row.label for row in rows if row.contender == "planned"] == [other.label]
+
+
+def test_a_plan_of_another_text_leaves_what_was_measured(run, tmp_path):
+    (tmp_path / "other.txt").write_text("some other words, " * 20, encoding="utf-8")
+    assert run("--budget", "48").exit_code == 0
+    more = ("--plan-out", str(tmp_path / "plan.json"), "--calibration", str(tmp_path / "other.txt"))
+    result = run("--budget", "48", *more)
+    assert result.exit_code == 0, result.output
+    assert "4 of 5 figures were measured before" in result.output

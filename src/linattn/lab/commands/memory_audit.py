@@ -18,7 +18,7 @@ from linattn.lab.commands.stages import Stages, stages
 from linattn.lab.commands.terminal import ending, interrupts, print_table, whole_numbers
 from linattn.lab.constant_memory.measuring import MemoryAudit
 from linattn.lab.constant_memory.planning import MemoryPlan, read_memory_plans, write_memory_plans
-from linattn.lab.constant_memory.records import MEMORY, PLANNED, MemoryRow, key_of
+from linattn.lab.constant_memory.records import MEMORY, MemoryRow, key_of
 from linattn.lab.pace import Pace
 from linattn.lab.report import MemorySummary, conclusions, lost, summarise_memory, table_at, write_report
 from linattn.processes import Processes
@@ -157,13 +157,14 @@ def _earlier(measured: MemoryAudit, file: Path, watch: Stages) -> list[MemoryRow
     """
     order = measured.wanted()
     wanted, kept = set(order), dict[tuple[str, str, int], MemoryRow]()
+    # A plan may be another one at the same budget.
+    labels = {(entry.name, entry.budget): entry.label for entry in measured.entries}
     for path in (file, *asides(file)):
         header, rows = MEMORY.unfinished(path) or (None, [])
         if header is None or not header.measures_as(measured.header):
             continue
-        # A plan is of its own budgets.
-        for row in (row for row in rows if header == measured.header or row.contender != PLANNED):
-            if key_of(row) in wanted:
+        for row in rows:
+            if key_of(row) in wanted and labels[row.contender, row.budget] == row.label:
                 kept.setdefault(key_of(row), row)
     found = MEMORY.unfinished(file)
     if file.exists() and (found is None or found[0] != measured.header):

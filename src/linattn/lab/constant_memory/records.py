@@ -67,7 +67,8 @@ class MemoryHeader:
 
     def measures_as(self, other: MemoryHeader) -> bool:
         """Whether figures of the same contender at the same budget are the same in both audits, but for plans."""
-        return self == replace(other, budgets=self.budgets, kinds=self.kinds, left_out=self.left_out)
+        own = {name: getattr(self, name) for name in ("budgets", "kinds", "left_out", "calibration")}
+        return self == replace(other, **own)
 
     @property
     def exact_bytes(self) -> int:
