@@ -38,7 +38,13 @@ FAULTS = (
         MERGING_LAWS,
     ),
     Fault("tell rows of 16 bits apart in 32", MERGING, "rows.out.to(stream.query.dtype)", "rows.out", MERGING_LAWS),
-    Fault("forget the values' weight in a distance", MERGING, "scale, values)", "scale, 1.0)", EVERYWHERE_LAWS),
+    Fault(
+        "hand on another mean than the metric's",
+        MERGING,
+        "*sample, *metric, *axes",
+        "*sample, 0 * metric.mean, metric.factor, *axes",
+        EVERYWHERE_LAWS,
+    ),
     Fault(
         "read kept keys that lie apart as if they did not",
         MERGING,

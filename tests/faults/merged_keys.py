@@ -6,7 +6,7 @@ from faults.fault import Fault
 
 MERGED_ROOM = "attention/exact/merged/"
 MERGING, MERGED = "tests/laws/test_merging.py", "tests/laws/test_merged_keys.py"
-EVERYWHERE = "tests/laws/test_merged_everywhere.py"
+EVERYWHERE, DISTANCES = "tests/laws/test_merged_everywhere.py", "tests/laws/test_distances.py"
 
 FAULTS = (
     Fault(
@@ -25,17 +25,52 @@ FAULTS = (
     ),
     Fault(
         "measure keys without the queries",
-        MERGED_ROOM + "merging.py",
+        MERGED_ROOM + "distances.py",
         "torch.cat((spread.unsqueeze(2), worth",
         "torch.cat((torch.ones_like(spread).unsqueeze(2), worth",
         MERGING,
     ),
     Fault(
         "measure keys without their values",
-        MERGED_ROOM + "merging.py",
+        MERGED_ROOM + "distances.py",
         "worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values",
         "worth = 0 * wide",
         MERGING,
+    ),
+    Fault(
+        "take the widest coordinates for axes",
+        MERGED_ROOM + "distances.py",
+        "range(_TURNS)",
+        "range(0)",
+        DISTANCES,
+    ),
+    Fault(
+        "have no more axes where heads are wide",
+        MERGED_ROOM + "distances.py",
+        "max(_AXES, width // _WIDTHS_PER_AXIS)",
+        "_AXES",
+        DISTANCES,
+    ),
+    Fault(
+        "look along axes from another mean",
+        MERGED_ROOM + "distances.py",
+        "return cls(turn, metric.mean @ turn)",
+        "return cls(turn, 0 * metric.mean @ turn)",
+        DISTANCES,
+    ),
+    Fault(
+        "measure by keys that are no numbers",
+        MERGED_ROOM + "bidirectional.py",
+        "there = there & (some.abs().amax(-1) < torch.inf)",
+        "there = there & True",
+        DISTANCES,
+    ),
+    Fault(
+        "measure by masked keys",
+        MERGED_ROOM + "bidirectional.py",
+        "_evenly(tokens.bias != -torch.inf, _MEASURED)",
+        "_evenly(tokens.bias == tokens.bias, _MEASURED)",
+        DISTANCES,
     ),
     Fault(
         "merge the nearest keys whatever their masses",

@@ -11,19 +11,25 @@ typedef struct {
     const float *key, *value, *bias; /* (H, T, ·) */
     const float *sample;             /* (H, S, D), times the scale */
     const uint8_t *there;            /* (H, S) */
+    const float *mean, *factor;      /* (H, P), of the measure */
+    const float *turn, *shift;       /* (H, P, axes), (H, axes): its axes, of keys and values as they are */
     float *out, *log;                /* (H, G, L, Dv), (H, G, L) or none */
     int64_t first_head, last_head;   /* which of them this call is for */
     int64_t groups, head_dim, value_dim, num_queries, length, num_sampled, num_merged;
     int64_t window; /* 0 for none */
-    int64_t num_seeds, num_rounds;
-    float scale, values;
+    int64_t num_seeds, num_rounds, num_axes;
+    float scale;
 } Everywhere;
 
 /* Beside a head's memory: the seeds, and what blocks of a window take back. */
 typedef struct {
     float *seed;        /* (seeds, P) */
     float *standing;    /* (seeds), logarithms of the masses that they stand for */
-    float *centre;      /* (C/PLACES, P, PLACES) */
+    float *turn;        /* (axes/PLACES, P, PLACES) */
+    float *shift;       /* (axes) */
+    float *along;       /* (PLACES, axes) */
+    float *panel;       /* (axes, PLACES) */
+    float *centre;      /* (C, axes) */
     float *near;        /* (C) */
     float *share;       /* (T) */
     float *gone;        /* (C) */
@@ -93,37 +99,64 @@ INSIDE int64_t find_seeds(Head *h, const Everywhere *a, More *more, const Tokens
     return count;
 }
 
-/* h->number: of each key the cluster whose centre is the nearest, -1 for absent ones. */
-INSIDE void assign(Head *h, const Everywhere *a, More *more, const Tokens *x) {
-    const int64_t D = h->head_dim, Dv = h->value_dim, P = D + Dv, C = a->num_merged;
-    const float *mean = h->coordinate, *factor = mean + 2 * P;
-    /* The nearest has the largest x·c - |c|²/2, in the measure and around its mean. */
-    for (int64_t c = 0; c < C; c++) {
-        float near = 0.0f;
-        for (int64_t p = 0; p < P; p++) {
-            const float centre = h->mean[c * P + p] - mean[p], weighted = centre * (factor[p] * factor[p]);
-            near -= (centre / 2 + mean[p]) * weighted;
-            more->centre[c / PLACES * P * PLACES + p * PLACES + c % PLACES] = weighted;
-        }
-        more->near[c] = h->size[c] == 0.0f ? -INFINITY : near;
+/* Coordinates along the axes of up to TILE keys and values, whole(axes) numbers each. */
+INSIDE void turn(const Everywhere *a, const More *more, const float *key, int64_t key_apart, const float *value,
+                 int64_t value_apart, int64_t rows, float *to) {
+    const int64_t D = a->head_dim, P = D + a->value_dim, R = whole(a->num_axes);
+    for (int64_t first = 0; first < R; first += PLACES) {
+        Lanes sums[TILE];
+        for (int64_t r = 0; r < TILE; r++) sums[r] = -*(const Lanes *)(more->shift + first);
+        const float *panel = more->turn + first * P;
+        add_tile(key, key_apart, rows, panel, PLACES, D, sums);
+        add_tile(value, value_apart, rows, panel + D * PLACES, PLACES, a->value_dim, sums);
+        for (int64_t r = 0; r < rows; r++) *(Lanes *)(to + r * R + first) = sums[r];
     }
-    for (int64_t start = 0; start < x->count; start += TILE) {
-        const int64_t rows = least(TILE, x->count - start);
-        Least found[TILE];
-        for (int64_t r = 0; r < TILE; r++) found[r] = none_yet();
-        for (int64_t first = 0; first < C; first += PLACES) {
+    for (int64_t i = 0; i < rows * R; i++) to[i] = bounded(to[i]);
+}
+
+/* h->number: of each key the cluster whose centre is the nearest along the axes, -1 for absent ones. */
+INSIDE void assign(Head *h, const Everywhere *a, More *more, const Tokens *x, int64_t head) {
+    const int64_t D = h->head_dim, Dv = h->value_dim, P = D + Dv, C = a->num_merged, A = a->num_axes, R = whole(A);
+    memset(more->turn, 0, (size_t)(R * P) * sizeof(float));
+    memset(more->shift, 0, (size_t)R * sizeof(float));
+    memcpy(more->shift, a->shift + head * A, (size_t)A * sizeof(float));
+    for (int64_t p = 0; p < P; p++)
+        for (int64_t i = 0; i < A; i++)
+            more->turn[i / PLACES * P * PLACES + p * PLACES + i % PLACES] = a->turn[(head * P + p) * A + i];
+    /* The nearest has the largest x·c - |c|²/2. */
+    for (int64_t start = 0; start < C; start += TILE) {
+        const int64_t rows = least(TILE, C - start);
+        const float *mean = h->mean + start * P;
+        turn(a, more, mean, P, mean + D, P, rows, more->centre + start * R);
+    }
+    for (int64_t c = 0; c < C; c++) {
+        const float *centre = more->centre + c * R;
+        more->near[c] = h->size[c] == 0.0f ? -INFINITY : dot(centre, centre, R) / -2.0f;
+    }
+    /* Keys side by side: which centre is the nearest is found for all of them at once. */
+    for (int64_t start = 0; start < x->count; start += PLACES) {
+        const int64_t count = least(PLACES, x->count - start);
+        for (int64_t j = 0; j < count; j += TILE) {
+            const float *key = x->key + (start + j) * D, *value = x->value + (start + j) * Dv;
+            turn(a, more, key, D, value, Dv, least(TILE, count - j), more->along + j * R);
+        }
+        fill_panels(more->along, R, count, R, 0, more->panel);
+        Lanes most;
+        Places place = {0};
+        for (int64_t j = 0; j < PLACES; j++) most[j] = -INFINITY;
+        for (int64_t first = 0; first < C; first += TILE) {
+            const int64_t rows = least(TILE, C - first);
             Lanes sums[TILE];
-            for (int64_t r = 0; r < TILE; r++) sums[r] = *(const Lanes *)(more->near + first);
-            const float *panel = more->centre + first * P;
-            add_tile(x->key + start * D, D, rows, panel, PLACES, D, sums);
-            add_tile(x->value + start * Dv, Dv, rows, panel + D * PLACES, PLACES, Dv, sums);
-            for (int64_t r = 0; r < rows; r++) keep_least(found + r, -sums[r], first, C);
+            for (int64_t r = 0; r < TILE; r++) sums[r] = (Lanes){0} + more->near[first + (r < rows ? r : 0)];
+            add_tile(more->centre + first * R, R, rows, more->panel, PLACES, A, sums);
+            for (int64_t r = 0; r < rows; r++) {
+                const Places more_so = sums[r] > most;
+                most = (Lanes)((more_so & (Places)sums[r]) | (~more_so & (Places)most));
+                place = (more_so & (int32_t)(first + r)) | (~more_so & place);
+            }
         }
-        for (int64_t r = 0; r < rows; r++) {
-            int32_t place;
-            least_of(found + r, &place);
-            h->number[start + r] = h->mass[start + r] == -INFINITY ? -1 : place;
-        }
+        for (int64_t j = 0; j < count; j++)
+            h->number[start + j] = h->mass[start + j] == -INFINITY ? -1 : place[j];
     }
 }
 
@@ -164,15 +197,13 @@ BY_PROCESSOR static void head_rows(const Everywhere *a, Head *h, More *more, int
     const int64_t count = find_seeds(h, a, more, &x);
     const Tokens pool = {more->seed, more->seed + D, NULL, count, P, P};
     const int64_t present = weigh(more->standing, count, h->weight);
-    float total = 0.0f;
-    for (int64_t i = 0; i < count; i++) total += h->weight[i];
-    for (int64_t i = 0; i < count; i++) h->sorted[i] = present ? h->weight[i] / total : 0.0f;
-    measure(h, more->seed, h->sorted, count, a->values);
+    memcpy(h->coordinate, a->mean + head * P, (size_t)P * sizeof(float));
+    memcpy(h->coordinate + 2 * P, a->factor + head * P, (size_t)P * sizeof(float));
     memcpy(h->point, more->seed, (size_t)(count * P) * sizeof(float));
     place_points(h, h->point, count);
     partition(h, count, present, C, a->num_rounds, h->number);
     average(h, &pool, h->number, more->standing, C);
-    assign(h, a, more, &x);
+    assign(h, a, more, &x, head);
     average(h, &x, h->number, h->mass, C);
     conserve(h, C);
     const Tokens clusters = {h->mean, h->mean + D, h->found, C, P, P};
@@ -205,7 +236,11 @@ static uintptr_t run(const Everywhere *a, uintptr_t left, int64_t last_head) {
     left = lay_out(&h, a->num_sampled + 1, left);
     more.seed = take(&left, seeds * P);
     more.standing = take(&left, seeds);
-    more.centre = take(&left, C * P);
+    more.turn = take(&left, whole(a->num_axes) * P);
+    more.shift = take(&left, whole(a->num_axes));
+    more.along = take(&left, PLACES * whole(a->num_axes));
+    more.panel = take(&left, PLACES * whole(a->num_axes));
+    more.centre = take(&left, C * whole(a->num_axes));
     more.near = take(&left, C);
     more.share = take(&left, a->length);
     more.gone = take(&left, C);
@@ -215,20 +250,21 @@ static uintptr_t run(const Everywhere *a, uintptr_t left, int64_t last_head) {
     return left;
 }
 
-#define NUM_ADDRESSES 8
-#define NUM_SIZES 12
+#define NUM_ADDRESSES 12
+#define NUM_SIZES 13
 
-/* Addresses (0 for none), sizes and numbers, in the order of Everywhere. */
+/* Addresses (0 for none), sizes and the scale, in the order of Everywhere. */
 static PyObject *merge_everywhere(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     (void)self;
     uintptr_t p[NUM_ADDRESSES];
     int64_t n[NUM_SIZES];
-    float numbers[2];
-    if (!read_arguments(arguments, count, p, NUM_ADDRESSES, n, NUM_SIZES, numbers, 2)) return NULL;
+    float scale;
+    if (!read_arguments(arguments, count, p, NUM_ADDRESSES, n, NUM_SIZES, &scale, 1)) return NULL;
     const Everywhere a = {
         (const float *)p[0], (const float *)p[1], (const float *)p[2], (const float *)p[3], (const float *)p[4],
-        (const uint8_t *)p[5], (float *)p[6], (float *)p[7], n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8],
-        n[9], n[10], n[11], numbers[0], numbers[1],
+        (const uint8_t *)p[5], (const float *)p[6], (const float *)p[7], (const float *)p[8], (const float *)p[9],
+        (float *)p[10], (float *)p[11], n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11],
+        n[12], scale,
     };
     void *space = malloc((size_t)run(&a, 0, a.first_head) + 64);
     if (!space) return PyErr_NoMemory();

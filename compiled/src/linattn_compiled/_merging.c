@@ -48,7 +48,7 @@ INSIDE void join(Head *h, const Stream *a, Memory *memory, const Tokens *block) 
     const int64_t present = weigh(h->mass, n, h->weight);
     const float share = 1.0f / (float)greatest(present, 1);
     for (int64_t j = 0; j < n; j++) h->own[j] = h->mass[j] == -INFINITY ? 0.0f : share;
-    measure(h, memory->key, h->own, n, 1.0f);
+    measure(h, memory->key, h->own, n);
     memcpy(h->point, memory->key, (size_t)(n * P) * sizeof(float));
     place_points(h, h->point, n);
     partition(h, n, present, left, 1, h->number);

@@ -39,10 +39,11 @@ typedef struct {
     /* The sample, and what it attends to: `most` keys at most. */
     int64_t most, sampled;
     float *sample;           /* (S, D), times the scale */
-    uint8_t *there, *attends; /* (S); the latter: all of them, where none is there */
-    float *normalizer;       /* (S) */
-    float *key_panels;       /* (most/PLACES, D, PLACES) */
-    float *logits;           /* (S, most) */
+    uint8_t *there;          /* (S) */
+    int32_t *attends;        /* (S up to whole vectors), -1 for yes: all of them, where none is there */
+    float *normalizer;       /* (S up to whole vectors) */
+    float *sample_panels;    /* (S/PLACES, D, PLACES) */
+    float *logits;           /* (most, S up to whole vectors) */
     float *mass, *own;       /* (most): logarithms of masses; and what is added up for them */
     int32_t *number;         /* (most), of each key's cluster, -1 for none */
     /* Points that are put into clusters, `points` at most: (points, P), and in panels, and (points) each. */
@@ -204,20 +205,63 @@ INSIDE void sort(int32_t *order, int32_t *swap, const float *key, int64_t n, int
     if (from != order) memcpy(order, from, (size_t)n * sizeof(int32_t));
 }
 
-/* log Σ exp(x) of so many columns of h->logits, over those of the sample that attend; -inf for none. `own` is used. */
-INSIDE void log_sums(Head *h, int64_t n, float *to) {
-    for (int64_t j = 0; j < n; j++) to[j] = -INFINITY, h->own[j] = 0.0f;
-    for (int64_t s = 0; s < h->sampled; s++) {
-        const float *row = h->logits + s * h->most;
-        if (h->attends[s])
-            for (int64_t j = 0; j < n; j++) to[j] = row[j] <= to[j] ? to[j] : row[j];
+/* Of PLACES numbers side by side, halved until one is left. */
+INSIDE float greatest_of(Lanes x) {
+    float at[PLACES];
+    *(Lanes *)at = x;
+    for (int64_t n = PLACES / 2; n > 0; n /= 2)
+        for (int64_t j = 0; j < n; j++) at[j] = at[j + n] <= at[j] ? at[j] : at[j + n];
+    return at[0];
+}
+INSIDE float sum_of(Lanes x) {
+    float at[PLACES];
+    *(Lanes *)at = x;
+    for (int64_t n = PLACES / 2; n > 0; n /= 2)
+        for (int64_t j = 0; j < n; j++) at[j] += at[j + n];
+    return at[0];
+}
+
+/* 2^(x·log2(e)) in each place. */
+INSIDE Lanes exponentials(Lanes x) {
+    float at[PLACES];
+    *(Lanes *)at = x;
+    for (int64_t j = 0; j < PLACES; j++) at[j] = power(at[j] * LOG2_E);
+    return *(const Lanes *)at;
+}
+
+/* h->logits of keys (n, D) and the sample, side by side for each key, with the keys' biases if any. */
+INSIDE void see(Head *h, const float *key, int64_t key_apart, const float *bias, int64_t n) {
+    const int64_t D = h->head_dim, S = whole(h->sampled);
+    for (int64_t j = 0; j < n; j += TILE)
+        for (int64_t first = 0; first < S; first += PLACES) {
+            const int64_t rows = least(TILE, n - j);
+            Lanes sums[TILE] = {0};
+            add_tile(key + j * key_apart, key_apart, rows, h->sample_panels + first * D, PLACES, D, sums);
+            for (int64_t r = 0; r < rows; r++)
+                *(Lanes *)(h->logits + (j + r) * S + first) = sums[r] + (bias ? bias[j + r] : 0.0f);
+        }
+}
+
+/* log Σ_s exp(logit - normaliser) of so many keys, over those of the sample that attend; -inf for none. */
+INSIDE void log_sums(const Head *h, int64_t n, float *to) {
+    const int64_t S = whole(h->sampled);
+    for (int64_t j = 0; j < n; j++) {
+        float *row = h->logits + j * S;
+        Lanes peaks, sums = {0};
+        for (int64_t i = 0; i < PLACES; i++) peaks[i] = -INFINITY;
+        for (int64_t first = 0; first < S; first += PLACES) {
+            const Places seen = *(const Places *)(h->attends + first);
+            Lanes x = *(const Lanes *)(row + first) - *(const Lanes *)(h->normalizer + first);
+            x = (Lanes)((seen & (Places)x) | (~seen & (Places)((Lanes){0} - INFINITY)));
+            const Places less = x <= peaks;
+            peaks = (Lanes)((less & (Places)peaks) | (~less & (Places)x));
+            *(Lanes *)(row + first) = x;
+        }
+        const float peak = greatest_of(peaks);
+        for (int64_t first = 0; first < S; first += PLACES)
+            sums += exponentials(*(const Lanes *)(row + first) - peak);
+        to[j] = peak + logf(sum_of(sums));
     }
-    for (int64_t s = 0; s < h->sampled; s++) {
-        const float *row = h->logits + s * h->most;
-        if (h->attends[s])
-            for (int64_t j = 0; j < n; j++) h->own[j] += power((row[j] - to[j]) * LOG2_E);
-    }
-    for (int64_t j = 0; j < n; j++) to[j] += logf(h->own[j]);
 }
 
 /* What the sample attends to each key in logarithms, -inf for absent ones, and its normalisers. */
@@ -231,25 +275,22 @@ INSIDE void attend(Head *h, const Tokens *x) {
         h->there[0] = 0;
         h->sampled = 1;
     }
-    for (int64_t s = 0; s < h->sampled; s++) h->attends[s] = h->there[s] || !any;
-    fill_panels(x->key, x->key_apart, n, D, 0, h->key_panels);
-    products(h->sample, D, h->sampled, h->key_panels, whole(n) / PLACES, D, h->logits, h->most);
-    for (int64_t s = 0; s < h->sampled; s++) {
-        if (!h->attends[s]) continue;
-        float *row = h->logits + s * h->most;
-        if (x->bias)
-            for (int64_t j = 0; j < n; j++) row[j] += x->bias[j];
-        float peak = largest(row, n);
-        peak = peak == -INFINITY ? 0.0f : peak;
-        for (int64_t j = 0; j < n; j++) h->own[j] = power((row[j] - peak) * LOG2_E);
-        Lanes sum = {0};
-        float total = 0.0f;
-        int64_t j = 0;
-        for (; j + PLACES <= n; j += PLACES) sum += *(const Lanes *)(h->own + j);
-        for (; j < n; j++) total += h->own[j];
-        for (int64_t i = 0; i < PLACES; i++) total += sum[i];
-        h->normalizer[s] = logf(total) + peak;
-        for (int64_t k = 0; k < n; k++) row[k] -= h->normalizer[s];
+    const int64_t S = whole(h->sampled);
+    for (int64_t s = 0; s < S; s++) h->attends[s] = s < h->sampled && (h->there[s] || !any) ? -1 : 0;
+    memset(h->sample_panels, 0, (size_t)(S * D) * sizeof(float));
+    fill_panels(h->sample, D, h->sampled, D, 0, h->sample_panels);
+    see(h, x->key, x->key_apart, x->bias, n);
+    for (int64_t first = 0; first < S; first += PLACES) {
+        Lanes peaks, totals = {0};
+        for (int64_t i = 0; i < PLACES; i++) peaks[i] = -INFINITY;
+        for (int64_t j = 0; j < n; j++) {
+            const Lanes row = *(const Lanes *)(h->logits + j * S + first);
+            const Places more = row > peaks;
+            peaks = (Lanes)((more & (Places)row) | (~more & (Places)peaks));
+        }
+        for (int64_t i = 0; i < PLACES; i++) peaks[i] = peaks[i] == -INFINITY ? 0.0f : peaks[i];
+        for (int64_t j = 0; j < n; j++) totals += exponentials(*(const Lanes *)(h->logits + j * S + first) - peaks);
+        for (int64_t i = 0; i < PLACES; i++) h->normalizer[first + i] = logf(totals[i]) + peaks[i];
     }
     log_sums(h, n, h->mass);
     for (int64_t j = 0; j < n; j++)
@@ -274,9 +315,9 @@ INSIDE int64_t weigh(const float *log_mass, int64_t n, float *weight) {
 }
 
 /* Means of coordinates by shares, and the factors by which distances are what the sample sees of keys, and of values
-   that count `values` times as much.
+   that count as much.
 */
-INSIDE void measure(Head *h, const float *points, const float *share, int64_t n, float values) {
+INSIDE void measure(Head *h, const float *points, const float *share, int64_t n) {
     const int64_t D = h->head_dim, P = D + h->value_dim;
     float *mean = h->coordinate, *variance = mean + P, *factor = variance + P, *center = factor + P;
     float sampled = 0.0f, wide = 0.0f, narrow = 0.0f;
@@ -303,9 +344,16 @@ INSIDE void measure(Head *h, const float *points, const float *share, int64_t n,
             }
     for (int64_t d = 0; d < D; d++) wide += variance[d] * factor[d];
     for (int64_t p = D; p < P; p++) narrow += variance[p];
-    const float worth = sqrtf(wide / (narrow == 0.0f ? 1.0f : narrow)) * values;
+    const float worth = sqrtf(wide / (narrow == 0.0f ? 1.0f : narrow));
     for (int64_t d = 0; d < D; d++) factor[d] = sqrtf(factor[d]);
     for (int64_t p = D; p < P; p++) factor[p] = worth;
+}
+
+/* A coordinate that is finite and whose square is. */
+INSIDE float bounded(float x) {
+    x = x > FARTHEST ? FARTHEST : x;
+    x = x < -FARTHEST ? -FARTHEST : x;
+    return x == x ? x : FARTHEST;
 }
 
 /* Keys and values as points in the measure, in place. */
@@ -314,10 +362,7 @@ INSIDE void place_points(Head *h, float *points, int64_t n) {
     const float *mean = h->coordinate, *factor = mean + 2 * P;
     for (int64_t j = 0; j < n; j++)
         for (int64_t p = 0; p < P; p++) {
-            float at = (points[j * P + p] - mean[p]) * factor[p];
-            at = at > FARTHEST ? FARTHEST : at;
-            at = at < -FARTHEST ? -FARTHEST : at;
-            points[j * P + p] = at == at ? at : FARTHEST;
+            points[j * P + p] = bounded((points[j * P + p] - mean[p]) * factor[p]);
         }
 }
 
@@ -465,10 +510,7 @@ INSIDE void average(Head *h, const Tokens *x, const int32_t *number, const float
 */
 INSIDE void conserve(Head *h, int64_t left) {
     const int64_t D = h->head_dim, P = D + h->value_dim;
-    fill_panels(h->mean, P, left, D, 0, h->key_panels);
-    products(h->sample, D, h->sampled, h->key_panels, whole(left) / PLACES, D, h->logits, h->most);
-    for (int64_t s = 0; s < h->sampled; s++)
-        for (int64_t c = 0; c < left; c++) h->logits[s * h->most + c] -= h->normalizer[s];
+    see(h, h->mean, P, NULL, left);
     log_sums(h, left, h->found);
     for (int64_t c = 0; c < left; c++) {
         const float bias = logf(h->total[c]) + h->peak[c] - h->found[c];
@@ -498,10 +540,10 @@ static uintptr_t lay_out(Head *h, int64_t samples, uintptr_t left) {
     h->read = take(&left, ROWS * h->width);
     h->sample = take(&left, samples * D);
     h->there = take(&left, samples);
-    h->attends = take(&left, samples);
-    h->normalizer = take(&left, samples);
-    h->key_panels = take(&left, most * D);
-    h->logits = take(&left, samples * most);
+    h->attends = take(&left, whole(samples));
+    h->normalizer = take(&left, whole(samples));
+    h->sample_panels = take(&left, whole(samples) * D);
+    h->logits = take(&left, whole(samples) * most);
     h->number = take(&left, most);
     h->point = take(&left, points * P);
     h->sorted_point = take(&left, points * P);

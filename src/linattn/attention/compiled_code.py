@@ -11,7 +11,7 @@ from torch import Tensor
 IN_GRAPHS = "it takes no calls inside torch.compile, whose graph would miss it"
 
 # What its functions take, and what they mean.
-_INTERFACE = 2
+_INTERFACE = 3
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

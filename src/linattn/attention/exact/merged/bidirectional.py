@@ -12,7 +12,8 @@ from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens, picked
 from linattn.attention.exact.merged.compiled import everywhere_in_compiled_code, is_compiled
-from linattn.attention.exact.merged.merging import Metric, cluster_means
+from linattn.attention.exact.merged.distances import Axes, Metric
+from linattn.attention.exact.merged.merging import cluster_means
 from linattn.attention.exact.merged.partitioning import partition, seeds
 from linattn.attention.exact.merged.query_sample import QuerySample
 from linattn.attention.exact.merged.window import read_beside_neighbours
@@ -25,6 +26,8 @@ _SAMPLED, _FEWEST = 2**17, 64
 # Keys that clusters are made of at first, or so many times the clusters; all others join the nearest.
 _SEEDS, _SEEDS_PER_CLUSTER = 512, 4
 _ROUNDS = 6
+# Keys that distances are measured by.
+_MEASURED = 256
 # How much values count beside keys when distances are taken, against their own spread.
 _VALUES = 0.5
 # Logits held at once: few enough to stay in a processor's cache from one pass to the next.
@@ -59,12 +62,14 @@ def attend_all_merging(
         else query.new_ones(*key.shape[:2], query.shape[3], dtype=torch.bool)
     )
     sample = _sampled(query, live, key.shape[2], scale)
+    with torch.no_grad():
+        distances = _distances(tokens, sample.spread)
     if is_compiled(backend, query, tokens):
-        beginning = _num_seeds(exact.num_merged), _ROUNDS, _VALUES
-        return everywhere_in_compiled_code(query, tokens, sample, exact, beginning, scale, with_log=with_log)
+        beginning = _num_seeds(exact.num_merged), _ROUNDS
+        return everywhere_in_compiled_code(query, tokens, sample, distances, exact, beginning, scale, with_log=with_log)
     attended = sample.attends(tokens)
     with torch.no_grad():
-        number = _clusters(tokens, sample.spread, attended.log_mass, exact.num_merged)
+        number = _clusters(tokens, distances, attended.log_mass, exact.num_merged)
     means = cluster_means(tokens, number, attended.log_mass, exact.num_merged)
     few = means.conserving(attended)
     if exact.window is None:
@@ -74,17 +79,32 @@ def attend_all_merging(
 
 def _sampled(query: Tensor, live: Tensor, num_keys: int, scale: float) -> QuerySample:
     """Queries evenly spaced among those that there are."""
-    live = live.expand(*query.shape[:2], -1)
-    size = max(_SAMPLED // num_keys, _FEWEST) // query.shape[2]
-    size, number = min(max(size, 1), live.shape[-1]), live.sum(-1, keepdim=True)
-    # Each of them once where they are fewer.
-    places = torch.arange(size, device=query.device) * number.clamp(min=size) // max(size, 1)
-    # The queries that there are come first, in their order.
-    index = (~live).byte().argsort(dim=-1, stable=True).gather(-1, places)
-    there = (places < number).unsqueeze(-1).expand(-1, -1, -1, query.shape[2]).flatten(2)
+    index, there = _evenly(live.expand(*query.shape[:2], -1), max(_SAMPLED // num_keys, _FEWEST) // query.shape[2])
+    there = there.unsqueeze(-1).expand(-1, -1, -1, query.shape[2]).flatten(2)
     found = picked(query.movedim(2, 3).flatten(3), index).unflatten(-1, query.shape[2::2]).flatten(2, 3)
     found = found.to(torch.promote_types(query.dtype, torch.float32)) * scale
     return QuerySample(torch.where(there.unsqueeze(-1), found, 0), there)
+
+
+def _evenly(live: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Places (B, H, ·) evenly spaced among the live tokens (B, H, L), and which are there: each once where few are."""
+    length = live.shape[-1]
+    size, reach = min(max(size, 1), length), live.cumsum(-1)
+    number = reach[..., -1:]
+    wanted = torch.arange(size, device=live.device) * number.clamp(min=size) // max(size, 1)
+    return torch.searchsorted(reach, wanted + 1).clamp(max=length - 1), wanted < number
+
+
+def _distances(tokens: Tokens, spread: Tensor) -> tuple[Metric, Axes]:
+    """What queries of this spread see of keys, and values, and the axes of that, by keys evenly spaced."""
+    index, there = _evenly(tokens.bias != -torch.inf, _MEASURED)
+    row, head = (torch.arange(size, device=index.device) for size in index.shape[:2])
+    some = torch.cat([x[row[:, None, None], head[:, None], index] for x in tokens[:2]], -1)
+    # One that is no number would leave none of the others.
+    there = there & (some.abs().amax(-1) < torch.inf)
+    some, share = some.masked_fill(~there.unsqueeze(-1), 0), there.to(some.dtype)
+    metric = Metric.of(some, share / share.sum(-1, keepdim=True).clamp(min=1), spread, _VALUES)
+    return metric, Axes.of(metric, metric.points(some) * share.unsqueeze(-1))
 
 
 def _num_seeds(num_merged: int) -> int:
@@ -92,35 +112,23 @@ def _num_seeds(num_merged: int) -> int:
     return max(_SEEDS, _SEEDS_PER_CLUSTER * num_merged)
 
 
-def _clusters(tokens: Tokens, spread: Tensor, log_mass: Tensor, num_merged: int) -> Tensor:
+def _clusters(tokens: Tokens, distances: tuple[Metric, Axes], log_mass: Tensor, num_merged: int) -> Tensor:
     """The number (B, H, L) of each key's cluster, C for absent ones: that of the nearest of the seeds' clusters.
 
-    Keys are measured by what queries of this spread see, and by value.
+    Which seeds go together is measured in all coordinates, which cluster is nearest along the axes.
     """
+    metric, axes = distances
     num_seeds = _num_seeds(num_merged)
     if log_mass.shape[2] > num_seeds:
         place, standing = seeds(log_mass, num_merged, num_seeds)
         pool = tokens.pick(place)
     else:
         pool, standing = tokens, log_mass
-    both = torch.cat(pool[:2], -1)
-    metric = Metric.of(both, torch.softmax(standing, -1).nan_to_num(0.0), spread, _VALUES)
-    few = partition(metric.points(both), standing, num_merged, _ROUNDS)
+    few = partition(metric.points(torch.cat(pool[:2], -1)), standing, num_merged, _ROUNDS)
     means = cluster_means(pool, few, standing, num_merged)
-    # The nearest has the largest x·c - |c|²/2, in the metric and around its mean.
-    centre = torch.cat((means.key, means.value), -1) - metric.mean
-    weighted = centre * metric.factor.square()
-    near = -((centre / 2 + metric.mean) * weighted).sum(-1)
-    parts = weighted[..., : spread.shape[-1]], weighted[..., spread.shape[-1] :]
-    number = _nearest(tokens, parts, torch.where(means.size == 0, -torch.inf, near))
-    return torch.where(log_mass == -torch.inf, num_merged, number)
-
-
-def _nearest(tokens: Tokens, parts: tuple[Tensor, Tensor], near: Tensor) -> Tensor:
-    """The number (B, H, L) of the cluster (B, H, C, ·) of the largest product with a key and its value."""
-    key, value = (x.flatten(0, 1).mT for x in parts)
-    shift, found = near.flatten(0, 1).unsqueeze(1), []
-    size = max(_CHUNK // max(shift.numel(), 1), 1)
-    for k, v in zip(*(x.flatten(0, 1).split(size, 1) for x in tokens[:2]), strict=True):
-        found.append(torch.baddbmm(torch.baddbmm(shift, k, key), v, value).argmax(-1))
-    return torch.cat(found, 1).view(tokens.bias.shape)
+    centre = axes.along(torch.cat((means.key, means.value), -1))
+    # The nearest has the largest x·c - |c|²/2.
+    near = torch.where(means.size == 0, -torch.inf, centre.square().sum(-1) / -2).unsqueeze(2)
+    pieces = zip(*(x.split(max(_CHUNK // max(near.numel(), 1), 1), 2) for x in tokens[:2]), strict=True)
+    found = [(axes.along(torch.cat(keys, -1)) @ centre.mT).add_(near).argmax(-1) for keys in pieces]
+    return torch.where(log_mass == -torch.inf, num_merged, torch.cat(found, 2))

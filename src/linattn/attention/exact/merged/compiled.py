@@ -16,6 +16,7 @@ from torch import Tensor
 from linattn.attention.backends.blocked.fold import is_followed
 from linattn.attention.compiled_code import objections_to
 from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.merged.distances import Axes, Metric
 from linattn.attention.exact.merged.query_sample import QuerySample, sample_size, sampled_places
 from linattn.attention.exact.merged.stream import Ended, Stream
 from linattn.attention.exact.rule import Exact
@@ -93,8 +94,9 @@ def everywhere_in_compiled_code(
     query: Tensor,  # (B, H, G, Lq, D)
     tokens: Tokens,  # (B, H, L, ·), at least float32
     sample: QuerySample,
+    distances: tuple[Metric, Axes],
     rule: Exact,
-    seeds: tuple[int, int, float],  # how many, in how many rounds they are merged, and how much values count
+    seeds: tuple[int, int],  # how many, and in how many rounds they are merged
     scale: float,
     *,
     with_log: bool,
@@ -102,16 +104,16 @@ def everywhere_in_compiled_code(
     """Rows over all keys, as `bidirectional.attend_all_merging` has them from the sample on."""
     from linattn_compiled import merge_everywhere
 
-    num_seeds, num_rounds, values = seeds
+    metric, axes = distances
     given, *keys = (x.float().contiguous() for x in (query, *tokens))
-    sampled = [x.contiguous() for x in sample]
+    held = [x.contiguous() for x in (*sample, *metric, *axes)]
     rows = _room(given, keys[1].shape[3], with_log=with_log)
-    addresses = _addresses(given, *keys, *sampled, *rows)
+    addresses = _addresses(given, *keys, *held, *rows)
     sizes = (
         *(query.shape[2], query.shape[4], keys[1].shape[3], query.shape[3], keys[0].shape[2]),
-        *(sampled[0].shape[2], rule.num_merged, rule.window or 0, num_seeds, num_rounds),
+        *(sample.query.shape[2], rule.num_merged, rule.window or 0, *seeds, axes.turn.shape[-1]),
     )
-    _over_heads(lambda first, stop: merge_everywhere(*addresses, first, stop, *sizes, scale, values), given, rule)
+    _over_heads(lambda first, stop: merge_everywhere(*addresses, first, stop, *sizes, scale), given, rule)
     return Reading(rows.out.to(query.dtype), rows.log_normalizer)
 
 

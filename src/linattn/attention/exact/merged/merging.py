@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.merged.distances import Metric
 from linattn.attention.exact.merged.partitioning import partition, sums, weighted_sums
 from linattn.attention.exact.merged.query_sample import QuerySample, SampleAttention
 
@@ -36,32 +37,6 @@ def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
         point = Metric.of(point, share, sample.spread).points(point)
         number = partition(point, attended.log_mass, num_merged, num_rounds=1)
     return cluster_means(tokens, number, attended.log_mass, num_merged).conserving(attended)
-
-
-class Metric(NamedTuple):
-    """What distances between keys and their values (B, H, n, D + Dv) are taken in: of (x - mean)·factor."""
-
-    mean: Tensor  # (B, H, 1, D + Dv); around 0 differences of large products would lose digits
-    factor: Tensor  # (B, H, 1, D + Dv)
-
-    @classmethod
-    def of(cls, x: Tensor, share: Tensor, spread: Tensor, values: float = 1.0) -> Metric:
-        """Of keys as queries of this spread (B, H, D) see them, and values that count `values` times as much.
-
-        Mean and variances are by these shares (B, H, n); absent keys have none, and are 0.
-        """
-        share, width = share.unsqueeze(2), spread.shape[-1]
-        mean = share @ x
-        # In place, here and below: fresh memory for all keys costs as much as what is computed in it.
-        variance = share @ (x - mean).pow_(2)
-        wide = (variance[..., :width] * spread.unsqueeze(2).square()).sum(-1, keepdim=True)
-        narrow = variance[..., width:].sum(-1, keepdim=True)
-        worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values
-        return cls(mean, torch.cat((spread.unsqueeze(2), worth.expand_as(variance[..., width:])), -1))
-
-    def points(self, x: Tensor) -> Tensor:
-        """Keys and values (B, H, n, D + Dv) as points between which distances are squares of differences."""
-        return (x - self.mean).mul_(self.factor)
 
 
 class ClusterMeans(NamedTuple):
