@@ -39,10 +39,10 @@ FAULTS = (
     ),
     Fault("tell rows of 16 bits apart in 32", MERGING, "rows.out.to(stream.query.dtype)", "rows.out", MERGING_LAWS),
     Fault(
-        "hand on another mean than the metric's",
+        "hand on other factors than the metric's",
         MERGING,
         "*sample, *metric, *axes",
-        "*sample, 0 * metric.mean, metric.factor, *axes",
+        "*sample, metric.mean, 0 * metric.factor + 1, *axes",
         EVERYWHERE_LAWS,
     ),
     Fault(

@@ -72,6 +72,19 @@ def test_masked_tokens_are_inert(exact: Exact) -> None:
     assert all(torch.equal(x, results[0]) for x in results[1:])
 
 
+@pytest.mark.parametrize("exact", [Exact(num_merged=6), Exact(7, num_merged=100)], ids=str)
+def test_an_infinite_value_is_merged_last(exact: Exact) -> None:
+    """All other keys are weighed as in plain torch."""
+    query, key, value = given()
+    value[0, 1, 150, 0], value[1, 0, 90, 3] = torch.inf, -torch.inf
+    rows = [
+        linattn.linear_partial(query, key, value, None, backend=backend, exact=exact)
+        for backend in ("compiled", "blocked")
+    ]
+    torch.testing.assert_close(*(each.log_normalizer for each in rows), rtol=TOLERANCE, atol=TOLERANCE)
+    assert (rows[0].out == torch.inf).any()
+
+
 def test_nan_stays_in_its_head() -> None:
     exact, (query, key, value) = Exact(16, num_merged=40), given()
     clean = everywhere((query, key, value), exact)

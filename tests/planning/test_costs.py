@@ -73,7 +73,10 @@ def test_what_merged_keys_cost_beside_being_seen():
     )
     # Without free places it would be four times as dear.
     assert many < 2.1 * fewer
-    token = products((64, D, 1), (merged, D + DV, 1), (1, 1, D + DV))
+    # Along as many axes as there are coordinates, these being few.
+    token = products((64, D, 1), (D + DV, D + DV, 1), (merged, D + DV, 1), (1, 1, D + DV))
+    wide = flops_per_token(Method(None, Exact(num_merged=6)), NoMap(64), value_dim=64, is_causal=False)
+    assert wide == products((6, 128, 1)) + products((64, 64, 1), (128, 16, 1), (6, 16, 1), (1, 1, 128))
     assert both == (3 * window + merged) * (2 * D + 2 * DV) + token
 
 

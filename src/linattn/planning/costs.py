@@ -9,6 +9,7 @@ merged keys.
 from __future__ import annotations
 
 from linattn.attention import Exact
+from linattn.attention.exact.merged.distances import num_axes
 from linattn.attention.exact.merged.few_bits import coded_bytes, mixed_width
 from linattn.attention.exact.merged.query_sample import sample_size
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -60,7 +61,7 @@ def flops_per_token(method: Method, feature_map: FeatureMap, *, value_dim: int, 
         exact part           2·(3W + G + N)·(D + Dv), causal 2·(2W + G + N)·(D + Dv), beside merged keys 2·(W + b + N)·…
         merging, causal      (2·(N + b)²·(D + Dv) + 4·16·(N + b)·D + 2·(N + b)·(D + Dv))/m,    b tokens of a block
         in few bits          2·(D·p(D) + Dv·p(Dv))·(2 + (W + b)/b + 2·N/m)      p the largest power of two in a width
-        merging              2·(64 + N)·D + 2·N·Dv + 2·(D + Dv)
+        merging              2·64·D + 2·A·(D + Dv + N) + 2·(D + Dv)    A axes of the keys and values
 
     Keys are merged without causality by what 64 queries attend to, and join the nearest of N clusters; the few hundred
     keys that these are made of at first are left out, since their number does not grow with the text. Causally a merge
@@ -102,7 +103,7 @@ def _merging(exact: Exact, head_dim: int, value_dim: int, *, is_causal: bool) ->
         return 0
     both = head_dim + value_dim
     if not is_causal:
-        return 2 * _SAMPLE * head_dim + 2 * exact.num_merged * both + 2 * both
+        return 2 * _SAMPLE * head_dim + 2 * num_axes(both) * (both + exact.num_merged) + 2 * both
     blocks = exact.blocks
     pool, between = exact.num_merged + blocks.size, blocks.size + exact.num_merged - exact.num_left
     merging = (2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both) // between

@@ -45,7 +45,8 @@ def attend_all_merging(
     with_log: bool,
     backend: str = "auto",
 ) -> Reading:
-    """Rows over all keys; per head O(L·(2C + S)·D + L·C·Dv) time, with a window O(L·w·(D + Dv)) more.
+    """Rows over all keys; per head O(L·(C + S)·D + L·C·Dv + L·r·(C + D + Dv)) time for r axes, with a window
+    O(L·w·(D + Dv)) more.
 
     Many queries in compiled code, where that can run them, unless the backend is "blocked".
     """

@@ -44,6 +44,16 @@ class Metric(NamedTuple):
         return (x - self.mean).mul_(self.factor)
 
 
+def num_axes(width: int) -> int:
+    """r for keys and values of P numbers.
+
+    Example:
+        >>> num_axes(8), num_axes(64), num_axes(512)
+        (8, 16, 64)
+    """
+    return min(max(_AXES, width // _WIDTHS_PER_AXIS), width)
+
+
 class Axes(NamedTuple):
     """A few directions of a metric, along which nearly all of the distances between keys lie."""
 
@@ -53,11 +63,9 @@ class Axes(NamedTuple):
     @classmethod
     def of(cls, metric: Metric, point: Tensor) -> Axes:
         """The widest ones of points (B, H, n, P) of the metric: nearly their first principal axes. O(n·P·r)."""
-        width = point.shape[-1]
-        number = min(max(_AXES, width // _WIDTHS_PER_AXIS), width)
-        point = finite(point)
+        width, point = point.shape[-1], finite(point)
         # From the widest coordinates on, by subspace iteration.
-        widest = point.square().sum(2).topk(number, -1).indices.unsqueeze(2)
+        widest = point.square().sum(2).topk(num_axes(width), -1).indices.unsqueeze(2)
         axes = (widest == torch.arange(width, device=widest.device).unsqueeze(-1)).to(point.dtype)
         for _ in range(_TURNS):
             axes = torch.linalg.qr(point.mT @ (point @ axes)).Q
