@@ -64,15 +64,17 @@ def memory_rows() -> list[tuple[str, str, str]]:
             min((line for name, line in found.items() if name.startswith(kind)), key=lambda line: line.kl)
             for kind in (_MERGED, _AS_THEY_ARE)
         )
+        planned = found.get(PLANNED)
+        shared = "" if planned is None else f"shared out among layers by a plan {_nats(planned.kl)}; "
         rows.append(
             (
                 f"KL of {header['model']}'s predictions after {header['num_tokens']:,} tokens in the bytes of "
                 f"{budget:,} keys a layer, `{merged.label}`, the best of those tried",
                 f"{_nats(merged.kl)} nats",
-                f"the best without rounding, `{as_they_are.label}`, {_nats(as_they_are.kl)}; sinks and a window "
-                f"{_nats(found['sinks + window'].kl)}; averaging the values {uniform.kl:.2f}; exact attention 0. Of "
-                f"numbers told once in {header['num_tokens'] // 2:,} tokens it says {merged.recall[_NEEDLES]:.0%} "
-                f"again, exact attention {exact.recall[_NEEDLES]:.0%}",
+                f"{shared}the best without rounding, `{as_they_are.label}`, {_nats(as_they_are.kl)}; sinks and a "
+                f"window {_nats(found['sinks + window'].kl)}; averaging the values {uniform.kl:.2f}; exact attention "
+                f"0. Of numbers told once in {header['num_tokens'] // 2:,} tokens it says {merged.recall[_NEEDLES]:.0%}"
+                f" again, exact attention {exact.recall[_NEEDLES]:.0%}",
             )
         )
     return rows

@@ -76,6 +76,7 @@ def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, mon
         "merged keys, 50% near": (512, 0.2, 0.3),
         "merged keys in 4 bits": (512, 0.00042, 0.8),
         "KIVI, 4 bit": (512, 0.0001, 0.85),
+        "planned": (512, 0.0003, 0.85),
     }
     lines = [
         told | {"contender": name, "label": f"[{name}]", "budget": budget, "kl": kl, "recall": {"needles": recall}}
@@ -87,6 +88,7 @@ def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, mon
     ((what, measured, beside),) = memory_tables.memory_rows()
     assert "after 2,048 tokens in the bytes of 512 keys a layer, `[merged keys in 4 bits]`" in what
     assert measured == "0.00042 nats"
+    assert beside.startswith("shared out among layers by a plan 0.0003; ")
     assert "the best without rounding, `[merged keys, 50% near]`, 0.2000; sinks and a window 0.4000" in beside
     assert "averaging the values 1.50; exact attention 0." in beside
     assert "told once in 1,024 tokens it says 80% again, exact attention 90%" in beside

@@ -168,7 +168,7 @@ FAULTS = (
         "give every layer of a plan the bytes of all alike",
         MEMORY + "measuring.py",
         "at_budget(choice.num_keys, self._sizes",
-        "at_budget(60, self._sizes",
+        "at_budget(50, self._sizes",
         "tests/lab/constant_memory/test_planning.py",
     ),
     Fault(

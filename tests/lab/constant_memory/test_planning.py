@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,23 @@ def test_a_plan_is_measured_with_the_bytes_and_the_divergence_of_its_layers(tiny
     if len(set(plan.choices)) == 1 and alike:
         assert planned.kl == alike[0].kl
     assert audit.header.calibration == "other half"
+
+
+def test_layers_of_a_plan_have_their_own_bytes(tiny, words):
+    """Keys 8 wide, in 2 key/value heads of 2 layers; the audit's own budget is another."""
+    audit = MemoryAudit(tiny("hybrid"), words, [50], num_tokens=128, kinds=(PLAIN,))
+    plan = audit.plan(words, 50)
+    labels = [f"sinks 4 + window {number}" for number in (66, 26)]
+    audit.take(replace(plan, choices=[PLAIN, PLAIN], budgets=[70, 30], labels=labels))
+    entry = audit.entries[-1]
+    assert entry.num_bytes == 2 * (70 + 30) * 64
+    assert entry.label == "layer 2: sinks 4 + window 66; layer 4: sinks 4 + window 26"
+    (row,) = (row for row in audit.rows() if isinstance(row, PassageRow) and row.contender == PLANNED)
+    alike = next(row for row in audit.rows() if isinstance(row, PassageRow) and row.contender == PLAIN)
+    assert row.num_bytes == alike.num_bytes
+    # The first layer sees the exact model's own queries and keys: with more bytes its heads are nearer.
+    assert sum(row.errors[0]) < sum(alike.errors[0])
+    assert sum(row.errors[1]) > sum(alike.errors[1])
 
 
 def test_the_plain_window_stays_where_another_is_hardly_better():
