@@ -90,6 +90,8 @@ def test_every_layer_by_its_own_written_form(build, tmp_path):
 
 
 def test_what_merged_keys_have_not_is_refused(build):
+    with pytest.raises(TypeError, match="a written form for each layer, got NoMap; give maps by a function"):
+        linearize_(build("llama"), feature_map=[NoMap(4)] * 2)
     for options, words in (
         ({"feature_map": ENOUGH, "num_features": 8}, "has no map, got num_features=8"),
         ({"feature_map": ENOUGH, "calibrate": [IDS]}, "nothing to calibrate: window 2 [+] merged 16 takes no"),
@@ -140,3 +142,5 @@ def test_a_conversion_takes_a_method_for_each_layer(build):
     assert first.error < 1e-5 < second.error
     with pytest.raises(ValueError, match="got 3 methods for the 2 layers to be converted; give one for each, in order"):
         convert_(build("bert").double(), batches, ConvertConfig((*labels, "merged 4"), minutes=0))
+    with pytest.raises(ValueError, match=r"must name a method, got \(\)"):
+        ConvertConfig(())

@@ -41,8 +41,8 @@ class ConvertConfig:
             faster); a method that is named is taken whatever it costs.
 
     Raises:
-        ValueError: if a number is not positive (`minutes`, `seed`: negative) or not finite, `target_error` comes with a
-            map, or adapters without distillation.
+        ValueError: if a number is not positive (`minutes`, `seed`: negative) or not finite, `feature_map` is empty,
+            `target_error` comes with a map, or adapters without distillation.
 
     Example:
         >>> ConvertConfig(minutes=-1)
@@ -84,6 +84,8 @@ class ConvertConfig:
                 f"adapter_rank must be 1 or more, of weights that are distilled, got {self.adapter_rank} with "
                 f"distil={self.distil}; leave it out to train all weights"
             )
+        if self.feature_map is not None and not self.feature_map:
+            raise ValueError(f"feature_map must name a method, got {self.feature_map!r}; None is {DEFAULT_MAP!r}")
         if self.target_error is None:
             return
         if not (math.isfinite(self.target_error) and self.target_error > 0):

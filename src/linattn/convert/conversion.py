@@ -20,6 +20,7 @@ from linattn.convert.sharing import check_shared
 from linattn.convert.stages import Measured, in_silence
 from linattn.hf import LinearLMForCausalLM, is_linearized
 from linattn.hf.linear_twin import check_twin
+from linattn.hf.linearization import choose_layers
 from linattn.planning.methods import Method, parse_method
 from linattn.processes import Processes
 from linattn.training import Notify, WorkFolder, alone_in, weights_digest
@@ -88,7 +89,7 @@ def convert_(
         attention transfer.
     """
     methods = _methods(config)
-    _check(model, config)
+    _check(model, config, methods)
     if isinstance(model, LinearLMForCausalLM):
         check_twin(model, methods)
     samples = _samples(model, tokenizer_or_batches, config)
@@ -116,14 +117,20 @@ def _methods(config: ConvertConfig) -> tuple[Method, ...]:
     """The method of all layers, or of each; none where one is to be planned for each head."""
     if config.target_error is not None:
         return ()
-    written = config.feature_map or DEFAULT_MAP
+    written = DEFAULT_MAP if config.feature_map is None else config.feature_map
     return tuple(map(parse_method, (written,) if isinstance(written, str) else written))
 
 
-def _check(model: PreTrainedModel, config: ConvertConfig) -> None:
+def _check(model: PreTrainedModel, config: ConvertConfig, methods: tuple[Method, ...]) -> None:
     """Refuse models and settings that would fail after minutes."""
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call linattn.hf.restore_(model) first")
+    number = len(choose_layers(model, config.layers).replaced) if len(methods) > 1 else len(methods)
+    if len(methods) != number:
+        raise ValueError(
+            f"got {len(methods)} methods for the {number} layers to be converted; give one for each, in order, or one "
+            "for all"
+        )
     narrow = {str(parameter.dtype) for parameter in model.parameters() if torch.finfo(parameter.dtype).bits < 32}
     if narrow:
         raise ValueError(

@@ -33,7 +33,7 @@ from linattn.hf import (
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.hf.linearization import choose_layers
 from linattn.planning import Plan, read_plans, write_plans
-from linattn.planning.methods import Method
+from linattn.planning.methods import Method, together
 from linattn.processes import Processes
 from linattn.training import Notify, Trained, Training, WorkFolder, train
 
@@ -158,11 +158,6 @@ class Course:
             self._check_pays(methods[0], calls)
         if len(methods) == 1:
             methods = methods * len(self._layers)
-        if len(methods) != len(self._layers):
-            raise ValueError(
-                f"got {len(methods)} methods for the {len(self._layers)} layers to be converted; give one for each, in "
-                "order, or one for all"
-            )
         maps = build_maps(methods, self._layers, calls, num_features=config.num_features, seed=config.seed)
         fitted = any(isinstance(feature_map, FittedMap) for feature_map in maps)
         # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
@@ -350,4 +345,4 @@ def label(methods: Sequence[Method], config: ConvertConfig) -> str:
     """The methods in words: once where all are alike."""
     if not methods:
         return f"planned for an error of {config.target_error:g}"
-    return "; ".join(method.label for method in (methods if len(set(methods)) > 1 else methods[:1]))
+    return together([method.label for method in methods])

@@ -137,11 +137,12 @@ def linearize_(
         A `Linearization`: what was replaced by what, and what was not and why.
 
     Raises:
-        TypeError: if `feature_map` is neither text nor a function that returns maps, or a batch is no such thing.
-        ValueError: if not one of feature_map and plans is given, there are not as many as layers, the model ignores
-            AttentionInterface, is linearized or intercepted already, has no such layers, or the map or plan
-            cannot be built or used: a causal layer needs maps that learn nothing from the call. Also if `calibrate`
-            holds no batches or nothing to calibrate is there.
+        TypeError: if `feature_map` is neither text, or texts, nor a function that returns maps, or a batch is no such
+            thing.
+        ValueError: if not one of feature_map and plans is given, there are not as many plans, written forms or exact
+            parts as layers, the model ignores AttentionInterface, is linearized or intercepted already, has no such
+            layers, or the map or plan cannot be built or used: a causal layer needs maps that learn nothing from the
+            call. Also if `calibrate` holds no batches or nothing to calibrate is there.
 
     Example:
         >>> import torch
@@ -177,7 +178,7 @@ def linearize_(
     else:
         if isinstance(feature_map, str | Sequence):
             written = [feature_map] * len(chosen) if isinstance(feature_map, str) else feature_map
-            methods = [parse_method(text) for text in written]
+            methods = [parse_method(_text(each)) for each in written]
             # In exact names.
             labels = {found.number: method.label for found, method in zip(chosen, methods, strict=True)}
             attentions = _attend_by_methods(chosen, methods, num_features, seed)
@@ -323,6 +324,16 @@ def _attend_by_plans(
     if calibrate is not None:
         plans = calibrate_plans(model, pairs, calibrate)
     return [(found, LayerAttention(plan, found.name)) for found, plan in zip(chosen, plans, strict=True)]
+
+
+def _text(written: object) -> str:
+    """A layer's written form."""
+    if not isinstance(written, str):
+        raise TypeError(
+            f"feature_map must hold a written form for each layer, got {type(written).__name__}; give maps by a "
+            "function, called once for each layer, as in feature_map=lambda head_dim: next(maps)"
+        )
+    return written
 
 
 def _attend_by_methods(

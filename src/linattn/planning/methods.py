@@ -9,6 +9,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -157,6 +158,16 @@ def parse_method(text: str) -> Method:
             "'window 32 + merged 128', or a map, as in 'Expansion + window 32'"
         )
     return Method(parse_map(written) if has_map else None, exact)
+
+
+def together(labels: Sequence[str]) -> str:
+    """Written forms of layers, in order; one where all are alike.
+
+    Example:
+        >>> together(["merged 8", "merged 8"]), together(["merged 8", "merged 4"])
+        ('merged 8', 'merged 8; merged 4')
+    """
+    return "; ".join(labels if len(set(labels)) > 1 else labels[:1])
 
 
 def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:

@@ -139,6 +139,8 @@ def test_layers_of_a_plan_have_their_own_bytes(tiny, words):
     entry = audit.entries[-1]
     assert entry.num_bytes == 2 * (70 + 30) * 64
     assert entry.label == "layer 2: sinks 4 + window 66; layer 4: sinks 4 + window 26"
+    with pytest.raises(ValueError, match=r"merged keys in 4 bits: .* give more bytes"):
+        audit.take(replace(plan, choices=[PLAIN, "merged keys in 4 bits"], budgets=[90, 2]))
     (row,) = (row for row in audit.rows() if isinstance(row, PassageRow) and row.contender == PLANNED)
     alike = next(row for row in audit.rows() if isinstance(row, PassageRow) and row.contender == PLAIN)
     assert row.num_bytes == alike.num_bytes

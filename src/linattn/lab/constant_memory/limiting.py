@@ -17,6 +17,7 @@ from linattn.lab.constant_memory.planning import PLAIN, MemoryPlan
 from linattn.lab.contenders import Sizes
 from linattn.lab.contenders.merged import Merged
 from linattn.lab.contenders.shelf import NEAR
+from linattn.planning.methods import together
 
 _STEPS = 8
 # What a window is best at on real text, its block included, and at most: more bytes are better spent on merged keys.
@@ -44,8 +45,7 @@ class Limit:
     @property
     def label(self) -> str:
         """Their written forms, once where all are alike."""
-        labels = [exact.label for exact in self.exacts]
-        return "; ".join(labels if len(set(labels)) > 1 else labels[:1])
+        return together([exact.label for exact in self.exacts])
 
     def kept(self, num_tokens: int) -> int:
         """Bytes that the global layers keep of so many tokens at most."""

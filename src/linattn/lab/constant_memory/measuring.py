@@ -215,24 +215,22 @@ class MemoryAudit:
             ValueError: if the text is too short, or the budget for a plain window.
         """
         header = self.header
-        if self._contender(Choice(PLAIN, budget)) is None:
-            raise ValueError(at_budget(budget, self._sizes, (PLAIN,)).left_out[PLAIN])
+        self._contender(Choice(PLAIN, budget))
         content = TokenText.of(self._loaded, text)
         tokens = content.passage(content.starts(header.num_tokens, 1)[0], header.num_tokens)
         passage = Passage(self._loaded, self._layers, tokens, header.num_measured)
 
         def measure(choices: tuple[Choice | None, ...]) -> float:
             """The KL of a choice for each layer."""
-            chosen = {place: self._contender(one) for place, one in enumerate(choices) if one is not None}
-            found = {place: contender for place, contender in chosen.items() if contender is not None}
-            if len(found) < len(chosen):
+            try:
+                found = {place: self._contender(one) for place, one in enumerate(choices) if one is not None}
+            except ValueError:
                 return math.inf
             words = dict.fromkeys(contender.label for contender in found.values())
             watch.begin(f"Planning at {budget:,} keys: {', '.join(words)}")
             return passage.kl(self._layers.by(found))
 
         trials = choose(CANDIDATES, len(self._layers.names), budget, measure, is_common=is_common)
-        chosen = [contender for one in trials[0].choices if (contender := self._contender(one)) is not None]
         return MemoryPlan(
             model=header.model,
             budget=budget,
@@ -242,7 +240,7 @@ class MemoryAudit:
             layers=header.layers,
             choices=[one.name for one in trials[0].choices],
             budgets=[one.num_keys for one in trials[0].choices],
-            labels=[contender.label for contender in chosen],
+            labels=[self._contender(one).label for one in trials[0].choices],
             kl=trials[0].kl,
             window_kl=next(trial.kl for trial in trials if {one.name for one in trial.choices} == {PLAIN}),
             trials=[
@@ -258,17 +256,19 @@ class MemoryAudit:
         return wanted == (plan.model, plan.num_tokens, plan.layers, plan.calibration_sha256)
 
     def take(self, plan: MemoryPlan) -> None:
-        """Measure a plan too, after all contenders."""
-        pairs = map(Choice, plan.choices, plan.budgets)
-        chosen = [contender for one in pairs if (contender := self._contender(one)) is not None]
+        """Measure a plan too, after all contenders; ValueError where a layer's bytes are too few for its contender."""
+        chosen = [self._contender(one) for one in map(Choice, plan.choices, plan.budgets)]
         kept = sum(one.num_bytes(self._sizes, self.header.num_tokens) for one in chosen)
         answer = self._layers.by(dict(enumerate(chosen)))
         entry = Entry(PLANNED, plan.label, plan.budget, kept * self.header.num_key_heads, answer)
         self.entries.append(entry)
 
-    def _contender(self, choice: Choice) -> Contender | None:
-        """What a layer keeps; None where its bytes are too few."""
-        return at_budget(choice.num_keys, self._sizes, (choice.name,)).contenders.get(choice.name)
+    def _contender(self, choice: Choice) -> Contender:
+        """What a layer keeps; ValueError where its bytes are too few."""
+        shelf = at_budget(choice.num_keys, self._sizes, (choice.name,))
+        if shelf.left_out:
+            raise ValueError(f"{choice.name}: {shelf.left_out[choice.name]}")
+        return shelf.contenders[choice.name]
 
     def wanted(self) -> list[tuple[str, str, int]]:
         """What is measured of what, in order."""

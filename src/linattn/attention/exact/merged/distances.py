@@ -15,6 +15,7 @@ from linattn.attention.exact.merged.partitioning import finite
 # Axes, and the share of P from which there are more. On MiniLM's heads (P = 64) and on Gemma's (P = 512) the nearest of
 # 64 to 256 clusters along these gives rows as near to softmax's as along all coordinates, or nearer.
 _AXES, _WIDTHS_PER_AXIS = 16, 8
+# Of subspace iteration.
 _TURNS = 2
 
 
