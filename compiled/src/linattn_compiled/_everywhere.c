@@ -150,9 +150,9 @@ INSIDE void assign(Head *h, const Everywhere *a, More *more, const Tokens *x, in
             for (int64_t r = 0; r < TILE; r++) sums[r] = (Lanes){0} + more->near[first + (r < rows ? r : 0)];
             add_tile(more->centre + first * R, R, rows, more->panel, PLACES, A, sums);
             for (int64_t r = 0; r < rows; r++) {
-                const Places more_so = sums[r] > most;
-                most = (Lanes)((more_so & (Places)sums[r]) | (~more_so & (Places)most));
-                place = (more_so & (int32_t)(first + r)) | (~more_so & place);
+                const Places nearer = sums[r] > most;
+                most = pick(nearer, sums[r], most);
+                place = (nearer & (int32_t)(first + r)) | (~nearer & place);
             }
         }
         for (int64_t j = 0; j < count; j++)

@@ -56,6 +56,11 @@ typedef struct {
     float *mean, *total, *peak, *size, *sum, *found; /* the last: biases */
 } Head;
 
+/* In each place x where it is chosen, else the other. */
+INSIDE Lanes pick(Places chosen, Lanes x, Lanes other) {
+    return (Lanes)((chosen & (Places)x) | (~chosen & (Places)other));
+}
+
 INSIDE int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 INSIDE int64_t greatest(int64_t x, int64_t y) { return x > y ? x : y; }
 INSIDE int64_t whole(int64_t n) { return (n + PLACES - 1) / PLACES * PLACES; }
@@ -252,9 +257,8 @@ INSIDE void log_sums(const Head *h, int64_t n, float *to) {
         for (int64_t first = 0; first < S; first += PLACES) {
             const Places seen = *(const Places *)(h->attends + first);
             Lanes x = *(const Lanes *)(row + first) - *(const Lanes *)(h->normalizer + first);
-            x = (Lanes)((seen & (Places)x) | (~seen & (Places)((Lanes){0} - INFINITY)));
-            const Places less = x <= peaks;
-            peaks = (Lanes)((less & (Places)peaks) | (~less & (Places)x));
+            x = pick(seen, x, (Lanes){0} - INFINITY);
+            peaks = pick(x <= peaks, peaks, x);
             *(Lanes *)(row + first) = x;
         }
         const float peak = greatest_of(peaks);
@@ -285,8 +289,7 @@ INSIDE void attend(Head *h, const Tokens *x) {
         for (int64_t i = 0; i < PLACES; i++) peaks[i] = -INFINITY;
         for (int64_t j = 0; j < n; j++) {
             const Lanes row = *(const Lanes *)(h->logits + j * S + first);
-            const Places more = row > peaks;
-            peaks = (Lanes)((more & (Places)row) | (~more & (Places)peaks));
+            peaks = pick(row > peaks, row, peaks);
         }
         for (int64_t i = 0; i < PLACES; i++) peaks[i] = peaks[i] == -INFINITY ? 0.0f : peaks[i];
         for (int64_t j = 0; j < n; j++) totals += exponentials(*(const Lanes *)(h->logits + j * S + first) - peaks);
@@ -361,9 +364,7 @@ INSIDE void place_points(Head *h, float *points, int64_t n) {
     const int64_t P = h->head_dim + h->value_dim;
     const float *mean = h->coordinate, *factor = mean + 2 * P;
     for (int64_t j = 0; j < n; j++)
-        for (int64_t p = 0; p < P; p++) {
-            points[j * P + p] = bounded((points[j * P + p] - mean[p]) * factor[p]);
-        }
+        for (int64_t p = 0; p < P; p++) points[j * P + p] = bounded((points[j * P + p] - mean[p]) * factor[p]);
 }
 
 /* The least of numbers so far, in each place, and which it is of: all of them greater than any at first. */
@@ -383,7 +384,7 @@ INSIDE void keep_least(Least *found, Lanes x, int64_t first, int64_t stop) {
     Places number;
     for (int64_t j = 0; j < PLACES; j++) number[j] = (int32_t)(first + j);
     const Places less = (x < found->least) & (number < (int32_t)stop);
-    found->least = (Lanes)((less & (Places)x) | (~less & (Places)found->least));
+    found->least = pick(less, x, found->least);
     found->number = (less & number) | (~less & found->number);
 }
 
