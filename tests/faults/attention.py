@@ -223,9 +223,16 @@ FAULTS = (
     Fault(
         "see one key ahead in the window",
         "attention/exact/neighbourhood.py",
-        ".tril(self.window)",
-        ".tril(self.window + 1)",
+        "causal_mask(self.num_rows, around.shape[-1], bias.device)",
+        "causal_mask(self.num_rows, around.shape[-1], bias.device).roll(1, -1)",
         "tests/laws/test_exact_part.py",
+    ),
+    Fault(
+        "pad a part of a block to the window",
+        "attention/exact/neighbourhood.py",
+        "return min(self.stop - self.start, self.window)",
+        "return self.window",
+        "tests/laws/test_window_cost.py",
     ),
     Fault(
         "keep the lightest keys",

@@ -31,30 +31,26 @@ def attend_causal(call: Call, backend: Backend, before: Sums, exact: ExactKeys) 
     tokens = recent.then(Tokens(key, value, given.expand(key.shape[:3])))
     length = tokens.key.shape[2]
     first = length - query.shape[3]
-    # Rows of tokens whose queries are not asked for are filled in and dropped.
-    rows = torch.nn.functional.pad(query, (0, 0, first, 0)) if first else query
-    local, mass = near(rows, tokens, window, scale, is_causal=True, first=first if rule.num_heavy else None)
-    mass = mass + torch.nn.functional.pad(exact.recent_mass, (0, length - recent.key.shape[2]))
+    local, mass = near(query, tokens, window, scale, is_causal=True, with_mass=rule.num_heavy > 0)
     leaving = max(-(-length // window) - 2, 0) * window
-    parts, left = [_rows(local, first)], tokens.cut(0, leaving)
-    heavy, score = exact.heavy, exact.heavy_score
-    if rule.num_heavy:
+    parts, left = [local], tokens.cut(0, leaving)
+    heavy, score, recent_mass = exact.heavy, exact.heavy_score, exact.recent_mass
+    if mass is not None:
+        mass = mass + torch.nn.functional.pad(recent_mass, (0, length - recent_mass.shape[2]))
         chosen, pool = schedule(rule, _score(rule, mass, left), score), heavy.then(tokens)
-        parts.append(_heavy_rows(rows, pool, chosen.heavy, first, window, scale))
+        parts.append(_heavy_rows(query, pool, chosen.heavy, first, window, scale))
         left, heavy = pool.pick(chosen.left.flatten(2)), pool.pick(chosen.heavy[:, :, -1])
-        score = chosen.score.clone()
+        score, recent_mass = chosen.score.clone(), mass[..., leaving:].clone()
+    else:
+        recent_mass = recent_mass.new_zeros(*key.shape[:2], length - leaving)
     # Without a bias the folds copy nothing.
     is_plain = bias is None and recent.bias.shape[2] == 0 and not rule.num_heavy
-    rest = call._replace(query=rows, key=left.key, value=left.value, bias=None if is_plain else left.bias)
+    rest = call._replace(key=left.key, value=left.value, bias=None if is_plain else left.bias)
     distant, after = _map_rows(rest, backend, first, before, window)
-    # Copies: views would keep all keys of the call in memory.
-    key, value, given, mass = (x.clone() for x in (*tokens.cut(leaving, length), mass[..., leaving:]))
-    return combine(*parts, distant), after, ExactKeys(heavy, score, Tokens(key, value, given), mass, rule)
-
-
-def _rows(partial: Partial, first: int) -> Partial:
-    """The rows from `first` on."""
-    return Partial(partial.out[:, :, :, first:], partial.log_normalizer[:, :, :, first:])
+    if leaving or not 0 < recent.bias.shape[2] < length:
+        # Copies: views would keep all keys of the call in memory.
+        tokens = Tokens(*(x.clone() for x in tokens.cut(leaving, length)))
+    return combine(*parts, distant), after, ExactKeys(heavy, score, tokens, recent_mass, rule)
 
 
 def _score(rule: Exact, mass: Tensor, leaving: Tokens) -> Tensor:
@@ -65,31 +61,45 @@ def _score(rule: Exact, mass: Tensor, leaving: Tokens) -> Tensor:
     return score.masked_fill(leaving.bias == -torch.inf, -torch.inf)
 
 
-def _heavy_rows(rows: Tensor, pool: Tokens, heavy: Tensor, first: int, window: int, scale: float) -> Partial:
-    """The rows over the heavy keys (B, H, 1 + n, g) of their block."""
-    number, last = first // window, -(-rows.shape[3] // window)
+def _heavy_rows(query: Tensor, pool: Tokens, heavy: Tensor, first: int, window: int, scale: float) -> Partial:
+    """The rows from token `first` on over the heavy keys (B, H, 1 + n, g) of their block."""
+    last = -(-(first + query.shape[3]) // window)
     # The first two blocks share the heavy keys the stream came with.
-    which = torch.arange(number, last, device=rows.device).sub(1).clamp(min=0)
-    begin = number * window
-    part = attend_by_block(rows[:, :, :, begin:], pool, heavy[:, :, which], window, scale)
-    return _rows(part, first - begin)
+    which = torch.arange(first // window, last, device=query.device).sub(1).clamp(min=0)
+    return attend_by_block(query, pool, heavy[:, :, which], first, window, scale)
 
 
 def _map_rows(call: Call, backend: Backend, first: int, before: Sums, window: int) -> tuple[Partial, Sums]:
-    """The rows over the map's keys: the state's, and the call's, which are left to it as blocks begin, w at a time."""
+    """The rows from token `first` on over the map's keys: the state's, and the call's, which are left to it as blocks
+    begin, w at a time.
+    """
     count, parts, state = call.key.shape[2], [], before
 
-    def read(start: int, stop: int | None) -> Partial:
-        rows = call._replace(query=call.query[:, :, :, start:stop])
-        return as_partial(rows, backend.read(rows, state))
+    def rows(start: int, stop: int) -> Tensor:
+        return call.query[:, :, :, max(start - first, 0) : max(stop - first, 0)]
 
+    def read(start: int, stop: int) -> Partial:
+        some = call._replace(query=rows(start, stop))
+        return as_partial(some, backend.read(some, state))
+
+    length = first + call.query.shape[3]
     if first < 2 * window or count == 0:
-        parts.append(read(first, 2 * window))
+        parts.append(read(first, min(2 * window, length)))
     if count:
         # The third block sees the keys left first, the last one all of them; between, keys lie a span behind.
-        state = backend.absorb(call.with_keys(slice(window)), before)
-        middle = call.with_keys(slice(window, None))._replace(query=call.query[:, :, :, 2 * window : count + window])
-        part, state = map_rows(middle, backend, state, span=window)
-        parts.append(_rows(part, max(first - 2 * window, 0)))
-        parts.append(read(max(first, count + window), None))
+        begin = min(max(first // window * window, 2 * window), count + window)
+        state = backend.absorb(call.with_keys(slice(begin - window)), before)
+        if begin < count + window:
+            # Rows of tokens whose queries are not asked for are filled in and dropped.
+            unasked = max(first - begin, 0)
+            query = torch.nn.functional.pad(rows(begin, count + window), (0, 0, unasked, 0))
+            middle = call.with_keys(slice(begin - window, None))._replace(query=query)
+            part, state = map_rows(middle, backend, state, span=window)
+            parts.append(_rows(part, unasked))
+        parts.append(read(count + window, length))
     return joined(parts), state
+
+
+def _rows(partial: Partial, first: int) -> Partial:
+    """The rows from `first` on."""
+    return Partial(partial.out[:, :, :, first:], partial.log_normalizer[:, :, :, first:])

@@ -23,21 +23,32 @@ def attend_to_all(query: Tensor, tokens: Tokens, scale: float) -> Partial:
     return joined([softmax_rows(rows, key, value, bias, scale) for rows in query.split(size, 3)])
 
 
-def attend_by_block(query: Tensor, tokens: Tokens, index: Tensor, window: int, scale: float) -> Partial:
-    """Exact rows (B, H, G, n·w, ·), those of each block over tokens of its own, by number (B, H, n, g).
+def attend_by_block(query: Tensor, tokens: Tokens, index: Tensor, first: int, window: int, scale: float) -> Partial:
+    """Exact rows (B, H, G, L, ·) from token `first` on, those of each block over tokens of its own, by number.
 
-    The last block may be shorter.
+    The numbers (B, H, n, g) are those of the blocks from the first row's on.
     """
-    groups = query.shape[2]
-    per_block = query.shape[:3].numel() * window * index.shape[-1]
-    size, parts = max(_CHUNK // max(per_block, 1), 1), []
-    for number, rows in enumerate(query.split(size * window, 3)):
-        chosen, length = index[:, :, number * size : (number + 1) * size], rows.shape[3]
-        rows = by_block(rows, chosen.shape[2], window)
+    groups, most = query.shape[2], max(_CHUNK // max(query.shape[:3].numel() * window * index.shape[-1], 1), 1)
+    parts = []
+    for start, stop in spans(first, first + query.shape[3], window, most):
+        number, num_blocks = start // window - first // window, -(-(stop - start) // window)
+        chosen = index[:, :, number : number + num_blocks]
+        rows = by_block(query[:, :, :, start - first : stop - first], num_blocks, min(stop - start, window))
         k, v = (picked(x, chosen.flatten(2)).unflatten(2, chosen.shape[2:]) for x in tokens[:2])
         bias = torch.take_along_dim(tokens.bias, chosen.flatten(2), dim=2).view(chosen.shape).unsqueeze(3)
-        parts.append(from_blocks(softmax_rows(rows, k, v, bias, scale), groups, length))
+        parts.append(from_blocks(softmax_rows(rows, k, v, bias, scale), groups, stop - start))
     return joined(parts)
+
+
+def spans(first: int, last: int, window: int, most: int) -> list[tuple[int, int]]:
+    """Tokens from `first` to before `last`, cut: whole blocks, so many at most, or a part of one; one cut at least."""
+    found, start = [], first
+    while start < last:
+        number = 0 if start % window else min((last - start) // window, most)
+        stop = start + number * window if number else min((start // window + 1) * window, last)
+        found.append((start, stop))
+        start = stop
+    return found or [(first, last)]
 
 
 def by_block(rows: Tensor, num_blocks: int, window: int) -> Tensor:

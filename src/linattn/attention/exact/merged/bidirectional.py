@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linattn.attention.exact.heavy import attend_to_all
 from linattn.attention.exact.keys import Tokens, picked
 from linattn.attention.exact.merged.compiled import everywhere_in_compiled_code, is_compiled
 from linattn.attention.exact.merged.distances import Axes, Metric
@@ -54,8 +55,11 @@ def attend_all_merging(
     given = query.new_zeros(1, 1, 1, dtype=torch.promote_types(key.dtype, torch.float32)) if bias is None else bias
     tokens = Tokens(key, value, given.expand(key.shape[:3]))
     tokens = Tokens(*(x.to(given.dtype) for x in tokens))
-    if key.shape[2] <= exact.num_merged:
-        return read(query, tokens, scale, is_causal=False, with_log=with_log)
+    # Within two blocks every row sees every key as it is.
+    if key.shape[2] <= max(exact.num_merged, 2 * (exact.window or 0)):
+        if with_log:
+            return Reading(*attend_to_all(query, tokens, scale))
+        return read(query, tokens, scale, is_causal=False, with_log=False)
     # Where they are the same tokens, a masked one's query counts as little as its key.
     live = (
         tokens.bias != -torch.inf
