@@ -5,7 +5,8 @@ from __future__ import annotations
 from faults.fault import Fault
 
 ROOM = "parallel/"
-PARTS, COLLECTIVES, MODELS = (f"tests/parallel/test_{name}.py" for name in ("parts", "collectives", "models"))
+NAMES = ("agreement", "parts", "collectives", "models")
+AGREEMENT, PARTS, COLLECTIVES, MODELS = (f"tests/parallel/test_{name}.py" for name in NAMES)
 
 FAULTS = (
     Fault(
@@ -88,10 +89,38 @@ FAULTS = (
         COLLECTIVES,
     ),
     Fault(
+        "take ranks in different calls for ranks in one",
+        ROOM + "agreement.py",
+        "if len(set(every[:, 0].tolist())) > 1:",
+        "if not size:",
+        AGREEMENT,
+    ),
+    Fault(
+        "leave the map out of what ranks compare",
+        ROOM + "agreement.py",
+        'fields["feature_map"] = feature_map.fingerprint()',
+        'fields["feature_map"] = type(feature_map).__name__',
+        AGREEMENT,
+    ),
+    Fault(
+        "let a rank that refuses its call leave the others waiting",
+        ROOM + "agreement.py",
+        "        failure, lengths = error, (0, 0)",
+        "        raise",
+        AGREEMENT,
+    ),
+    Fault(
+        "leave directions out of what ranks compare",
+        ROOM + "functional.py",
+        'options = {"is_causal": is_causal, "enable_gqa"',
+        'options = {"enable_gqa"',
+        AGREEMENT,
+    ),
+    Fault(
         "begin the positions of every part at 0",
         ROOM + "context_parallel.py",
-        "[: self.ranks.rank].sum(0)",
-        "[:0].sum(0)",
+        "lengths[: self.ranks.rank, 0]",
+        "lengths[:0, 0]",
         MODELS,
     ),
     Fault(

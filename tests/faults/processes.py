@@ -96,7 +96,7 @@ FAULTS = (
     Fault(
         "begin every part of a transformer's text at position 0",
         "hf/context_parallel.py",
-        "first = self.parts.num_before(length, tokens.device)",
+        "first = self.parts.num_before(length)",
         "first = 0",
         TRANSFORMERS,
     ),

@@ -9,13 +9,15 @@ from split_calls import counted, refused
 pytestmark = pytest.mark.xdist_group("ranks")
 # One head width of 4, two heads, R = 4 features, float32: S and z, and an exponent or four.
 STATE = 4 * 2 * (4 * 4 + 4 + 1)
+# Of every call: a digest of it, and two lengths.
+CALL = ("_allgather_base_", 24)
 EXPONENTIAL_STATE = 4 * 2 * (4 * 4 + 4 + 4)
 
 
 @pytest.mark.parametrize("length", [1_024, 8_192])
 def test_a_layer_sends_a_state_whatever_the_length(on_ranks, length):
     for forward, backward in on_ranks(2, counted, length, None):
-        assert forward == [("_allgather_base_", STATE)]
+        assert forward == [CALL, ("_allgather_base_", STATE)]
         assert backward == [("_reduce_scatter_base_", 2 * STATE)]
 
 
@@ -24,13 +26,14 @@ def test_a_window_sends_its_neighbours_tokens_too(on_ranks, length):
     # Both parts begin with a block: the last block of 16 tokens goes to the next rank, keys, values and biases.
     halo = 4 * 2 * 16 * (4 + 4 + 1)
     for rank, (forward, backward) in enumerate(on_ranks(2, counted, length, "window 16")):
-        assert forward == [("alltoall_base_", halo * (rank == 0)), ("_allgather_base_", EXPONENTIAL_STATE)]
+        sent = [("alltoall_base_", halo * (rank == 0)), ("_allgather_base_", EXPONENTIAL_STATE)]
+        assert forward == [CALL, *sent]
         assert backward == [("_reduce_scatter_base_", 2 * EXPONENTIAL_STATE), ("alltoall_base_", halo * (rank == 1))]
 
 
-def test_lengths_that_are_not_given_are_asked_for(on_ranks):
+def test_lengths_that_are_not_given_come_with_the_call(on_ranks):
     for forward, backward in on_ranks(2, counted, 64, "window 16", asks=True):
-        assert forward[0] == ("_allgather_base_", 8)
+        assert forward[0] == CALL
         assert [name for name, _ in forward[1:]] == ["alltoall_base_", "_allgather_base_"]
         assert len(backward) == 2
 
@@ -40,7 +43,7 @@ def test_heads_send_tokens(on_ranks):
         for forward, backward in on_ranks(2, counted, length, None, by_heads=True):
             # Queries, keys and values of two heads; then the rows of one head of both ranks.
             there, back = 4 * 2 * length * (4 + 4 + 4), 4 * 2 * length * 4
-            assert forward == [("_allgather_base_", 16), ("alltoall_base_", there), ("alltoall_base_", back)]
+            assert forward == [CALL, ("alltoall_base_", there), ("alltoall_base_", back)]
             assert backward == [("alltoall_base_", back), ("alltoall_base_", there)]
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -22,6 +21,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf.layer_attention import LayerAttention, attention_of
 from linattn.parallel import linear_attention, linear_attention_by_heads
+from linattn.parallel.agreement import Fields, agreed, exchange_fields
 from linattn.parallel.ranks import Ranks
 
 _POSITIONS = "position_ids"
@@ -39,8 +39,8 @@ def context_parallel(
     whole on every rank, and their gradients are this rank's share, averaged or summed as under data parallelism: a
     model that Accelerate or DistributedDataParallel has wrapped is called as ever. Every rank makes the same calls.
 
-    Cost: one all-gather per layer forward, one reduce-scatter backward; one of the lengths per call without
-    `equal_lengths`.
+    Cost: one all-gather per layer forward, after one of 24 bytes, one reduce-scatter backward; one of 24 bytes per call
+    without `equal_lengths`.
 
     Args:
         model: as `linearize_` left it; not the wrapper, but what was wrapped.
@@ -53,7 +53,8 @@ def context_parallel(
 
     Raises:
         TypeError: `mesh` is no mesh; the model takes no position_ids.
-        ValueError: a layer keeps softmax, or has heavy or merged keys and `by_heads` is false; the ranks' maps differ.
+        ValueError: a layer keeps softmax, or has heavy or merged keys and `by_heads` is false; the ranks' maps or
+            calls differ.
             In the block: a call with a cache, or with labels, which the model would shift within
             its part; a call without position_ids of a model that does not number its tokens 0, 1, 2, …
 
@@ -75,12 +76,12 @@ def context_parallel(
     Source: Sun et al. 2025 (LASP-2, arXiv 2502.07563), section 3.
     """
     ranks = Ranks.of(mesh)
-    layers = _splittable(model, by_heads=by_heads)
-    for layer in layers:
-        for feature_map in layer.feature_maps:
-            ranks.check_alike(feature_map)
+    split: Fields = {"call": "context_parallel", "equal_lengths": str(equal_lengths), "by_heads": str(by_heads)}
+    (layers, numbered), _ = agreed(ranks, split, lambda: (_splittable(model, by_heads=by_heads), _numbered(model)))
+    maps = [feature_map for layer in layers for feature_map in layer.feature_maps]
+    exchange_fields(ranks, {f"feature map {number}": each.fingerprint() for number, each in enumerate(maps)})
     parts = _Parts(mesh, ranks, equal_lengths, by_heads)
-    numberings = [(part, _Numbering(parts, counts=_counts_from_zero(part))) for part in _numbered(model)]
+    numberings = [(part, _Numbering(parts, counts=_counts_from_zero(part))) for part in numbered]
     hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part, hook in numberings]
     for layer in layers:
         layer.attend_to_parts = parts.attend
@@ -107,19 +108,19 @@ class _Parts:
     ) -> Tensor:
         """This part's rows of the whole attention."""
         if self.by_heads:
+            if self.equal_lengths:
+                exchange_fields(self.ranks, {"call": "by_heads", "tokens of equal_lengths": key.shape[2]})
             return linear_attention_by_heads(query, key, value, feature_map, mesh=self.mesh, **options)
         assert feature_map is not None
         lengths = (key.shape[2],) * self.ranks.size if self.equal_lengths else None
         return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=lengths, **options)
 
-    def num_before(self, length: int, device: torch.device) -> int:
+    def num_before(self, length: int) -> int:
         """How many tokens earlier ranks have."""
         if self.equal_lengths:
             return self.ranks.rank * length
-        own = torch.tensor([length], device=device)
-        every = own.new_empty(self.ranks.size)
-        dist.all_gather_single(every, own, group=self.ranks.group)
-        return int(every[: self.ranks.rank].sum())
+        every = exchange_fields(self.ranks, {"call": "positions"}, (length, length))
+        return int(every[: self.ranks.rank, 0].sum())
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class _Numbering:
         tokens = given.get("input_ids")
         tokens = given["inputs_embeds"] if tokens is None else tokens
         batch, length = tokens.shape[:2]
-        first = self.parts.num_before(length, tokens.device)
+        first = self.parts.num_before(length)
         positions = torch.arange(first, first + length, device=tokens.device).expand(batch, -1)
         return args, {**options, _POSITIONS: positions}
 

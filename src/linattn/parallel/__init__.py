@@ -6,6 +6,9 @@
 | `linear_attention_by_heads` | two all-to-alls | grow with the length |
 | `absorb` | one all-gather | constant in the length |
 
+Before all others goes one all-gather of 24 bytes per rank, a digest of the call and its lengths: ranks whose calls
+differ are refused, on all of them, by a `ValueError` that names them and what differs.
+
 `ContextParallel` makes attention layers take parts of sequences.
 """
 

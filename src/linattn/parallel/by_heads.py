@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import linattn.attention as whole
 from linattn.attention import Exact
 from linattn.attention._check import checked
+from linattn.attention.backends import check_backend
 from linattn.feature_maps import FeatureMap
+from linattn.parallel.agreement import agreed, fields_of_call
 from linattn.parallel.collectives import exchange
 from linattn.parallel.ranks import Ranks
 
@@ -38,7 +40,7 @@ def linear_attention_by_heads(
 
     For what is decided over all tokens: maps that take statistics from the call, heavy keys, merged keys. Two
     all-to-alls forward and two backward, of B·L·(H·D + Hkv·(D + Dv) + H·Dv)/P numbers to each other rank: they grow
-    with the sequence, where `linear_attention` sends states of constant size. One collective more asks for the lengths.
+    with the sequence, where `linear_attention` sends states of constant size. One all-gather of 24 bytes goes before.
     A mask or a bias travels beside the keys, and 16-bit tokens with it in its own wider dtype.
 
     Args:
@@ -51,15 +53,25 @@ def linear_attention_by_heads(
         (B, H, Lq, Dv): the rows of this rank's queries.
 
     Raises:
-        TypeError, ValueError: as `linattn.linear_attention`; the ranks do not divide the key/value heads, or the map
-            has parameters for each head.
+        TypeError, ValueError: as `linattn.linear_attention`; the ranks' calls differ; the ranks do not divide the
+            key/value heads, or the map has parameters for each head.
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), section 3.
     """
-    ranks = Ranks.of(mesh)
-    query, key, value, bias = checked((query, key, value), feature_map, key_mask, key_bias, enable_gqa=enable_gqa)
-    _check(ranks, key.shape[1], feature_map)
-    num_queries, num_keys = ranks.ask_lengths(query, key)
+    ranks, given = Ranks.of(mesh), (query, key, value)
+
+    def check() -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        check_backend(backend)
+        checked_tokens = checked(given, feature_map, key_mask, key_bias, enable_gqa=enable_gqa)
+        _check(ranks, key.shape[1], feature_map)
+        return checked_tokens
+
+    weights = [name for name, x in (("key_mask", key_mask), ("key_bias", key_bias)) if x is not None]
+    options = {"is_causal": is_causal, "enable_gqa": enable_gqa, "backend": backend, "rule": repr(exact)}
+    options["weights of keys"] = weights or None
+    fields = fields_of_call("parallel.linear_attention_by_heads", given, feature_map, exact, [key_bias], **options)
+    (query, key, value, bias), every = agreed(ranks, fields, check, given)
+    num_queries, num_keys = (tuple(lengths) for lengths in every.T.tolist())
     tokens = [query, key, value]
     if bias is not None:
         tokens.append(bias.unsqueeze(-1).expand(-1, key.shape[1], -1, -1))

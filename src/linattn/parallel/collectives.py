@@ -39,16 +39,16 @@ class _Gather(torch.autograd.Function):
         """Send to all."""
         ctx.ranks = ranks
         found = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_single(found, x.contiguous(), group=ranks.group)
+        dist.all_gather_single(found, tied(x.contiguous(), anchor), group=ranks.group)
         return found.unflatten(0, (ranks.size, -1)), anchor.view_as(anchor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Sum over the readers."""
-        grad, of_anchor = _tied(*grads), grads[1]
+        grad, of_anchor = tied(*grads), grads[1]
         found = grad.new_empty(grad.shape[1:])
         dist.reduce_scatter_single(found, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)
-        return None, found, _tied(of_anchor, found)
+        return None, found, tied(of_anchor, found)
 
 
 class _Exchange(torch.autograd.Function):
@@ -60,15 +60,15 @@ class _Exchange(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Send to each."""
         ctx.ranks, ctx.sizes = ranks, (sent, received)
-        return _swapped(ranks, x, sent, received), anchor.view_as(anchor)
+        return _swapped(ranks, tied(x, anchor), sent, received), anchor.view_as(anchor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the gradients back."""
-        grad, of_anchor = _tied(*grads), grads[1]
+        grad, of_anchor = tied(*grads), grads[1]
         sent, received = ctx.sizes
         found = _swapped(ctx.ranks, grad, received, sent)
-        return None, None, None, found, _tied(of_anchor, found)
+        return None, None, None, found, tied(of_anchor, found)
 
 
 def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -78,7 +78,7 @@ def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[in
     return found
 
 
-def _tied(x: Tensor, to: Tensor) -> Tensor:
+def tied(x: Tensor, to: Tensor) -> Tensor:
     """The first tensor; to a compiler it depends on the second.
 
     A compiler moves a collective whose input is a constant into the forward pass, as on a rank that reads no state, and

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from linattn.feature_maps import FeatureMap
 from linattn.nn import Attention, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import Heads
 from linattn.nn.streams import KeptTokens
+from linattn.parallel.agreement import Fields, agreed, exchange_fields, fields_of_call, kind_of_gates
 from linattn.parallel.by_heads import linear_attention_by_heads
 from linattn.parallel.functional import linear_attention
 from linattn.parallel.parts import Part
@@ -37,17 +39,17 @@ class ContextParallel(ParallelStyle):
     hybrid are sent all keys and values that they see, one all-to-all. Positions go on from rank to rank.
 
     Args:
-        equal_lengths: whether all parts have the same number of tokens. Without key masks nothing needs to be asked
-            then; otherwise layers with positions, with a window, or of softmax ask for the lengths: a number per row
-            from each rank.
+        equal_lengths: whether all parts have the same number of tokens, so that layers with positions need not ask for
+            them; with key masks they ask for a number per row from each rank. Others are refused.
         by_heads: whether linear layers give each rank all tokens of some heads (`parallel.linear_attention_by_heads`)
             in place of states: for heavy and merged keys, which are chosen over all of a sequence as in one process. It
             sends numbers that grow with the sequence, and the ranks must divide the key/value heads.
 
     Raises:
         TypeError: the module is no `LinearAttention` or `SoftmaxAttention`.
-        ValueError: the mesh has several dimensions, or the ranks' feature maps differ: other draws, or other weights;
-            a layer has heavy or merged keys and `by_heads` is false, or a gate and it is true.
+        ValueError: the mesh has several dimensions; the ranks' layers differ, or their maps: other draws, or other
+            weights, then or in a call; a layer has heavy or merged keys and `by_heads` is false,
+            or a gate and it is true.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -71,21 +73,28 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Tell a layer that the rest of its sequences is elsewhere."""
-        if not isinstance(module, LinearAttention | SoftmaxAttention):
-            raise TypeError(
-                f"ContextParallel is for LinearAttention and SoftmaxAttention, got {type(module).__name__}; name the "
-                'attention layers, as {"blocks.*.attention": ContextParallel()}'
-            )
         ranks = Ranks.of(device_mesh)
-        if isinstance(module, LinearAttention):
-            self._check(module)
-            if module.feature_map is not None:
-                ranks.check_alike(module.feature_map)
-        module.parts = SequenceParts(device_mesh, ranks, self.equal_lengths, self.by_heads)
+        fields: Fields = {
+            "layer": repr(module),
+            "equal_lengths": str(self.equal_lengths),
+            "by_heads": str(self.by_heads),
+        }
+        feature_map = getattr(module, "feature_map", None)
+        if isinstance(feature_map, FeatureMap):
+            fields["feature_map"] = feature_map.fingerprint()
+        layer, _ = agreed(ranks, fields, lambda: self._checked(module))
+        layer.parts = SequenceParts(device_mesh, ranks, self.equal_lengths, self.by_heads)
         return module
 
-    def _check(self, layer: LinearAttention) -> None:
-        """Refuse layers that have what is not sent."""
+    def _checked(self, layer: nn.Module) -> Attention:
+        """The layer; refuse what is no attention layer, and layers that have what is not sent."""
+        if not isinstance(layer, LinearAttention | SoftmaxAttention):
+            raise TypeError(
+                f"ContextParallel is for LinearAttention and SoftmaxAttention, got {type(layer).__name__}; name the "
+                'attention layers, as {"blocks.*.attention": ContextParallel()}'
+            )
+        if isinstance(layer, SoftmaxAttention):
+            return layer
         exact = layer.exact
         if not self.by_heads and exact is not None and (exact.num_heavy or exact.num_merged):
             raise ValueError(
@@ -97,6 +106,7 @@ class ContextParallel(ParallelStyle):
                 f"gates go with states, and by_heads=True sends tokens, got a {type(layer.gate).__name__}; give "
                 "by_heads=False for layers with a gate"
             )
+        return layer
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,12 @@ class SequenceParts:
         batch, length = x.shape[:2]
         if key_mask is None and self.equal_lengths:
             return torch.full((batch,), self.ranks.rank * length, device=x.device)
-        own = torch.full((batch,), length, device=x.device) if key_mask is None else key_mask.sum(1)
+        asker = f"positions of a layer {'without' if key_mask is None else 'with'} key_mask"
+        fields: Fields = {"call": asker, "batch size": batch, "width": x.shape[2]}
+        lengths = exchange_fields(self.ranks, fields, (length, length))
+        if key_mask is None:
+            return lengths[: self.ranks.rank, 0].sum().expand(batch)
+        own = key_mask.sum(1)
         every = own.new_empty(self.ranks.size * batch)
         dist.all_gather_single(every, own, group=self.ranks.group)
         return every.view(self.ranks.size, batch)[: self.ranks.rank].sum(0)
@@ -122,7 +137,7 @@ class SequenceParts:
         """This part's rows of the whole attention, (B, H, L, D)."""
         lengths = (heads.key.shape[2],) * self.ranks.size if self.equal_lengths else None
         if isinstance(layer, SoftmaxAttention):
-            return self._by_softmax(layer, heads, self.ranks.checked_lengths(lengths, heads.key))
+            return self._by_softmax(layer, heads, lengths)
         assert isinstance(layer, LinearAttention)
         tokens = heads.query, heads.key, heads.value
         options: dict[str, Any] = {
@@ -132,14 +147,21 @@ class SequenceParts:
             "exact": layer.exact,
         }
         if self.by_heads:
+            if self.equal_lengths:
+                exchange_fields(self.ranks, {"call": "by_heads", "tokens of equal_lengths": heads.key.shape[2]})
             return linear_attention_by_heads(*tokens, layer.feature_map, mesh=self.mesh, **options)
         assert layer.feature_map is not None
         gates = heads.gates
         return linear_attention(*tokens, layer.feature_map, mesh=self.mesh, gates=gates, lengths=lengths, **options)
 
-    def _by_softmax(self, layer: SoftmaxAttention, heads: Heads, lengths: tuple[int, ...]) -> Tensor:
+    def _by_softmax(self, layer: SoftmaxAttention, heads: Heads, lengths: tuple[int, ...] | None) -> Tensor:
         """Softmax over every key that is seen: they are all sent here."""
-        views = Views.whole(lengths, is_causal=layer.is_causal)
+        tokens, has_mask = (heads.query, heads.key, heads.value), heads.key_mask is not None
+        options = {"is_causal": layer.is_causal, "gates": kind_of_gates(heads.gates), "has key_mask": has_mask}
+        fields = fields_of_call("softmax layer", tokens, None, None, (), **options)
+        fields |= {f"lengths[{rank}]": length for rank, length in enumerate(lengths or ())}
+        every = exchange_fields(self.ranks, fields, (heads.query.shape[2], heads.key.shape[2]))
+        views = Views.whole(every[:, 1].tolist() if lengths is None else lengths, is_causal=layer.is_causal)
         mask = None if heads.key_mask is None else _bias_of(heads.key_mask, heads.key)
         part = with_neighbours(self.ranks, Part(heads.query, heads.key, heads.value, mask, heads.gates), views)
         if not layer.is_causal:

@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from linattn.attention import Exact, State
 from linattn.attention.backends import check_backend
+from linattn.attention.exact import check_exact
 from linattn.feature_maps import FeatureMap
+from linattn.parallel.agreement import agreed, fields_of_call, kind_of_gates
+from linattn.parallel.collectives import tied
 from linattn.parallel.parts import Part
 from linattn.parallel.ranks import Ranks
 from linattn.parallel.states import gathered, joined
@@ -45,8 +48,9 @@ def linear_attention(
     all exchange their states by one all-gather, and in the backward pass the states' gradients by one reduce-scatter:
     B·Hkv·(R·Dv + R + M) numbers to each other rank, whatever the length. Causally keys are absorbed once more than on
     one machine, before the fold that reads them. Every rank of the mesh must make the same calls, of tensors that all
-    require gradients or none do, and call backward through its output, be it empty. A parameter's gradient is this
-    rank's share: sum them over the mesh, as data parallelism does.
+    require gradients or none do: one all-gather of 24 bytes tells so before anything else is sent. All must call
+    backward through its output, be it empty. A parameter's gradient is this rank's share: sum them over
+    the mesh, as data parallelism does.
 
     Args:
         query: (B, H, Lq, D), this rank's part.
@@ -61,7 +65,8 @@ def linear_attention(
         enable_gqa: as in `linattn.linear_attention`.
         exact: a window, None for none. Its blocks are counted from the first token of rank 0; a rank is sent the blocks
             next to its part by one collective more.
-        lengths: how many keys each rank holds, in order, for a window; None: one collective asks for them.
+        lengths: how many keys each rank holds, in order, for a window; None: they come with the ranks' digests, which a
+            graph without breaks cannot read.
         backend: as in `linattn.linear_attention`.
 
     Returns:
@@ -69,7 +74,8 @@ def linear_attention(
 
     Raises:
         TypeError, ValueError: as `linattn.linear_attention`; the mesh has several dimensions; queries and keys of a
-            causal call differ in number; the map takes statistics from the call, or the exact part has heavy or merged
+            causal call differ in number; the ranks' calls, maps or weights differ, or one refuses its own, which is
+            told on all of them; the map takes statistics from the call, or the exact part has heavy or merged
             keys, which `linear_attention_by_heads` takes.
 
     Example:
@@ -85,13 +91,30 @@ def linear_attention(
 
     Source: Sun et al. 2025 (LASP-2, arXiv 2502.07563), algorithms 1 and 2, for one all-gather of states.
     """
-    ranks = Ranks.of(mesh)
-    check_backend(backend)
-    _check_window_alone(exact)
-    weights = key_mask, key_bias
-    part = Part.checked((query, key, value), feature_map, weights, gates, is_causal=is_causal, enable_gqa=enable_gqa)
+    ranks, tokens = Ranks.of(mesh), (query, key, value)
+
+    def check() -> Part:
+        check_backend(backend)
+        _check_window_alone(exact)
+        weights = key_mask, key_bias
+        part = Part.checked(tokens, feature_map, weights, gates, is_causal=is_causal, enable_gqa=enable_gqa)
+        if exact is not None:
+            check_exact(exact, feature_map, part.query, part.key, is_causal=is_causal)
+        if lengths is not None:
+            ranks.check_lengths(lengths, key)
+        return part
+
+    options = {"is_causal": is_causal, "enable_gqa": enable_gqa, "gates": kind_of_gates(gates), "backend": backend}
+    options["lengths"] = "None" if lengths is None else "given"
+    fields = fields_of_call(
+        "parallel.linear_attention", tokens, feature_map, exact, (key_bias, *(gates or ())), **options
+    )
+    fields |= {f"lengths[{rank}]": int(length) for rank, length in enumerate(lengths or ())}
+    part, lengths_of_ranks = agreed(ranks, fields, check, tokens)
+    part = part._replace(query=tied(part.query, lengths_of_ranks), key=tied(part.key, lengths_of_ranks))
     if exact is not None:
-        return attend_with_window(ranks, part, feature_map, exact, lengths, backend, is_causal=is_causal)
+        parts = lengths_of_ranks[:, 1].tolist() if lengths is None else lengths
+        return attend_with_window(ranks, part, feature_map, exact, parts, backend, is_causal=is_causal)
     # Nobody comes after the last rank.
     own = part.keys(slice(0)) if is_causal and ranks.is_last else part
     (every,), query = gathered(ranks, [own.absorbed(feature_map, backend)], part.query)
@@ -123,7 +146,8 @@ def absorb(
 ) -> State:
     """The state of all ranks' keys, on every rank: a prefix that each goes on from.
 
-    One all-gather forward, one reduce-scatter backward, of B·Hkv·(R·Dv + R + M) numbers per rank.
+    One all-gather forward, after one of 24 bytes, one reduce-scatter backward, of B·Hkv·(R·Dv + R + M) numbers per
+    rank.
 
     Args:
         feature_map: the kernel, the same on every rank.
@@ -151,7 +175,13 @@ def absorb(
         (8.0, 2.0)
         >>> dist.destroy_process_group()
     """
-    ranks, weights = Ranks.of(mesh), (key_mask, key_bias)
-    part = Part.checked((key, key, value), feature_map, weights, gates, is_causal=gates is not None, enable_gqa=True)
-    (every,), _ = gathered(ranks, [part.absorbed(feature_map, "auto")], key)
+    ranks, tokens, weights = Ranks.of(mesh), (key, key, value), (key_mask, key_bias)
+
+    def check() -> Part:
+        return Part.checked(tokens, feature_map, weights, gates, is_causal=gates is not None, enable_gqa=True)
+
+    followed = key_bias, *(gates or ())
+    fields = fields_of_call("parallel.absorb", tokens, feature_map, None, followed, gates=kind_of_gates(gates))
+    part, lengths = agreed(ranks, fields, check, tokens)
+    (every,), _ = gathered(ranks, [part.absorbed(feature_map, "auto")], tied(key, lengths))
     return joined(every, part.nothing(feature_map))

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from linattn.feature_maps import FeatureMap
-
 
 class Ranks(NamedTuple):
     """A dimension of a mesh, as one rank sees it."""
@@ -22,6 +20,7 @@ class Ranks(NamedTuple):
     group: dist.ProcessGroup
     rank: int
     size: int
+    device: torch.device  # of what is sent
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Ranks:
@@ -37,44 +36,21 @@ class Ranks(NamedTuple):
                 f'{mesh.mesh_dim_names}; give one of them, as mesh["sequence"]'
             )
         _refuse_other_order()
-        return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+        return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size(), torch.device(mesh.device_type))
 
     @property
     def is_last(self) -> bool:
         """Whether no part comes after this rank's."""
         return self.rank + 1 == self.size
 
-    def ask_lengths(self, *tensors: Tensor) -> list[tuple[int, ...]]:
-        """How many tokens each rank holds in each of these (B, H, L, ·): one collective of a number from each."""
-        own = torch.tensor([x.shape[2] for x in tensors], device=tensors[0].device)
-        found = own.new_empty(self.size * len(tensors))
-        dist.all_gather_single(found, own, group=self.group)
-        return [tuple(lengths) for lengths in found.view(self.size, -1).T.tolist()]
-
-    def check_alike(self, feature_map: FeatureMap) -> None:
-        """Refuse maps that differ between ranks."""
-        own = feature_map.fingerprint()
-        every: list[str] = [""] * self.size
-        dist.all_gather_object(every, own, group=self.group)
-        if len(set(every)) > 1:
-            raise ValueError(
-                f"all ranks must have one feature map, rank {self.rank} has {own}, others "
-                f"{sorted(set(every) - {own})}; build it from one seed and load the same weights before sequences are "
-                "split"
-            )
-
-    def checked_lengths(self, lengths: Sequence[int] | None, key: Tensor) -> tuple[int, ...]:
-        """The lengths of all parts as given, or asked of the ranks."""
-        own = key.shape[2]
-        if lengths is None:
-            return self.ask_lengths(key)[0]
-        given = tuple(int(length) for length in lengths)
+    def check_lengths(self, lengths: Sequence[int], key: Tensor) -> None:
+        """Refuse lengths that are not those of the ranks' parts."""
+        own, given = key.shape[2], tuple(lengths)
         if len(given) != self.size or given[self.rank] != own:
             raise ValueError(
                 f"lengths must say how many keys each of {self.size} ranks holds, and rank {self.rank} holds {own}, "
                 f"got {given}"
             )
-        return given
 
 
 def offsets(lengths: Sequence[int]) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from linattn.attention import Exact, State, combine
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact import ExactKeys, attend_around, check_exact
+from linattn.attention.exact import ExactKeys, attend_around
 from linattn.attention.softmax import inert
 from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import FeatureMap
@@ -67,15 +67,14 @@ def attend_with_window(
     part: Part,
     feature_map: FeatureMap,
     exact: Exact,
-    lengths: Sequence[int] | None,
+    lengths: Sequence[int],
     backend: str,
     *,
     is_causal: bool,
 ) -> Tensor:
     """Rows (B, H, L, Dv) with a window alone."""
-    check_exact(exact, feature_map, part.query, part.key, is_causal=is_causal)
     assert exact.window is not None
-    views = Views.of(ranks.checked_lengths(lengths, part.key), exact.window, is_causal=is_causal)
+    views = Views.of(lengths, exact.window, is_causal=is_causal)
     attend = _causal if is_causal else _bidirectional
     return attend(ranks, with_neighbours(ranks, part, views), views, feature_map, exact, backend)
 

@@ -1,0 +1,101 @@
+"""Ranks that make different calls are all told which rank has what, and none waits for another."""
+
+from __future__ import annotations
+
+import pytest
+
+from linattn import Exact
+from split_disagreements import CHANGES, call_told, compiled_told, layer_told, trained_told, ways_told
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def check(messages: list[str], *wanted: str) -> None:
+    """All ranks are told the same, which names the last one."""
+    assert set(messages) == {messages[0]}
+    assert "every rank must make the same call" in messages[0]
+    for words in wanted:
+        assert words in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "way", "field"),
+    [
+        *((name, way, "feature_map") for name in ("seed", "scale", "features", "class") for way in ("states", "heads")),
+        *((name, way, "is_causal (") for name in ("direction",) for way in ("states", "heads")),
+        *((name, way, "exact (") for name in ("window",) for way in ("states", "heads")),
+        *((name, way, "key dtype (") for name in ("dtype",) for way in ("states", "heads", "absorb")),
+        *((name, way, "query heads (") for name in ("heads",) for way in ("states", "heads")),
+        *((name, way, "key heads (") for name in ("groups",) for way in ("states", "heads", "absorb")),
+        *((name, way, "batch size (") for name in ("batch",) for way in ("states", "heads", "absorb")),
+        *((name, way, "value width (") for name in ("value width",) for way in ("states", "heads", "absorb")),
+        *((name, way, "enable_gqa (") for name in ("gqa",) for way in ("states", "heads")),
+        *((name, way, "gates (") for name in ("gates",) for way in ("states", "absorb")),
+        *((name, way, "gradients (") for name in ("gradients",) for way in ("states", "heads", "absorb")),
+        *((name, way, "backend (") for name in ("backend", "refusal") for way in ("states", "heads")),
+        *((name, way, "feature_map (") for name in ("seed", "class") for way in ("absorb",)),
+        ("lengths", "states", "lengths (rank 0 has None, rank 1 has given)"),
+        ("key_mask", "heads", "weights of keys (rank 0 has None, rank 1 has ['key_mask'])"),
+        ("key_bias", "heads", "weights of keys (rank 0 has None, rank 1 has ['key_bias'])"),
+    ],
+)
+def test_a_rank_in_another_call_is_named_on_all(on_ranks, change, way, field):
+    check(on_ranks(2, call_told, way, {}, CHANGES[change]), field, "rank 1 has")
+
+
+def test_ranks_are_counted_by_what_they_have(on_ranks):
+    check(on_ranks(3, call_told, "states", {}, CHANGES["batch"]), "batch size (ranks 0, 1 have 2, rank 2 has 3)")
+
+
+@pytest.mark.parametrize("way", ["states", "heads", "absorb"])
+def test_weights_that_differ_are_named(on_ranks, way):
+    check(on_ranks(2, call_told, way, {"map": "learned"}, CHANGES["weights"]), "feature_map (", "with weights")
+
+
+@pytest.mark.parametrize("change", ["no window", "seed", "direction", "value width"])
+def test_a_call_with_a_window(on_ranks, change):
+    check(on_ranks(2, call_told, "states", {"exact": Exact(window=4)}, CHANGES[change]), "rank 1 has")
+
+
+def test_ranks_in_different_functions_meet(on_ranks):
+    for ways in (("states", "heads"), ("absorb", "states"), ("heads", "absorb")):
+        check(on_ranks(2, ways_told, ways), "call (rank 0 has parallel.", "rank 1 has parallel.")
+
+
+def test_a_call_that_one_rank_refuses_is_refused_on_all(on_ranks):
+    check(on_ranks(2, call_told, "states", {}, CHANGES["refusal"]), "rank 1 refuses its call: ", "quick")
+
+
+@pytest.mark.parametrize("change", ["key_mask", "key_bias"])
+def test_weights_of_keys_that_only_one_rank_has_are_its_own_where_states_are_sent(on_ranks, change):
+    assert on_ranks(2, call_told, "states", {"is_causal": True}, CHANGES[change]) == ["nothing"] * 2
+
+
+def test_a_step_of_one_rank_alone_is_noticed_at_the_next_call(on_ranks):
+    first, second = zip(*on_ranks(2, trained_told), strict=True)
+    assert first == ("nothing", "nothing")
+    check(list(second), "feature_map (", "rank 1 has LearnedExponential")
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"is_causal": False}, {"batch": 3}])
+def test_compiled_calls(on_ranks, change):
+    check(on_ranks(2, compiled_told, change), "rank 1 has")
+    assert on_ranks(2, compiled_told, {}) == ["nothing"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "field"),
+    [
+        ("linear", "seed", "feature_map ("),
+        ("linear", "direction", "layer ("),
+        ("softmax", "direction", "layer ("),
+        ("linear", "equal", "equal_lengths ("),
+        ("linear", "by_heads", "by_heads ("),
+        *((kind, "mask", "with key_mask") for kind in ("linear", "softmax")),
+        *((kind, "batch", "batch size (") for kind in ("linear", "softmax", "bare")),
+        *((kind, "unequal", "lengths[0] (") for kind in ("linear", "softmax", "bare")),
+        ("by_heads", "unequal", "tokens of equal_lengths ("),
+    ],
+)
+def test_layers(on_ranks, kind, fault, field):
+    check(on_ranks(2, layer_told, kind, fault), field, "rank 1 has")
