@@ -5,22 +5,58 @@ from __future__ import annotations
 from faults.fault import Fault
 
 WINDOWS = "tests/hf/test_sliding_windows.py"
+PROBING = "tests/hf/test_probing.py"
 TEXT = "tests/hf/test_text_streaming.py"
 
 FAULTS = (
     Fault(
         "let the masks of sliding windows grow with the text",
         "hf/_calls.py",
-        'if asked.get("local_size") is not None:',
-        "if False:",
+        '"kv_length": num_keys, **offsets}',
+        '"kv_length": kv_offset + length, "q_offset": q_offset, "kv_offset": 0}',
         WINDOWS,
     ),
     Fault(
-        "give a window's mask the offset of no cache",
+        "judge a structure over the new keys alone",
         "hf/_calls.py",
-        "return build_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **asked)",
-        "return build_mask(batch_size, q_length, kv_length, q_offset, 0, **asked)",
-        WINDOWS,
+        "build_mask(batch_size, num_queries, kv_offset + length, q_offset, 0, **self.options)",
+        "build_mask(batch_size, num_queries, length, q_offset, kv_offset, **self.options)",
+        PROBING,
+    ),
+    Fault(
+        "replace layers whose keys others attend to",
+        "hf/_probing.py",
+        "if is_cached and self._sharing(module):",
+        "if False:",
+        PROBING,
+    ),
+    Fault(
+        "advance a state as often as a module attends",
+        "hf/_probing.py",
+        "if is_cached and len(calls) > self.num_passes:",
+        "if False:",
+        PROBING,
+    ),
+    Fault(
+        "keep layers by SDPA, whatever they had",
+        "hf/_calls.py",
+        "attention_function(type(self.module), self.former)",
+        'attention_function(type(self.module), "sdpa")',
+        PROBING,
+    ),
+    Fault(
+        "give models that count on it no contiguous output",
+        "hf/_calls.py",
+        "out.transpose(1, 2).contiguous()",
+        "out.transpose(1, 2)",
+        PROBING,
+    ),
+    Fault(
+        "leave what a probe set in a module",
+        "hf/_probing.py",
+        "            part.clear()\n",
+        "",
+        PROBING,
     ),
     Fault(
         "take a window for hiding nothing",

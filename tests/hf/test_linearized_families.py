@@ -36,8 +36,9 @@ def differ(ours, wanted) -> float:
 def test_is_the_op_in_every_layer(double, family, feature_map):
     model, inputs = double(family), batch(family)
     own = run(model, inputs)
-    # ModernBERT's second layer has a window, wider than these texts: replaced only where it is named.
-    report = linearize_(model, feature_map=feature_map, layers=[0, 1] if family == "modernbert" else None)
+    # ModernBERT's second layer has a window, wider than these texts, the others' cross attention: replaced if named.
+    layers = {"modernbert": range(2), "bart": range(6), "whisper": range(6)}.get(family)
+    report = linearize_(model, feature_map=feature_map, layers=layers)
     ours = run(model, inputs)
     maps = {
         row.module_name: model.get_submodule(f"{row.module_name}.linear_attention.feature_map")

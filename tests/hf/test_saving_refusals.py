@@ -42,7 +42,9 @@ class Own(BertModel):
 def test_what_cannot_be_saved(build, model, tmp_path):
     with pytest.raises(ValueError, match="BertModel is not linearized; call linearize_ on it first"):
         save_pretrained(build("bert"), tmp_path / "new")
-    own = Own(model.config)
+    with pytest.raises(ValueError, match=r"Own names 'linattn' as its attention.*load it with its own"):
+        linearize_(Own(model.config), feature_map="EluPlusOne")
+    own = Own(build("bert").config)
     linearize_(own, feature_map="EluPlusOne")
     with pytest.raises(ValueError, match=r"Own is no class that transformers exports"):
         save_pretrained(own, tmp_path / "new")

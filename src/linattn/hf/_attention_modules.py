@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 MARK = "linattn.hf.from_pretrained reads this folder"
 """What a linearized model's config.json names as its attention: no other reader has one of that name, and says so."""
@@ -20,20 +22,26 @@ _WRITTEN = "attn_implementation"
 Former = tuple[tuple[Any, str | None], ...]
 """Each configuration of a model with the implementation that it named before a switch."""
 
-_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionModule:
-    """One attention module of a model: its number, from 0, in the order of the model's modules, and qualified name."""
+    """One attention module of a model: its number, from 0, in the order of the model's modules, and qualified name.
+
+    `width` is that of its queries, where a pass has shown it.
+    """
 
     number: int
     name: str
     module: nn.Module
+    width: int | None = None
 
     @property
     def head_dim(self) -> int:
-        """D, under whichever name the family keeps it."""
+        """D, as a pass has shown it, or under whichever name the family keeps it."""
+        if self.width is not None:
+            return self.width
         for name in _WIDTHS:
             width = getattr(self.module, name, None)
             if isinstance(width, int):
@@ -46,9 +54,12 @@ class AttentionModule:
     @property
     def window(self) -> int | None:
         """Width of its sliding window, or None; modules without a word of their own follow the configuration."""
+        # EXAONE 4 gives all layers the width, and says of each whether it slides.
+        if getattr(self.module, "is_sliding", True) is False:
+            return None
         config = getattr(self.module, "config", None)
         window: int | None = getattr(self.module, "sliding_window", getattr(config, "sliding_window", None))
-        return window
+        return window or None
 
     @property
     def is_causal(self) -> bool:
@@ -69,6 +80,8 @@ def attention_modules(model: PreTrainedModel) -> Iterator[AttentionModule]:
     attending = {kind for kind in kinds if _looks_attention_up(kind)}
     found = ((name, module) for name, module in model.named_modules() if type(module) in attending)
     for number, (name, module) in enumerate(found):
+        if type(module) not in _LOOKUPS:
+            _LOOKUPS[type(module)] = _read_lookup(type(module))
         yield AttentionModule(number, name, module)
 
 
@@ -81,6 +94,33 @@ def _looks_attention_up(kind: type[nn.Module]) -> bool:
         return ".get_interface(" in inspect.getsource(kind.forward)
     except (OSError, TypeError):
         return False
+
+
+# `functions.get_interface(self.config._attn_implementation, eager_function)`
+_LOOKUP = re.compile(r"(\w+)\.get_interface\(\s*[\w.]+,\s*(\w+)")
+
+# Of each class of modules that attend, where it looks its function up and what its file has for eager attention; read
+# before a model is called, since no graph can be made of reading it.
+_LOOKUPS: dict[type[nn.Module], tuple[Any, Any]] = {}
+
+
+def attention_function(kind: type[nn.Module], implementation: str | None) -> Callable[..., Any]:
+    """The function that a class of attention modules would look up by the name of an implementation."""
+    if kind not in _LOOKUPS:
+        _LOOKUPS[kind] = _read_lookup(kind)
+    functions, eager = _LOOKUPS[kind]
+    attend: Callable[..., Any] = functions.get_interface(implementation, eager)
+    return attend
+
+
+def _read_lookup(kind: type[nn.Module]) -> tuple[Any, Any]:
+    """What the source of a forward pass names; transformers' SDPA for a class of our own, which names none."""
+    forward: Any = inspect.unwrap(kind.forward)
+    names = _LOOKUP.search(inspect.getsource(forward))
+    if names is None:
+        return ALL_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS["sdpa"]
+    functions, eager = names.groups()
+    return forward.__globals__[functions], forward.__globals__[eager]
 
 
 def switch_to(model: PreTrainedModel, name: str) -> Former:
@@ -107,6 +147,13 @@ def restore(former: Former) -> None:
     """Undo `switch_to`."""
     for config, implementation in former:
         config._attn_implementation_internal = implementation
+
+
+def implementations(model: PreTrainedModel, former: Former) -> Iterator[tuple[nn.Module, str | None]]:
+    """Every module of a model and the attention implementation that its configuration named before a switch."""
+    names = {id(config): name for config, name in former}
+    for module in model.modules():
+        yield module, names.get(id(getattr(module, "config", model.config)), names[id(model.config)])
 
 
 def attends_by(model: PreTrainedModel, name: str) -> bool:

@@ -1,17 +1,23 @@
-"""One call of transformers' attention interface and its mask: read, answered by softmax, or refused by name.
+"""One call of transformers' attention interface and its mask: read, answered by another function, or refused by name.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+from linattn.hf._attention_modules import attention_function
 
 # Keywords of transformers' attention functions that change the weights in a way φ(q)·φ(k) cannot express.
 _INEXPRESSIBLE = {
@@ -39,23 +45,86 @@ class RefusedMask:
     """A mask that no feature map can take; an error only where a layer reads it."""
 
     reason: str
-    # (B, 1, Lq, Lk) bool, the mask itself, for softmax; None where it was not worked out.
-    allowed: Tensor | None = None
 
 
 Mask = Tensor | PlainMask | RefusedMask | None
 
 
 @dataclass(frozen=True, eq=False)
+class AskedMask:
+    """What transformers asks a mask function for; layers build of it what they read, once in a forward pass."""
+
+    sizes: tuple[int, int, int, int, int]  # B, Lq, Lk, and the positions of the first query and of the first key
+    options: dict[str, Any]
+    part: Any = None  # of the mask (B, 1, Lq, Lk), as an index; None for all of it
+    built: dict[Any, Any] = field(default_factory=dict)
+
+    def __getitem__(self, part: Any) -> AskedMask:
+        """A part of the mask, which some models take for layers that are given the last queries alone."""
+        is_whole = all(isinstance(places, slice) and places in (slice(None), slice(0, None)) for places in part)
+        return self if is_whole else replace(self, part=part, built={})
+
+    @property
+    def function(self) -> Any:
+        """The function of a query's and a key's position that says whether one sees the other."""
+        return self.options.get("mask_function", causal_mask_function)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it hides nothing but padding and, in causal layers, later keys."""
+        return self.function is causal_mask_function or self.function is bidirectional_mask_function
+
+    @property
+    def local_size(self) -> int | None:
+        """Width of a window or a chunk, where the model tells its mask function."""
+        return self.options.get("local_size")
+
+    def read(self, num_keys: int) -> Mask:
+        """The columns of the last keys, as kernels take them; a structure is judged over all keys since the first."""
+        if None not in self.built:
+            batch_size, num_queries, length, q_offset, kv_offset = self.sizes
+            mask: Mask = RefusedMask("a part of a mask, for some of its queries")
+            if self.part is None:
+                mask = build_mask(batch_size, num_queries, kv_offset + length, q_offset, 0, **self.options)
+            if self.is_plain and not isinstance(mask, RefusedMask):
+                assert not isinstance(mask, PlainMask)
+                mask = PlainMask(mask, is_causal=self.function is causal_mask_function)
+            self.built[None] = mask
+        return last_keys(self.built[None], num_keys)
+
+    def build(self, implementation: str | None, num_keys: int) -> Any:
+        """The columns of the last keys, as another attention implementation's mask function makes them."""
+        # Those without a mask function are given none.
+        if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+            return None
+        place = implementation, num_keys
+        if place not in self.built:
+            batch_size, num_queries, length, q_offset, kv_offset = self.sizes
+            offsets = {"q_offset": q_offset, "kv_offset": kv_offset + length - num_keys}
+            sizes = {"batch_size": batch_size, "q_length": num_queries, "kv_length": num_keys, **offsets}
+            mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**sizes, **self.options)
+            self.built[place] = mask if self.part is None or mask is None else mask[self.part]
+        return self.built[place]
+
+
+AnyMask = AskedMask | Tensor | None
+"""What reaches an attention function: where a model makes none itself, or is given one of pairs, an `AskedMask`."""
+
+
+@dataclass(frozen=True, eq=False)
 class InterfaceCall:
-    """What transformers passes to an attention function; the options are its keywords: scaling, dropout, is_causal…"""
+    """What transformers passes to an attention function; the options are its keywords: scaling, dropout, is_causal…
+
+    `former` names the attention implementation in whose place linattn's function was called.
+    """
 
     module: nn.Module
     query: Tensor  # (B, H, Lq, D)
     key: Tensor  # (B, Hkv, Lk, D)
     value: Tensor  # (B, Hkv, Lk, Dv)
-    mask: Mask
+    mask: AnyMask
     options: dict[str, Any]
+    former: str | None
 
     @property
     def scale(self) -> float:
@@ -64,14 +133,22 @@ class InterfaceCall:
         return self.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
     def hides_keys(self, num_keys: int) -> bool:
-        """True if the call asks for a sliding window that so many keys do not fit in."""
+        """True if the call asks for a window, or for chunks, that so many keys do not fit in."""
+        mask = self.mask
+        if not isinstance(mask, AskedMask) or mask.local_size is None:
+            return self._exceeds_window(num_keys)
+        return self._exceeds_window(num_keys) or isinstance(mask.read(num_keys), RefusedMask)
+
+    def _exceeds_window(self, num_keys: int) -> bool:
+        """True if the options name a window that so many keys do not fit in."""
         window = self.options.get("sliding_window")
-        return window is not None and (not isinstance(window, int) or window < num_keys)
+        # Qwen 2 MoE writes 0 for none.
+        return window is not None and window != 0 and (not isinstance(window, int) or window < num_keys)
 
     def refuse_options(self, name: str, num_keys: int) -> None:
         """Refuse what the call asks for beyond q, k, v, a padding mask and causality."""
-        found, dropout = _inexpressible(self.options), self.options.get("dropout")
-        if self.hides_keys(num_keys):
+        found, dropout = inexpressible(self.options), self.options.get("dropout")
+        if self._exceeds_window(num_keys):
             found.append(f"a sliding window of {self.options['sliding_window']} over {num_keys} keys")
         if dropout:
             found.append(
@@ -82,7 +159,8 @@ class InterfaceCall:
 
     def read_mask(self, name: str) -> tuple[Tensor | None, bool]:
         """Key padding, (B, Lk) bool or None, and causality."""
-        mask, is_causal = self.mask, self.options.get("is_causal")
+        mask: Mask = self.mask.read(self.key.shape[-2]) if isinstance(self.mask, AskedMask) else self.mask
+        is_causal = self.options.get("is_causal")
         if isinstance(mask, RefusedMask):
             raise ValueError(_refusal(name, mask.reason))
         if isinstance(mask, PlainMask):
@@ -96,33 +174,15 @@ class InterfaceCall:
             raise ValueError(f"{name} ({kind}) does not say whether it is causal; its attention cannot be replaced")
         return None if mask is None else mask.bool(), bool(is_causal)
 
-    def by_softmax(self) -> Tensor:
-        """(B, Lq, H, Dv) by transformers' SDPA function, which takes dropout, position biases and masks of pairs."""
-        name = type(self.module).__name__
-        found = _inexpressible({**self.options, "position_bias": None})
-        if found:
-            raise ValueError(
-                f"{name} asks for {', '.join(found)}, which transformers' SDPA attention, by which the softmax layers "
-                "of a linearized model attend, does not give; restore_(model) gives its own attention back"
-            )
-        pairs: Any = self.mask.allowed if isinstance(self.mask, RefusedMask) else self.mask
-        is_causal = False
-        if not isinstance(pairs, Tensor) or pairs.ndim != 4:
-            pairs, is_causal = self._pairs(*self.read_mask(name))
-        passed = {"dropout": self.options.get("dropout", 0.0), "position_bias": self.options.get("position_bias")}
-        tensors = self.query, self.key, self.value
-        out, _ = sdpa_attention_forward(self.module, *tensors, pairs, scaling=self.scale, is_causal=is_causal, **passed)
+    def by_former(self) -> Tensor:
+        """(B, Lq, H, Dv) by the function that the module attended by before linattn's, with the mask it takes."""
+        mask = self.mask
+        if isinstance(mask, AskedMask):
+            mask = mask.build(self.former, self.key.shape[-2])
+        attend = attention_function(type(self.module), self.former)
+        out: Tensor
+        out, _ = attend(self.module, self.query, self.key, self.value, mask, **self.options)
         return out
-
-    def _pairs(self, key_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
-        """The mask as SDPA takes it, (B or 1, 1, Lq, Lk), and True if its own flag does instead."""
-        num_queries, num_keys = self.query.shape[-2], self.key.shape[-2]
-        if key_mask is None and (not is_causal or num_queries == num_keys):
-            return None, is_causal
-        # SDPA's flag is aligned top-left; a cache wants the last query level with the last key.
-        pairs = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=self.key.device)
-        pairs = pairs.tril(num_keys - num_queries) if is_causal else pairs
-        return (pairs if key_mask is None else pairs & key_mask[:, None, None, :]), False
 
 
 def refuse_weights(part: Any, args: Any, options: dict[str, Any]) -> None:
@@ -135,7 +195,12 @@ def refuse_weights(part: Any, args: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _inexpressible(options: dict[str, Any]) -> list[str]:
+def by_token(out: Tensor) -> Tensor:
+    """(B, H, Lq, Dv) as (B, Lq, H, Dv), in memory too: models rely on it."""
+    return out.transpose(1, 2).contiguous()
+
+
+def inexpressible(options: dict[str, Any]) -> list[str]:
     """In words, the options that change the weights of single pairs."""
     return [words for option, words in _INEXPRESSIBLE.items() if options.get(option) is not None]
 
@@ -180,29 +245,19 @@ def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:
     if bool((allowed == ones.tril(num_keys - num_queries)).all()):
         return PlainMask(key_mask, is_causal=True)
     return RefusedMask(
-        "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)",
-        allowed if key_mask is None else allowed & key_mask[:, None, None, :],
+        "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)"
     )
 
 
-def build_whole_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **asked: Any
-) -> Mask:
-    """`build_mask` over all tokens since the first, for layers that keep different numbers of keys; see `last_keys`.
-
-    The layers of a local mask all keep the same ones, and a mask over all tokens would grow with the text.
-    """
-    if asked.get("local_size") is not None:
-        return build_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **asked)
-    return build_mask(batch_size, q_length, kv_offset + kv_length, q_offset, 0, **asked)
+def ask_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **options: Any
+) -> AskedMask:
+    """The registered mask function: keep what is asked for; layers differ in what they read of it."""
+    return AskedMask((batch_size, q_length, kv_length, q_offset, kv_offset), options)
 
 
 def last_keys(mask: Mask, num_keys: int) -> Mask:
     """A mask's columns for the last keys."""
-    if isinstance(mask, Tensor):
-        return mask[..., -num_keys:]
     if isinstance(mask, PlainMask) and mask.key_mask is not None:
         return replace(mask, key_mask=mask.key_mask[:, -num_keys:])
-    if isinstance(mask, RefusedMask) and mask.allowed is not None:
-        return replace(mask, allowed=mask.allowed[..., -num_keys:])
     return mask

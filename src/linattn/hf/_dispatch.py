@@ -1,4 +1,4 @@
-"""How a linearized model attends: by what `linearize_` put into a module, else by softmax; `generate` keeps states.
+"""How a linearized model attends: by what `linearize_` put into a module, else as before; `generate` keeps states.
 
 Letters: B batch, H query heads, L tokens (Lq, Lk), Dv value width.
 """
@@ -13,11 +13,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 
-from linattn.hf._calls import InterfaceCall, Mask, build_whole_mask, last_keys
+from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token
 from linattn.hf.layer_attention import attention_of
 from linattn.hf.state_cache import StateCache, StateLayer
 
 NAME = "linattn"
+FORMER = "linattn_former"
+"""The attribute of a linearized model's modules that names the attention implementation they had."""
 PREPARE = "_prepare_cache_for_generation"
 """The method of a model that `StatesByDefault` takes the place of, where the model generates at all."""
 
@@ -28,26 +30,35 @@ _CACHES = ("past_key_values", "layer_past")
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: AnyMask, **options: Any
 ) -> tuple[Tensor, None]:
     """The registered attention function: transformers passes the options by keyword and wants (B, Lq, H, Dv)."""
     layer: StateLayer | None = options.pop(_LAYER, None)
-    call = InterfaceCall(module, query, key, value, last_keys(attention_mask, key.shape[-2]), options)
+    former: Any = getattr(module, FORMER, NAME)
+    if former == NAME:
+        raise RuntimeError(
+            f"{type(module).__name__} names {NAME!r} as its attention implementation, and linearize_ did not put it "
+            "there: load the model with its own attention and call linattn.hf.linearize_ on it, or read a saved one by "
+            "linattn.hf.from_pretrained"
+        )
+    if isinstance(attention_mask, Tensor):
+        attention_mask = attention_mask[..., -key.shape[-2] :]
+    call = InterfaceCall(module, query, key, value, attention_mask, options, former)
     attention = attention_of(module)
     if attention is None:
-        return call.by_softmax(), None
+        return call.by_former(), None
     name = attention.module_name
     call.refuse_options(name, key.shape[-2] + (0 if layer is None else layer.num_tokens))
     key_mask, is_causal = call.read_mask(name)
     if layer is None:
         out: Tensor = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
-        return out.transpose(1, 2), None
+        return by_token(out), None
     # A single query sees all keys, causal or not.
     if not is_causal and query.shape[-2] > 1:
         raise ValueError(
             f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
         )
-    return layer.advance(attention, call, key_mask).transpose(1, 2), None
+    return by_token(layer.advance(attention, call, key_mask)), None
 
 
 def hand_over(module: nn.Module) -> list[RemovableHandle]:
@@ -123,4 +134,4 @@ def _is_ordinary(cache: Cache | None) -> bool:
 # On import, not on use: a linearized model that is read from a pickle names them too. Without a mask function of the
 # same name, transformers would drop padding without a word.
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, build_whole_mask)
+AttentionMaskInterface.register(NAME, ask_mask)

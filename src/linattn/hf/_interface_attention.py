@@ -9,9 +9,11 @@ from typing import final
 
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linattn.attention import State
+from linattn.hf._calls import ask_mask
 from linattn.hf._dispatch import NAME as LINEARIZED
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ALL_HEADS, LayerState, attention_of
@@ -46,9 +48,12 @@ class InterfaceAttention(SoftmaxAttention):
                 f"the softmax of this LinearLM is gated ({type(self.gate).__name__}), and transformers' attention "
                 "interface, by which calls are recorded and replaced, knows no gates; take a model with gate=None"
             )
-        scale = self.head_dim**-0.5
+        scale, (batch_size, _, num_queries, _), num_keys = self.head_dim**-0.5, query.shape, kept.key.shape[2]
+        function = causal_mask_function if self.is_causal else bidirectional_mask_function
+        options = {"mask_function": function, "attention_mask": kept.key_mask, "device": query.device}
+        mask = ask_mask(batch_size, num_queries, num_keys, num_keys - num_queries, 0, **options, dtype=query.dtype)
         attend = ALL_ATTENTION_FUNCTIONS[name]
-        out, _ = attend(self, query, *kept[:3], scaling=scale, is_causal=self.is_causal)
+        out, _ = attend(self, query, kept.key, kept.value, mask, scaling=scale, is_causal=self.is_causal)
         answered: Tensor = out.transpose(1, 2)
         return answered
 

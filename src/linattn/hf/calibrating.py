@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -79,6 +80,14 @@ def _fitted_plan(plan: Plan, observed: Observed) -> Plan:
     query, key, scale = observed.tokens()
     with torch.no_grad():
         return plan.fit(query if scale == plan.scale else query * (scale / plan.scale), key)
+
+
+def first_sample(batches: Iterable[Sample] | None) -> tuple[Mapping[str, Any] | None, Iterable[Sample] | None]:
+    """The first batch as keyword arguments, None where there is none, and all batches."""
+    if batches is None:
+        return None, None
+    first = list(islice(batches := _checked(batches), 1))
+    return first[0], chain(first, batches)
 
 
 def _checked(batches: Iterable[Sample]) -> Iterator[Mapping[str, Any]]:
@@ -167,13 +176,13 @@ def observe(
     found = {each.module: Observed(each.name) for each in modules}
 
     def answer(call: InterfaceCall) -> Tensor:
-        """By softmax, after the call is added to what is observed."""
+        """By its own attention, after the call is added to what is observed."""
         observed = found.get(call.module)
         if observed is not None:
             call.refuse_options(observed.module_name, call.key.shape[-2])
             key_mask, _ = call.read_mask(observed.module_name)
             observed.add(call.query, call.key, key_mask, call.scale)
-        return call.by_softmax()
+        return call.by_former()
 
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with torch.no_grad(), _evaluating(model), answering(model, answer):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from linattn.attention import softmax_attention
-from linattn.hf._attention_modules import attention_modules, hook_parts, restore, switch_to
-from linattn.hf._calls import InterfaceCall, Mask, build_mask, refuse_weights
+from linattn.hf._attention_modules import attention_modules, hook_parts, implementations, restore, switch_to
+from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.planning.measures import uniform_average
 
 NAME = "linattn_intercept"
@@ -95,7 +95,7 @@ class _Interception:
         self.num_calls += 1
         if call.hides_keys(num_keys):
             self.num_windowed += 1
-            return call.by_softmax()
+            return call.by_former()
         call.refuse_options(name, num_keys)
         read = AttentionCall(number, name, query, call.key, value, *call.read_mask(name), call.scale)
         out = self.handler(read)
@@ -104,14 +104,17 @@ class _Interception:
             raise ValueError(
                 f"the handler returned {tuple(out.shape)} for {name}; it must return (B, H, Lq, Dv) = {wanted}"
             )
-        return out.transpose(1, 2)
+        return by_token(out)
 
 
-_ANSWERS: WeakKeyDictionary[nn.Module, Callable[[InterfaceCall], Tensor]] = WeakKeyDictionary()
+Answer = Callable[[InterfaceCall], Tensor]
+
+# Of each module of an intercepted model, and the attention implementation it had.
+_ANSWERS: WeakKeyDictionary[nn.Module, tuple[Answer, str | None]] = WeakKeyDictionary()
 
 
 @contextmanager
-def answering(model: PreTrainedModel, answer: Callable[[InterfaceCall], Tensor]) -> Iterator[None]:
+def answering(model: PreTrainedModel, answer: Answer) -> Iterator[None]:
     """Every attention call of a model answered by a function, to (B, Lq, H, Dv), until the block is left."""
     if model in _ANSWERS:
         raise ValueError(
@@ -120,10 +123,10 @@ def answering(model: PreTrainedModel, answer: Callable[[InterfaceCall], Tensor])
     # On every use: a registry may have been cleared. Without a mask function of the same name, padding would be dropped
     # without a word.
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, build_mask)
+    AttentionMaskInterface.register(NAME, ask_mask)
     former, modules = switch_to(model, NAME), list(model.modules())
     try:
-        _ANSWERS.update(dict.fromkeys(modules, answer))
+        _ANSWERS.update({module: (answer, name) for module, name in implementations(model, former)})
         yield
     finally:
         for module in modules:
@@ -186,13 +189,13 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: AnyMask, **options: Any
 ) -> tuple[Tensor, None]:
     """The registered attention function: transformers passes the options by keyword and wants (B, Lq, H, Dv)."""
-    answer = _ANSWERS.get(module)
-    if answer is None:
+    if module not in _ANSWERS:
         raise RuntimeError(f"{type(module).__name__} attends by {NAME!r} outside `intercept`; use `intercept`")
-    return answer(InterfaceCall(module, query, key, value, attention_mask, options)), None
+    answer, former = _ANSWERS[module]
+    return answer(InterfaceCall(module, query, key, value, attention_mask, options, former)), None
 
 
 class Capture(NamedTuple):

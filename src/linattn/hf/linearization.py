@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,15 +17,17 @@ from linattn.hf._attention_modules import (
     attends_by,
     attention_modules,
     hook_parts,
+    implementations,
     mark,
     restore,
     switch_to,
     unmark,
 )
 from linattn.hf._calls import refuse_weights
-from linattn.hf._dispatch import NAME, PREPARE, StatesByDefault, check_caches, hand_over
+from linattn.hf._choosing import Choice, choose
+from linattn.hf._dispatch import FORMER, NAME, PREPARE, StatesByDefault, check_caches, hand_over
 from linattn.hf._folders import SAVE, SaveLinearized
-from linattn.hf.calibrating import Sample, calibrate_maps, calibrate_plans
+from linattn.hf.calibrating import Sample, calibrate_maps, calibrate_plans, first_sample
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.planning import Plan
@@ -93,6 +96,7 @@ def linearize_(
     num_features: int | None = None,
     seed: int = 0,
     calibrate: Iterable[Sample] | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> Linearization:
     """Replace softmax by the attention of a feature map, in place, in all attention layers of a model or in some.
 
@@ -101,14 +105,21 @@ def linearize_(
     or, with `plans`, by the method that its layer's plan has for each head, softmax for some. Each map becomes part of
     its attention module, `module.linear_attention`: it moves and trains with the model, and its tensors are in
     `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` of this very model keeps a
-    `StateCache`, constant in the number of tokens but for a plan's exact heads. Layers that are not replaced attend by
-    SDPA. What φ(q)·φ(k) cannot express is refused by name when a layer asks for it: position biases, soft-capped
-    logits, attention sinks, masks of single pairs, packed sequences, dropout on the weights (load the model with its
-    attention dropout at 0), returned weights. This changes what the model computes, without training it anew: `linattn
-    audit` says beforehand by how much.
+    `StateCache`, constant in the number of tokens but for a plan's exact heads. Layers that are not replaced attend as
+    before, by the attention implementation that the model has. This changes what the model computes, without training
+    it anew: `linattn audit` says beforehand by how much.
 
-    Cost: building the maps; with `calibrate` a forward pass per batch, and memory for at most 16384 tokens of each
-    layer's queries and keys. Afterwards a replaced layer takes time linear in the tokens, but for a plan's exact heads.
+    Two passes of a few tokens, without and with padding, first show what each layer asks its attention for. A layer
+    keeps its softmax, and the report says why, where φ(q)·φ(k) cannot express that: position biases, soft-capped
+    logits, attention sinks, masks of pairs that the model makes itself, keys that other layers attend to as well, a
+    module that attends several times in a pass. So do, unless they are named in `layers`, sliding windows and chunks,
+    masks by which tokens of a picture see later ones, and cross attention. What only some calls ask for is refused when
+    they do: packed sequences, a mask of pairs given by the caller, texts beyond a replaced layer's window, dropout on
+    the weights (load the model with its attention dropout at 0), returned weights.
+
+    Cost: two forward passes of two rows of a few tokens, or of a picture or sound; building the maps; with `calibrate`
+    a forward pass per batch, and memory for at most 16384 tokens of each layer's queries and keys. Afterwards a
+    replaced layer takes time linear in the tokens, but for a plan's exact heads.
 
     Args:
         model: any transformers model whose layers use AttentionInterface.
@@ -121,8 +132,8 @@ def linearize_(
             padding or not: left padding moves them. Give this or
         plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them.
             Maps without fitted tensors (`Plan.fit`) learn from each call.
-        layers: numbers of the attention modules to replace, in the order of the model's modules; None for all but those
-            with a sliding window, whose cost is linear as it is.
+        layers: numbers of the attention modules to replace, in the order of the model's modules; None for all that can
+            be, without those of the kinds above.
         exact: as in `linattn.linear_attention`, for maps that a function builds, or one for each replaced layer, in
             order; a written form has its own.
         num_features: R, for a written map whose width is free and not written.
@@ -141,8 +152,9 @@ def linearize_(
             thing.
         ValueError: if not one of feature_map and plans is given, there are not as many plans, written forms or exact
             parts as layers, the model ignores AttentionInterface, is linearized or intercepted already, has no such
-            layers, or the map or plan cannot be built or used: a causal layer needs maps that learn nothing from the
-            call. Also if `calibrate` holds no batches or nothing to calibrate is there.
+            layers, a named one cannot be replaced or none can, the model does not run on the example, or the map or
+            plan cannot be built or used: a causal layer needs maps that learn nothing from the call. Also if
+            `calibrate` holds no batches or nothing to calibrate is there.
 
     Example:
         >>> import torch
@@ -166,11 +178,16 @@ def linearize_(
     """
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call restore_(model) first")
+    if attends_by(model, NAME):
+        raise ValueError(
+            f"{type(model).__name__} names {NAME!r} as its attention implementation, as linearized models alone do; "
+            "load it with its own, such as attn_implementation='sdpa'"
+        )
     if attends_by(model, INTERCEPTED):
         raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
-    modules = list(attention_modules(model))
-    reasons = _reasons(model, modules, layers)
-    chosen = [found for found in modules if found.number not in reasons]
+    sample, calibrate = first_sample(calibrate)
+    choice = choose(model, layers, example, sample)
+    chosen = choice.chosen
     _check_surface(feature_map, plans, exact, len(chosen), has_width=num_features is not None)
     labels: dict[int, str] = {}
     if plans is not None:
@@ -191,26 +208,27 @@ def linearize_(
     for found, attention in attentions:
         try_out(found, attention, labels[found.number])
     install(model, attentions)
-    return _report(modules, reasons, labels)
+    return _report(choice, labels)
 
 
-def choose_layers(model: PreTrainedModel, layers: Iterable[int] | None = None) -> Linearization:
+def choose_layers(
+    model: PreTrainedModel, layers: Iterable[int] | None = None, *, example: Mapping[str, Any] | None = None
+) -> Linearization:
     """The layers `linearize_` would replace, and why it would leave the others; the model stays as it is."""
-    modules = list(attention_modules(model))
-    return _report(modules, _reasons(model, modules, layers), {})
+    return _report(choose(model, layers, example), {})
 
 
-def global_layers(model: PreTrainedModel) -> Linearization:
+def global_layers(model: PreTrainedModel, *, example: Mapping[str, Any] | None = None) -> Linearization:
     """As `choose_layers`, or all layers where every one has a window: texts that fit in it can be attended to anew."""
     modules = list(attention_modules(model))
     is_local = all(found.window is not None for found in modules)
-    return choose_layers(model, range(len(modules)) if is_local else None)
+    return choose_layers(model, range(len(modules)) if is_local else None, example=example)
 
 
-def _report(modules: list[AttentionModule], reasons: dict[int, str], labels: dict[int, str]) -> Linearization:
+def _report(choice: Choice, labels: dict[int, str]) -> Linearization:
     """What attends in each layer, by its number, or why softmax stays."""
-    numbers = ((found.number, found.name) for found in modules)
-    return Linearization(tuple(LayerReport(n, name, labels.get(n), reasons.get(n)) for n, name in numbers))
+    numbers = ((found.number, found.name) for found in choice.modules)
+    return Linearization(tuple(LayerReport(n, name, labels.get(n), choice.reasons.get(n)) for n, name in numbers))
 
 
 def restore_(model: PreTrainedModel) -> None:
@@ -230,6 +248,8 @@ def restore_(model: PreTrainedModel) -> None:
             delattr(found.module, ATTRIBUTE)
     for hook in hooks:
         hook.remove()
+    for module in model.modules():
+        vars(module).pop(FORMER, None)
     for name in (PREPARE, SAVE):
         vars(model).pop(name, None)
     unmark(model)
@@ -246,6 +266,8 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     """Make these modules of a model attend by what was built for them and tried, and `generate` keep states."""
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
     former = switch_to(model, NAME)
+    for module, name in implementations(model, former):
+        setattr(module, FORMER, name)
     for found, attention in attentions:
         found.module.add_module(ATTRIBUTE, attention)
     stateful = [found.module for found, _ in attentions if found.cache_place is not None]
@@ -282,30 +304,6 @@ def _check_surface(
             f"{feature_map!r} is a written form, whose exact part is written too; leave exact out, as in "
             "'Expansion + window 16 + heavy 32'"
         )
-
-
-def _reasons(model: PreTrainedModel, modules: list[AttentionModule], layers: Iterable[int] | None) -> dict[int, str]:
-    """Why which layers keep their softmax."""
-    kind = type(model).__name__
-    if layers is not None:
-        wanted = list(layers)
-        wrong = [layer for layer in wanted if isinstance(layer, bool) or layer not in range(len(modules))]
-        if wrong:
-            raise ValueError(f"{kind} has attention layers 0 to {len(modules) - 1}, got {wrong}; name some of those")
-        reasons = {found.number: "not among `layers`" for found in modules if found.number not in wanted}
-    else:
-        reasons = {
-            found.number: f"a sliding window of {found.window} tokens, linear as it is; name it in `layers` if need be"
-            for found in modules
-            if found.window is not None
-        }
-    if len(reasons) == len(modules):
-        deaf = (
-            "it does not take its attention from transformers' AttentionInterface; choose a model that does (BERT, "
-            "ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
-        )
-        raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(sorted(set(reasons.values()))) or deaf}")
-    return reasons
 
 
 def _attend_by_plans(

@@ -1,0 +1,77 @@
+"""Which attention layers of a model are replaced, and why the others keep their softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._probing import Probe, probe
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The attention modules of a model, and why the softmax of some stays, by their numbers."""
+
+    modules: tuple[AttentionModule, ...]
+    reasons: dict[int, str]
+
+    @property
+    def chosen(self) -> list[AttentionModule]:
+        """Those that are replaced."""
+        return [module for module in self.modules if module.number not in self.reasons]
+
+
+def choose(
+    model: PreTrainedModel,
+    layers: Iterable[int] | None,
+    example: Mapping[str, Any] | None,
+    sample: Mapping[str, Any] | None = None,
+) -> Choice:
+    """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be."""
+    kind = type(model).__name__
+    modules = list(attention_modules(model))
+    if not modules:
+        raise ValueError(
+            f"no layer of {kind} would be replaced: it does not take its attention from transformers' "
+            "AttentionInterface; choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
+        )
+    wanted = range(len(modules)) if layers is None else list(layers)
+    wrong = [layer for layer in wanted if isinstance(layer, bool) or layer not in range(len(modules))]
+    if wrong:
+        raise ValueError(f"{kind} has attention layers 0 to {len(modules) - 1}, got {wrong}; name some of those")
+    if not wanted:
+        raise ValueError(f"no layer of {kind} would be replaced: not among `layers`")
+    probed = probe(model, example, sample)
+    modules = [replace(part, width=probed.head_dim(part.module)) for part in modules]
+    objections = _objections(modules, probed)
+    if layers is None:
+        cautions = {part.number: _caution(part, probed) for part in modules if part.number not in objections}
+        reasons = objections | {number: words for number, words in cautions.items() if words is not None}
+        if len(reasons) == len(modules):
+            raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(dict.fromkeys(reasons.values()))}")
+        return Choice(tuple(modules), dict(sorted(reasons.items())))
+    refused = [part for part in modules if part.number in wanted and part.number in objections]
+    if refused:
+        others = [part.number for part in modules if part.number not in objections]
+        cure = f"name others in `layers`: {others} can be" if others else "no layer of this model can be"
+        raise ValueError(
+            f"{refused[0].name} (layer {refused[0].number}) cannot be replaced: {objections[refused[0].number]}; {cure}"
+        )
+    return Choice(tuple(modules), {n: "not among `layers`" for n in range(len(modules)) if n not in wanted})
+
+
+def _objections(modules: list[AttentionModule], probed: Probe) -> dict[int, str]:
+    """Why layers cannot be replaced."""
+    words = {part.number: probed.objection(part.module, is_cached=part.cache_place is not None) for part in modules}
+    return {number: objection for number, objection in words.items() if objection is not None}
+
+
+def _caution(part: AttentionModule, probed: Probe) -> str | None:
+    """Why a layer that nobody named keeps its softmax."""
+    if part.window is not None:
+        return f"a sliding window of {part.window} tokens, linear as it is; name it in `layers` if need be"
+    return probed.caution(part.module)

@@ -1,0 +1,182 @@
+"""What each attention module of a model asks its attention function for, learned from two passes of a few tokens.
+
+Letters: B batch, H query heads, L tokens (Lq, Lk), D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linattn.hf._calls import AskedMask, InterfaceCall, inexpressible
+from linattn.hf._example_inputs import Inputs, example_inputs, padded
+from linattn.hf.interception import answering
+
+
+class ProbedCall(NamedTuple):
+    """One attention call of a probe."""
+
+    head_dim: int
+    num_queries: int
+    key: Tensor  # (B, Hkv, Lk, D); held, so that no other tensor takes its place in memory
+    mask: AskedMask | Tensor | None
+    options: tuple[str, ...]  # in words, what changes the weights of single pairs
+    says_causality: bool
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The attention calls of each module of a model, in passes without and with padding.
+
+    Attributes:
+        calls: of each module that was called, in order, those of all passes.
+        num_passes: how many passes there were.
+        inputs: names of what the passes were given.
+    """
+
+    calls: dict[nn.Module, list[ProbedCall]] = field(default_factory=dict)
+    num_passes: int = 1
+    inputs: tuple[str, ...] = ()
+
+    def head_dim(self, module: nn.Module) -> int | None:
+        """D of a module's queries; None where no pass called it."""
+        return self.calls[module][0].head_dim if module in self.calls else None
+
+    def objection(self, module: nn.Module, *, is_cached: bool) -> str | None:
+        """Why no kernel can take a module's place; None where nothing speaks against it."""
+        calls = self.calls.get(module)
+        if calls is None:
+            return (
+                f"a pass over {', '.join(self.inputs)} does not call it; give example={{…}}, inputs of the model that "
+                "reach it"
+            )
+        words = dict.fromkeys(words for call in calls for words in call.options)
+        if words:
+            return f"it asks for {', '.join(words)}, which a kernel φ(q)·φ(k) cannot express"
+        if any(isinstance(call.mask, Tensor) and call.mask.ndim != 2 for call in calls):
+            return "its model gives it a mask of pairs, or a bias on them, that a kernel φ(q)·φ(k) cannot express"
+        if any(isinstance(call.mask, AskedMask) and call.mask.part is not None for call in calls):
+            return "its model takes a part of its mask"
+        if not all(call.says_causality for call in calls):
+            return "it does not say whether it is causal"
+        if is_cached and len(calls) > self.num_passes:
+            times = len(calls) // self.num_passes
+            return f"it attends {times} times in a pass, and a state would take its tokens in as often"
+        if is_cached and self._sharing(module):
+            return "another layer attends to its keys too, and a state does not give them back"
+        return None
+
+    def caution(self, module: nn.Module) -> str | None:
+        """Why a module's softmax stays unless it is named; None where nothing speaks for that."""
+        masks = [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
+        structured = [mask for mask in masks if not mask.is_plain]
+        if structured:
+            sizes = [mask.local_size for mask in structured if mask.local_size is not None]
+            if sizes:
+                return f"a mask of windows or chunks of {sizes[0]} tokens; name it in `layers` if all texts fit in one"
+            return (
+                "a mask that depends on what the tokens are, such as those of a picture, which see later ones; name it "
+                "in `layers` if the model will be given none"
+            )
+        if any(call.num_queries != call.key.shape[2] for call in self.calls[module]):
+            return "keys of other tokens than its queries' (cross attention), or fewer; name it in `layers` if need be"
+        return None
+
+    def _sharing(self, module: nn.Module) -> bool:
+        """True if another module is given the very keys of this one."""
+        places = {call.key.data_ptr() for call in self.calls[module]}
+        others = (calls for other, calls in self.calls.items() if other is not module)
+        return any(call.key.data_ptr() in places for calls in others for call in calls)
+
+
+def probe(
+    model: PreTrainedModel, example: Mapping[str, Any] | None = None, sample: Mapping[str, Any] | None = None
+) -> Probe:
+    """Record the attention calls of two passes of a few tokens, answered as the model itself does; nothing is changed.
+
+    Args:
+        model: any model whose layers use AttentionInterface.
+        example: arguments of its forward pass, in place of those made from its configuration.
+        sample: arguments for a model that runs on none of those.
+
+    Raises:
+        ValueError: if no inputs can be made, or the model does not run under another attention function.
+    """
+    with _undisturbed(model):
+        samples = [_on_device(model, inputs) for inputs in (example, sample) if inputs is not None]
+        errors = []
+        for inputs in samples[:1] if example is not None else chain(example_inputs(model), samples):
+            calls: dict[nn.Module, list[ProbedCall]] = {}
+            error = _run(model, inputs, calls)
+            if error is not None:
+                errors.append(f"{', '.join(inputs) or 'nothing'}: {type(error).__name__}: {error}")
+                continue
+            num_passes, other = 1, padded(model, inputs)
+            if other is not None and _run(model, other, calls) is None:
+                num_passes = 2
+            return Probe(calls, num_passes, tuple(inputs))
+    origin = "inputs made for it" if example is None else "the example"
+    raise ValueError(
+        f"{type(model).__name__} does not run on {origin} ({'; '.join(errors)}); give example={{…}}, a mapping of "
+        "inputs that it runs on, to show what its layers ask for"
+    )
+
+
+def _run(model: PreTrainedModel, inputs: Inputs, calls: dict[nn.Module, list[ProbedCall]]) -> Exception | None:
+    """Record a pass; an error of the model's own is returned, one that interception causes is raised."""
+    before = {module: len(made) for module, made in calls.items()}
+
+    def record(call: InterfaceCall) -> Tensor:
+        """Keep what the call asks for."""
+        causality = call.options.get("is_causal", getattr(call.module, "is_causal", None))
+        says_causality = causality is not None or isinstance(call.mask, AskedMask)
+        sizes = call.query.shape[-1], call.query.shape[-2]
+        words = tuple(inexpressible(call.options))
+        calls.setdefault(call.module, []).append(ProbedCall(*sizes, call.key, call.mask, words, says_causality))
+        return call.by_former()
+
+    try:
+        with answering(model, record):
+            model(**inputs)
+    except Exception as error:
+        for module, made in calls.items():
+            del made[before.get(module, 0) :]
+        try:
+            model(**inputs)
+        except Exception as own:
+            return own
+        raise ValueError(
+            f"no layer of {type(model).__name__} can be replaced: it does not run under another attention function "
+            f"than transformers' own ({type(error).__name__}: {error}); take a model whose layers pass their masks on"
+        ) from error
+    return None
+
+
+def _on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Inputs:
+    """Inputs where the model is."""
+    return {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+@contextmanager
+def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode without gradients; random states, and what the modules hold, are then as they were."""
+    parts = [vars(module) for module in model.modules()]
+    held = [(part, dict(part), dict(part["_buffers"])) for part in parts]
+    devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
+    try:
+        model.train(False)
+        with torch.random.fork_rng(sorted(devices)), torch.no_grad():
+            yield
+    finally:
+        for part, attributes, buffers in held:
+            part.clear()
+            part.update(attributes)
+            part["_buffers"].clear()
+            part["_buffers"].update(buffers)
