@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,14 @@ class AskedMask:
         is_whole = all(isinstance(places, slice) and places in (slice(None), slice(0, None)) for places in part)
         return self if is_whole else replace(self, part=part, built={})
 
+    # As of the mask of pairs that it stands for: what models look at before they pass it on.
+    ndim: ClassVar[int] = 4
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, 1, Lq, Lk)."""
+        return self.sizes[0], 1, *self.sizes[1:3]
+
     @property
     def function(self) -> Any:
         """The function of a query's and a key's position that says whether one sees the other."""
@@ -79,6 +87,17 @@ class AskedMask:
         """Width of a window or a chunk, where the model tells its mask function."""
         return self.options.get("local_size")
 
+    def hides_far_keys(self, length: int) -> bool:
+        """True if the last of many tokens does not see all others, as far as its place alone decides that."""
+        sizes = self.sizes[0], 1, length, length - 1, 0
+        options = {name: self.options[name] for name in ("use_vmap", "device") if name in self.options}
+        try:
+            allowed: Any = sdpa_mask(*sizes, self.function, allow_is_causal_skip=False, **options)
+            return not bool(allowed.all())
+        # Functions that look tokens up have none so far away.
+        except (IndexError, RuntimeError):
+            return True
+
     def read(self, num_keys: int) -> Mask:
         """The columns of the last keys, as kernels take them; a structure is judged over all keys since the first."""
         if None not in self.built:
@@ -90,6 +109,9 @@ class AskedMask:
                 assert not isinstance(mask, PlainMask)
                 mask = PlainMask(mask, is_causal=self.function is causal_mask_function)
             self.built[None] = mask
+        num_columns = self.sizes[2] + self.sizes[4]
+        if self.function is bidirectional_mask_function and num_columns != num_keys:
+            return RefusedMask(f"an attention mask of {num_columns} columns over {num_keys} keys")
         return last_keys(self.built[None], num_keys)
 
     def build(self, implementation: str | None, num_keys: int) -> Any:
@@ -97,9 +119,12 @@ class AskedMask:
         # Those without a mask function are given none.
         if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
             return None
+        batch_size, num_queries, length, q_offset, kv_offset = self.sizes
+        if self.function is bidirectional_mask_function:
+            # Columns that do not fit are an error of the function's own.
+            num_keys = length
         place = implementation, num_keys
         if place not in self.built:
-            batch_size, num_queries, length, q_offset, kv_offset = self.sizes
             offsets = {"q_offset": q_offset, "kv_offset": kv_offset + length - num_keys}
             sizes = {"batch_size": batch_size, "q_length": num_queries, "kv_length": num_keys, **offsets}
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**sizes, **self.options)
@@ -253,6 +278,10 @@ def ask_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **options: Any
 ) -> AskedMask:
     """The registered mask function: keep what is asked for; layers differ in what they read of it."""
+    # Models within models are given the mask that the outer one asked for.
+    if isinstance(options.get("attention_mask"), AskedMask):
+        mask: AskedMask = options["attention_mask"]
+        return mask
     return AskedMask((batch_size, q_length, kv_length, q_offset, kv_offset), options)
 
 

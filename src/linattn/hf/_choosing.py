@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._probing import Probe, probe
@@ -47,7 +48,7 @@ def choose(
         raise ValueError(f"no layer of {kind} would be replaced: not among `layers`")
     probed = probe(model, example, sample)
     modules = [replace(part, width=probed.head_dim(part.module)) for part in modules]
-    objections = _objections(modules, probed)
+    objections = _objections(model, modules, probed)
     if layers is None:
         cautions = {part.number: _caution(part, probed) for part in modules if part.number not in objections}
         reasons = objections | {number: words for number, words in cautions.items() if words is not None}
@@ -64,10 +65,23 @@ def choose(
     return Choice(tuple(modules), {n: "not among `layers`" for n in range(len(modules)) if n not in wanted})
 
 
-def _objections(modules: list[AttentionModule], probed: Probe) -> dict[int, str]:
+def _objections(model: PreTrainedModel, modules: list[AttentionModule], probed: Probe) -> dict[int, str]:
     """Why layers cannot be replaced."""
     words = {part.number: probed.objection(part.module, is_cached=part.cache_place is not None) for part in modules}
-    return {number: objection for number, objection in words.items() if objection is not None}
+    objections = {number: objection for number, objection in words.items() if objection is not None}
+    cached = [part for part in modules if part.cache_place is not None and part.number not in objections]
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers if cached else []
+    holders: dict[int | None, str] = {}
+    for part in cached:
+        place = part.cache_place or 0
+        layer = layers[place] if place < len(layers) else None
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            objections[part.number] = "its place in the cache also holds the state of a recurrent layer"
+        elif place in holders:
+            objections[part.number] = f"it has its place in the cache in common with {holders[place]}"
+        else:
+            holders[place] = part.name
+    return objections
 
 
 def _caution(part: AttentionModule, probed: Probe) -> str | None:

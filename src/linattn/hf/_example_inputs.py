@@ -79,28 +79,34 @@ def _tokens(model: PreTrainedModel, length: int) -> Tensor:
 
 def _pictures(model: PreTrainedModel) -> Iterator[Tensor]:
     """Two pictures of the size that the configuration names, or as many videos."""
-    config = getattr(model.config, "vision_config", None) or model.config
-    size = getattr(config, "image_size", 224)
-    size = (size, size) if isinstance(size, int) else size
-    channels = getattr(config, "num_channels", 3)
-    if not isinstance(size, list | tuple) or len(size) != 2:
+    size = _setting(model, "image_size") or 224
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    frames, channels = _setting(model, "num_frames"), _setting(model, "num_channels") or 3
+    if len(size) != 2:
         return
     options: Any = {"dtype": model.dtype, "device": model.device}
-    if isinstance(getattr(config, "num_frames", None), int):
-        yield torch.zeros(2, config.num_frames, channels, *size, **options)
+    if isinstance(frames, int):
+        yield torch.zeros(2, frames, channels, *size, **options)
     yield torch.zeros(2, channels, *size, **options)
 
 
 def _sounds(model: PreTrainedModel) -> Iterator[Tensor]:
     """Two sounds: spectra of the sizes that the configuration names, and waves."""
-    config = model.config
-    bins = getattr(config, "num_mel_bins", getattr(config, "input_feat_per_channel", 80))
+    names = "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim"
+    bins = next((size for size in (_setting(model, name) for name in names) if isinstance(size, int)), 80)
     options: Any = {"dtype": model.dtype, "device": model.device}
-    positions, frames = getattr(config, "max_source_positions", None), getattr(config, "max_length", None)
+    positions, frames = _setting(model, "max_source_positions"), _setting(model, "max_length")
     if isinstance(positions, int):
         yield torch.zeros(2, bins, 2 * positions, **options)
-    if hasattr(config, "frequency_stride") and isinstance(frames, int):
+    if _setting(model, "frequency_stride") and isinstance(frames, int):
         yield torch.zeros(2, frames, bins, **options)
-    # Of seconds at 16 kHz: convolutions need some samples for each of their places.
+    # A quarter of a second at 16 kHz: convolutions need some samples for each of their places.
     yield torch.zeros(2, 4000, **options)
     yield torch.zeros(2, 64, bins, **options)
+
+
+def _setting(model: PreTrainedModel, name: str) -> Any:
+    """What the configuration says, or that of the part of the model that reads pictures or sounds."""
+    config = model.config
+    parts = [config, *(getattr(config, part, None) for part in config.sub_configs)]
+    return next((value for value in (getattr(part, name, None) for part in parts) if value is not None), None)

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.hf._calls import AskedMask, InterfaceCall, inexpressible
+from linattn.hf._calls import AskedMask, InterfaceCall, RefusedMask, inexpressible
 from linattn.hf._example_inputs import Inputs, example_inputs, padded
 from linattn.hf.interception import answering
+
+# Tokens of a text that is longer than any window in use.
+_FAR = 2**17
 
 
 class ProbedCall(NamedTuple):
@@ -77,13 +80,13 @@ class Probe:
         """Why a module's softmax stays unless it is named; None where nothing speaks for that."""
         masks = [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
         structured = [mask for mask in masks if not mask.is_plain]
-        if structured:
-            sizes = [mask.local_size for mask in structured if mask.local_size is not None]
-            if sizes:
-                return f"a mask of windows or chunks of {sizes[0]} tokens; name it in `layers` if all texts fit in one"
+        sizes = [mask.local_size for mask in structured if mask.local_size is not None]
+        if sizes:
+            return f"a mask of windows or chunks of {sizes[0]} tokens; name it in `layers` if all texts fit in one"
+        if any(isinstance(mask.read(mask.sizes[2]), RefusedMask) or mask.hides_far_keys(_FAR) for mask in structured):
             return (
-                "a mask that depends on what the tokens are, such as those of a picture, which see later ones; name it "
-                "in `layers` if the model will be given none"
+                "a mask that depends on more than which token is first, such as one by which tokens of a picture see "
+                "later ones; name it in `layers` if the model will be given none"
             )
         if any(call.num_queries != call.key.shape[2] for call in self.calls[module]):
             return "keys of other tokens than its queries' (cross attention), or fewer; name it in `layers` if need be"
