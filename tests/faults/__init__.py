@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults import (
     attention,
     biases,
+    caches,
     calls,
     compiled,
     constant_memory,
@@ -46,4 +47,5 @@ FAULTS = (
     *lab.FAULTS,
     *constant_memory.FAULTS,
     *whole_models.FAULTS,
+    *caches.FAULTS,
 )

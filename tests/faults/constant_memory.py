@@ -181,8 +181,8 @@ FAULTS = (
     Fault(
         "linearize every layer by the first written form",
         "hf/linearization.py",
-        "[parse_method(_text(each)) for each in written]",
-        "[parse_method(_text(written[0])) for _ in written]",
+        "[parse_method(written_form(each)) for each in written]",
+        "[parse_method(written_form(written[0])) for _ in written]",
         "tests/hf/test_merged_keys.py",
     ),
     Fault(

@@ -113,8 +113,8 @@ FAULTS = (
     Fault(
         "forget that assisted generation crops its cache",
         "hf/_dispatch.py",
-        "if is_given or is_named or is_cropped:",
-        "if is_given or is_named:",
+        "            if generation_config.is_assistant:\n",
+        "            if False:\n",
         "tests/hf/test_generation_options.py",
     ),
     Fault(
@@ -134,7 +134,7 @@ FAULTS = (
     Fault(
         "let a call begin without a look at its cache",
         "hf/linearization.py",
-        "        hooks += hook_parts(model, check_caches)",
+        "        hooks += check_caches_of(model)",
         "        pass",
         "tests/hf/test_state_cache.py",
     ),

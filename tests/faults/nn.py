@@ -173,7 +173,7 @@ FAULTS = (
     Fault(
         "mask the first tokens in the place of the latest",
         "hf/language_model.py",
-        "attention_mask[:, -length:]",
+        "attention_mask[:, first : first + length]",
         "attention_mask[:, :length]",
         LANGUAGE,
     ),

@@ -7,6 +7,7 @@ import torch
 
 from linattn.feature_maps import EluPlusOne, FavorPlus, Relu
 from linattn.hf import intercept, linearize_, restore_
+from linattn.hf.linearization import choose_layers
 from model_inputs import batch
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
@@ -93,6 +94,27 @@ def test_maps_that_learn_from_the_call_are_refused_early_where_causal(build, fea
     linearize_(build("bert"), feature_map=feature_map)
 
 
+@pytest.mark.parametrize("family", ["bart", "whisper"])
+@pytest.mark.parametrize(
+    ("feature_map", "words"),
+    [
+        ("merged 8", "its queries are a decoder's and its keys another text's"),
+        ("window 4 + merged 8", "its queries are a decoder's and its keys another text's"),
+        ("FavorPlus(num_features=16) + heavy 8", "its queries are a decoder's and its keys another text's"),
+        ("Expansion(num_centres=4)", "take centres of all queries"),
+        ("Centred(FavorPlus(num_features=16))", "take the mean of all tokens"),
+    ],
+)
+def test_what_learns_from_all_queries_is_refused_where_a_decoder_reads_another_text(build, family, feature_map, words):
+    """An earlier token would learn of later ones; a map alone does not."""
+    model = build(family)
+    crossed = [row.layer for row in choose_layers(model).kept]
+    assert crossed
+    with pytest.raises(ValueError, match=words):
+        linearize_(model, feature_map=feature_map, layers=crossed)
+    linearize_(model, feature_map="FavorPlus(num_features=16)", layers=crossed)
+
+
 def test_once_and_only_once(build, exact):
     model = build("bert")
     with pytest.raises(ValueError, match="is not linearized; give the model that linearize_ was given"):
@@ -100,7 +122,7 @@ def test_once_and_only_once(build, exact):
     linearize_(model, feature_map="EluPlusOne")
     with pytest.raises(ValueError, match=r"linearized already; call restore_\(model\) first"):
         linearize_(model, feature_map="EluPlusOne")
-    with pytest.raises(ValueError, match="is not linearized"):
+    with pytest.raises(TypeError, match="take a transformers model, got BertEncoder"):
         restore_(model.encoder)
     restore_(model)
     with intercept(model, exact), pytest.raises(ValueError, match="being intercepted; leave the block"):

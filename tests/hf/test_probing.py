@@ -68,12 +68,12 @@ def greedy(model, **options):
 REFUSED = {
     "sinks": (("GptOssForCausalLM",), {**DECODER, **EXPERTS, "head_dim": 8}, "attention sinks"),
     "caps": (("Gemma2ForCausalLM",), {**DECODER, "head_dim": 8}, "soft-capped logits"),
-    "own masks": (("DogeForCausalLM",), DECODER, "does not run under another attention function"),
+    "own masks": (("DogeForCausalLM",), DECODER, "computes with its mask of pairs"),
     "twice": (("DiffLlamaForCausalLM",), DECODER, "attends 2 times in a pass"),
     "biases of pairs": (
         ("BeitModel",),
         {**SIZES, **PICTURE, "use_relative_position_bias": True},
-        "does not run under another attention function",
+        "computes with its mask of pairs",
     ),
     "windows of pictures": (
         ("SwinModel",),

@@ -40,6 +40,12 @@ def checked(
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key and value in one dtype, and mask and bias as one: (B, Hkv or 1, Lk), -inf for masked keys, or None."""
+    # torch.jit's own function for this has no annotation.
+    if torch._C._get_tracing_state() is not None:
+        raise ValueError(
+            "torch.jit.trace records the branches that its example takes, and other masks, lengths or values would be "
+            "computed by them; record attention with torch.export.export, or compile it with torch.compile"
+        )
     query, key, value = _in_one_dtype(*tokens)
     _check_tensors(query, key, value)
     _check_shapes(query, key, value, enable_gqa=enable_gqa)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -29,13 +30,16 @@ _WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_v
 class AttentionModule:
     """One attention module of a model: its number, from 0, in the order of the model's modules, and qualified name.
 
-    `width` is that of its queries, where a pass has shown it.
+    Where a pass has shown them: `width` and `device` of its queries, and whether they `reads_another_text`: queries of
+    a causal text, each before the next, whose keys are those of another.
     """
 
     number: int
     name: str
     module: nn.Module
     width: int | None = None
+    device: torch.device | None = None
+    reads_another_text: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -72,6 +76,29 @@ class AttentionModule:
         """Its layer's number in the model's cache; None for modules that have none, or whose queries see later keys."""
         place = getattr(self.module, "layer_idx", None)
         return place if self.is_causal and isinstance(place, int) else None
+
+
+def inner_model(model: Any) -> Any:
+    """The model within a compiled one or an adapted one (PEFT), else the model itself."""
+    if hasattr(model, "_orig_mod"):
+        return inner_model(model._orig_mod)
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """`inner_model`, or an error that says what to pass in place of what is no transformers model."""
+    inner = inner_model(model)
+    if isinstance(inner, PreTrainedModel):
+        return inner
+    kind = type(model).__name__
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        cure = "pass model.module, the model within, before it is wrapped"
+    elif isinstance(model, nn.Module):
+        place = next((name for name, part in model.named_modules() if isinstance(part, PreTrainedModel)), None)
+        cure = "load one with transformers" if place is None else f"pass the one within, model.get_submodule({place!r})"
+    else:
+        cure = "load one with transformers, as AutoModel.from_pretrained(name), and pass that"
+    raise TypeError(f"linearize_ and restore_ take a transformers model, got {kind}; {cure}")
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[AttentionModule]:

@@ -6,7 +6,7 @@ Letters: B batch.
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
             first = _first(self.state)
             self.state = self.state.select(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
 
-    def crop(self, tokens_to_remove: int) -> NoReturn:
+    def crop(self, tokens_to_remove: int) -> None:
         """Refused: a sum does not say what it was before."""
         raise ValueError(
             f"a state cannot forget its last tokens, {tokens_to_remove} of which are to go; keep a fork of the cache "
@@ -105,6 +105,11 @@ class ForkedCache(Cache):
     def num_bytes(self) -> int:
         """What its layers hold, in bytes: states, and the keys and values of layers that kept their softmax."""
         return cache_bytes(self)
+
+    @property
+    def max_cache_len(self) -> int:
+        """No limit; PEFT's prefix tuning asks caches that are no DynamicCache."""
+        return -1
 
     def fork(self) -> Self:
         """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""

@@ -14,8 +14,10 @@ from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     bidirectional_mask_function,
     causal_mask_function,
+    prepare_padding_mask,
     sdpa_mask,
 )
+from transformers.utils.import_utils import is_tracing
 
 from linattn.hf._attention_modules import attention_function
 
@@ -191,7 +193,11 @@ class InterfaceCall:
         if isinstance(mask, PlainMask):
             return mask.key_mask, mask.is_causal
         if mask is not None and mask.ndim != 2:
-            raise ValueError(f"{name} was given a {mask.ndim}-D mask; pass key padding only, as a (B, Lk) mask")
+            raise ValueError(
+                f"{name} was given a {mask.ndim}-D mask, of pairs, by the call or by its model (for packed texts, or "
+                "pictures); a kernel hides keys alone: pass padding as attention_mask (B, Lk), or leave this layer its "
+                "softmax"
+            )
         if is_causal is None:
             is_causal = getattr(self.module, "is_causal", None)
         if is_causal is None:
@@ -246,19 +252,42 @@ def build_mask(
     A `mask_function` that is neither causal nor bidirectional is compared with these by position, in O(B Lq Lk).
     """
     mask_function = asked.get("mask_function", causal_mask_function)
-    key_mask: Tensor | None = asked.get("attention_mask")
-    key_mask = None if key_mask is None else key_mask[:, -kv_length:]
+    # Column j of the argument is token j, as transformers reads it: what is not there is hidden, what is beyond unread.
+    padding = prepare_padding_mask(asked.get("attention_mask"), kv_length, kv_offset)
+    key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
     if int(kv_offset + kv_length) != int(q_offset + q_length) and mask_function is not bidirectional_mask_function:
-        return RefusedMask("keys beyond the last query (the empty slots of a static cache)")
-    if key_mask is not None and key_mask.shape[-1] != kv_length:
-        return RefusedMask(f"an attention mask over {key_mask.shape[-1]} of {kv_length} keys")
-    if key_mask is not None and bool(key_mask.all()):
+        return RefusedMask(
+            "keys beyond the last query (the empty slots of a static cache), or an attention_mask of "
+            f"{int(kv_offset + kv_length)} columns for {int(q_offset + q_length)} tokens"
+        )
+    if key_mask is not None and hides_nothing(key_mask):
         key_mask = None
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
         return key_mask
     options = {"use_vmap": asked.get("use_vmap", False), "device": asked.get("device", "cpu")}
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
-    return _reduce_mask(sdpa_mask(*sizes, mask_function, allow_is_causal_skip=False, **options), key_mask)
+    allowed = sdpa_mask(*sizes, mask_function, allow_is_causal_skip=False, **options)
+    if torch.compiler.is_exporting():
+        return _unread_mask(key_mask, num_keys=kv_offset + kv_length, **asked)
+    return _reduce_mask(allowed, key_mask)
+
+
+def hides_nothing(key_mask: Tensor) -> bool:
+    """True if a mask of keys is known to hide none: what is recorded now runs with other masks later."""
+    return not is_tracing(key_mask) and bool(key_mask.all())
+
+
+def _unread_mask(key_mask: Tensor | None, *, num_keys: int, **asked: Any) -> Mask:
+    """A mask of pairs in a graph, where only its sizes can be read: a window that holds all keys is no structure."""
+    local_size = asked.get("local_size")
+    if local_size is not None and num_keys < local_size:
+        for skips, is_causal in (("allow_is_causal_skip", True), ("allow_is_bidirectional_skip", False)):
+            if asked.get(skips):
+                return PlainMask(key_mask, is_causal=is_causal)
+    return RefusedMask(
+        "a mask that torch.export, which knows sizes alone, cannot read (give the model an attention_mask: a text "
+        "is then not looked at for packed sequences)"
+    )
 
 
 def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel
@@ -47,7 +47,7 @@ def choose(
     if not wanted:
         raise ValueError(f"no layer of {kind} would be replaced: not among `layers`")
     probed = probe(model, example, sample)
-    modules = [replace(part, width=probed.head_dim(part.module)) for part in modules]
+    modules = probed.placed(modules)
     objections = _objections(model, modules, probed)
     if layers is None:
         cautions = {part.number: _caution(part, probed) for part in modules if part.number not in objections}

@@ -5,6 +5,10 @@ Letters: B batch, H query heads, L tokens (Lq, Lk), Dv value width.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +18,9 @@ from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 
 from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token
+from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import attention_of
-from linattn.hf.state_cache import StateCache, StateLayer
+from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StateLayer
 
 NAME = "linattn"
 FORMER = "linattn_former"
@@ -51,14 +56,34 @@ def attend(
     call.refuse_options(name, key.shape[-2] + (0 if layer is None else layer.num_tokens))
     key_mask, is_causal = call.read_mask(name)
     if layer is None:
-        out: Tensor = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
+        with weights_present(attention):
+            out: Tensor = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
         return by_token(out), None
     # A single query sees all keys, causal or not.
     if not is_causal and query.shape[-2] > 1:
         raise ValueError(
             f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
         )
-    return by_token(layer.advance(attention, call, key_mask)), None
+    with weights_present(attention):
+        return by_token(layer.advance(attention, call, key_mask)), None
+
+
+@contextmanager
+def weights_present(attention: nn.Module) -> Iterator[None]:
+    """Have accelerate bring the tensors that it keeps elsewhere: it does so where a module is called, and a map is not.
+
+    Its hooks on modules within, `_hf_hook`, are those that offloading attaches.
+    """
+    hooks: list[tuple[nn.Module, Any]] = [
+        (part, part._hf_hook) for part in attention.modules() if hasattr(part, "_hf_hook")
+    ]
+    for part, hook in hooks:
+        hook.pre_forward(part)
+    try:
+        yield
+    finally:
+        for part, hook in hooks:
+            hook.post_forward(part, None)
 
 
 def hand_over(module: nn.Module) -> list[RemovableHandle]:
@@ -69,19 +94,71 @@ def hand_over(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-def check_caches(part: nn.Module, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of models: a cache of states that an error left between two layers is refused."""
+def check_caches_of(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Make each model within a model refuse a cache between two tokens, and a mask that changes its tokens."""
+    hooks = []
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+        names = list(inspect.signature(part.forward).parameters)
+        # Of a decoder's own tokens, where a model reads two texts.
+        name = "decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"
+        place = names.index(name) if name in names else len(names)
+        hooks.append(part.register_forward_pre_hook(partial(_check_caches, name, place), with_kwargs=True))
+    return hooks
+
+
+def _check_caches(mask_name: str, mask_place: int, part: nn.Module, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of a model whose mask has a name and a place among its arguments."""
     for given in (*args, *options.values()):
-        cache: Any = given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
+        cache = _of_text(given)
         if isinstance(cache, StateCache):
+            if part.training and any(vars(each).get("gradient_checkpointing") for each in part.modules()):
+                raise ValueError(
+                    f"{type(part).__name__} is in training mode with gradient checkpointing, in which transformers "
+                    "fills no cache; call model.eval(), or leave the cache out (use_cache=False)"
+                )
             cache.check_level()
+            mask = args[mask_place] if mask_place < len(args) else options.get(mask_name)
+            if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+                cache.check_mask(mask)
+
+
+def refuse_other_implementations(part: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of models: another attention function set after `linearize_` would pass it over in silence."""
+    implementation = part.config._attn_implementation
+    if implementation not in (NAME, INTERCEPTED):
+        raise RuntimeError(
+            f"{type(part).__name__} is linearized, and its attention implementation was set to {implementation!r} "
+            "since, by which it would attend by softmax; call restore_(model) for that, or "
+            f"model.set_attn_implementation({NAME!r}) to attend as linearized"
+        )
+
+
+def refuse_growing_caches(part: nn.Module, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of models in which a result depends on how a text is cut unless states go from call to call."""
+    for given in (*args, *options.values()):
+        cache = _of_text(given)
+        if isinstance(cache, Cache) and not isinstance(cache, StateCache) and cache.get_seq_length() > 0:
+            raise ValueError(_growing(type(part).__name__, cache))
+
+
+def _of_text(given: Any) -> Any:
+    """A cache of a text's own tokens, where two are held; anything else as it is."""
+    return given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
+
+
+def _growing(kind: str, cache: Cache) -> str:
+    """The error for a cache that gives all keys to each call."""
+    return (
+        f"{kind} merges or chooses keys as a text is read, and a {type(cache).__name__} would have it decide anew with "
+        "each call: another model; pass past_key_values=linattn.hf.new_cache(model) from the first token on, or leave "
+        "the cache to generate; a prefix that is put into a cache (prefix tuning) takes a feature map alone"
+    )
 
 
 def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: one keyword more."""
     cache: Any = next((options[name] for name in _CACHES if options.get(name) is not None), None)
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = _of_text(cache)
     place: Any = module.layer_idx
     layer = cache.layers[place] if isinstance(cache, StateCache) else None
     if not isinstance(layer, StateLayer):
@@ -100,30 +177,40 @@ def _settle(module: nn.Module, args: Any, options: dict[str, Any], output: Any) 
 class StatesByDefault:
     """A model's own way to prepare a cache, its growing cache exchanged for states; an object, which can be pickled."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, needs_states: bool) -> None:
         self.model = model
+        self.needs_states = needs_states
 
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: GenerationMode, *sizes: int
     ) -> None:
-        """Prepare the cache; one that the user gave or chose by name, or that must be cropped, stays."""
-        is_given = model_kwargs.get("past_key_values") is not None
-        is_named = generation_config.cache_implementation == "dynamic"
+        """Prepare the cache; one that the user gave or chose by name stays, or is refused."""
+        named = generation_config.cache_implementation
+        is_chosen = model_kwargs.get("past_key_values") is not None or named == "dynamic"
         getattr(type(self.model), PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
         made = model_kwargs.get("past_key_values")
         if made is not None and made.is_compileable:
+            origin = (
+                ""
+                if named is None
+                else f" (model.generation_config.cache_implementation = None, if {named!r} is there)"
+            )
             raise ValueError(
                 f"{type(made).__name__} gives its empty slots to attention as keys, which a kernel cannot tell from "
-                "others; leave the cache out, and generate keeps states, whose size is constant too"
+                f"others; leave the cache out{origin}, and generate keeps states, whose size is constant too"
             )
-        is_cropped = generation_mode is GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        if is_given or is_named or is_cropped:
-            return
-        if isinstance(made, EncoderDecoderCache) and _is_ordinary(made.self_attention_cache):
+        if not is_chosen and _is_ordinary(_of_text(made)):
             states = StateCache(self.model)
-            model_kwargs["past_key_values"] = EncoderDecoderCache(states, made.cross_attention_cache)
-        elif _is_ordinary(made):
-            model_kwargs["past_key_values"] = StateCache(self.model)
+            if generation_config.is_assistant:
+                states.activate_past_recording()  # type: ignore[no-untyped-call]
+            if isinstance(made, EncoderDecoderCache):
+                made = EncoderDecoderStates(states, made.cross_attention_cache)
+            else:
+                made = states
+            model_kwargs["past_key_values"] = made
+        cache = _of_text(made)
+        if self.needs_states and isinstance(cache, Cache) and not isinstance(cache, StateCache):
+            raise ValueError(_growing(type(self.model).__name__, cache))
 
 
 def _is_ordinary(cache: Cache | None) -> bool:

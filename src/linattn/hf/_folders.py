@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple
             f"{kind.__module__}.{kind.__qualname__} is no class that transformers exports, and from_pretrained finds "
             "classes there alone; save a model of transformers' own classes, for example the one inside"
         )
+    _check_weights(model)
     modules = list(attention_modules(model))
     layers, tensors = [], not_brought_back(model)
     for found in modules:
@@ -118,6 +120,19 @@ def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple
         *versions, name, dtype, num_layers=len(modules), layers=tuple(layers), tensors=outlines(tensors)
     )
     return record, tensors
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    """Refuse weights that the model's class does not make of its configuration: a reader has no place for them."""
+    with torch.device("meta"):
+        names = type(model)(deepcopy(model.config)).state_dict().keys()
+    differing = sorted(names ^ softmax_state(model).keys())
+    if differing:
+        raise ValueError(
+            f"the weights of {type(model).__name__} are not those of its configuration ({differing[0]!r} and "
+            f"{len(differing) - 1} more differ), and no reader of a folder would find their place; merge adapters into "
+            "it first (PEFT: merge_and_unload(), then save what that returns)"
+        )
 
 
 def softmax_state(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -5,9 +5,9 @@ Letters: B batch, H query heads, L tokens (Lq, Lk), D head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._calls import AskedMask, InterfaceCall, RefusedMask, inexpressible
 from linattn.hf._example_inputs import Inputs, example_inputs, padded
 from linattn.hf.interception import answering
@@ -48,9 +49,21 @@ class Probe:
     num_passes: int = 1
     inputs: tuple[str, ...] = ()
 
-    def head_dim(self, module: nn.Module) -> int | None:
-        """D of a module's queries; None where no pass called it."""
-        return self.calls[module][0].head_dim if module in self.calls else None
+    def placed(self, parts: Iterable[AttentionModule]) -> list[AttentionModule]:
+        """Modules with what their calls tell of their queries and keys; as they are where no pass called them."""
+        parts = list(parts)
+        has_order = any(part.is_causal for part in parts if part.module in self.calls)
+        return [
+            replace(
+                part,
+                width=self.calls[part.module][0].head_dim,
+                device=self.calls[part.module][0].key.device,
+                reads_another_text=has_order and not part.is_causal and self._is_crossed(part.module),
+            )
+            if part.module in self.calls
+            else part
+            for part in parts
+        ]
 
     def objection(self, module: nn.Module, *, is_cached: bool) -> str | None:
         """Why no kernel can take a module's place; None where nothing speaks against it."""
@@ -88,9 +101,13 @@ class Probe:
                 "a mask that depends on more than which token is first, such as one by which tokens of a picture see "
                 "later ones; name it in `layers` if the model will be given none"
             )
-        if any(call.num_queries != call.key.shape[2] for call in self.calls[module]):
+        if self._is_crossed(module):
             return "keys of other tokens than its queries' (cross attention), or fewer; name it in `layers` if need be"
         return None
+
+    def _is_crossed(self, module: nn.Module) -> bool:
+        """True if a module's keys are not as many as its queries."""
+        return any(call.num_queries != call.key.shape[2] for call in self.calls[module])
 
     def _sharing(self, module: nn.Module) -> bool:
         """True if another module is given the very keys of this one."""
@@ -155,9 +172,11 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: dict[nn.Module, list[Pro
             model(**inputs)
         except Exception as own:
             return own
+        cause = f"it does not run under another attention function than transformers' own ({error})"
+        if AskedMask.__name__ in str(error):
+            cause = "it computes with its mask of pairs, by adding a bias or choosing keys, before attention reads it"
         raise ValueError(
-            f"no layer of {type(model).__name__} can be replaced: it does not run under another attention function "
-            f"than transformers' own ({type(error).__name__}: {error}); take a model whose layers pass their masks on"
+            f"no layer of {type(model).__name__} can be replaced: {cause}; take a model that passes its masks on"
         ) from error
     return None
 

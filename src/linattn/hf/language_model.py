@@ -23,6 +23,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from linattn.hf._calls import hides_nothing
 from linattn.hf._fitted_tensors import fitted_outlines, loading, make_room_
 from linattn.hf.language_model_config import LinearLMConfig, blocks_of
 from linattn.hf.stream_cache import StreamCache
@@ -91,7 +92,8 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, L) int64, the next tokens.
-            attention_mask: (B, n), n ≥ L, 1 = attend, of which the last L are these tokens'; None for no padding.
+            attention_mask: (B, n), n ≥ L, 1 = attend, column j of which is token j of the text so far and these; of
+                these tokens alone where n is too few for both. None for no padding.
             past_key_values: the text so far; it goes on with these tokens.
             labels: (B, L) int64, the tokens themselves, shifted inside; -100 is left out.
             use_cache: whether to return the text's streams; config.use_cache outside training if None.
@@ -107,7 +109,8 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             TypeError: another kind of cache.
             ValueError: a mask of single pairs; shapes that do not fit.
         """
-        key_mask = _key_mask(input_ids, attention_mask)
+        num_before = past_key_values.get_seq_length() if isinstance(past_key_values, StreamCache) else 0
+        key_mask = _key_mask(input_ids, attention_mask, num_before)
         is_cached = self.config.use_cache and not self.training if use_cache is None else use_cache
         if past_key_values is None and is_cached and labels is None:
             past_key_values = StreamCache(len(self.model.blocks))
@@ -238,8 +241,8 @@ def _block_inputs(model: LinearLM) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def _key_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """The mask of these tokens, (B, L) bool; None for no padding."""
+def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, num_before: int) -> Tensor | None:
+    """The mask of these tokens, (B, L) bool, after so many others; None for no padding."""
     if attention_mask is None:
         return None
     batch, length = input_ids.shape
@@ -248,9 +251,11 @@ def _key_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None
             f"attention_mask must be (B, n) with (B, L) = {(batch, length)} and n ≥ L, got "
             f"{tuple(attention_mask.shape)}; a kernel masks keys, not single pairs"
         )
-    mask = attention_mask[:, -length:].bool()
-    # Without a mask softmax blocks need no (L, L) one either; a compiled call cannot look.
-    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+    # Column j is token j, as transformers reads it; a mask of the new tokens alone says so by its width.
+    first = num_before if attention_mask.shape[1] >= num_before + length else attention_mask.shape[1] - length
+    mask = attention_mask[:, first : first + length].bool()
+    # Without a mask softmax blocks need no (L, L) one either.
+    return None if hides_nothing(mask) else mask
 
 
 def _check_cache(cache: object) -> None:

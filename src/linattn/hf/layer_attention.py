@@ -226,6 +226,17 @@ class LayerAttention(nn.Module):
         return [feature_map for feature_map in found if feature_map is not None]
 
     @property
+    def depends_on_cuts(self) -> bool:
+        """True if causal calls over all keys are not those of a stream: each decides what is merged, or heavy."""
+        return any(rule.num_merged or rule.num_heavy for rule in self.rules)
+
+    @property
+    def rules(self) -> list[Exact]:
+        """What is attended to exactly in each group, or merged."""
+        found = (group.exact for group in self.groups.values() if group is not None)
+        return [rule for rule in found if rule is not None]
+
+    @property
     def summary(self) -> str:
         """The map, the merged keys, or how many heads have which method."""
         if self.plan is not None:

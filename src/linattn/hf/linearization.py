@@ -6,32 +6,49 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from linattn.attention import Exact
-from linattn.feature_maps import FeatureMap, FittedMap
+from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import (
-    AttentionModule,
     attends_by,
     attention_modules,
     hook_parts,
     implementations,
+    inner_model,
     mark,
     restore,
     switch_to,
     unmark,
+    unwrapped,
+)
+from linattn.hf._building import (
+    Attending,
+    attend_by_function,
+    attend_by_methods,
+    attend_by_plans,
+    try_out,
+    written_form,
 )
 from linattn.hf._calls import refuse_weights
 from linattn.hf._choosing import Choice, choose
-from linattn.hf._dispatch import FORMER, NAME, PREPARE, StatesByDefault, check_caches, hand_over
+from linattn.hf._dispatch import (
+    FORMER,
+    NAME,
+    PREPARE,
+    StatesByDefault,
+    check_caches_of,
+    hand_over,
+    refuse_growing_caches,
+    refuse_other_implementations,
+)
 from linattn.hf._folders import SAVE, SaveLinearized
-from linattn.hf.calibrating import Sample, calibrate_maps, calibrate_plans, first_sample
+from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
+from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.planning import Plan
-from linattn.planning.methods import Method, parse_method
+from linattn.planning.methods import parse_method
 
 # Where a model keeps what `restore_` needs, its former implementations and the hooks; copies and pickles have it too.
 _UNDO = "linattn_undo"
@@ -82,10 +99,6 @@ class Linearization:
         )
 
 
-Attending = tuple[AttentionModule, LayerAttention]
-"""An attention module, and what it attends by from now on."""
-
-
 def linearize_(
     model: PreTrainedModel,
     *,
@@ -105,9 +118,10 @@ def linearize_(
     or, with `plans`, by the method that its layer's plan has for each head, softmax for some. Each map becomes part of
     its attention module, `module.linear_attention`: it moves and trains with the model, and its tensors are in
     `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` of this very model keeps a
-    `StateCache`, constant in the number of tokens but for a plan's exact heads. Layers that are not replaced attend as
-    before, by the attention implementation that the model has. This changes what the model computes, without training
-    it anew: `linattn audit` says beforehand by how much.
+    `StateCache`, constant in the number of tokens but for a plan's exact heads. Merged and heavy keys are chosen as a
+    text is read, so that a growing cache (DynamicCache) would be another model with them: it is refused after its first
+    call. Layers that are not replaced attend as before, by the attention implementation that the model has. This
+    changes what the model computes, without training it anew: `linattn audit` says beforehand by how much.
 
     Two passes of a few tokens, without and with padding, first show what each layer asks its attention for. A layer
     keeps its softmax, and the report says why, where φ(q)·φ(k) cannot express that: position biases, soft-capped
@@ -122,7 +136,8 @@ def linearize_(
     replaced layer takes time linear in the tokens, but for a plan's exact heads.
 
     Args:
-        model: any transformers model whose layers use AttentionInterface.
+        model: any transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the model
+            within.
         feature_map: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion +
             window 16 + heavy 32"; or one without a map, "window 128 + merged 256", whose merged keys take all that is
             not near (`linattn.Exact`), and which an audit does not take; or a function from the head width to a map,
@@ -143,13 +158,15 @@ def linearize_(
             are fitted to the queries and keys that the softmax model has there, each to its own layer's, padding left
             out; so are those of plans that hold no fitted tensors. A causal layer needs such maps fitted. None for maps
             that need no samples, or learn from each call.
+        example: arguments of the model's forward pass for the two passes, where none can be made from its
+            configuration.
 
     Returns:
         A `Linearization`: what was replaced by what, and what was not and why.
 
     Raises:
-        TypeError: if `feature_map` is neither text, or texts, nor a function that returns maps, or a batch is no such
-            thing.
+        TypeError: if `model` is no such model, `feature_map` is neither text, or texts, nor a function that returns
+            maps, or a batch is no such thing.
         ValueError: if not one of feature_map and plans is given, there are not as many plans, written forms or exact
             parts as layers, the model ignores AttentionInterface, is linearized or intercepted already, has no such
             layers, a named one cannot be replaced or none can, the model does not run on the example, or the map or
@@ -176,6 +193,7 @@ def linearize_(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236); transformers' documentation, "Attention interface".
     """
+    model = unwrapped(model)
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call restore_(model) first")
     if attends_by(model, NAME):
@@ -191,16 +209,16 @@ def linearize_(
     _check_surface(feature_map, plans, exact, len(chosen), has_width=num_features is not None)
     labels: dict[int, str] = {}
     if plans is not None:
-        attentions = _attend_by_plans(model, chosen, plans, calibrate)
+        attentions = attend_by_plans(model, chosen, plans, calibrate)
     else:
         if isinstance(feature_map, str | Sequence):
             written = [feature_map] * len(chosen) if isinstance(feature_map, str) else feature_map
-            methods = [parse_method(_text(each)) for each in written]
+            methods = [parse_method(written_form(each)) for each in written]
             # In exact names.
             labels = {found.number: method.label for found, method in zip(chosen, methods, strict=True)}
-            attentions = _attend_by_methods(chosen, methods, num_features, seed)
+            attentions = attend_by_methods(chosen, methods, num_features, seed)
         else:
-            attentions = _attend_by_function(chosen, feature_map, exact)
+            attentions = attend_by_function(chosen, feature_map, exact)
         if calibrate is not None:
             calibrate_maps(model, attentions, calibrate)
     # Of the others with what was fitted.
@@ -240,9 +258,11 @@ def restore_(model: PreTrainedModel) -> None:
     Raises:
         ValueError: if the model is not linearized.
     """
+    model = unwrapped(model)
     if not is_linearized(model):
         raise ValueError(f"{type(model).__name__} is not linearized; give the model that linearize_ was given")
     former, hooks = getattr(model, _UNDO)
+    restore(former)
     for found in attention_modules(model):
         if attention_of(found.module) is not None:
             delattr(found.module, ATTRIBUTE)
@@ -253,13 +273,12 @@ def restore_(model: PreTrainedModel) -> None:
     for name in (PREPARE, SAVE):
         vars(model).pop(name, None)
     unmark(model)
-    restore(former)
     delattr(model, _UNDO)
 
 
 def is_linearized(model: nn.Module) -> bool:
-    """True if `linearize_` was applied to this very model."""
-    return hasattr(model, _UNDO)
+    """True if `linearize_` was applied to this very model, or to the one within a wrapper."""
+    return hasattr(inner_model(model), _UNDO)
 
 
 def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
@@ -271,11 +290,15 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     for found, attention in attentions:
         found.module.add_module(ATTRIBUTE, attention)
     stateful = [found.module for found, _ in attentions if found.cache_place is not None]
-    hooks = [*hook_parts(model, refuse_weights), *(hook for module in stateful for hook in hand_over(module))]
+    needs_states = any(attention.depends_on_cuts for found, attention in attentions if found.cache_place is not None)
+    hooks = [*hook_parts(model, refuse_weights), *hook_parts(model, refuse_other_implementations)]
+    hooks += [hook for module in stateful for hook in hand_over(module)]
     if stateful:
-        hooks += hook_parts(model, check_caches)
+        hooks += check_caches_of(model)
+    if needs_states:
+        hooks += hook_parts(model, refuse_growing_caches)
     if stateful and hasattr(type(model), PREPARE):
-        setattr(model, PREPARE, StatesByDefault(model))
+        setattr(model, PREPARE, StatesByDefault(model, needs_states=needs_states))
     setattr(model, SAVE, SaveLinearized(model))
     mark(model)
     setattr(model, _UNDO, (former, tuple(hooks)))
@@ -304,81 +327,3 @@ def _check_surface(
             f"{feature_map!r} is a written form, whose exact part is written too; leave exact out, as in "
             "'Expansion + window 16 + heavy 32'"
         )
-
-
-def _attend_by_plans(
-    model: PreTrainedModel, chosen: list[AttentionModule], plans: Sequence[Plan], calibrate: Iterable[Sample] | None
-) -> list[Attending]:
-    """The attention of each layer by its plan."""
-    pairs = list(zip(chosen, plans, strict=True))
-    for found, plan in pairs:
-        if plan.head_dim != found.head_dim or plan.is_causal != found.is_causal:
-            kinds = ("bidirectional", "causal")
-            raise ValueError(
-                f"{found.name} (layer {found.number}) has heads of width {found.head_dim} and is "
-                f"{kinds[found.is_causal]}, its plan is for heads of width {plan.head_dim} and "
-                f"{kinds[plan.is_causal]}; give the plans of this model's layers, in order"
-            )
-    if calibrate is not None:
-        plans = calibrate_plans(model, pairs, calibrate)
-    return [(found, LayerAttention(plan, found.name)) for found, plan in zip(chosen, plans, strict=True)]
-
-
-def _text(written: object) -> str:
-    """A layer's written form."""
-    if not isinstance(written, str):
-        raise TypeError(
-            f"feature_map must hold a written form for each layer, got {type(written).__name__}; give maps by a "
-            "function, called once for each layer, as in feature_map=lambda head_dim: next(maps)"
-        )
-    return written
-
-
-def _attend_by_methods(
-    chosen: list[AttentionModule], methods: Sequence[Method], num_features: int | None, seed: int
-) -> list[Attending]:
-    """The attention of each layer by its method."""
-    built = []
-    for found, method in zip(chosen, methods, strict=True):
-        # At the default scale whatever the module's: LayerAttention makes up the difference with each call.
-        options = {"num_features": num_features, "scale": found.head_dim**-0.5, "seed": seed + found.number}
-        # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
-        feature_map = method.build(found.head_dim, **options).requires_grad_(True)
-        built.append((found, LayerAttention(feature_map, found.name, exact=method.exact)))
-    return built
-
-
-def _attend_by_function(
-    chosen: list[AttentionModule],
-    feature_map: Callable[[int], FeatureMap] | None,
-    exact: Exact | Sequence[Exact | None] | None,
-) -> list[Attending]:
-    """The attention of each layer by a map that a function builds."""
-    if isinstance(feature_map, FeatureMap) or not callable(feature_map):
-        raise TypeError(
-            f"feature_map must be text, or a function that builds a map from a head width, got "
-            f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
-        )
-    rules = [exact] * len(chosen) if exact is None or isinstance(exact, Exact) else exact
-    pairs = zip(chosen, rules, strict=True)
-    return [(found, LayerAttention(feature_map(found.head_dim), found.name, exact=rule)) for found, rule in pairs]
-
-
-def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> None:
-    """Move it to the module's device and attend to one token, so that a map that cannot be used is refused now."""
-    device = next(found.module.parameters(), torch.empty(0)).device
-    attention.to(device)
-    # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
-    held = (x.shape[0] for x in (*attention.parameters(), *attention.buffers()) if x.ndim == 3)
-    plan = attention.plan
-    heads, value_dim = (max(held, default=1), found.head_dim) if plan is None else (len(plan.heads), plan.value_dim)
-    token = torch.zeros(1, heads, 1, found.head_dim, device=device)
-    value = token.new_zeros(1, heads, 1, value_dim)
-    try:
-        with torch.no_grad():
-            attention(token, token, value, scale=found.head_dim**-0.5, is_causal=found.is_causal)
-    except ValueError as error:
-        fitted = [part for part in attention.modules() if isinstance(part, FittedMap)]
-        is_unfitted = any(all(getattr(part, name) is None for name in part.fitted_buffers) for part in fitted)
-        cure = "; in linearize_, calibrate=batches fits it to samples" if is_unfitted else ""
-        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}{cure}") from error

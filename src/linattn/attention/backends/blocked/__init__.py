@@ -16,7 +16,7 @@ from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked.blocks import exponential_, is_masked
 from linattn.attention.backends.blocked.bounded import RISE
 from linattn.attention.backends.blocked.causal import rows_alone
-from linattn.attention.backends.blocked.fold import is_followed, run
+from linattn.attention.backends.blocked.fold import is_followed, is_opaque, run
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
 from linattn.attention.bound_map import outside_autocast
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
@@ -38,7 +38,7 @@ class Blocked:
         """The fold over as many keys as queries."""
         bound, query, key, value, bias, _ = call
         inputs = Causal(query, key, value, *before, bias)
-        if torch.compiler.is_compiling() or is_followed(*inputs, *bound.tensors.values()):
+        if is_opaque(key) or is_followed(*inputs, *bound.tensors.values()):
             found: CausalOutputs = run("causal", bound, inputs, span)
             return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
         # The map must use its own tensors.

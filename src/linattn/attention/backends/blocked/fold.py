@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked import absorbing, causal, reading
@@ -83,7 +84,7 @@ class Task(NamedTuple):
 def run(name: str, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
     """Run a fold, differentiating its inputs, the biases among them and the map's bound tensors."""
     task, tensors = Task(name, bound.feature_map, tuple(bound.tensors), span), tuple(bound.tensors.values())
-    if torch.compiler.is_compiling():
+    if is_opaque(inputs[0]):
         # Imported here: torch's marks for its compiler import the compiler.
         from linattn.attention.backends.blocked import opaque
 
@@ -91,6 +92,13 @@ def run(name: str, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
     if not is_followed(*inputs, *tensors):
         return forward(task, inputs, tensors)
     return task.fold.outputs(*_Forward.apply(task, *inputs, *tensors))
+
+
+def is_opaque(tensor: Tensor) -> bool:
+    """Whether the fold is one operator of known shapes: in graphs, and where tensors have no values to look at."""
+    if torch.compiler.is_compiling():
+        return True
+    return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)
 
 
 def is_followed(*tensors: Tensor | None) -> bool:

@@ -1,0 +1,118 @@
+"""Faults of what a linearized model is held in, or reads: wrappers, caches, masks over tokens of a state."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+CACHES = "tests/hf/test_any_cache.py"
+COLUMNS = "tests/hf/test_mask_columns.py"
+GRAPHS = "tests/hf/test_recorded_graphs.py"
+WRAPPED = "tests/hf/test_wrapped_models.py"
+
+FAULTS = (
+    Fault(
+        "read a mask's last columns",
+        "hf/_calls.py",
+        "padding[:, kv_offset : kv_offset + kv_length]",
+        "padding[:, -kv_length:]",
+        COLUMNS,
+    ),
+    Fault(
+        "look at a mask that others follow",
+        "hf/_calls.py",
+        "return not is_tracing(key_mask) and bool(key_mask.all())",
+        "return bool(key_mask.all())",
+        GRAPHS,
+    ),
+    Fault(
+        "take a mask for that of before",
+        "hf/state_cache.py",
+        "    return torch.equal(shown[0], shown[1])\n",
+        "    return True\n",
+        CACHES,
+    ),
+    Fault(
+        "let a mask be forgotten",
+        "hf/state_cache.py",
+        "        return all(bool(x.all()) for x in shown if x is not None)\n",
+        "        return True\n",
+        CACHES,
+    ),
+    Fault(
+        "leave rows the masks of others",
+        "hf/state_cache.py",
+        "self._live[beam_idx.to(self._live.device)]",
+        "self._live",
+        CACHES,
+    ),
+    Fault(
+        "merge anew with each call",
+        "hf/linearization.py",
+        "    if needs_states:\n",
+        "    if False:\n",
+        CACHES,
+    ),
+    Fault(
+        "go by a cache that was named",
+        "hf/_dispatch.py",
+        "        if self.needs_states and isinstance",
+        "        if False and isinstance",
+        CACHES,
+    ),
+    Fault(
+        "take back a call with its own tokens in the state",
+        "hf/state_cache.py",
+        "self.state = self._calls[-1].state()",
+        "pass",
+        CACHES,
+    ),
+    Fault(
+        "attend as another implementation says",
+        "hf/_dispatch.py",
+        "    if implementation not in (NAME, INTERCEPTED):\n",
+        "    if False:\n",
+        CACHES,
+    ),
+    Fault(
+        "leave a cache empty in training",
+        "hf/_dispatch.py",
+        "            if part.training and any",
+        "            if False and any",
+        CACHES,
+    ),
+    Fault(
+        "linearize a wrapper and not the model within",
+        "hf/_attention_modules.py",
+        "return inner_model(model._orig_mod)",
+        "return model",
+        WRAPPED,
+    ),
+    Fault(
+        "attend by tensors that are elsewhere",
+        "hf/_dispatch.py",
+        "        hook.pre_forward(part)\n",
+        "        pass\n",
+        WRAPPED,
+    ),
+    Fault(
+        "save weights without a place",
+        "hf/_folders.py",
+        "    if differing:\n",
+        "    if False:\n",
+        WRAPPED,
+    ),
+    Fault(
+        "let a decoder's queries choose among another text's keys together",
+        "hf/_building.py",
+        "    if found.reads_another_text and attention.rules:\n",
+        "    if False:\n",
+        "tests/hf/test_linearization_refusals.py",
+    ),
+    Fault(
+        "let a decoder's queries move the map's centres",
+        "hf/_building.py",
+        "    is_ordered = found.is_causal or found.reads_another_text\n",
+        "    is_ordered = found.is_causal\n",
+        "tests/hf/test_linearization_refusals.py",
+    ),
+)

@@ -1,0 +1,150 @@
+"""A graph recorded of a linearized model takes other masks than the one it was recorded with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
+
+import linattn
+from grid import default
+from linattn import Exact
+from linattn.feature_maps import FEATURE_MAPS
+from linattn.hf import LinearLMConfig, LinearLMForCausalLM, linearize_
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+METHODS = ("FavorPlus(num_features=16)", "Taylor(order=1)", "merged 8", "window 8 + merged 8", "window 8 + merged 64")
+LENGTH = 40
+
+
+class Called(nn.Module):
+    """A model as a function of ids and a mask."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The first output."""
+        out: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
+        return out
+
+
+class Encoder(Called):
+    """One that has no cache."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The first output."""
+        out: Tensor = self.model(input_ids=ids, attention_mask=mask)[0]
+        return out
+
+
+def bert(method: str) -> nn.Module:
+    """Two layers without causality."""
+    model = BertModel(BertConfig(**SIZES)).eval()
+    linearize_(model, feature_map=method)
+    return Encoder(model)
+
+
+def llama(method: str) -> nn.Module:
+    """Two causal ones."""
+    model = LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
+    linearize_(model, feature_map=method)
+    return Called(model)
+
+
+def linear_lm(method: str) -> nn.Module:
+    """Blocks of the library's own."""
+    config = LinearLMConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=97)
+    return Called(LinearLMForCausalLM(config).eval())
+
+
+def exported(model: nn.Module, *given: Tensor) -> Callable[..., Tensor]:
+    """By torch.export."""
+    recorded: Callable[..., Tensor] = torch.export.export(model, given).module()
+    return recorded
+
+
+def compiled(model: nn.Module, *given: Tensor) -> Callable[..., Tensor]:
+    """Without a break in the graph."""
+    recorded: Callable[..., Tensor] = torch.compile(model, fullgraph=True, backend="eager")
+    recorded(*given)
+    return recorded
+
+
+CASES = [(bert, method) for method in METHODS] + [(llama, method) for method in METHODS if method != "merged 8"]
+CASES.append((linear_lm, "its own"))
+
+
+@pytest.mark.parametrize("record", [exported, compiled])
+@pytest.mark.parametrize(("build", "method"), CASES)
+def test_a_graph_reads_the_mask_it_is_given(
+    build: Callable[[str], nn.Module], method: str, record: Callable[..., Callable[..., Tensor]]
+) -> None:
+    """Recorded with padding and without, called with both and with other tokens."""
+    torch.manual_seed(0)
+    model = build(method)
+    ids = torch.randint(3, 97, (2, LENGTH))
+    ones = torch.ones(2, LENGTH, dtype=torch.long)
+    right, left = ones.clone(), ones.clone()
+    right[1, 20:] = 0
+    left[0, :13] = 0
+    with torch.no_grad():
+        for recorded_with in (ones, right):
+            torch.compiler.reset()
+            recorded = record(model, ids, recorded_with)
+            for mask in (ones, right, left):
+                for words in (ids, ids.flip(1)):
+                    real = mask.bool()
+                    torch.testing.assert_close(
+                        recorded(words, mask)[real], model(words, mask)[real], rtol=1e-4, atol=1e-5
+                    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(("build", "method"), CASES)
+def test_tracing_is_refused(build: Callable[[str], nn.Module], method: str) -> None:
+    """Its branches are those of one mask."""
+    ids = torch.randint(3, 97, (2, LENGTH))
+    with (
+        pytest.raises(ValueError, match=r"torch\.jit\.trace records the branches that its example takes"),
+        torch.no_grad(),
+    ):
+        torch.jit.trace(build(method), (ids, torch.ones_like(ids)), check_trace=False)
+
+
+@pytest.mark.parametrize("layer_type", ["sliding_attention", "full_attention"])
+def test_a_window_that_holds_all_keys_is_exported(layer_type: str) -> None:
+    """By its size; one that does not is refused, and so is a text that might be packed, as nobody can look."""
+    torch.manual_seed(0)
+    types = [layer_type, "full_attention"]
+    model = Qwen2Model(
+        Qwen2Config(**SIZES, num_key_value_heads=2, use_sliding_window=True, sliding_window=64, layer_types=types)
+    ).eval()
+    linearize_(model, feature_map="FavorPlus(num_features=16)", layers=[0])
+    ids, mask = torch.randint(3, 97, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
+    padded = mask.clone()
+    padded[1, 20:] = 0
+    with torch.no_grad():
+        recorded = exported(Called(model), ids, mask)
+        real = padded.bool()
+        torch.testing.assert_close(recorded(ids, padded)[real], Called(model)(ids, padded)[real], rtol=1e-4, atol=1e-5)
+        with pytest.raises(Exception, match="give the model an attention_mask"):
+            torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("feature_map", [None, *FEATURE_MAPS])
+def test_sizes_are_known_without_values(feature_map: str | None, is_causal: bool) -> None:
+    """The op with a mask under FakeTensorMode, in which no value can be looked at."""
+    built = None if feature_map is None else default(feature_map, 8)
+    exact = Exact(8, num_merged=4) if built is None else None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tokens = (torch.randn(2, 2, 30, 8) for _ in range(3))
+        mask = torch.ones(2, 30, dtype=torch.bool)
+        out = linattn.linear_attention(*tokens, built, key_mask=mask, is_causal=is_causal, exact=exact)
+    assert out.shape == (2, 2, 30, 8)

@@ -1,0 +1,162 @@
+"""Models within models: adapted, compiled, offloaded, prefixed ones attend as they do alone, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from linattn.hf import StateCache, from_pretrained, is_linearized, linearize_, restore_, save_pretrained
+
+# PEFT, and older transformers, use names that newer transformers warns of.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+METHODS = ("FavorPlus(num_features=16)", "Hedgehog", "window 4 + merged 6")
+IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Any:
+    """For all of these."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def llama() -> LlamaForCausalLM:
+    """Two layers, drawn."""
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+def adapted(model: LlamaForCausalLM) -> Any:
+    """With a LoRA adapter that does something."""
+    return get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    )
+
+
+def greedy(model: Any, **options: Any) -> Any:
+    """What a model generates, and its cache."""
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, **options}
+    return model.generate(input_ids=IDS, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("wrap", [adapted, lambda model: torch.compile(model, backend="eager")])
+def test_a_wrapper_is_linearized_as_the_model_within(wrap: Any, method: str) -> None:
+    """It generates from states, the text of the model that was linearized first; restored it has its own again."""
+    first, second = llama(), llama()
+    second.load_state_dict(first.state_dict())
+    wrapped = wrap(first)
+    within = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else first
+    softmax = within(input_ids=IDS).logits
+    linearize_(wrapped, feature_map=method)
+    assert is_linearized(wrapped)
+    assert is_linearized(within)
+    made = greedy(wrapped)
+    assert isinstance(made.past_key_values, StateCache)
+    assert torch.equal(made.sequences, greedy(within).sequences)
+    restore_(wrapped)
+    assert not is_linearized(within)
+    assert torch.equal(within(input_ids=IDS).logits, softmax)
+    greedy(wrapped)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_are_merged_into_a_linearized_model(method: str) -> None:
+    wrapped = adapted(llama())
+    linearize_(wrapped, feature_map=method)
+    logits = wrapped(input_ids=IDS).logits
+    merged = wrapped.merge_and_unload()
+    assert is_linearized(merged)
+    torch.testing.assert_close(merged(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("save", [save_pretrained, lambda model, folder: model.save_pretrained(folder)])
+def test_weights_that_no_reader_would_find_a_place_for_are_not_saved(save: Any, tmp_path: Path) -> None:
+    """Nothing is written; merged into the model, they are saved and read."""
+    wrapped = adapted(llama())
+    linearize_(wrapped, feature_map="window 4 + merged 6")
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        save(wrapped.get_base_model(), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    merged = wrapped.merge_and_unload()
+    save(merged, tmp_path / "model")
+    assert torch.equal(from_pretrained(tmp_path / "model").eval()(input_ids=IDS).logits, merged(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_buffers": True}, {"preload_module_classes": ["LayerAttention"]}])
+@pytest.mark.parametrize("method", METHODS)
+def test_offloaded_models_attend_as_before(method: str, options: dict[str, Any]) -> None:
+    """In a pass and from states."""
+    model = llama()
+    linearize_(model, feature_map=method)
+    logits, made = model(input_ids=IDS).logits, greedy(model).sequences
+    cpu_offload(model, execution_device=torch.device("cpu"), **options)
+    assert torch.equal(model(input_ids=IDS).logits, logits)
+    assert torch.equal(greedy(model).sequences, made)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_offloaded_model_is_linearized(method: str) -> None:
+    """Its maps stay where it computes."""
+    model = llama()
+    other = copy.deepcopy(model)
+    linearize_(other, feature_map=method)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    linearize_(model, feature_map=method)
+    assert torch.equal(model(input_ids=IDS).logits, other(input_ids=IDS).logits)
+
+
+def test_a_prefix_in_a_cache_is_attended_to_or_refused() -> None:
+    """A feature map takes keys that no query of the text came with; merged keys depend on the order."""
+    torch.manual_seed(3)
+    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    base = llama()
+    linearize_(base, feature_map="FavorPlus(num_features=16)")
+    model = get_peft_model(base, prefix).eval()
+    made = greedy(model).sequences
+    # Token by token it is the pass over the whole text.
+    logits = model(input_ids=made).logits
+    assert torch.equal(logits[:, IDS.shape[1] - 1 : -1].argmax(-1), made[:, IDS.shape[1] :])
+    base = llama()
+    linearize_(base, feature_map="window 4 + merged 6")
+    with pytest.raises(ValueError, match="prefix tuning"):
+        greedy(get_peft_model(base, prefix).eval())
+
+
+class Bag(nn.Module):
+    """A module that holds a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The logits."""
+        logits: Tensor = self.inner(ids).logits
+        return logits
+
+
+@pytest.mark.parametrize("change", [lambda model: linearize_(model, feature_map="Hedgehog"), restore_])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.DataParallel(llama()), r"got DataParallel; pass model\.module"),
+        (Bag, r"got Bag; pass the one within, model\.get_submodule\('inner'\)"),
+        (lambda: nn.Linear(2, 2), "got Linear; load one with transformers"),
+        (lambda: None, "got NoneType; load one with transformers"),
+        (lambda: "bert-base-uncased", "got str; load one with transformers"),
+    ],
+)
+def test_what_is_no_model_of_transformers_is_refused_by_name(change: Any, make: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        change(make())
