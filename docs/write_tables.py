@@ -26,6 +26,7 @@ from explorer_figures import explorer_frame, take_explorer
 from linattn.lab.report import SOURCES, summarise_audit, summarise_claims
 from linattn.records.atomic import atomic_file
 from memory_tables import LONG, MEMORY, memory_rows, memory_table, take_memory
+from models_table import models_table
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
 from site_tables import claims_table, honest_table, misses_table, no_better_table, picture_words, time_words
 from write_cli import cli_page
@@ -323,6 +324,7 @@ def tables() -> dict[str, str]:
         "misses": misses_table(lines),
         "memory": memory_table(MEMORY),
         "memory_long": memory_table(LONG),
+        "models": models_table(),
         "no_better_than_averaging": no_better_table(audit),
     }
 
