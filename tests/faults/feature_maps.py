@@ -104,6 +104,13 @@ FAULTS = (
         "tests/laws/test_truth.py",
     ),
     Fault(
+        "spread a sample of tokens over padding",
+        "feature_maps/expansion.py",
+        "(-(-number // _MOST_POINTS))",
+        "(-(-live.shape[-1] // _MOST_POINTS))",
+        "tests/laws/test_padding.py",
+    ),
+    Fault(
         "take any step for granted",
         "feature_maps/expansion.py",
         "share = _REACH / deviation.clamp(min=_REACH)",

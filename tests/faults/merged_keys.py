@@ -6,6 +6,7 @@ from faults.fault import Fault
 
 MERGED_ROOM = "attention/exact/merged/"
 MERGING, MERGED = "tests/laws/test_merging.py", "tests/laws/test_merged_keys.py"
+PADDING = "tests/laws/test_padding.py"
 EVERYWHERE, DISTANCES = "tests/laws/test_merged_everywhere.py", "tests/laws/test_distances.py"
 
 FAULTS = (
@@ -75,9 +76,51 @@ FAULTS = (
     Fault(
         "measure by masked keys",
         MERGED_ROOM + "bidirectional.py",
-        "_evenly(tokens.bias != -torch.inf, _MEASURED)",
-        "_evenly(tokens.bias == tokens.bias, _MEASURED)",
+        "evenly(tokens.bias != -torch.inf, _MEASURED,",
+        "evenly(tokens.bias == tokens.bias, _MEASURED,",
         DISTANCES,
+    ),
+    Fault(
+        "size a sample by the padded row",
+        MERGED_ROOM + "even_sample.py",
+        "live.sum(-1, keepdim=True).clamp(min=num_merged + 1)",
+        "(live | True).sum(-1, keepdim=True).clamp(min=num_merged + 1)",
+        PADDING,
+    ),
+    Fault(
+        "sample queries of padding",
+        MERGED_ROOM + "even_sample.py",
+        "live = live if is_same else",
+        "live = torch.ones_like(live) if is_same else",
+        PADDING,
+    ),
+    Fault(
+        "make room for fewer queries than a graph's rows may want",
+        MERGED_ROOM + "even_sample.py",
+        "math.isqrt(_SAMPLED // groups) if is_same else 0",
+        "num_keys",
+        PADDING,
+    ),
+    Fault(
+        "count a window's blocks over padding",
+        MERGED_ROOM + "bidirectional.py",
+        "exact.window is None or bias is None or _begins",
+        "True or _begins",
+        PADDING,
+    ),
+    Fault(
+        "merge the few keys of a padded row that axes tell not apart",
+        MERGED_ROOM + "bidirectional.py",
+        "place[..., -1:] <= num_merged",
+        "place[..., -1:] < 0",
+        PADDING,
+    ),
+    Fault(
+        "begin with the heaviest of few keys",
+        MERGED_ROOM + "partitioning.py",
+        "torch.where(count <= num_seeds, every,",
+        "torch.where(count <= num_seeds, most.indices,",
+        PADDING,
     ),
     Fault(
         "merge the nearest keys whatever their masses",
@@ -141,10 +184,10 @@ FAULTS = (
     ),
     Fault(
         "let padding change the sample",
-        MERGED_ROOM + "bidirectional.py",
-        "number.clamp(min=size)",
-        "number",
-        MERGED,
+        MERGED_ROOM + "even_sample.py",
+        "number.clamp(max=size)",
+        "number * 0 + size",
+        PADDING,
     ),
     Fault(
         "sample queries by their place in a call",

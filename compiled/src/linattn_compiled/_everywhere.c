@@ -72,7 +72,7 @@ INSIDE int64_t find_seeds(Head *h, const Everywhere *a, More *more, const Tokens
         for (int64_t j = 0; j < n; j++)
             if (h->own[j] > 0.0f) {
                 more->heap[count] = (int32_t)j;
-                more->standing[count++] = n <= a->num_seeds ? h->mass[j] : logf(h->own[j]);
+                more->standing[count++] = h->mass[j];
             }
     } else {
         find_heaviest(more, h->own, n, C);
@@ -112,6 +112,13 @@ INSIDE void turn(const Everywhere *a, const More *more, const float *key, int64_
         for (int64_t r = 0; r < rows; r++) *(Lanes *)(to + r * R + first) = sums[r];
     }
     for (int64_t i = 0; i < rows * R; i++) to[i] = bounded(to[i]);
+}
+
+/* h->number: a cluster for each key, -1 for absent ones. Whether there are as many. */
+INSIDE int stay_alone(Head *h, int64_t n, int64_t most) {
+    int32_t count = 0;
+    for (int64_t j = 0; j < n; j++) h->number[j] = h->mass[j] == -INFINITY ? -1 : count++;
+    return count <= most;
 }
 
 /* h->number: of each key the cluster whose centre is the nearest along the axes, -1 for absent ones. */
@@ -190,20 +197,26 @@ INSIDE void read_all(Head *h, const Everywhere *a, int64_t head, int64_t start, 
 BY_PROCESSOR static void head_rows(const Everywhere *a, Head *h, More *more, int64_t head) {
     const int64_t D = a->head_dim, Dv = a->value_dim, P = D + Dv, T = a->length, C = a->num_merged, w = a->window;
     const Tokens x = {a->key + head * T * D, a->value + head * T * Dv, a->bias + head * T, T, D, Dv};
+    const uint8_t *there = a->there + head * a->num_sampled;
     h->sampled = a->num_sampled;
-    memcpy(h->sample, a->sample + head * h->sampled * D, (size_t)(h->sampled * D) * sizeof(float));
-    memcpy(h->there, a->there + head * h->sampled, (size_t)h->sampled);
+    /* The last ones may not be there, in heads of fewer tokens. */
+    while (h->sampled > 1 && !there[h->sampled - 1]) h->sampled--;
+    memcpy(h->sample, a->sample + head * a->num_sampled * D, (size_t)(h->sampled * D) * sizeof(float));
+    memcpy(h->there, there, (size_t)h->sampled);
     attend(h, &x);
-    const int64_t count = find_seeds(h, a, more, &x);
-    const Tokens pool = {more->seed, more->seed + D, NULL, count, P, P};
-    const int64_t present = weigh(more->standing, count, h->weight);
-    memcpy(h->coordinate, a->mean + head * P, (size_t)P * sizeof(float));
-    memcpy(h->coordinate + 2 * P, a->factor + head * P, (size_t)P * sizeof(float));
-    memcpy(h->point, more->seed, (size_t)(count * P) * sizeof(float));
-    place_points(h, h->point, count);
-    partition(h, count, present, C, a->num_rounds, h->number);
-    average(h, &pool, h->number, more->standing, C);
-    assign(h, a, more, &x, head);
+    /* Few enough stay alone, also where axes tell them not apart. */
+    if (!stay_alone(h, T, C)) {
+        const int64_t count = find_seeds(h, a, more, &x);
+        const Tokens pool = {more->seed, more->seed + D, NULL, count, P, P};
+        const int64_t present = weigh(more->standing, count, h->weight);
+        memcpy(h->coordinate, a->mean + head * P, (size_t)P * sizeof(float));
+        memcpy(h->coordinate + 2 * P, a->factor + head * P, (size_t)P * sizeof(float));
+        memcpy(h->point, more->seed, (size_t)(count * P) * sizeof(float));
+        place_points(h, h->point, count);
+        partition(h, count, present, C, a->num_rounds, h->number);
+        average(h, &pool, h->number, more->standing, C);
+        assign(h, a, more, &x, head);
+    }
     average(h, &x, h->number, h->mass, C);
     conserve(h, C);
     const Tokens clusters = {h->mean, h->mean + D, h->found, C, P, P};

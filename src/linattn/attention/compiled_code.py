@@ -11,7 +11,7 @@ from torch import Tensor
 IN_GRAPHS = "it takes no calls inside torch.compile, whose graph would miss it"
 
 # What its functions take, and what they mean.
-_INTERFACE = 3
+_INTERFACE = 4
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,6 +29,14 @@ def objections_to(tokens: Sequence[Tensor], *, is_followed: bool) -> list[str]:
     if is_followed:
         found.append("it has no derivatives, and gradients follow this call; run it under torch.no_grad()")
     return found
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether a tensor's numbers may be looked at without a wait: no graph, transform or mode would keep them."""
+    if torch.compiler.is_compiling() or not x.is_cpu or type(x) is not Tensor:
+        return False
+    # torch has no public name for this.
+    return not _is_watched() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 @cache

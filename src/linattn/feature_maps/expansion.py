@@ -345,9 +345,17 @@ def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     if x.shape[-2] == 0:
         nothing = x.new_zeros(*x.shape[:-2], 1, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
         return nothing, nothing[..., 0]
-    step = -(-x.shape[-2] // _MOST_POINTS)
-    points = x[..., ::step, :].to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
+        points = x[..., :: -(-x.shape[-2] // _MOST_POINTS), :]
+        points = points.to(torch.promote_types(x.dtype, torch.float32))
         return points, points.new_ones(points.shape[:-1])
-    kept = by_head(mask)[..., ::step]
-    return torch.where(kept.unsqueeze(-1), points, 0), kept.to(points.dtype).expand(points.shape[:-1])
+    live = by_head(mask).expand(x.shape[:-1])
+    if x.shape[-2] > _MOST_POINTS:
+        # Spread among a head's live tokens, however far its row is padded.
+        reach = live.cumsum(-1)
+        number = reach[..., -1:]
+        place = torch.arange(_MOST_POINTS, device=x.device) * (-(-number // _MOST_POINTS))
+        index, live = torch.searchsorted(reach, place + 1).clamp(max=x.shape[-2] - 1), place < number
+        x = torch.take_along_dim(x, index.unsqueeze(-1), dim=-2)
+    points = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.where(live.unsqueeze(-1), points, 0), live.to(points.dtype)

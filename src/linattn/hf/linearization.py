@@ -143,8 +143,8 @@ def linearize_(
             not near (`linattn.Exact`), and which an audit does not take; or a function from the head width to a map,
             called once for each replaced layer, in order: the way to pass a map that was fitted. Of written forms one
             for every replaced layer may be given, in order. Queries reach a map multiplied by c / map.scale, which is 1
-            but for models with a temperature of their own. A window's blocks are counted from the first position,
-            padding or not: left padding moves them. Give this or
+            but for models with a temperature of their own. A window's blocks, in causal layers and beside a
+            map, are counted from the first position, padding or not: left padding moves them. Give this or
         plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them.
             Maps without fitted tensors (`Plan.fit`) learn from each call.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all that can

@@ -76,8 +76,10 @@ class Exact:
     they would take more memory than codes. For gradients rounding adds a constant.
 
     Without causality the sample is evenly spaced among all queries; O(L·(64 + C)·(D + Dv)) time. Up to 2,048 keys it
-    has as many queries as keep 2¹⁷ logits, beyond 64: rows that are padded to more have a smaller one. Which keys are
-    merged is a constant for gradients; they flow through merged keys, values and biases, and through what weighs them.
+    has as many queries as keep 2¹⁷ logits, beyond 64. All is counted in a row's live tokens, a window's blocks too, and
+    padding anywhere changes nothing: as many queries as keys are the same tokens, and a masked one's query is left out.
+    Which keys are merged is a constant for gradients; they flow through merged keys, values and biases, and through
+    what weighs them.
 
     A subclass that overrides `score` or `rank` is another rule of eviction: it says which keys are the heavy ones. It
     needs a `word` of its own for its written form, and nothing else: `torch.load` and `linattn.plan` know it then.

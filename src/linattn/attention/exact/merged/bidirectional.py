@@ -2,28 +2,29 @@
 
 All keys of the call are put into C clusters, by what a sample of the queries attends to. With a window each block of
 queries reads those clusters without what the keys of its own block and of both neighbours have in them, and these
-keys as they are (`window`).
+keys as they are (`window`). All that is chosen depends on a row's live tokens alone, wherever padding stands.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from linattn.attention.compiled_code import is_readable
 from linattn.attention.exact.heavy import attend_to_all
-from linattn.attention.exact.keys import Tokens, picked
+from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.merged.compiled import everywhere_in_compiled_code, is_compiled
 from linattn.attention.exact.merged.distances import Axes, Metric
+from linattn.attention.exact.merged.even_sample import evenly, sampled_evenly
 from linattn.attention.exact.merged.merging import cluster_means
 from linattn.attention.exact.merged.partitioning import partition, seeds
-from linattn.attention.exact.merged.query_sample import QuerySample
 from linattn.attention.exact.merged.window import read_beside_neighbours
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading, read
 from linattn.attention.softmax import inert
 
-# Queries whose attention is the keys' mass: as many as keep their logits within these, and no fewer than that.
-_SAMPLED, _FEWEST = 2**17, 64
 # Keys that clusters are made of at first, or so many times the clusters; all others join the nearest.
 _SEEDS, _SEEDS_PER_CLUSTER = 512, 4
 _ROUNDS = 6
@@ -60,13 +61,34 @@ def attend_all_merging(
         if with_log:
             return Reading(*attend_to_all(query, tokens, scale))
         return read(query, tokens, scale, is_causal=False, with_log=False)
-    # Where they are the same tokens, a masked one's query counts as little as its key.
-    live = (
-        tokens.bias != -torch.inf
-        if query.shape[3] == key.shape[2]
-        else query.new_ones(*key.shape[:2], query.shape[3], dtype=torch.bool)
+    merged = partial(
+        _attend_merging, exact=exact, scale=scale, with_log=with_log, backend=backend, is_masked=bias is not None
     )
-    sample = _sampled(query, live, key.shape[2], scale)
+    if exact.window is None or bias is None or _begins_with_all(tokens.bias):
+        return merged(query, tokens)
+    # Blocks are of live tokens: these come first, in their order.
+    order = (tokens.bias == -torch.inf).byte().argsort(dim=-1, stable=True)
+    out, log = merged(_tokens_at(order, query), tokens.pick(order))
+    back = order.argsort(-1)
+    return Reading(_tokens_at(back, out), None if log is None else _tokens_at(back, log.unsqueeze(-1)).squeeze(-1))
+
+
+def _begins_with_all(bias: Tensor) -> bool:
+    """Whether no live token follows a masked one, where that may be looked at."""
+    dead = bias == -torch.inf
+    return is_readable(bias) and not bool((dead[..., :-1] & ~dead[..., 1:]).any())
+
+
+def _tokens_at(order: Tensor, rows: Tensor) -> Tensor:
+    """Rows (B, H, G, L, ·) by number (B, H, L) of their tokens."""
+    return torch.take_along_dim(rows, order[:, :, None, :, None], 3)
+
+
+def _attend_merging(
+    query: Tensor, tokens: Tokens, *, exact: Exact, scale: float, with_log: bool, backend: str, is_masked: bool
+) -> Reading:
+    """Rows over more keys than merged ones; with a window the live ones come first."""
+    sample = sampled_evenly(query, tokens.bias != -torch.inf, exact.num_merged, scale, is_masked=is_masked)
     with torch.no_grad():
         distances = _distances(tokens, sample.spread)
     if is_compiled(backend, query, tokens):
@@ -82,27 +104,9 @@ def attend_all_merging(
     return read_beside_neighbours(query, tokens, few, number, means.share, exact.window, scale, with_log=with_log)
 
 
-def _sampled(query: Tensor, live: Tensor, num_keys: int, scale: float) -> QuerySample:
-    """Queries evenly spaced among those that there are."""
-    index, there = _evenly(live.expand(*query.shape[:2], -1), max(_SAMPLED // num_keys, _FEWEST) // query.shape[2])
-    there = there.unsqueeze(-1).expand(-1, -1, -1, query.shape[2]).flatten(2)
-    found = picked(query.movedim(2, 3).flatten(3), index).unflatten(-1, query.shape[2::2]).flatten(2, 3)
-    found = found.to(torch.promote_types(query.dtype, torch.float32)) * scale
-    return QuerySample(torch.where(there.unsqueeze(-1), found, 0), there)
-
-
-def _evenly(live: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Places (B, H, ·) evenly spaced among the live tokens (B, H, L), and which are there: each once where few are."""
-    length = live.shape[-1]
-    size, reach = min(max(size, 1), length), live.cumsum(-1)
-    number = reach[..., -1:]
-    wanted = torch.arange(size, device=live.device) * number.clamp(min=size) // max(size, 1)
-    return torch.searchsorted(reach, wanted + 1).clamp(max=length - 1), wanted < number
-
-
 def _distances(tokens: Tokens, spread: Tensor) -> tuple[Metric, Axes]:
     """What queries of this spread see of keys, and values, and the axes of that, by keys evenly spaced."""
-    index, there = _evenly(tokens.bias != -torch.inf, _MEASURED)
+    index, there = evenly(tokens.bias != -torch.inf, _MEASURED, min(_MEASURED, tokens.bias.shape[2]))
     row, head = (torch.arange(size, device=index.device) for size in index.shape[:2])
     some = torch.cat([x[row[:, None, None], head[:, None], index] for x in tokens[:2]], -1)
     # One that is no number would leave none of the others.
@@ -136,4 +140,7 @@ def _clusters(tokens: Tokens, distances: tuple[Metric, Axes], log_mass: Tensor, 
     near = torch.where(means.size == 0, -torch.inf, centre.square().sum(-1) / -2).unsqueeze(2)
     pieces = zip(*(x.split(max(_CHUNK // max(near.numel(), 1), 1), 2) for x in tokens[:2]), strict=True)
     found = [(axes.along(torch.cat(keys, -1)) @ centre.mT).add_(near).argmax(-1) for keys in pieces]
-    return torch.where(log_mass == -torch.inf, num_merged, torch.cat(found, 2))
+    live, number = log_mass != -torch.inf, torch.cat(found, 2)
+    # Few enough stay alone, also where axes tell them not apart.
+    place = live.cumsum(-1)
+    return torch.where(live, torch.where(place[..., -1:] <= num_merged, place - 1, number), num_merged)

@@ -58,7 +58,8 @@ def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, 
     Among them are the heaviest ones. Of the others they are drawn, evenly and without chance, in proportion to the
     root of their masses, and stand for these, some perhaps more than once. Heads without so many keys have all theirs.
     """
-    shape, mass = log_mass.shape[:-1], relative(log_mass.flatten(0, -2))
+    shape, logs = log_mass.shape[:-1], log_mass.flatten(0, -2)
+    mass = relative(logs)
     most = mass.topk(num_seeds)
     heaviest = most.indices[:, :num_heaviest]
     root = mass.scatter(-1, heaviest, 0).sqrt()
@@ -67,10 +68,15 @@ def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, 
     place = torch.searchsorted(reach, reach[:, -1:] * steps).clamp(max=mass.shape[1] - 1)
     # Each stands for a step of the sum of roots.
     standing = root.gather(-1, place) * reach[:, -1:] / number
-    few = (mass > 0).sum(-1, keepdim=True) <= num_seeds
-    place = torch.where(few, most.indices, torch.cat((heaviest, place), -1))
-    standing = torch.where(few, most.values, torch.cat((most.values[:, :num_heaviest], standing), -1))
-    return place.unflatten(0, shape), standing.log().unflatten(0, shape)
+    standing = torch.cat((most.values[:, :num_heaviest], standing), -1).log()
+    # All of few, in their order and by their own masses.
+    there = (logs != -torch.inf).cumsum(-1)
+    count, each = there[:, -1:], torch.arange(num_seeds, device=mass.device)
+    every = torch.searchsorted(there, torch.minimum(each + 1, count))
+    own = torch.where(each < count, logs.gather(-1, every), -torch.inf)
+    place = torch.where(count <= num_seeds, every, torch.cat((heaviest, place), -1))
+    standing = torch.where(count <= num_seeds, own, standing)
+    return place.unflatten(0, shape), standing.unflatten(0, shape)
 
 
 def finite(point: Tensor) -> Tensor:
