@@ -197,18 +197,23 @@ def linear_attention_with_state(
     tokens, weights = (query, key, value), (key_mask, key_bias)
     if feature_map is None:
         merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=True)
-        _check_state(state, None, merging.key, merging.value, exact)
+        _check_state(state, None, merging.key, merging.value, exact, merging.query.shape[2])
         rows, merged = merging.advance(state)
         return Attended(rows.out.flatten(1, 2), merging.state_of(merged))
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=True)
-    _check_state(state, feature_map, call.key, call.value, exact)
+    _check_state(state, feature_map, call.key, call.value, exact, call.query.shape[2])
     found, sums, kept = _attend(call, chosen, exact, state)
     built_with = feature_map.fingerprint() if state is None else state.built_with
     return Attended(found.out.flatten(1, 2), State(*sums, built_with, kept))
 
 
 def _check_state(
-    state: State | None, feature_map: FeatureMap | None, key: Tensor, value: Tensor, exact: Exact | None
+    state: State | None,
+    feature_map: FeatureMap | None,
+    key: Tensor,
+    value: Tensor,
+    exact: Exact | None,
+    num_groups: int,  # query heads of a key/value head
 ) -> None:
     """Refuse what is no state, and one of another stream."""
     if state is None:
@@ -216,7 +221,7 @@ def _check_state(
     if not isinstance(state, State):
         raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
     state.check_built_with(feature_map)
-    state.check_fits(key, value, exact)
+    state.check_fits(key, value, feature_map, exact, num_groups)
 
 
 def _checked(

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linattn.attention._check import check_map, checked
+from linattn.attention._check_state import check_sums, check_whole
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, MergedKeys, attend_to_all
 from linattn.attention.partial import Partial, as_partial, combine
-from linattn.attention.sums import Sums, accumulation_dtype, no_sums
+from linattn.attention.sums import Sums, accumulation_dtype, lowest, no_sums
 from linattn.feature_maps import FeatureMap
 
 NO_MAP = "no map"
@@ -115,7 +116,7 @@ class State:
                 "a state with a window chooses its heavy keys by what queries attend to, and absorb has no queries; "
                 "call linear_attention_with_state, or flush the state first"
             )
-        self.check_fits(key, value, None)
+        self.check_fits(key, value, feature_map, None)
         return self._absorbed(feature_map, key, value, bias)
 
     def flush(self, feature_map: FeatureMap) -> State:
@@ -126,22 +127,23 @@ class State:
         """
         if self.exact is None:
             return self
-        self._check(feature_map, self.exact.recent.key)
+        self._check_map(feature_map)
+        check_whole(self.sums, self.exact, feature_map, feature_map.head_dim)
         return self._absorbed(feature_map, *self.exact.tokens())
 
     def decay(self, log_factor: float | Tensor) -> State:
-        """The state with all its keys' weights times exp(log_factor); O(1), a shift of m, hence without underflow.
+        """The state with all its keys' weights times exp(log_factor); O(R·Dv), a shift of m, hence without underflow.
 
             decay(merge(a, b)) = merge(decay(a), decay(b));   decay by f, then by g, is decay by f + g
 
         A query that reads the state alone gets what it got before, its log-normaliser `log_factor` higher; later keys
-        weigh so much more beside these.
+        weigh so much more beside these. By -inf it is the state of no keys.
 
         Args:
-            log_factor: a number, or (B or 1, H or 1) for each key/value head, floating; differentiable.
+            log_factor: a number, or (B or 1, H or 1) for each key/value head, floating, finite or -inf; differentiable.
 
         Raises:
-            ValueError: if its shape is not one of these.
+            ValueError: if its shape is not one of these, or a factor is NaN or +inf.
 
         Example:
             >>> import math, torch, linattn
@@ -160,6 +162,7 @@ class State:
                 f"{tuple(factor.shape)}"
             )
         factor = factor.reshape(1, 1) if factor.ndim == 0 else factor
+        _check_factor(factor)
         exact = None if self.exact is None else self.exact.decay(factor)
         return State(*self.sums.decay(factor), self.built_with, exact)
 
@@ -182,8 +185,14 @@ class State:
             )
         if self.built_with != other.built_with:
             raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
-        if self.S.shape != other.S.shape:
-            raise ValueError(f"cannot merge states of shapes {tuple(self.S.shape)} and {tuple(other.S.shape)}")
+        for state in (self, other):
+            check_sums(state.sums)
+        for name, x, y in zip(Sums._fields, self.sums, other.sums, strict=True):
+            if x.shape != y.shape or x.device != y.device:
+                raise ValueError(
+                    f"cannot merge states of shapes {tuple(x.shape)} and {tuple(y.shape)} of {name}, on {x.device} and "
+                    f"{y.device}; merge states of one batch, of as many heads and of one value width, on one device"
+                )
         return State(*self.sums.merge(other.sums), self.built_with)
 
     def read(self, feature_map: FeatureMap | None, query: Tensor) -> Partial:
@@ -202,9 +211,10 @@ class State:
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, query)
+        self._check_readable(feature_map, query)
         if feature_map is None:
             assert self.exact is not None  # as without a map
-            grouped = self._grouped(query, self.exact.recent.key.shape[-1])
+            grouped = self._grouped(query, query.shape[-1])
             with outside_autocast(query.device):
                 return attend_to_all(grouped, self.exact.tokens(), query.shape[-1] ** -0.5).ungrouped()
         grouped, heads = self._grouped(query, feature_map.head_dim), self.S.shape[1]
@@ -212,7 +222,11 @@ class State:
         with outside_autocast(query.device):
             # Backends are asked about a call: one with no keys but the state's.
             call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
-            part = as_partial(call, choose("auto", call).read(call, self.sums))
+            # Apart, since beside a large common exponent those of queries would be rounded away.
+            common = self.m.amax(-1, keepdim=True)
+            common = torch.where(common <= lowest(common.dtype), 0, common)
+            part = as_partial(call, choose("auto", call).read(call, self.sums._replace(m=self.m - common)))
+            part = part._replace(log_normalizer=part.log_normalizer + common.unsqueeze(-1))
             if self.exact is not None:
                 part = combine(attend_to_all(grouped, self.exact.tokens(), feature_map.scale), part)
         return part.ungrouped()
@@ -271,8 +285,17 @@ class State:
                 "weights do not mix: use the map it was built with, or rebuild the state"
             )
 
-    def check_fits(self, key: Tensor, value: Tensor, exact: Exact | None) -> None:
-        """Refuse tokens whose batch, heads, value width, precision, device or exact part are not the state's."""
+    def check_fits(
+        self,
+        key: Tensor,
+        value: Tensor,
+        feature_map: FeatureMap | None,
+        exact: Exact | None,
+        num_groups: int | None = None,  # query heads of a key/value head
+    ) -> None:
+        """Refuse tokens that do not continue the state, and a state whose tensors do not belong together."""
+        if not isinstance(self.S, Tensor) or self.S.ndim != 4:
+            check_sums(self.sums)
         wanted, got = (*self.S.shape[:2], self.S.shape[-1]), (*key.shape[:2], value.shape[-1])
         if wanted != got:
             raise ValueError(
@@ -285,9 +308,10 @@ class State:
             )
         if self.S.device != key.device:
             raise ValueError(f"the state is on {self.S.device}, the keys on {key.device}; move it with state.to(…)")
-        held = None if self.exact is None else self.exact.rule
+        held = None if self.exact is None else getattr(self.exact, "rule", self.exact)
         if held != exact:
             raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
+        check_whole(self.sums, self.exact, feature_map, key.shape[-1], num_groups)
 
     def _grouped(self, query: Tensor, head_dim: int) -> Tensor:
         """Queries by key/value head (B, H, G, L, D), refused where they do not fit."""
@@ -307,13 +331,42 @@ class State:
         with outside_autocast(key.device):
             return State(*choose("auto", call).absorb(call, self.sums), self.built_with)
 
-    def _check(self, feature_map: FeatureMap | None, x: Tensor) -> None:
+    def _check_readable(self, feature_map: FeatureMap | None, query: Tensor) -> None:
+        """Refuse a state whose tensors do not belong together, and queries elsewhere."""
+        recent = getattr(self.exact, "recent", None)
+        # A map says how wide keys are; merged keys do.
+        key = recent[0] if isinstance(recent, tuple) and recent else None
+        known = key.shape[-1] if isinstance(key, Tensor) and key.ndim == 4 else 0
+        check_whole(self.sums, self.exact, feature_map, known if feature_map is None else feature_map.head_dim)
+        if feature_map is None:
+            self._grouped(query, known)
+        if self.S.device != query.device:
+            raise ValueError(
+                f"the state is on {self.S.device}, the queries on {query.device}; move it with state.to(…)"
+            )
+
+    def _check_map(self, feature_map: FeatureMap | None) -> None:
         """Refuse another map."""
         if feature_map is not None:
             check_map(feature_map)
         self.check_built_with(feature_map)
+
+    def _check(self, feature_map: FeatureMap | None, x: Tensor) -> None:
+        """Refuse another map, and what is no tensor."""
+        self._check_map(feature_map)
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor, got {type(x).__name__}")
+
+
+def _check_factor(log_factor: Tensor) -> None:
+    """Refuse factors that are NaN or +inf; graphs and vmap have no values to look at."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(log_factor):
+        return
+    if not log_factor.is_meta and not bool((log_factor < torch.inf).all()):
+        raise ValueError(
+            f"log_factor must be finite, or -inf for the state of no keys, got {log_factor.flatten().tolist()[:8]}; "
+            "it is the logarithm of a factor on each key's weight"
+        )
 
 
 def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:

@@ -65,10 +65,14 @@ class ExactKeys:
         return self.heavy.then(self.recent)
 
     def decay(self, log_factor: Tensor) -> ExactKeys:
-        """All weights times exp(log_factor), (B or 1, H or 1); scores and masses compare keys and stay."""
+        """All weights times exp(log_factor), (B or 1, H or 1); scores and masses compare keys and stay.
+
+        By -inf heavy keys leave free places, and the latest ones are masked.
+        """
         shift = log_factor.unsqueeze(-1).to(self.recent.bias.dtype)
         heavy = self.heavy._replace(bias=self.heavy.bias + shift)
-        return replace(self, heavy=heavy, recent=self.recent._replace(bias=self.recent.bias + shift))
+        score = torch.where(shift == -torch.inf, -torch.inf, self.heavy_score)
+        return replace(self, heavy=heavy, heavy_score=score, recent=self.recent._replace(bias=self.recent.bias + shift))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ExactKeys:
         """The same with each tensor changed alike."""

@@ -48,10 +48,12 @@ class MergedKeys:
         return Memory.of(self.merged, self.rule).tokens.then(self.recent)
 
     def decay(self, log_factor: Tensor) -> MergedKeys:
-        """All weights times exp(log_factor), (B or 1, H or 1)."""
+        """All weights times exp(log_factor), (B or 1, H or 1); by -inf the keys and the sampled queries are masked."""
         shift = log_factor.unsqueeze(-1).to(self.recent.bias.dtype)
         merged, recent = self.merged._replace(bias=self.merged.bias + shift), self.recent
-        return replace(self, merged=merged, recent=recent._replace(bias=recent.bias + shift))
+        there = self.sample.there & (shift != -torch.inf)
+        sample = QuerySample(torch.where(there.unsqueeze(-1), self.sample.query, 0), there)
+        return replace(self, merged=merged, sample=sample, recent=recent._replace(bias=recent.bias + shift))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MergedKeys:
         """The same with each tensor changed alike."""

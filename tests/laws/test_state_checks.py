@@ -1,0 +1,115 @@
+"""A state is whole or refused: every tensor of one that was read from a file or built by hand; decays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import linattn
+from linattn import Exact, State
+from linattn.feature_maps import FavorPlus, FeatureMap, Relu
+
+STREAMS: dict[str, tuple[FeatureMap | None, Exact | None]] = {
+    "map": (FavorPlus(8, 16), None),
+    "window": (FavorPlus(8, 16), Exact(4)),
+    "heavy": (FavorPlus(8, 16), Exact(4, 3)),
+    "merged": (None, Exact(4, num_merged=8)),
+    "merged in 4 bits": (None, Exact(4, num_merged=8, bits=4)),
+}
+CHANGES = {
+    "shorter": lambda x: x[..., :-1],
+    "longer": lambda x: torch.cat((x, x), -1),
+    "another batch": lambda x: torch.cat((x, x)),
+    "another dtype": lambda x: x.to(torch.int32),
+    "half": lambda x: x.half() if x.dtype == torch.float32 else x.double(),
+    "another device": lambda x: x.to("meta"),
+}
+
+
+def tokens(length: int = 30) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, length, 8, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", STREAMS)
+def test_every_tensor_of_a_state_is_checked(name: str, change: str) -> None:
+    feature_map, exact = STREAMS[name]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state
+    leaves, tree = pytree.tree_flatten(state)
+    for number, leaf in enumerate(leaves):
+        # Tokens of a window are kept in the dtype they came in.
+        if change == "half" and leaf.ndim == 4 and name in ("window", "heavy") and number > 0:
+            continue
+        if change == "half" and name.startswith("merged") and number in (len(leaves) - 3, len(leaves) - 2):
+            continue
+        # None of no tokens is shorter, and a value width is known by tokens alone.
+        if change in ("shorter", "longer") and (leaf.shape[-1] == 0 or (name == "map" and number == 0)):
+            continue
+        wrong = pytree.tree_unflatten([*leaves[:number], CHANGES[change](leaf), *leaves[number + 1 :]], tree)
+        for use in (
+            lambda w: linattn.linear_attention_with_state(*tokens(1), feature_map, w, exact=exact),
+            lambda w: w.read(feature_map, tokens(1)[0]),
+        ):
+            with pytest.raises((ValueError, TypeError), match=r"state|query must be"):
+                use(wrong)
+
+
+def test_merged_keys_beyond_the_rule_are_refused() -> None:
+    _, exact = STREAMS["merged"]
+    state = linattn.linear_attention_with_state(*tokens(), None, exact=exact).state
+    many = dataclasses.replace(state.exact, merged=state.exact.merged.then(state.exact.merged))
+    state = State(state.S, state.z, state.m, state.built_with, many)
+    for backend in ("auto", "blocked"):
+        with pytest.raises(ValueError, match=r"exact.merged.bias must be of shape \(B, H, n ≤ 8\)"):
+            linattn.linear_attention_with_state(*tokens(100), None, state, exact=exact, backend=backend)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_decay_by_minus_infinity_is_the_empty_state(name: str) -> None:
+    feature_map, exact = STREAMS[name]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state.decay(-math.inf)
+    query, key, value = tokens(1)
+    part = state.read(feature_map, query)
+    assert not part.out.any()
+    assert bool((part.log_normalizer == -math.inf).all())
+    masked = linattn.linear_attention_with_state(
+        query, key, value, feature_map, state, exact=exact, key_mask=torch.zeros(1, 1, dtype=torch.bool)
+    )
+    assert not masked.out.any()
+    for before in (state, masked.state):
+        out = linattn.linear_attention_with_state(query, key, value, feature_map, before, exact=exact).out
+        # One token alone gives its value: a product and a division in float32, beside rounding to 4 bits none.
+        torch.testing.assert_close(out, value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, torch.tensor([[0.0, math.inf]])], ids=str)
+def test_a_decay_by_no_factor_is_refused(factor: float | Tensor) -> None:
+    state = State.empty(Relu(8), batch_size=1, num_heads=2, value_dim=8)
+    with pytest.raises(ValueError, match="log_factor must be finite, or -inf"):
+        state.decay(factor)
+
+
+@pytest.mark.parametrize("factor", [1e3, -1e5, 1e7, -1e9, 1e12, -1e30])
+def test_a_large_decay_keeps_the_ratios_of_features(factor: float) -> None:
+    feature_map = FavorPlus(8, 16)
+    query, key, value = tokens()
+    state = State.empty(feature_map, batch_size=1, num_heads=2, value_dim=8).absorb(feature_map, key, value)
+    found, expected = (x.read(feature_map, query).out for x in (state.decay(factor), state))
+    # Exponents of some tens, read twice in float32.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_gradients_of_a_decay_by_minus_infinity_are_finite() -> None:
+    feature_map = FavorPlus(8, 16)
+    query, key, value = tokens()
+    state = State.empty(feature_map, batch_size=1, num_heads=2, value_dim=8).absorb(feature_map, key, value)
+    factor = torch.tensor([[-math.inf, -0.5]], requires_grad=True)
+    linattn.linear_attention_with_state(query, key, value, feature_map, state.decay(factor)).out.sum().backward()
+    assert bool(factor.grad.isfinite().all())
+    assert factor.grad[0, 0] == 0
