@@ -1,55 +1,72 @@
 """Refuse states whose tensors do not belong together: compiled code would trust what a file or a hand put there.
 
+Shapes, dtypes and devices alone are compared, all of a kind at once, since every token of a stream passes here: what
+differs is looked for where something does.
+
 Letters: B batch, H key/value heads, n tokens, D head width, Dv value width, R features, M exponents, S sampled queries.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from linattn.attention.exact import ExactKeys, MergedKeys
+from linattn.attention.exact import Exact, ExactKeys, MergedKeys
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.merged.few_bits import GROUP, CodedTokens, Codes, Frame, Frames
 from linattn.attention.exact.merged.query_sample import QuerySample, sample_size
-from linattn.attention.exact.rule import Exact
-from linattn.attention.sums import Sums, accumulation_dtype
+from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
 
 _REMEDY = (
     "pass a state as linear_attention_with_state, State.empty or torch.load gave it, or rebuild it from the tokens"
 )
-_KEPT = (torch.float32, torch.float64)
-_TOKENS = {x: tuple(t for t in (torch.float16, torch.bfloat16, *_KEPT) if accumulation_dtype(t) == x) for x in _KEPT}
+# By the dtype of sums, those of tokens beside them.
+_TOKENS = {torch.float32: (torch.float32, torch.float16, torch.bfloat16), torch.float64: (torch.float64,)}
+_PARTS = tuple(f"exact.recent.{name}" for name in Tokens._fields)
+_EXACT = (*(f"exact.heavy.{name}" for name in Tokens._fields), "exact.heavy_score", *_PARTS, "exact.recent_mass")
+_SAMPLE = tuple(f"exact.sample.{name}" for name in QuerySample._fields)
+_MERGED = (*_PARTS, *_SAMPLE, *(f"exact.merged.{name}" for name in Tokens._fields))
+_CODED = (
+    *(*_PARTS, *_SAMPLE),
+    *(f"exact.merged.{side}.{name}" for side in ("key", "value") for name in Codes._fields),
+    *(f"exact.merged.frames.{side}.{name}" for side in Frames._fields for name in Frame._fields),
+    "exact.merged.bias",
+)
 
 
-class _Sizes(NamedTuple):
-    """What all of a state's tensors share."""
+def check_sums(sums: Sums) -> None:
+    """Refuse sums that are not (B, H, R, Dv), (B, H, R) and (B, H, M) in one dtype on one device, of any R and M."""
+    S, _, m = sums
+    num_features = S.shape[2] if isinstance(S, Tensor) and S.ndim == 4 else 0
+    num_exponents = m.shape[-1] if isinstance(m, Tensor) and m.ndim == 3 else 1
+    if num_features and (num_exponents == 0 or num_features % num_exponents):
+        _refuse("m", m, f"of M exponents, a divisor of R = {num_features}")
+    check_sums_of(num_features, num_exponents, sums)
 
-    heads: tuple[int, int]  # B, H
-    widths: tuple[int, int]  # D, Dv
-    dtype: torch.dtype  # of the sums
-    device: torch.device
 
-
-def check_sums(sums: Sums, num_features: int | None = None, num_exponents: int | None = None) -> None:
-    """Refuse sums that are not (B, H, R, Dv), (B, H, R) and (B, H, M) in one dtype on one device; None takes any."""
+def check_sums_of(num_features: int, num_exponents: int, sums: Sums) -> None:
+    """Refuse sums of other numbers of features and exponents too."""
     S, z, m = sums
-    if not isinstance(S, Tensor) or S.ndim != 4 or S.dtype not in _KEPT:
+    if not isinstance(S, Tensor) or S.ndim != 4 or S.dtype not in _TOKENS:
         _refuse("S", S, "float32 or float64 of shape (B, H, R, Dv)")
-    shape, dtype, device = S.shape, S.dtype, S.device
-    if num_features is not None and shape[2] != num_features:
-        _refuse("S", S, f"of R = {num_features} features, as the map has")
-    _check("z", z, shape[:3], (dtype,), device)
-    if num_exponents is None:
-        num_exponents = m.shape[-1] if isinstance(m, Tensor) and m.ndim == 3 else 1
-        if shape[2] and (num_exponents == 0 or shape[2] % num_exponents):
-            _refuse("m", m, f"of M exponents, a divisor of R = {shape[2]}")
-    _check("m", m, (*shape[:2], num_exponents), (dtype,), device)
+    (batch, heads, held, value_dim), dtype, device = S.shape, S.dtype, S.device
+    # Without a loop: beside a map's sums a token has little else to wait for.
+    if (
+        held == num_features
+        and isinstance(z, Tensor)
+        and isinstance(m, Tensor)
+        and z.shape == (batch, heads, held)
+        and m.shape == (batch, heads, num_exponents)
+        and z.dtype is m.dtype is dtype
+        and z.device == m.device == device
+    ):
+        return
+    shapes = [(batch, heads, num_features, value_dim), (batch, heads, num_features), (batch, heads, num_exponents)]
+    _compare(Sums._fields, sums, shapes, [dtype] * 3, device)
 
 
 def check_whole(
@@ -57,109 +74,104 @@ def check_whole(
 ) -> None:
     """Refuse a state of which any tensor has not the shape, dtype and device that its map, its rule and S ask for.
 
-    Shapes alone are looked at: O(1). `num_groups` is the query heads of a key/value head, None for any.
+    `num_groups` is the query heads of a key/value head, None for any.
     """
     if feature_map is None:
-        check_sums(sums, 0, 1)
+        check_sums_of(0, 1, sums)
     else:
-        check_sums(sums, feature_map.num_features, feature_map.num_exponents)
+        check_sums_of(feature_map.num_features, feature_map.num_exponents, sums)
+        if exact is None:
+            return
     kind = MergedKeys if feature_map is None else ExactKeys
-    if exact is None and feature_map is not None:
-        return
     if not isinstance(exact, kind) or not isinstance(exact.rule, Exact):
         got = type(exact.rule if isinstance(exact, kind) else exact).__name__
         raise TypeError(
             f"the state's exact part must be {kind.__name__} with an Exact as its rule, got {got}; {_REMEDY}"
         )
-    S = sums.S
-    sizes = _Sizes((S.shape[0], S.shape[1]), (head_dim, S.shape[3]), S.dtype, S.device)
     if isinstance(exact, ExactKeys):
-        _check_exact_keys(exact, sizes)
+        _check_exact_keys(exact, sums.S, head_dim)
     else:
-        _check_merged_keys(exact, sizes, num_groups)
+        _check_merged_keys(exact, sums.S, head_dim, num_groups)
 
 
-def _check_exact_keys(exact: ExactKeys, sizes: _Sizes) -> None:
-    """The latest keys and the heavy ones."""
-    rule = exact.rule
-    _check_tokens("exact.heavy", exact.heavy, sizes, rule.num_heavy, rule.num_heavy, _TOKENS[sizes.dtype])
-    number = _check_tokens("exact.recent", exact.recent, sizes, 0, 2 * (rule.window or 0), _TOKENS[sizes.dtype])
-    for name, x, count in (
-        ("heavy_score", exact.heavy_score, rule.num_heavy),
-        ("recent_mass", exact.recent_mass, number),
-    ):
-        _check(f"exact.{name}", x, (*sizes.heads, count), (sizes.dtype,), sizes.device)
+def _check_exact_keys(exact: ExactKeys, S: Tensor, head_dim: int) -> None:
+    """The heavy keys and the latest ones."""
+    heavy, recent, number = exact.heavy, exact.recent, exact.rule.num_heavy
+    _require(Tokens, "exact.heavy", heavy)
+    _require(Tokens, "exact.recent", recent)
+    count = _count("exact.recent.bias", recent.bias, 2 * (exact.rule.window or 0))
+    shapes, dtypes = [], []
+    for tokens, n in ((heavy, number), (recent, count)):
+        shapes += _token_shapes(S, n, head_dim)
+        shapes.append(shapes[-1])
+        dtypes += [*_token_dtypes(S, tokens), S.dtype]
+    _compare(_EXACT, (*heavy, exact.heavy_score, *recent, exact.recent_mass), shapes, dtypes, S.device)
 
 
-def _check_merged_keys(exact: MergedKeys, sizes: _Sizes, num_groups: int | None) -> None:
-    """The latest keys, the merged ones and the sample of queries."""
-    rule, merged, (batch, heads) = exact.rule, exact.merged, sizes.heads
-    blocks = rule.blocks
-    _check_tokens("exact.recent", exact.recent, sizes, 0, blocks.window + blocks.size, _TOKENS[sizes.dtype])
-    if isinstance(merged, CodedTokens):
-        _check_codes(merged, rule, sizes)
-    else:
-        _check_tokens("exact.merged", merged, sizes, 0, rule.num_whole, (sizes.dtype,))
-    if not isinstance(exact.sample, QuerySample):
-        _refuse("exact.sample", exact.sample, "a QuerySample")
-    query, there = exact.sample
-    number = query.shape[2] if isinstance(query, Tensor) and query.ndim == 4 else 0
-    _check("exact.sample.query", query, (batch, heads, number, sizes.widths[0]), (sizes.dtype,), sizes.device)
-    _check("exact.sample.there", there, (batch, heads, number), (torch.bool,), sizes.device)
-    if num_groups is not None and number > sample_size(num_groups):
-        _refuse(
-            "exact.sample.query", query,
-            f"at most {sample_size(num_groups)} queries where {num_groups} query heads share a key/value head",
-        )  # fmt: skip
+def _check_merged_keys(exact: MergedKeys, S: Tensor, head_dim: int, num_groups: int | None) -> None:
+    """The latest keys, the sample of queries, and the merged keys."""
+    rule, merged, sample, recent = exact.rule, exact.merged, exact.sample, exact.recent
+    _require(Tokens, "exact.recent", recent)
+    _require(QuerySample, "exact.sample", sample)
+    blocks, (batch, heads, _, value_dim), dtype = rule.blocks, S.shape, S.dtype
+    count = _count("exact.recent.bias", recent.bias, blocks.window + blocks.size)
+    sampled = _count("exact.sample.there", sample.there, None if num_groups is None else sample_size(num_groups))
+    shapes = [*_token_shapes(S, count, head_dim), (batch, heads, sampled, head_dim), (batch, heads, sampled)]
+    dtypes = [*_token_dtypes(S, recent), dtype, torch.bool]
+    if rule.bits is None or not isinstance(merged, CodedTokens):
+        _require(Tokens, "exact.merged", merged)
+        shapes += _token_shapes(S, _count("exact.merged.bias", merged.bias, rule.num_whole), head_dim)
+        _compare(_MERGED, (*recent, *sample, *merged), shapes, [*dtypes, dtype, dtype, dtype], S.device)
+        return
+    number = _count("exact.merged.bias", merged.bias, rule.num_merged)
+    for name in ("key", "value"):
+        _require(Codes, f"exact.merged.{name}", getattr(merged, name))
+        _require(Frame, f"exact.merged.frames.{name}", getattr(merged.frames, name))
+    for width in (head_dim, value_dim):
+        pieces = (batch, heads, number, -(-width // GROUP))
+        shapes += [(batch, heads, number, -(-width * rule.bits // 8)), pieces, pieces]
+    shapes += [*[(batch, heads, 1, head_dim)] * 2, *[(batch, heads, 1, value_dim)] * 2, (batch, heads, number)]
+    dtypes += [*[torch.uint8, torch.float16, torch.float16] * 2, *[dtype] * 5]
+    _compare(_CODED, (*recent, *sample, *merged.leaves()), shapes, dtypes, S.device)
 
 
-def _check_codes(merged: CodedTokens, rule: Exact, sizes: _Sizes) -> None:
-    """Merged keys in few bits."""
-    bits, shape = rule.bits, (*sizes.heads,)
-    if bits is None:
-        _refuse("exact.merged", merged, f"Tokens, as {rule} keeps them")
-    count = _count("exact.merged", merged.bias, 0, rule.num_merged)
-    _check("exact.merged.bias", merged.bias, (*shape, count), (sizes.dtype,), sizes.device)
-    if not isinstance(merged.frames, Frames):
-        _refuse("exact.merged.frames", merged.frames, "Frames")
-    for name, codes, frame, width in zip(
-        ("key", "value"), (merged.key, merged.value), merged.frames, sizes.widths, strict=True
-    ):
-        if not isinstance(codes, Codes) or not isinstance(frame, Frame):
-            _refuse(f"exact.merged.{name}", codes, "Codes relative to a Frame")
-        place, (code, zero, step) = f"exact.merged.{name}", codes
-        _check(f"{place}.code", code, (*shape, count, math.ceil(width * bits / 8)), (torch.uint8,), sizes.device)
-        for part, x in (("zero", zero), ("step", step)):
-            _check(f"{place}.{part}", x, (*shape, count, -(-width // GROUP)), (torch.float16,), sizes.device)
-        for part, x in zip(Frame._fields, frame, strict=True):
-            _check(f"exact.merged.frames.{name}.{part}", x, (*shape, 1, width), (sizes.dtype,), sizes.device)
+def _token_shapes(S: Tensor, number: int, head_dim: int) -> list[tuple[int, ...]]:
+    """Keys (B, H, n, D), values (B, H, n, Dv) and biases (B, H, n)."""
+    batch, heads, _, value_dim = S.shape
+    return [(batch, heads, number, head_dim), (batch, heads, number, value_dim), (batch, heads, number)]
 
 
-def _check_tokens(
-    name: str, tokens: object, sizes: _Sizes, least: int, most: int, dtypes: tuple[torch.dtype, ...]
-) -> int:
-    """Keys (B, H, n, D), values (B, H, n, Dv) and biases (B, H, n), and their number n."""
-    if not isinstance(tokens, Tokens):
-        _refuse(name, tokens, "Tokens")
-    count, (batch, heads), device = _count(name, tokens.bias, least, most), sizes.heads, sizes.device
-    _check(f"{name}.key", tokens.key, (batch, heads, count, sizes.widths[0]), dtypes, device)
-    _check(f"{name}.value", tokens.value, (batch, heads, count, sizes.widths[1]), dtypes, device)
-    _check(f"{name}.bias", tokens.bias, (batch, heads, count), (sizes.dtype,), device)
+def _token_dtypes(S: Tensor, tokens: Tokens) -> list[torch.dtype]:
+    """Those of keys and values, which are kept as they came, and of biases."""
+    kept = tokens.key.dtype if isinstance(tokens.key, Tensor) and tokens.key.dtype in _TOKENS[S.dtype] else S.dtype
+    return [kept, kept, S.dtype]
+
+
+def _count(name: str, x: object, most: int | None) -> int:
+    """How many tokens there are numbers (B, H, n) of, more than the rule keeps refused."""
+    count: int = x.shape[2] if isinstance(x, Tensor) and x.ndim == 3 else -1
+    if count < 0 or (most is not None and count > most):
+        _refuse(name, x, f"of shape (B, H, n{'' if most is None else f' ≤ {most}'})")
     return count
 
 
-def _count(name: str, bias: object, least: int, most: int) -> int:
-    """How many tokens there are biases for, a number that the rule does not keep refused."""
-    count = bias.shape[2] if isinstance(bias, Tensor) and bias.ndim == 3 else -1
-    if not least <= count <= most:
-        _refuse(f"{name}.bias", bias, f"of shape (B, H, n), n = {most}" if least else f"of shape (B, H, n ≤ {most})")
-    return count
+def _require(kind: type, name: str, x: object) -> None:
+    """Refuse another kind of record."""
+    if not isinstance(x, kind):
+        _refuse(name, x, f"a {kind.__name__}")
 
 
-def _check(name: str, x: object, shape: Sequence[int], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """Refuse what is no tensor of this shape, of one of these dtypes and on this device."""
-    if not isinstance(x, Tensor) or x.shape != shape or x.dtype not in dtypes or x.device != device:
-        _refuse(name, x, f"{' or '.join(map(str, dtypes))} of shape {tuple(shape)} on {device}")
+def _compare(
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuse the first tensor that has not its shape and dtype, or is on another device."""
+    for x, shape, dtype, name in zip(tensors, shapes, dtypes, names, strict=True):
+        if not isinstance(x, Tensor) or x.shape != shape or x.dtype != dtype or x.device != device:
+            _refuse(name, x, f"{dtype} of shape {shape} on {device}")
 
 
 def _refuse(name: str, x: object, wanted: str) -> NoReturn:

@@ -296,7 +296,8 @@ class State:
         """Refuse tokens that do not continue the state, and a state whose tensors do not belong together."""
         if not isinstance(self.S, Tensor) or self.S.ndim != 4:
             check_sums(self.sums)
-        wanted, got = (*self.S.shape[:2], self.S.shape[-1]), (*key.shape[:2], value.shape[-1])
+        batch, heads, _, value_dim = self.S.shape
+        wanted, got = (batch, heads, value_dim), (*key.shape[:2], value.shape[-1])
         if wanted != got:
             raise ValueError(
                 f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
