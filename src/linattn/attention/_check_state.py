@@ -21,9 +21,7 @@ from linattn.attention.exact.merged.query_sample import QuerySample, sample_size
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
 
-_REMEDY = (
-    "pass a state as linear_attention_with_state, State.empty or torch.load gave it, or rebuild it from the tokens"
-)
+_REMEDY = "pass a state as linear_attention_with_state or State.empty gave it, or rebuild it from the tokens"
 # By the dtype of sums, those of tokens beside them.
 _TOKENS = {torch.float32: (torch.float32, torch.float16, torch.bfloat16), torch.float64: (torch.float64,)}
 _PARTS = tuple(f"exact.recent.{name}" for name in Tokens._fields)
