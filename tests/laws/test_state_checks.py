@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 
 import pytest
@@ -82,6 +83,49 @@ def test_merged_keys_beyond_the_rule_are_refused() -> None:
     for backend in ("auto", "blocked"):
         with pytest.raises(ValueError, match=r"exact.merged.bias must be of shape \(B, H, n ≤ 8\)"):
             linattn.linear_attention_with_state(*tokens(100), None, state, exact=exact, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"window": 4.0}, {"window": 0}, {"window": 3}, {"num_heavy": -1}, {"num_heavy": True}, {"num_merged": 2**62}],
+    ids=str,
+)
+def test_a_rule_that_is_read_from_a_file_is_checked(wrong: dict[str, object]) -> None:
+    feature_map, exact = FavorPlus(8, 16), Exact(4, 3)
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state
+    state.exact.rule.__dict__.update(wrong)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))} must be"):
+        torch.load(file)
+    with pytest.raises(ValueError, match="must be a non-negative integer below 2³¹, got 2147483648"):
+        Exact(4, num_merged=2**31)
+
+
+@pytest.mark.parametrize("field", ["S", "z", "m"])
+def test_no_verb_heals_sums_that_do_not_belong_together(field: str) -> None:
+    feature_map, _ = STREAMS["map"]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map).state
+    wrong = dataclasses.replace(state, **{field: getattr(state, field)[:, :, :1]})
+    for use in (
+        lambda: wrong.decay(-1.0).read(feature_map, tokens(1)[0]),
+        lambda: wrong.merge(state),
+        lambda: state.merge(wrong),
+        lambda: wrong.absorb(feature_map, *tokens(1)[1:]),
+    ):
+        with pytest.raises(ValueError, match=r"the state's (S|z|m) must be|cannot merge states of shapes .* of (S|m)"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["window", "heavy", "merged"])
+def test_a_decay_heals_no_exact_keys(name: str) -> None:
+    feature_map, exact = STREAMS[name]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state
+    recent = state.exact.recent
+    wrong = dataclasses.replace(state.exact, recent=recent._replace(bias=recent.bias[:, :1]))
+    with pytest.raises(ValueError, match=r"the state's exact.recent.bias must be torch.float32 of shape \(1, 2, 6\)"):
+        dataclasses.replace(state, exact=wrong).decay(-1.0)
 
 
 @pytest.mark.parametrize("name", STREAMS)

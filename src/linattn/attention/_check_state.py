@@ -80,16 +80,36 @@ def check_whole(
         check_sums_of(feature_map.num_features, feature_map.num_exponents, sums)
         if exact is None:
             return
-    kind = MergedKeys if feature_map is None else ExactKeys
+    _check_exact(sums.S, exact, MergedKeys if feature_map is None else ExactKeys, head_dim, num_groups)
+
+
+def check_of_any_map(sums: Sums, exact: object) -> None:
+    """Refuse a state whose tensors do not belong together, whatever its map."""
+    check_sums(sums)
+    if exact is not None:
+        _check_exact(sums.S, exact, MergedKeys if isinstance(exact, MergedKeys) else ExactKeys, width_of(exact), None)
+
+
+def width_of(exact: object) -> int:
+    """How wide the keys are that a state keeps; 0 where it keeps none."""
+    recent = getattr(exact, "recent", None)
+    key = recent[0] if isinstance(recent, tuple) and recent else None
+    return key.shape[-1] if isinstance(key, Tensor) and key.ndim == 4 else 0
+
+
+def _check_exact(
+    S: Tensor, exact: object, kind: type[ExactKeys] | type[MergedKeys], head_dim: int, num_groups: int | None
+) -> None:
+    """The keys beside the sums."""
     if not isinstance(exact, kind) or not isinstance(exact.rule, Exact):
         got = type(exact.rule if isinstance(exact, kind) else exact).__name__
         raise TypeError(
             f"the state's exact part must be {kind.__name__} with an Exact as its rule, got {got}; {_REMEDY}"
         )
     if isinstance(exact, ExactKeys):
-        _check_exact_keys(exact, sums.S, head_dim)
+        _check_exact_keys(exact, S, head_dim)
     else:
-        _check_merged_keys(exact, sums.S, head_dim, num_groups)
+        _check_merged_keys(exact, S, head_dim, num_groups)
 
 
 def _check_exact_keys(exact: ExactKeys, S: Tensor, head_dim: int) -> None:

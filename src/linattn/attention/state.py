@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linattn.attention._check import check_map, checked
-from linattn.attention._check_state import check_sums, check_whole
+from linattn.attention._check_state import check_of_any_map, check_sums, check_whole, width_of
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, MergedKeys, attend_to_all
@@ -154,6 +154,7 @@ class State:
             >>> round(state.read(relu, query).out.item(), 4)  # (0.5·8 + 2)/(0.5 + 1)
             4.0
         """
+        check_of_any_map(self.sums, self.exact)
         factor = torch.as_tensor(log_factor, dtype=self.m.dtype, device=self.m.device)
         batch, heads = self.m.shape[:2]
         if tuple(factor.shape) not in ((), (1, 1), (1, heads), (batch, 1), (batch, heads)):
@@ -211,13 +212,11 @@ class State:
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, query)
-        self._check_readable(feature_map, query)
+        grouped, heads = self._checked_query(feature_map, query), self.S.shape[1]
         if feature_map is None:
             assert self.exact is not None  # as without a map
-            grouped = self._grouped(query, query.shape[-1])
             with outside_autocast(query.device):
                 return attend_to_all(grouped, self.exact.tokens(), query.shape[-1] ** -0.5).ungrouped()
-        grouped, heads = self._grouped(query, feature_map.head_dim), self.S.shape[1]
         bound = bind(feature_map, query, query, is_causal=True)
         with outside_autocast(query.device):
             # Backends are asked about a call: one with no keys but the state's.
@@ -314,17 +313,6 @@ class State:
             raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
         check_whole(self.sums, self.exact, feature_map, key.shape[-1], num_groups)
 
-    def _grouped(self, query: Tensor, head_dim: int) -> Tensor:
-        """Queries by key/value head (B, H, G, L, D), refused where they do not fit."""
-        batch, heads = self.S.shape[:2]
-        fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
-        if not fits or query.shape[1] % heads:
-            raise ValueError(
-                f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}"
-            )
-        grouped: Tensor = query.unflatten(1, (heads, -1))
-        return grouped
-
     def _absorbed(self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None) -> State:
         """The state with these keys in the sums, and none kept exactly."""
         bound = bind(feature_map, key, key, is_causal=True)
@@ -332,19 +320,22 @@ class State:
         with outside_autocast(key.device):
             return State(*choose("auto", call).absorb(call, self.sums), self.built_with)
 
-    def _check_readable(self, feature_map: FeatureMap | None, query: Tensor) -> None:
-        """Refuse a state whose tensors do not belong together, and queries elsewhere."""
-        recent = getattr(self.exact, "recent", None)
-        # A map says how wide keys are; merged keys do.
-        key = recent[0] if isinstance(recent, tuple) and recent else None
-        known = key.shape[-1] if isinstance(key, Tensor) and key.ndim == 4 else 0
-        check_whole(self.sums, self.exact, feature_map, known if feature_map is None else feature_map.head_dim)
-        if feature_map is None:
-            self._grouped(query, known)
+    def _checked_query(self, feature_map: FeatureMap | None, query: Tensor) -> Tensor:
+        """Queries by key/value head (B, H, G, L, D), refused where they or the state's tensors do not fit."""
+        head_dim = width_of(self.exact) if feature_map is None else feature_map.head_dim
+        check_whole(self.sums, self.exact, feature_map, head_dim)
+        batch, heads = self.S.shape[:2]
+        fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
+        if not fits or query.shape[1] % heads:
+            raise ValueError(
+                f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}"
+            )
         if self.S.device != query.device:
             raise ValueError(
                 f"the state is on {self.S.device}, the queries on {query.device}; move it with state.to(…)"
             )
+        grouped: Tensor = query.unflatten(1, (heads, -1))
+        return grouped
 
     def _check_map(self, feature_map: FeatureMap | None) -> None:
         """Refuse another map."""

@@ -150,7 +150,7 @@ class Attention(nn.Module, ABC):
         self._check_tokens(x, None, key_mask)
         kept = None if state is None else self._checked_kept(state)
         x = _silenced(x, key_mask)
-        before = None if state is None else state.num_tokens
+        before = None if state is None else state.num_before(x)
         out, kept = self._attend_with_state(self._heads(x, x, key_mask, before), kept)
         return Attended(self._merged(out, x), Stream(kept, _num_tokens(x, key_mask, state)))
 

@@ -95,7 +95,7 @@ class SoftmaxAttention(Attention):
             key_bias, log_decay = gate_bias(_cut(heads.gates, at), key_mask=mask)
             key, value = heads.key[:, :, at], heads.value[:, :, at]
             new = KeptTokens(key, value, mask, key_bias.expand(key.shape[:3]))
-            kept = extended(None if kept is None else kept.decay(log_decay), new)
+            kept = extended(kept, new, log_decay)
             outs.append(self._attend_to(heads.query[:, :, at], kept))
         assert kept is not None
         return torch.cat(outs, 2), kept

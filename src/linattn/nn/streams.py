@@ -64,6 +64,17 @@ class Stream(NamedTuple):
     kept: State | KeptTokens
     num_tokens: Tensor
 
+    def num_before(self, x: Tensor) -> Tensor:
+        """How many tokens each row of x (B, L, E) has before it; refuse what is no such number."""
+        n = self.num_tokens
+        if not isinstance(n, Tensor) or n.shape != x.shape[:1] or n.dtype != torch.int64 or n.device != x.device:
+            got = f"{n.dtype} of shape {tuple(n.shape)} on {n.device}" if isinstance(n, Tensor) else type(n).__name__
+            raise ValueError(
+                f"the stream's num_tokens must be torch.int64 of shape {tuple(x.shape[:1])} on {x.device}, got {got}; "
+                "give each layer the state that it returned"
+            )
+        return n
+
     def select(self, indices: Tensor) -> Stream:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
         return Stream(self.kept.select(indices), self.num_tokens.index_select(0, indices))
@@ -94,15 +105,12 @@ def kind_of(state: object) -> str:
     return f"a Stream of {type(state.kept).__name__}" if isinstance(state, Stream) else type(state).__name__
 
 
-def extended(kept: KeptTokens | None, new: KeptTokens) -> KeptTokens:
-    """The tokens kept, None for none, then the new ones."""
+def extended(kept: KeptTokens | None, new: KeptTokens, log_decay: Tensor | None = None) -> KeptTokens:
+    """The tokens kept, None for none, which may fade, then the new ones."""
     if kept is None:
         return new
-    held, given = ((*x.key.shape[:2], x.key.shape[-1], x.key.dtype) for x in (kept, new))
-    if held != given:
-        raise ValueError(
-            f"the stream keeps keys of (batch, key/value heads, head width, dtype) = {held}, got tokens of {given}"
-        )
+    _check_kept(kept, new)
+    kept = kept if log_decay is None else kept.decay(log_decay)
     key, value = torch.cat([kept.key, new.key], 2), torch.cat([kept.value, new.value], 2)
     mask = bias = None
     if kept.key_mask is not None or new.key_mask is not None:
@@ -110,6 +118,31 @@ def extended(kept: KeptTokens | None, new: KeptTokens) -> KeptTokens:
     if kept.key_bias is not None and new.key_bias is not None:
         bias = torch.cat([kept.key_bias, new.key_bias], -1)
     return KeptTokens(key, value, mask, bias)
+
+
+def _check_kept(kept: KeptTokens, new: KeptTokens) -> None:
+    """Refuse tokens kept whose tensors do not belong together, or that these do not continue."""
+    length = kept.key.shape[2] if isinstance(kept.key, Tensor) and kept.key.ndim == 4 else 0
+    batch, heads = new.key.shape[:2]
+    bias = None if new.key_bias is None else ((batch, heads, length), new.key_bias.dtype)
+    wanted = {
+        "key": ((batch, heads, length, new.key.shape[3]), new.key.dtype),
+        "value": ((batch, heads, length, new.value.shape[3]), new.value.dtype),
+        "key_mask": None if kept.key_mask is None else ((batch, length), torch.bool),
+        "key_bias": bias,
+    }
+    for name, outline in wanted.items():
+        x = getattr(kept, name)
+        got = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
+        if got != outline:
+            raise ValueError(
+                f"the stream's {name} must be {outline} to go on with these tokens, got {got}; give each layer the "
+                "state that it returned"
+            )
+        if isinstance(x, Tensor) and x.device != new.key.device:
+            raise ValueError(
+                f"the stream's {name} is on {x.device}, the tokens on {new.key.device}; move it with .to()"
+            )
 
 
 def _mask(tokens: KeptTokens) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from linattn.feature_maps import FeatureMap
 
 # Blocks at whose beginnings a stream merges keys: a window has a few of them, of at least so many tokens.
 _MOST_BLOCKS, _BLOCK = 4, 64
+# Keys are numbered in 32 bits.
+_MOST = 2**31
 # The part of many merged keys that a merge leaves free.
 _SPARE = 16
 # The word of merged keys in a written form.
@@ -135,8 +137,8 @@ class Exact:
         """Refuse sizes that mean nothing."""
         window = 1 if self.window is None else self.window
         for name, size in (("window", window), ("num_heavy", self.num_heavy), ("num_merged", self.num_merged)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise ValueError(f"{name} must be a non-negative integer, got {size!r}")
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < _MOST:
+                raise ValueError(f"{name} must be a non-negative integer below 2³¹, got {size!r}")
         if self.num_heavy and self.num_merged:
             raise ValueError(
                 f"got {self!r}; heavy keys stay apart among merged ones, since merging them is dear: leave num_heavy "
@@ -150,6 +152,11 @@ class Exact:
             raise ValueError(f"only merged keys are kept in few bits, got {self!r}; give num_merged, or leave bits out")
         if self.window is None and not self.num_heavy and not self.num_merged:
             raise ValueError(f"got {self!r}, which attends to no key exactly; give a size, or exact=None")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take sizes that are read from a file, checked as the constructor's are."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @property
     def label(self) -> str:
