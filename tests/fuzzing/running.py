@@ -10,7 +10,20 @@ from typing import NamedTuple
 import torch
 
 from fuzzing.case import Case
-from fuzzing.kinds import attention, combination, compiled, gradients, mapped, rows, states, streams, threads
+from fuzzing.kinds import (
+    attention,
+    combination,
+    compiled,
+    damaged,
+    gradients,
+    mapped,
+    masks,
+    ranks,
+    rows,
+    states,
+    streams,
+    threads,
+)
 from fuzzing.limits import RefusedError
 from fuzzing.task import Task, run_task
 
@@ -30,18 +43,24 @@ KINDS = {
     "threads": threads.run,
     "mapped": mapped.run,
     "compiled": compiled.run,
+    "damaged": damaged.run,
+    "masks": masks.run,
+    "ranks": ranks.run,
 }
 # So many of a thousand.
 _SHARES = {
-    "attention": 320.0,
-    "streams": 180.0,
+    "attention": 280.0,
+    "streams": 160.0,
     "states": 100.0,
-    "combination": 110.0,
-    "rows": 80.0,
-    "gradients": 130.0,
+    "combination": 90.0,
+    "rows": 60.0,
+    "gradients": 120.0,
     "threads": 20.0,
     "mapped": 56.0,
     "compiled": 4.0,
+    "damaged": 70.0,
+    "masks": 30.0,
+    "ranks": 10.0,
 }
 
 

@@ -67,6 +67,28 @@ class Shifted(linattn.feature_maps.FeatureMap):
         return torch.exp(q) @ torch.exp(k).mT
 
 
+class ShiftedApart(Shifted):
+    """Keys have exponents of their own."""
+
+    def key(self, x: torch.Tensor) -> torch.Tensor:
+        return x - 0.5
+
+
+@pytest.mark.parametrize("length", [1, 2, LENGTH])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [Shifted, ShiftedApart])
+def test_a_map_that_gives_its_input_has_it_left_alone(kind: type[Shifted], backend: str, length: int) -> None:
+    feature_map, given = kind(8, 8), qkv(2, 2, 2, length, length)
+    before = [x.clone() for x in given]
+    state = linattn.linear_attention_with_state(*given, feature_map, backend=backend).state
+    linattn.linear_attention_with_state(*given, feature_map, state, backend=backend)
+    for is_causal in (False, True):
+        linattn.linear_attention(*given, feature_map, is_causal=is_causal, backend=backend)
+    state.absorb(feature_map, *given[1:]).read(feature_map, given[0])
+    for x, was in zip(given, before, strict=True):
+        assert torch.equal(x, was)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("level", [0, -120])
 @pytest.mark.parametrize("position", [1, 20, 49])

@@ -110,6 +110,7 @@ def test_no_verb_heals_sums_that_do_not_belong_together(field: str) -> None:
     wrong = dataclasses.replace(state, **{field: getattr(state, field)[:, :, :1]})
     for use in (
         lambda: wrong.decay(-1.0).read(feature_map, tokens(1)[0]),
+        lambda: wrong.select(torch.tensor([0])).read(feature_map, tokens(1)[0]),
         lambda: wrong.merge(state),
         lambda: state.merge(wrong),
         lambda: wrong.absorb(feature_map, *tokens(1)[1:]),

@@ -237,6 +237,7 @@ class State:
                 f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
                 "turn a mask into indices with mask.nonzero().squeeze(1)"
             )
+        check_of_any_map(self.sums, self.exact)
         return self._each(lambda x: x.index_select(0, indices))
 
     def detach(self) -> State:

@@ -101,7 +101,8 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
         phi = linear * phi
     S, z, column = torch.addcmul(S, phi.unsqueeze(-1), v), z + phi, m.unsqueeze(-2)
     if feature_map.exponential:
-        t = t.add_(column)
+        # A map may give the query itself, which stays as it is.
+        t = t + column
         reference = t.amax(-1, keepdim=True)
         t = exponential_(t.sub_(reference))
     else:

@@ -1,0 +1,47 @@
+"""Faults of the checks of states, and of what decays them."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+CHECKS, STATE, LAWS = "attention/_check_state.py", "attention/state.py", "tests/laws/test_state_checks.py"
+SUMS, STREAMS, STREAM_LAWS = "attention/sums.py", "nn/streams.py", "tests/nn/test_streams.py"
+
+FAULTS = (
+    Fault("take z of any shape", CHECKS, "and z.shape == (batch, heads, held)", "", LAWS),
+    Fault("take exponents of any dtype", CHECKS, "and z.dtype is m.dtype is dtype", "", LAWS),
+    Fault("take sums of another map's size", CHECKS, "held == num_features\n", "True\n", LAWS),
+    Fault("look at sums alone", CHECKS, "        if exact is None:\n            return", "        return", LAWS),
+    Fault("take more merged keys than the rule keeps", CHECKS, "and count > most", "and False", LAWS),
+    Fault("compare shapes alone", CHECKS, "or x.dtype != dtype", "", LAWS),
+    Fault("forget the device", CHECKS, " or x.device != device:", ":", LAWS),
+    Fault(
+        "decay what does not belong together",
+        STATE,
+        "check_of_any_map(self.sums, self.exact)\n        factor",
+        "factor",
+        LAWS,
+    ),
+    Fault(
+        "select from what does not belong together",
+        STATE,
+        "check_of_any_map(self.sums, self.exact)\n        return",
+        "return",
+        LAWS,
+    ),
+    Fault("read a rule from a file unchecked", "attention/exact/rule.py", "self.__post_init__()", "pass", LAWS),
+    Fault("take a factor of NaN", STATE, "bool((log_factor < torch.inf).all())", "True", LAWS),
+    Fault("decay by -inf to exponents of no size", SUMS, "torch.where(gone, 0, shift)", "shift", LAWS),
+    Fault("round what a large decay leaves of a feature", SUMS, "rest.exp()", "(0 * rest).exp()", LAWS),
+    Fault("keep heavy keys' scores after a decay by -inf", "attention/exact/keys.py", "heavy_score=score, ", "", LAWS),
+    Fault("read beside a large exponent", STATE, "self.sums._replace(m=self.m - common)", "self.sums", LAWS),
+    Fault("broadcast the tokens seen", STREAMS, "n.shape != x.shape[:1]", "False", STREAM_LAWS),
+    Fault("go on with tokens kept of any kind", STREAMS, "    _check_kept(kept, new)\n", "", STREAM_LAWS),
+    Fault(
+        "write over a query",
+        "attention/backends/blocked/__init__.py",
+        "t = t + column",
+        "t = t.add_(column)",
+        "tests/laws/test_causality.py",
+    ),
+)

@@ -1,0 +1,193 @@
+"""States with tensors that do not belong together, as from a damaged file: refused in words, or read as what they are.
+
+Letters: B batch, Hkv key/value heads, L tokens.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import linattn
+from fuzzing.case import Case
+from fuzzing.dice import Dice
+from fuzzing.kinds.attention import draw_exactly
+from fuzzing.maps import draw_map
+from fuzzing.oracle import MismatchError
+from fuzzing.tokens import Sizes, draw_sizes, laid_out
+
+_DTYPES = {torch.float32: 0.7, torch.float64: 0.15, torch.bfloat16: 0.15}
+_OTHERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
+# Leaves' tensors are changed by these; "filled" and "laid out" leave a state that is one.
+_DAMAGES = {"cut": 3.0, "repeated": 2.0, "cast": 2.0, "reshaped": 2.0, "elsewhere": 1.0, "no tensor": 0.5}
+_SOUND = {"filled": 2.0, "laid out": 1.5}
+_WORDS = re.compile(r"the state|cannot merge states|query must be|states of|num_merged|window")
+
+
+class Stream(NamedTuple):
+    """A state, and what continues it.
+
+    Attributes:
+        feature_map: of the state, None beside merged keys.
+        exact: its rule.
+        state: after some tokens.
+        tokens: query, key and value of one or a few more.
+    """
+
+    feature_map: linattn.feature_maps.FeatureMap | None
+    exact: linattn.Exact | None
+    state: linattn.State
+    tokens: tuple[Tensor, Tensor, Tensor]
+
+    def use(self, verb: str, state: linattn.State) -> linattn.Attended | linattn.attention.Partial:
+        """The rows of a state after a verb."""
+        if verb in ("auto", "blocked", "compiled"):
+            options = {"enable_gqa": True, "exact": self.exact, "backend": verb}
+            return linattn.linear_attention_with_state(*self.tokens, self.feature_map, state, **options)
+        if verb == "select":
+            state = state.select(torch.arange(self.tokens[0].shape[0]))
+        elif verb == "decay":
+            state = state.decay(-0.5)
+        elif verb == "flush" and self.feature_map is not None:
+            state = state.flush(self.feature_map)
+        elif verb == "merge" and self.exact is None:
+            state = state.merge(self.state)
+        elif verb == "merge, second" and self.exact is None:
+            state = self.state.merge(state)
+        return state.read(self.feature_map, self.tokens[0])
+
+
+_VERBS = ("auto", "auto", "blocked", "compiled", "read", "select", "decay", "flush", "merge", "merge, second")
+
+
+def _draw_stream(dice: Dice) -> Stream:
+    """A state of any kind, fitted and of one map."""
+    sizes, dtype = draw_sizes(dice), dice.weighted(_DTYPES)
+    sizes = Sizes(max(sizes.batch, 1), sizes.kv_heads, sizes.groups, sizes.head_dim, max(sizes.value_dim, 1))
+    if dice.chance(0.45):
+        exact: linattn.Exact | None = linattn.Exact(
+            dice.pick(1, 2, 3, 4, 8), num_merged=dice.pick(1, 2, 4, 8, 16), bits=dice.pick(None, None, 2, 4, 8)
+        )
+        feature_map = None
+    else:
+        exact = draw_exactly(dice, share=0.5).option if dice.chance(0.7) else None
+        exact = None if exact is not None and exact.window is None else exact
+        feature_map = draw_map(dice, sizes, dtype, softmax=exact is not None, fitted=True).map
+    cut = dice.integer(1, 3)
+    length = dice.length() + cut
+    query, key, value = (
+        dice.normal(sizes.batch, heads, length, width).to(dtype)
+        for heads, width in (
+            (sizes.heads, sizes.head_dim),
+            (sizes.kv_heads, sizes.head_dim),
+            (sizes.kv_heads, sizes.value_dim),
+        )
+    )
+    begun = linattn.linear_attention_with_state(
+        *(x[:, :, :-cut] for x in (query, key, value)), feature_map, enable_gqa=True, exact=exact
+    )
+    cut = 1 if dice.chance(0.6) else cut
+    return Stream(feature_map, exact, begun.state.detach(), tuple(x[:, :, -cut:] for x in (query, key, value)))
+
+
+def _changed(dice: Dice, x: Tensor, damage: str) -> object:
+    """A tensor as a damage leaves it."""
+    place = dice.integer(0, max(x.ndim - 1, 0))
+    if x.ndim == 0:
+        return x
+    if damage == "cut":
+        return x.narrow(place, 0, dice.integer(0, max(x.shape[place] - 1, 0)))
+    if damage == "repeated":
+        times = dice.pick(2, 3, 50)
+        return torch.cat([x] * times, place) if dice.chance(0.5) else x.repeat_interleave(times, place)
+    if damage == "cast":
+        return x.to(dice.pick(*_OTHERS))
+    if damage == "reshaped":
+        return dice.pick(x.unsqueeze(place), x.flatten(), x.transpose(0, place), x.reshape(-1)[:0].sum())
+    if damage == "elsewhere":
+        return x.to("meta")
+    if damage == "filled":
+        return torch.full_like(x, dice.pick(0, 1) if not x.is_floating_point() else dice.pick(*_FILLINGS))
+    return laid_out(dice, x) if damage == "laid out" and x.ndim == 4 else None if damage == "no tensor" else x
+
+
+_FILLINGS = (float("nan"), float("inf"), -float("inf"), 0.0, 6e4, -6e4)
+
+
+def _outline(x: object) -> object:
+    """What a state is held to."""
+    return (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else type(x)
+
+
+def _read_again(state: linattn.State) -> linattn.State:
+    """A state that went through a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    found: linattn.State = torch.load(file)
+    return found
+
+
+def run(case: Case) -> None:
+    """Change one tensor of a state, or several alike, and use it."""
+    dice = case.dice
+    stream = _draw_stream(dice)
+    leaves, tree = pytree.tree_flatten(stream.state)
+    damage = dice.weighted(_DAMAGES | _SOUND)
+    number, verb = dice.integer(0, len(leaves) - 1), dice.pick(*_VERBS)
+    wrong = _changed(dice, leaves[number], damage)
+    is_one = _outline(wrong) == _outline(leaves[number])
+    case.note(
+        f"{stream.state} with tensor {number} {damage}, {tuple(leaves[number].shape)} to {_outline(wrong)}: {verb}"
+    )
+    leaves[number] = wrong
+    if more := dice.chance(0.3):
+        others = dice.shuffled(range(len(leaves)))[: dice.integer(1, 3)]
+        case.note(f"and {others}")
+        for other in others:
+            leaves[other] = _changed(dice, leaves[other], damage) if isinstance(leaves[other], Tensor) else None
+    damaged = pytree.tree_unflatten(leaves, tree)
+    if dice.chance(0.3):
+        damaged = _read_again(damaged)
+    # Without keys beside them sums of another value width are those of other values.
+    is_one |= verb in ("read", "select", "decay", "flush") and _is_narrower(wrong, stream.state.S, number, stream.exact)
+    found = _rows(lambda: stream.use(verb, damaged), is_one=None if more else is_one)
+    if found is not None and damage == "laid out":
+        _same(found, stream.use(verb, stream.state))
+
+
+def _is_narrower(wrong: object, S: Tensor, number: int, exact: linattn.Exact | None) -> bool:
+    """Whether sums are those of values of another width."""
+    if number or exact is not None or not isinstance(wrong, Tensor) or wrong.ndim != 4:
+        return False
+    return wrong.shape[:3] == S.shape[:3] and (wrong.dtype, wrong.device) == (S.dtype, S.device)
+
+
+def _rows(use: Callable[[], linattn.Attended | linattn.attention.Partial], *, is_one: bool | None) -> Tensor | None:
+    """The rows, or None where the state is refused in words of its own, as it must be or, if None, may be."""
+    try:
+        found = use()
+    except (TypeError, ValueError) as error:
+        if not _WORDS.search(str(error)):
+            # A backend may not run what is asked of it.
+            if "backend" in str(error):
+                return None
+            raise
+        if is_one:
+            raise MismatchError(f"a state was refused, with {error}") from error
+        return None
+    if is_one is False:
+        raise MismatchError("a state whose tensors do not belong together was taken")
+    return found.out
+
+
+def _same(found: Tensor, wanted: linattn.Attended | linattn.attention.Partial) -> None:
+    """A layout of memory changes nothing but the order of sums."""
+    rounding = 64 * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, wanted.out, rtol=rounding, atol=rounding)
