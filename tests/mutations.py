@@ -43,6 +43,8 @@ def main() -> int:
             environment = os.environ | {"PYTHONPATH": str(source)}
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
             red = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+            # Compiled code that is given too little memory ends the process.
+            red += [f"the process died of signal {-done.returncode}"] if done.returncode < 0 else []
             sys.stdout.write(f"{'caught' if red else 'SURVIVED':9s} {fault.name}: {red[0] if red else ''}\n")
             sys.stdout.flush()
             survivors += not red

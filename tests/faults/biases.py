@@ -46,8 +46,8 @@ FAULTS = (
     Fault(
         "keep the decay from gradients",
         "attention/sums.py",
-        "if not shift.requires_grad:",
-        "if True:",
+        "if shift.requires_grad:",
+        "if False:",
         LAWS,
     ),
     Fault(

@@ -95,8 +95,8 @@ FAULTS = (
     ),
     Fault(
         "leave kept tokens undecayed",
-        "nn/softmax_attention.py",
-        "kept.decay(log_decay)",
+        "nn/streams.py",
+        "kept if log_decay is None else kept.decay(log_decay)",
         "kept",
         LAYERS,
     ),

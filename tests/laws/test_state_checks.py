@@ -75,6 +75,14 @@ def test_every_tensor_of_a_state_is_checked(name: str, change: str) -> None:
             wrong.read(feature_map, tokens(1)[0])
 
 
+def test_sums_of_another_number_of_features_are_refused() -> None:
+    feature_map, _ = STREAMS["map"]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map).state
+    wrong = State(*(torch.cat((x, x), 2) for x in state.sums), state.built_with)
+    with pytest.raises(ValueError, match=r"the state's S must be torch.float32 of shape \(1, 2, 16, 8\)"):
+        linattn.linear_attention_with_state(*tokens(1), feature_map, wrong)
+
+
 def test_merged_keys_beyond_the_rule_are_refused() -> None:
     _, exact = STREAMS["merged"]
     state = linattn.linear_attention_with_state(*tokens(), None, exact=exact).state
@@ -110,13 +118,23 @@ def test_no_verb_heals_sums_that_do_not_belong_together(field: str) -> None:
     wrong = dataclasses.replace(state, **{field: getattr(state, field)[:, :, :1]})
     for use in (
         lambda: wrong.decay(-1.0).read(feature_map, tokens(1)[0]),
-        lambda: wrong.select(torch.tensor([0])).read(feature_map, tokens(1)[0]),
         lambda: wrong.merge(state),
         lambda: state.merge(wrong),
         lambda: wrong.absorb(feature_map, *tokens(1)[1:]),
     ):
         with pytest.raises(ValueError, match=r"the state's (S|z|m) must be|cannot merge states of shapes .* of (S|m)"):
             use()
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_selection_heals_no_state(name: str) -> None:
+    feature_map, exact = STREAMS[name]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state
+    leaves, tree = pytree.tree_flatten(state)
+    for number, leaf in enumerate(leaves):
+        wrong = pytree.tree_unflatten([*leaves[:number], torch.cat((leaf, leaf)), *leaves[number + 1 :]], tree)
+        with pytest.raises(ValueError, match=r"the state's \S+ must be"):
+            wrong.select(torch.tensor([0]))
 
 
 @pytest.mark.parametrize("name", ["window", "heavy", "merged"])
@@ -145,6 +163,18 @@ def test_a_decay_by_minus_infinity_is_the_empty_state(name: str) -> None:
         out = linattn.linear_attention_with_state(query, key, value, feature_map, before, exact=exact).out
         # One token alone gives its value: a product and a division in float32, beside rounding to 4 bits none.
         torch.testing.assert_close(out, value, rtol=1e-5, atol=1e-5)
+
+
+def test_after_a_decay_by_minus_infinity_new_keys_are_the_heavy_ones() -> None:
+    feature_map, exact = STREAMS["heavy"]
+    # Whole blocks, so that the next one begins as a stream does.
+    state = linattn.linear_attention_with_state(*tokens(32), feature_map, exact=exact).state.decay(-math.inf)
+    after, fresh = (
+        linattn.linear_attention_with_state(*tokens(20), feature_map, before, exact=exact).out
+        for before in (state, None)
+    )
+    # The map's exponents of some tens, rounded in float32.
+    torch.testing.assert_close(after, fresh, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf, torch.tensor([[0.0, math.inf]])], ids=str)
