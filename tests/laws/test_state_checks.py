@@ -76,10 +76,10 @@ def test_every_tensor_of_a_state_is_checked(name: str, change: str) -> None:
 
 
 def test_sums_of_another_number_of_features_are_refused() -> None:
-    feature_map, _ = STREAMS["map"]
+    feature_map = Relu(8)
     state = linattn.linear_attention_with_state(*tokens(), feature_map).state
-    wrong = State(*(torch.cat((x, x), 2) for x in state.sums), state.built_with)
-    with pytest.raises(ValueError, match=r"the state's S must be torch.float32 of shape \(1, 2, 16, 8\)"):
+    wrong = State(*(torch.cat((x, x), 2) for x in (state.S, state.z)), state.m, state.built_with)
+    with pytest.raises(ValueError, match=r"the state's S must be torch.float32 of shape \(1, 2, 8, 8\)"):
         linattn.linear_attention_with_state(*tokens(1), feature_map, wrong)
 
 
