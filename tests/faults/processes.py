@@ -24,6 +24,20 @@ FAULTS = (
         GROUP,
     ),
     Fault(
+        "keep an error of the first process from the others",
+        "processes/group.py",
+        "self._raise(error, [failure])",
+        "self._raise(error, [])",
+        GROUP,
+    ),
+    Fault(
+        "keep an error of one process from the others",
+        "processes/group.py",
+        "self._raise(error, self.gather(_failure(error)))",
+        "self.gather(_failure(error)), self._raise(error, [])",
+        GROUP,
+    ),
+    Fault(
         "wait for a stopped process for ever",
         "processes/pulse.py",
         "if max(silent) >= _PATIENCE:",

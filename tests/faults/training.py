@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
+FOREIGN = "tests/training/test_foreign_checkpoints.py"
+RANKS = "tests/training/test_shared_checkpoints.py"
+
 FAULTS = (
     Fault(
         "score one window a pass, however short",
@@ -74,6 +77,83 @@ FAULTS = (
         "if _digest(checkpoint / name) != digest:",
         "if False:",
         "tests/training/test_checkpoints.py tests/training/test_loop.py",
+    ),
+    Fault(
+        "take any files for those that were written",
+        "training/checkpoints.py",
+        "not digests.keys() == names >= {_PROGRESS, RECORD}",
+        "False",
+        FOREIGN,
+    ),
+    Fault(
+        "follow links out of a checkpoint",
+        "training/checkpoints.py",
+        "if links or checkpoint.is_symlink():",
+        "if False:",
+        FOREIGN,
+    ),
+    Fault(
+        "remove a pickled checkpoint as a damaged one",
+        "training/checkpoints.py",
+        "if os.path.lexists(checkpoint / _PICKLED):",
+        "if False:",
+        FOREIGN,
+    ),
+    Fault(
+        "give tensors before it is known that all fit",
+        "training/tensors.py",
+        "    processes.all_do(lambda: _check_values(tensors, model, optimizer))\n",
+        "",
+        FOREIGN,
+    ),
+    Fault(
+        "make memory of whatever size a record says",
+        "training/tensors.py",
+        "    _check(stored, alike, str(folder))\n",
+        "",
+        FOREIGN,
+    ),
+    Fault(
+        "let a record leave numbers out",
+        "training/parts.py",
+        "return None if count == total else",
+        "return None if True else",
+        FOREIGN,
+    ),
+    Fault(
+        "let parts of a tensor overlap",
+        "training/parts.py",
+        "if _meet(self.parts):",
+        "if False:",
+        FOREIGN,
+    ),
+    Fault(
+        "believe a record against its shards",
+        "training/shards.py",
+        "if got.get(name) != wanted.get(name):",
+        "if False:",
+        FOREIGN,
+    ),
+    Fault(
+        "write what several ranks hold once for each",
+        "training/shards.py",
+        "first = {(part.offset, part.shape): part for part in reversed(parts)}",
+        "first = dict(enumerate(parts))",
+        RANKS,
+    ),
+    Fault(
+        "put every part at the beginning",
+        "training/shards.py",
+        "_local(rooms[name])[both.within(own)]",
+        "_local(rooms[name])[both.within(both)]",
+        RANKS,
+    ),
+    Fault(
+        "leave the others waiting for a checkpoint that fails",
+        "training/loop.py",
+        "processes.first_does(opened.close)",
+        "opened.close()",
+        RANKS,
     ),
     Fault(
         "pass over a damaged checkpoint without a word",

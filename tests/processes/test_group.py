@@ -28,3 +28,43 @@ def test_every_item_is_done_once_and_known_to_all(on_ranks, count):
         assert did == list(range(rank, count, NUM_RANKS))
         assert found == [item * item for item in range(count)]
         assert (first, mean) == ((0, 0.1), 1.5)
+
+
+class OwnError(Exception):
+    """Of a kind that another process may not have, and that does not survive pickling."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def failed(mesh, call, kind, failing):
+    """How a call ends on each rank, where some fail."""
+    processes = Processes.of_this_run()
+
+    def do():
+        if processes.rank in failing:
+            raise kind("one", "two") if kind is OwnError else kind(f"of {processes.rank}")
+        return processes.rank
+
+    try:
+        return getattr(processes, call)(do)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(("kind", "there"), [(FileNotFoundError, OSError), (ValueError, ValueError)])
+def test_an_error_of_some_is_raised_on_all(on_ranks, kind, there):
+    first = f"process 0 of {NUM_RANKS}: of 0"
+    found = on_ranks(NUM_RANKS, failed, "first_does", kind, (0,))
+    assert found == [(kind.__name__, "of 0")] + [(there.__name__, first)] * (NUM_RANKS - 1)
+    found = on_ranks(NUM_RANKS, failed, "all_do", kind, (1, 2))
+    for rank, (name, words) in enumerate(found):
+        own = (kind.__name__, f"of {rank}") if rank in (1, 2) else (there.__name__, f"process 1 of {NUM_RANKS}: of 1")
+        assert (name, words) == own
+    assert on_ranks(NUM_RANKS, failed, "all_do", kind, ()) == list(range(NUM_RANKS))
+
+
+def test_an_error_of_another_kind_arrives_too(on_ranks):
+    found = on_ranks(NUM_RANKS, failed, "all_do", OwnError, (3,))
+    assert found[3] == ("OwnError", "one and two")
+    assert set(found[:3]) == {("RuntimeError", f"process 3 of {NUM_RANKS}: one and two")}

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
+from safetensors import SafetensorError
 
+from checkpointing import resume, save
+from linattn.training import shards
 from linattn.training.checkpoints import Progress, WorkFolder
-from linattn.training.tensors import held, put, read, write
-
-
-@pytest.fixture
-def trained():
-    """A model whose head is its embedding, and an optimiser that has taken two steps."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
-    model[1].weight = model[0].weight
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.arange(5)).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def save(folder, trained, progress, best):
-    """A checkpoint of a transfer, by one process."""
-    with folder.draft("transfer", progress) as draft:
-        write(draft, held(*trained, best), together=False)
-
-
-def resume(folder, trained):
-    """The last one, in model and optimiser: its progress, and the best weights."""
-    place, progress = folder.last("transfer")
-    return progress, put(read(place, trained[0], together=False), *trained)
 
 
 def state(model, optimizer):
@@ -73,7 +48,6 @@ def kept(place):
 def test_only_the_last_whole_checkpoint_counts(trained, tmp_path):
     model, _ = trained
     folder, best = WorkFolder(tmp_path, {}, kind="conversion"), dict(model.state_dict())
-    del best["1.weight"]
     place = tmp_path / "checkpoints" / "transfer"
     save(folder, trained, Progress(99, 1.0, 1.0, 1.0, 1.0), best)
     # What a kill leaves of the next one.
@@ -89,13 +63,13 @@ def test_only_the_last_whole_checkpoint_counts(trained, tmp_path):
 
 def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkeypatch):
     model, _ = trained
-    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
+    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), dict(model.state_dict())
     save(folder, trained, Progress(1, 1.0, 1.0, 1.0, 1.0), best)
 
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    monkeypatch.setattr(shards, "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         save(folder, trained, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
     assert [path.name for path in (tmp_path / "checkpoints" / "transfer").iterdir()] == ["step-00000001"]
@@ -103,23 +77,36 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkey
 
 
 def test_a_full_disk_names_the_checkpoint(trained, tmp_path, monkeypatch):
-    """Torch's own error says neither which file nor why."""
+    """safetensors' own error is no OSError, and does not say which checkpoint."""
     model, _ = trained
-    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
+    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), dict(model.state_dict())
     place = tmp_path / "checkpoints" / "transfer"
     for error, words in (
-        (RuntimeError("unexpected pos 832 vs 726"), r" was not written \(unexpected pos 832 vs 726\); free some space"),
-        (ValueError("I/O error: No space left on device"), " was not written; free some space"),
+        (SafetensorError("I/O error: broken"), r" was not written \(I/O error: broken\); free some space"),
+        (SafetensorError("I/O error: No space left on device"), " was not written; free some space"),
     ):
 
         def full(*_, error=error, **__):
             raise error
 
         with monkeypatch.context() as patched:
-            patched.setattr(FileSystemWriter, "write_data", full)
+            patched.setattr(shards, "save_file", full)
             with pytest.raises(OSError, match=f"{place / 'step-00000002'}{words}"):
                 save(folder, trained, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
         assert kept(place) == []
+
+
+def test_a_file_that_may_not_grow_is_a_full_disk(trained, tmp_path):
+    model, _ = trained
+    folder, limits = WorkFolder(tmp_path, {}, kind="conversion"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="step-00000002 was not written; free some space") as caught:
+            save(folder, trained, Progress(2, 2.0, 1.0, 1.0, 1.0), dict(model.state_dict()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert kept(tmp_path / "checkpoints" / "transfer") == []
 
 
 def flip(file):
@@ -133,17 +120,7 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-FILES = [".metadata", "__0_0.distcp", "progress.json"]
-
-
-@pytest.fixture
-def twice(trained, tmp_path):
-    """A work folder with two checkpoints, and where they are."""
-    model, _ = trained
-    folder, best = WorkFolder(tmp_path, {}, kind="conversion"), {"0.weight": model[0].weight.detach()}
-    for step in (1, 2):
-        save(folder, trained, Progress(step, 1.0, 1.0, 1.0, 1.0), best)
-    return folder, tmp_path / "checkpoints" / "transfer"
+FILES = ["tensors.json", "shard-00000.safetensors", "progress.json"]
 
 
 @pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
@@ -165,11 +142,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(twice, caplog, name, h
 def test_damaged_checkpoints_alone_are_an_error_that_names_the_cure(twice):
     folder, place = twice
     for step in (1, 2):
-        flip(place / f"step-0000000{step}" / "__0_0.distcp")
+        flip(place / f"step-0000000{step}" / "shard-00000.safetensors")
     with pytest.raises(ValueError, match="no checkpoint of the transfer is whole") as caught:
         folder.last("transfer")
     for step in (1, 2):
-        assert f"{place / f'step-0000000{step}' / '__0_0.distcp'} is damaged: its bytes are not" in str(caught.value)
+        assert f"{place / f'step-0000000{step}' / 'shard-00000.safetensors'} is damaged: its bytes are not" in str(
+            caught.value
+        )
     assert f"remove {place} to do the transfer anew, or {folder.path} to begin all anew" in str(caught.value)
     # Nothing was thrown away.
     assert kept(place) == ["step-00000001", "step-00000002"]

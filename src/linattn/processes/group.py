@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 R = TypeVar("R")
+_Failure = tuple[type[Exception], str]
+# Another process's error is raised as one of these, or else as a RuntimeError.
+_KINDS = OSError, ValueError
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,26 @@ class Processes:
         return held.item()
 
     def first_does(self, do: Callable[[], T]) -> T:
-        """What the first process finds, on all of them, which wait meanwhile."""
-        found = self.from_first(do() if self.is_first else None)
-        assert found is not None
-        return found
+        """Call a function on the first process and return its result on all, which wait; its error is raised on all."""
+        result, error = _tried(do) if self.is_first else (None, None)
+        result, failure = self.from_first((result, _failure(error)))
+        self._raise(error, [failure])
+        return cast(T, result)
+
+    def all_do(self, do: Callable[[], T]) -> T:
+        """Call a function on each process and return its result, once all have succeeded; an error is raised on all."""
+        result, error = _tried(do)
+        self._raise(error, self.gather(_failure(error)))
+        return cast(T, result)
+
+    def _raise(self, error: Exception | None, failures: Sequence[_Failure | None]) -> None:
+        """Raise this process's own error, or else the first one of another process, by that one's number."""
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                kind, words = failure
+                raise kind(f"process {rank} of {self.size}: {words}")
 
     def gather(self, value: T) -> list[T]:
         """What every process gives, in the order of the ranks, on all of them; it travels pickled."""
@@ -95,3 +114,18 @@ class Processes:
         """
         every = self.gather([do(item) for item in items[self.rank :: self.size]])
         return [every[place % self.size][place // self.size] for place in range(len(items))]
+
+
+def _tried(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """A function's result, or the error in its place."""
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
+
+
+def _failure(error: Exception | None) -> _Failure | None:
+    """An error as other processes are sent it: an exception itself may not survive pickling."""
+    if error is None:
+        return None
+    return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError), str(error)

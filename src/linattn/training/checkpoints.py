@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +20,14 @@ from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_json, write_json
 from linattn.records.locks import locked
 from linattn.training.progress import Progress
+from linattn.training.shards import RECORD
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS, _DIGESTS = "progress.json", "digests.json"
+# Pickled metadata of torch.distributed.checkpoint.
+_PICKLED = ".metadata"
 # Should the last be damaged, there is the one before.
 _GENERATIONS = 2
 
@@ -97,12 +101,13 @@ class WorkFolder:
         # Older ones, and what a kill has left of one.
         for other in self._place(training).iterdir():
             if other not in kept:
-                shutil.rmtree(other)
+                _remove(other)
 
     def last(self, training: str) -> tuple[Path, Progress] | None:
         """The last whole checkpoint of a training, and how far it had come; None without one.
 
-        A damaged one is logged and removed where there is a whole one before it; ValueError if all are damaged.
+        A damaged one is logged and removed where there is a whole one before it; ValueError if all are damaged, or if
+        there is one that an earlier version pickled, which is neither read nor removed.
         """
         damages: dict[Path, str] = {}
         for checkpoint in reversed(self._checkpoints(training)):
@@ -120,7 +125,7 @@ class WorkFolder:
         for damaged, damage in damages.items():
             _LOG.warning("%s; the %s goes on from the checkpoint before, %s", damage, training, checkpoint)
             # Steps of that number follow again.
-            shutil.rmtree(damaged)
+            _remove(damaged)
         file, remedy = checkpoint / _PROGRESS, f"remove {checkpoint}"
         reading = Reading(str(file), remedy, finite=False)
         return checkpoint, reading.record(Progress, read_json(file, "progress", remedy))
@@ -130,8 +135,16 @@ class WorkFolder:
         return self.path / "checkpoints" / training
 
     def _checkpoints(self, training: str) -> list[Path]:
-        """A training's checkpoints by step; drafts begin with a dot."""
-        return sorted(self._place(training).glob("step-*"))
+        """A training's checkpoints by step; drafts begin with a dot. ValueError for pickled ones."""
+        checkpoints = sorted(self._place(training).glob("step-*"))
+        for checkpoint in checkpoints:
+            if os.path.lexists(checkpoint / _PICKLED):
+                raise ValueError(
+                    f"{checkpoint} is of an earlier version of linattn, pickled ({_PICKLED}), and a pickle can run "
+                    f"code, so it was neither read nor removed; finish the {training} with that version, or "
+                    f"remove {self._place(training)} to do the {training} anew"
+                )
+        return checkpoints
 
 
 @contextmanager
@@ -163,14 +176,31 @@ def _named(place: Path) -> Iterator[None]:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if its files are those that were written."""
+    """Say how a checkpoint is damaged; None if its files are those that were written, and it has no others."""
     try:
-        for name, digest in read_json(checkpoint / _DIGESTS, "table of digests", "remove the checkpoint").items():
+        with os.scandir(checkpoint) as entries:
+            files = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+        links = [name for name, is_file in files.items() if not is_file]
+        if links or checkpoint.is_symlink():
+            return f"{checkpoint} is damaged: {', '.join(links) or 'it'} is no file or folder of its own"
+        digests = read_json(checkpoint / _DIGESTS, "table of digests", "remove the checkpoint")
+        names = files.keys() - {_DIGESTS}
+        if not isinstance(digests, dict) or not digests.keys() == names >= {_PROGRESS, RECORD}:
+            return f"{checkpoint} is damaged: its files, {', '.join(sorted(names))}, are not those of {_DIGESTS}"
+        for name, digest in digests.items():
             if _digest(checkpoint / name) != digest:
                 return f"{checkpoint / name} is damaged: its bytes are not those that were written"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"{checkpoint} is damaged: {error}"
     return None
+
+
+def _remove(place: Path) -> None:
+    """Remove a folder, or a file or link in its place."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink()
 
 
 def _digest(file: Path) -> str:

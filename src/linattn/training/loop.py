@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,8 @@ from linattn.processes import Processes
 from linattn.training.budgets import Budget
 from linattn.training.checkpoints import WorkFolder
 from linattn.training.progress import Progress
-from linattn.training.tensors import held, is_sharded, put, read, write
+from linattn.training.shards import write
+from linattn.training.tensors import held, is_sharded, put, read
 
 # Between two checkpoints, at most.
 _SECONDS = 60.0
@@ -27,6 +28,7 @@ _WARM_UP = 20
 _LEAST_RATE = 0.02
 _BETAS = (0.9, 0.98)
 _CLIP = 1.0
+_ALONE = Processes(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,8 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
     averaged, and the first process writes `work`, which the others give as None, reads the clock, and ends the training
     for all. The model's tensors are whole on every process, or sharded over all of them by torch's `fully_shard`, which
     averages the gradients; then all write and read checkpoints, in a folder that all see. Any number of processes goes
-    on from a checkpoint, whole or sharded.
+    on from a checkpoint, whole or sharded; one that holds other tensors than model and optimiser have is refused, as
+    ValueError on all processes, before anything is changed.
 
     Ctrl-C ends the training after the current step, as if its time were over; so does a KeyboardInterrupt from
     `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if
@@ -177,19 +180,22 @@ class _Run:
 
         Whole tensors are read by the first process, which may have the only disk, sharded ones by all.
         """
-        model, optimizer = self._training.model, self._optimizer
-        last = self._processes.from_first(None if self._work is None else self._work.last(self._training.name))
-        if last is None and (self._is_sharded or self._processes.size == 1):
+        model, optimizer, processes = self._training.model, self._optimizer, self._processes
+        work, name = self._work, self._training.name
+        last = processes.first_does(lambda: None if work is None else work.last(name))
+        if last is None:
+            if not self._is_sharded and processes.size > 1:
+                # All begin with what the first process has.
+                weights, random = processes.first_does(lambda: (model.state_dict(), torch.get_rng_state()))
+                model.load_state_dict(weights)
+                torch.set_rng_state(random)
             return None
-        tensors = None
-        if last is not None and (self._is_sharded or self._processes.is_first):
-            tensors = read(last[0], model, together=self._is_sharded)
-        if not self._is_sharded:
-            # Without a checkpoint all begin with what the first process has.
-            tensors = self._processes.first_does(lambda: tensors or held(model, optimizer, {}))
-        assert tensors is not None
-        best = put(tensors, model, optimizer)
-        return None if last is None else (last[1], best)
+        folder, progress = last
+        if self._is_sharded:
+            tensors = read(folder, model, optimizer, processes)
+        else:
+            tensors = processes.first_does(lambda: read(folder, model, optimizer, _ALONE))
+        return progress, put(tensors, model, optimizer, processes)
 
     def go(self, pressed: list[int]) -> None:
         """Steps and looks until the budget is spent, or something is pressed."""
@@ -262,13 +268,15 @@ class _Run:
 
     def _save(self) -> None:
         """A checkpoint, where there is a folder; of sharded tensors all processes write theirs into it."""
-        if self._work is None and not self._is_sharded:
-            return
-        with nullcontext() if self._work is None else self._work.draft(self._training.name, self.progress) as draft:
-            folder = self._processes.from_first(draft) if self._is_sharded else draft
+        work, name, processes = self._work, self._training.name, self._processes
+        with ExitStack() as opened:
+            folder = processes.first_does(
+                lambda: None if work is None else opened.enter_context(work.draft(name, self.progress))
+            )
             if folder is not None:
-                tensors = held(self._training.model, self._optimizer, self.best)
-                write(folder, tensors, together=self._is_sharded)
+                write(folder, held(self._training.model, self._optimizer, self.best), processes)
+                # It counts when it is whole, for which all wait.
+                processes.first_does(opened.close)
 
 
 def learning_rate_factor(step: int, share: float) -> float:

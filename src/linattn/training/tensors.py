@@ -1,26 +1,23 @@
-"""The tensors of a training as a checkpoint holds them: whole on every process, or sharded (fully_shard) over all.
-
-A checkpoint is one of torch.distributed.checkpoint, which knows no layout: sharded tensors are written by all processes
-and read by any number of them, sharded or not.
-"""
+"""The tensors of a training as a checkpoint holds them: whole on every process, or sharded (fully_shard) over all."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from linattn.processes import Processes
+from linattn.training.parts import Stored
+from linattn.training.shards import check_files, fill_, read_stored
+
 _MODEL, _BEST, _OPTIMIZER, _RANDOM = "model.", "best.", "optimizer.", "random"
+# AdamW's state of a weight, but for its count of steps.
+_MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
+# Names that an error repeats.
+_SHOWN = 5
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -45,8 +42,15 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, best: Mapping[str, 
     }
 
 
-def put(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Give a model and an optimiser what `held` took of them; the best weights."""
+def put(
+    tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes
+) -> dict[str, Tensor]:
+    """Give a model and an optimiser what `held` took of them; the best weights.
+
+    Raises ValueError on all processes, and changes nothing on any, if on one of them names, shapes or dtypes are not
+    those of its model and optimiser.
+    """
+    processes.all_do(lambda: _check_values(tensors, model, optimizer))
     model.load_state_dict(_under(_MODEL, tensors))
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
@@ -57,49 +61,73 @@ def put(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.
     return _under(_BEST, tensors)
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], *, together: bool) -> None:
-    """Write tensors into a folder, by all processes together or by this one.
+def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes) -> dict[str, Tensor]:
+    """The tensors that were written into a folder, laid out as this model's are.
 
-    Raises:
-        OSError: a file could not be written.
+    Raises ValueError on all processes if on one of them the files are damaged, or hold others than its model and
+    optimiser have; this is known before there is memory for any tensor.
     """
+    return processes.all_do(lambda: _read(folder, _alike(model, optimizer)))
+
+
+def _read(folder: Path, alike: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This process's parts of the tensors."""
+    stored = read_stored(folder)
+    _check(stored, alike, str(folder))
+    check_files(folder, stored)
+    rooms = {
+        # The best weights wait where there is most memory.
+        name: torch.empty_like(alike[name], device="cpu" if name.startswith(_BEST) else alike[name].device)
+        for name in stored
+    }
+    fill_(rooms, folder, stored)
+    return rooms
+
+
+def _alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """A tensor of the shape, dtype and layout of each that `held` may take of a model and an optimiser."""
+    weights = model.state_dict()
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: weight for name, weight in model.named_parameters() if weight in trained}
+    count = torch.zeros((), dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32)
+    return {
+        **{f"{kind}{name}": x for kind in (_MODEL, _BEST) for name, x in weights.items()},
+        **{f"{_OPTIMIZER}{name}.{what}": weight for name, weight in parameters.items() for what in _MOMENTS},
+        **{f"{_OPTIMIZER}{name}.{_STEP}": count for name in parameters},
+        _RANDOM: torch.get_rng_state(),
+    }
+
+
+def _check(tensors: Mapping[str, Tensor | Stored], alike: Mapping[str, Tensor], place: str) -> None:
+    """Refuse other names, shapes and dtypes than a model's and an optimiser's."""
+    # Of weights without a gradient so far the optimiser keeps nothing.
+    begun = {name.rpartition(".")[0] for name in tensors if name.startswith(_OPTIMIZER)}
+    wanted = {
+        name: x for name, x in alike.items() if not name.startswith(_OPTIMIZER) or name.rpartition(".")[0] in begun
+    }
+    wrong = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+    wrong += [f"{name} is surplus" for name in tensors.keys() - wanted.keys()]
+    for name in tensors.keys() & wanted.keys():
+        got, want = ((x.dtype, tuple(x.shape)) for x in (tensors[name], wanted[name]))
+        if got != want:
+            wrong.append(f"{name} is {got[0]} {list(got[1])}, wanted {want[0]} {list(want[1])}")
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(
+            f"{place} holds other tensors than this model and optimiser: {', '.join(sorted(wrong)[:_SHOWN])}{more}; go "
+            "on with those that it was written of, or remove it to begin anew"
+        )
+
+
+def _check_values(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what a model, an optimiser or torch's random numbers would not take."""
+    _check(tensors, _alike(model, optimizer), "the checkpoint")
     try:
-        with _knowingly_alone():
-            save(dict(tensors), checkpoint_id=folder, no_dist=not together)
-    except CheckpointException as error:
-        # No Exception, and what it is about is within.
-        (cause, _), *_ = error.failures.values()
-        raise OSError(f"{cause}") from error
-
-
-def read(folder: Path, model: nn.Module, *, together: bool) -> dict[str, Tensor]:
-    """The tensors that `write` wrote, laid out as those of this model are."""
-    found, weights = {}, model.state_dict()
-    for name, stored in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata)
-        found[name] = _room(name, stored, weights)
-    with _knowingly_alone():
-        load(found, checkpoint_id=folder, no_dist=not together)
-    return found
-
-
-def _room(name: str, stored: TensorStorageMetadata, weights: Mapping[str, Tensor]) -> Tensor:
-    """A tensor to be filled, sharded where the weight that it belongs to is."""
-    kind, _, place = name.partition(".")
-    weight = weights.get(place, weights.get(place.rpartition(".")[0]))
-    dtype = stored.properties.dtype
-    # An optimiser's count of steps is a number, whatever the weight.
-    if weight is None or weight.shape != stored.size:
-        return torch.empty(stored.size, dtype=dtype)
-    return torch.empty_like(weight, dtype=dtype, device="cpu" if kind == _BEST[:-1] else weight.device)
-
-
-@contextmanager
-def _knowingly_alone() -> Iterator[None]:
-    """Without torch's warning that one process writes or reads alone, which it was told to."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        torch.Generator().set_state(tensors[_RANDOM])
+    except RuntimeError as error:
+        raise ValueError(
+            f"the checkpoint's state of random numbers is none ({error}); remove it to go on from the one before"
+        ) from None
 
 
 def _under(place: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

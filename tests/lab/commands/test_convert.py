@@ -263,7 +263,7 @@ def test_killed_three_times_it_ends_as_if_it_had_not_been(words, tmp_path):
     out.rename(tmp_path / "uncut")
     # In a checkpoint, in a step of the second training, and when the model is already written.
     deaths = [
-        ("linattn.training.tensors", "save", 2),
+        ("linattn.training.shards", "save_file", 2),
         ("linattn.convert.distilling", "distillation", 20),
         ("linattn.lab.commands.convert", "model_card", 1),
     ]
@@ -273,7 +273,7 @@ def test_killed_three_times_it_ends_as_if_it_had_not_been(words, tmp_path):
         (tmp_path / "printed").unlink()
         assert status == -signal.SIGKILL, output
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out.unfinished", "uncut"]
-        if death[1] == "save":
+        if death[1] == "save_file":
             assert len(list((work / "checkpoints" / "transfer").glob(".step-*"))) == 1
     result = CliRunner(env=WIDE).invoke(app, command)
     assert result.exit_code == 0, result.output

@@ -1,0 +1,332 @@
+"""A checkpoint that somebody else has written or changed runs nothing, leads nowhere else, and changes nothing.
+
+Digests are no proof against it: whoever changes a file can write its digest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpointing import ALONE, resume, rewrite, save, seal, train_a_little, unchanged
+from linattn.training.checkpoints import Progress, WorkFolder
+from linattn.training.tensors import held, put
+
+SHARD = "shard-00000.safetensors"
+WEIGHT, MOMENT, STEP = "model.0.weight", "optimizer.0.weight.exp_avg", "optimizer.0.weight.step"
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, place):
+        self.place = str(place)
+
+    def __reduce__(self):
+        return os.mkdir, (self.place,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "tensors.json", SHARD, "progress.json", "digests.json"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_pickle_in_any_place_runs_nothing(twice, trained, tmp_path, name, number):
+    folder, place = twice
+    checkpoint, trap = place / f"step-0000000{number}", tmp_path / "run"
+    (checkpoint / name).write_bytes(pickle.dumps(Trap(trap)))
+    if name != "digests.json":
+        seal(checkpoint)
+    if number == 1:
+        # The only one left.
+        shutil.rmtree(place / "step-00000002")
+    is_kept = name == "digests.json" and number == 2
+    with unchanged(*trained):
+        if is_kept:
+            assert folder.last("transfer")[1].step == 1
+        else:
+            with pytest.raises(ValueError, match=r"tensors\.json|shard-00000|\.metadata|progress\.json|digests\.json"):
+                resume(folder, trained)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_pickled_checkpoint_is_named_with_its_cure_and_stays(twice, number):
+    """As torch.distributed.checkpoint wrote them."""
+    folder, place = twice
+    old = place / f"step-0000000{number}"
+    for name in (SHARD, "tensors.json"):
+        (old / name).unlink()
+    (old / ".metadata").write_bytes(b"pickled")
+    (old / "__0_0.distcp").write_bytes(b"pickled")
+    seal(old)
+    words = f"{old} is of an earlier version of linattn, pickled .*neither read nor removed; finish the transfer with"
+    with pytest.raises(ValueError, match=f"{words} that version, or remove {place} to do the transfer anew"):
+        folder.last("transfer")
+    # Nor does a training that never looked remove it.
+    with pytest.raises(ValueError, match=words):
+        save(folder, train_a_little(), Progress(3, 1.0, 1.0, 1.0, 1.0), {})
+    assert (old / ".metadata").exists()
+
+
+def beside(checkpoint, name):
+    """Another file of the checkpoint's, out of it."""
+    outside = checkpoint.parent.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    return shutil.move(checkpoint / name, outside / name)
+
+
+def link(checkpoint, name):
+    (checkpoint / name).symlink_to(beside(checkpoint, name))
+
+
+def link_all(checkpoint, name):
+    outside = checkpoint.parent.parent / "outside"
+    shutil.move(checkpoint, outside)
+    checkpoint.symlink_to(outside)
+
+
+def listed(checkpoint, change):
+    """Change the table of digests alone."""
+    path = checkpoint / "digests.json"
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps(change(table)))
+
+
+def lead(checkpoint, *, is_absolute):
+    """List a file that is not in the checkpoint in place of one that is."""
+    outside = beside(checkpoint, SHARD)
+    name = str(outside) if is_absolute else f"../../outside/{SHARD}"
+    listed(checkpoint, lambda table: {name if one == SHARD else one: digest for one, digest in table.items()})
+
+
+HARMS = {
+    "nothing listed": lambda checkpoint: listed(checkpoint, lambda table: {}),
+    "a list": lambda checkpoint: listed(checkpoint, list),
+    "one not listed": lambda checkpoint: listed(checkpoint, lambda table: {SHARD: table[SHARD]}),
+    "one more file": lambda checkpoint: (checkpoint / "more").touch(),
+    "a folder": lambda checkpoint: (checkpoint / "more").mkdir(),
+    "a pipe": lambda checkpoint: os.mkfifo(checkpoint / "more"),
+    "a file above": lambda checkpoint: lead(checkpoint, is_absolute=False),
+    "a file elsewhere": lambda checkpoint: lead(checkpoint, is_absolute=True),
+    "a link": lambda checkpoint: link(checkpoint, SHARD),
+    "a linked table": lambda checkpoint: link(checkpoint, "digests.json"),
+    "a linked checkpoint": lambda checkpoint: link_all(checkpoint, None),
+    "neither record nor shard": lambda checkpoint: [
+        (checkpoint / SHARD).unlink(),
+        (checkpoint / "tensors.json").unlink(),
+        seal(checkpoint),
+    ],
+    "no progress": lambda checkpoint: [(checkpoint / "progress.json").unlink(), seal(checkpoint)],
+    "no folder": lambda checkpoint: [shutil.rmtree(checkpoint), checkpoint.touch()],
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_checkpoint_is_its_listed_files_and_no_others(twice, caplog, harm):
+    folder, place = twice
+    HARMS[harm](place / "step-00000002")
+    outside = {path: path.read_bytes() for path in place.parent.rglob("outside/*") if path.is_file()}
+    assert folder.last("transfer")[1].step == 1
+    assert "is damaged: " in caplog.text
+    assert [path.name for path in place.iterdir()] == ["step-00000001"]
+    # What a link leads to is not removed with it.
+    assert all(path.read_bytes() == content for path, content in outside.items())
+
+
+def tensor(record, name=WEIGHT):
+    return record["tensors"][name]
+
+
+def part(record, name=WEIGHT):
+    return tensor(record, name)["parts"][0]
+
+
+def grown(record):
+    """Weights, moments and best weights of another, huge size, in one part."""
+    for one in record["tensors"].values():
+        if one["shape"] == [5, 3]:
+            one["shape"] = one["parts"][0]["shape"] = [2**40, 3]
+
+
+RECORDS = {
+    "no object": (lambda record: [1], "is not a record of a checkpoint's tensors"),
+    "another version": (lambda record: record.update(version=2), "of version 2, this reads 1"),
+    "no name of a dtype": (lambda record: tensor(record).update(dtype="os.system"), "must be one of bool, "),
+    "a field more": (lambda record: tensor(record).update(file="../x"), "wanted the fields"),
+    "a size that is none": (lambda record: tensor(record).update(shape=["5", 3]), "must be a finite int, got '5'"),
+    "a negative size": (lambda record: tensor(record).update(shape=[-5, -3]), r"\[-5, -3\], wanted .* \[5, 3\]"),
+    "a huge size": (grown, r"is torch.float32 \[1099511627776, 3\], wanted torch.float32 \[5, 3\]"),
+    "another dtype": (lambda record: tensor(record).update(dtype="int32"), "is torch.int32 .* wanted torch.float32"),
+    "another shape": (lambda record: tensor(record).update(shape=[3, 5]), r"\[3, 5\], wanted torch.float32 \[5, 3\]"),
+    "a shaped step": (
+        lambda record: tensor(record, STEP).update(shape=[1]),
+        f"{STEP} is torch.float32 \\[1\\], wanted",
+    ),
+    "weights left out": (lambda record: record["tensors"].pop(WEIGHT) and None, f"{WEIGHT} is missing"),
+    "a moment left out": (lambda record: record["tensors"].pop(MOMENT) and None, f"{MOMENT} is missing"),
+    "a best weight left out": (lambda record: record["tensors"].pop("best.0.weight") and None, "best.0.weight is miss"),
+    "no random numbers": (lambda record: record["tensors"].pop("random") and None, "random is missing"),
+    "a name of no weight": (
+        lambda record: record["tensors"].update({"optimizer.9.exp_avg": tensor(record)}),
+        "optimizer.9.exp_avg is surplus",
+    ),
+    "a moment that is none": (
+        lambda record: record["tensors"].update({"optimizer.0.weight.lr": tensor(record)}),
+        "optimizer.0.weight.lr is surplus",
+    ),
+    "no part": (lambda record: tensor(record).update(parts=[]), "the parts of model.0.weight hold 0 of 15 numbers"),
+    "a part twice": (
+        lambda record: tensor(record)["parts"].append(part(record)),
+        "parts of model.0.weight are not each in a file of its own",
+    ),
+    "parts that overlap": (
+        lambda record: tensor(record)["parts"].append({**part(record), "process": 1}),
+        "parts of model.0.weight overlap",
+    ),
+    "a part too small": (lambda record: part(record).update(shape=[4, 3]), "hold 12 of 15 numbers"),
+    "a part beyond": (lambda record: part(record).update(offset=[1, 0]), r"are not all within \[5, 3\]"),
+    "a part before": (lambda record: part(record).update(offset=[-1, 0]), r"are not all within \[5, 3\]"),
+    "a part of more dimensions": (
+        lambda record: part(record).update(offset=[0, 0, 0], shape=[5, 3, 1]),
+        "another number of dimensions",
+    ),
+    "an empty part": (lambda record: part(record).update(shape=[0, 3]), "are not all within"),
+    "no such file": (lambda record: part(record).update(process=7), r"shard-00007\.safetensors cannot be read"),
+    "no number of a file": (lambda record: part(record).update(process=-1), "are not all within"),
+    "a file's name": (lambda record: part(record).update(process="../../x"), "process must be a finite int"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_is_not_the_models_is_refused_before_anything_changes(twice, trained, name):
+    (folder, place), (change, words) = twice, RECORDS[name]
+    rewrite(place / "step-00000002", change)
+    with unchanged(*trained), pytest.raises(ValueError, match=words):
+        resume(folder, trained)
+    assert len(list(place.iterdir())) == 2
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def other(change):
+    """Another file of safetensors in a shard's place."""
+
+    def made(path):
+        tensors = load_file(path)
+        change(tensors)
+        save_file({name: x.clone().contiguous() for name, x in tensors.items()}, path)
+
+    return made
+
+
+def header(name, **fields):
+    """A shard whose header says something else of a tensor, in as many bytes."""
+
+    def made(path):
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        table = json.loads(content[8 : 8 + size])
+        table[name].update(fields)
+        said = json.dumps(table).encode()
+        path.write_bytes(len(said).to_bytes(8, "little") + said + content[8 + size :])
+
+    return made
+
+
+SHARDS = {
+    "cut": (cut, "cannot be read"),
+    "empty": (lambda path: path.write_bytes(b""), "cannot be read"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"more"), "cannot be read"),
+    "gone": (lambda path: path.unlink(), "cannot be read"),
+    "zeros": (lambda path: path.write_bytes(bytes(1000)), "cannot be read"),
+    "a header beyond the file": (lambda path: path.write_bytes(b"\xff" * 1000), "cannot be read"),
+    "another shape": (header(WEIGHT, shape=[3, 5]), rf"holds {WEIGHT} as \('F32', \[3, 5\]\), and tensors.json says"),
+    "another dtype": (header(WEIGHT, dtype="I32"), rf"holds {WEIGHT} as \('I32', "),
+    "fewer numbers": (other(lambda tensors: tensors.update({WEIGHT: torch.zeros(4, 3)})), "holds model.0.weight as"),
+    "a tensor less": (other(lambda tensors: tensors.pop(WEIGHT)), f"holds {WEIGHT} as None"),
+    "a tensor more": (other(lambda tensors: tensors.update(x=torch.zeros(1))), r"holds x as .* tensors.json says None"),
+    "another state of random numbers": (
+        other(lambda tensors: tensors.update(random=torch.zeros_like(tensors["random"]))),
+        "state of random numbers is none",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_shard_that_is_not_the_records_is_refused_before_anything_changes(twice, trained, name):
+    (folder, place), (change, words) = twice, SHARDS[name]
+    checkpoint = place / "step-00000002"
+    change(checkpoint / SHARD)
+    seal(checkpoint)
+    with unchanged(*trained), pytest.raises(ValueError, match=words):
+        resume(folder, trained)
+
+
+CHANGES = {
+    "a weight of another shape": {WEIGHT: torch.zeros(3, 5)},
+    "a best weight of another dtype": {"best.1.weight": torch.zeros(5, 3, dtype=torch.float64)},
+    "a moment of another shape": {MOMENT: torch.zeros(1)},
+    "a moment of no weight": {"optimizer.2.weight.exp_avg": torch.zeros(5, 3)},
+    "no moment of torch's": {"optimizer.0.weight.momentum": torch.zeros(5, 3)},
+    "random numbers of another kind": {"random": torch.zeros(16, dtype=torch.uint8)},
+    "no state of random numbers": {"random": torch.zeros_like(torch.get_rng_state())},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_tensors_that_do_not_fit_are_refused_before_any_is_given(trained, name):
+    model, optimizer = trained
+    tensors = {name: x.clone() + 1 for name, x in held(model, optimizer, dict(model.state_dict())).items()}
+    with unchanged(model, optimizer), pytest.raises(ValueError, match="the checkpoint"):
+        put({**tensors, "random": torch.get_rng_state(), **CHANGES[name]}, model, optimizer, ALONE)
+
+
+def test_weights_without_a_gradient_have_no_moments(tmp_path):
+    """What an optimiser keeps of a weight is all there, or nothing is."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.sum().backward()
+    optimizer.step()
+    folder = WorkFolder(tmp_path, {}, kind="conversion")
+    save(folder, (model, optimizer), Progress(1, 1.0, 1.0, 1.0, 1.0), dict(model.state_dict()))
+    assert "optimizer.bias.step" not in (tmp_path / "checkpoints/transfer/step-00000001/tensors.json").read_text()
+    with unchanged(model, optimizer):
+        resume(folder, (model, optimizer))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_numbers_come_back_to_the_bit(tmp_path, dtype):
+    """NaNs with their payloads, infinities and zeros' signs too; numbers of no dimension, and tensors of no number."""
+    model = torch.nn.Module()
+    bits = torch.randint(-(2**7), 2**7, (24 * dtype.itemsize,), dtype=torch.int8)
+    model.weight = torch.nn.Parameter(bits.view(dtype).view(2, 3, 4).transpose(0, 2))
+    for name, x in (("flag", torch.tensor(True)), ("none", torch.zeros(0, 3)), ("count", torch.tensor(2**62))):
+        model.register_buffer(name, x)
+    optimizer, folder = torch.optim.AdamW(model.parameters()), WorkFolder(tmp_path, {}, kind="conversion")
+    expected = {name: x.clone() for name, x in model.state_dict().items()}
+    save(folder, (model, optimizer), Progress(1, 1.0, 1.0, 1.0, 1.0), expected)
+    with torch.no_grad():
+        for x in model.state_dict().values():
+            x.zero_()
+    _, best = resume(folder, (model, optimizer))
+    for found in (best, model.state_dict()):
+        for name, x in expected.items():
+            assert found[name].dtype == x.dtype
+            assert torch.equal(*(y.contiguous().flatten().view(torch.uint8) for y in (found[name], x)))
+
+
+def test_a_dtype_that_files_do_not_have_is_refused(tmp_path):
+    model = torch.nn.Module()
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    model.weight = torch.nn.Parameter(torch.zeros(2))
+    trained = model, torch.optim.AdamW(model.parameters())
+    folder = WorkFolder(tmp_path, {}, kind="conversion")
+    with pytest.raises(ValueError, match=r"model\.phase cannot be kept in a checkpoint: its parts are of torch\.comp"):
+        save(folder, trained, Progress(1, 1.0, 1.0, 1.0, 1.0), {})
+    assert list((tmp_path / "checkpoints" / "transfer").iterdir()) == []
