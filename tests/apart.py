@@ -144,6 +144,8 @@ def _run(output: Path, words: list[str], prepare: Callable[..., None] | None, ar
             os.dup2(file.fileno(), stream)
     os.environ |= {"COLUMNS": "200", "TERM": "dumb"}
     torch.set_num_threads(1)
+    # A shell that has started the tests in the background has interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A training's look for garbage would go through all that the server has imported.
     gc.freeze()
     if prepare:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -61,6 +62,14 @@ def browser() -> Iterator[Browser]:
         found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=switches)
         yield found
         found.close()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where a shell has started the tests in the background, with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

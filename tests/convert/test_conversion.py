@@ -148,6 +148,7 @@ def test_every_stage_tells_how_far_it_is(build, batches):
         ("distil", CONFIG.feature_map, ["uniform", "unconverted", "calibrated"]),
     ],
 )
+@pytest.mark.usefixtures("interruptible")
 def test_a_training_without_a_step_is_not_named(build, batches, ticking, monkeypatch, name, written, stages):
     own = getattr(course, name)
 

@@ -9,6 +9,13 @@ RECALL = "lab/experiments/recall/"
 
 FAULTS = (
     Fault(
+        "take interrupts that a shell has ignored",
+        "lab/commands/terminal.py",
+        "if not callable(before):",
+        "if False:",
+        "tests/lab/commands/test_terminal.py",
+    ),
+    Fault(
         "shift the causal diagonal up",
         BLOCKED + "joint_causal.py",
         ".tril_()",

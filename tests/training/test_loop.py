@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import signal
 from dataclasses import replace
@@ -168,6 +169,7 @@ def test_an_interrupt_ends_it_with_the_best_so_far(training, tmp_path, work):
     assert found.best_loss == float(distance(point).detach()) < 14.0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_waits_for_the_step(training, tmp_path):
     """Raised in the middle of TensorBoard's queue it would hang the end of the training."""
     point, before = Point(), signal.getsignal(signal.SIGINT)
@@ -182,6 +184,7 @@ def test_a_signal_waits_for_the_step(training, tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_before_the_first_step(training):
     def validate():
         signal.raise_signal(signal.SIGINT)
@@ -191,16 +194,21 @@ def test_a_signal_before_the_first_step(training):
     assert (found.stopped, found.steps, found.best_loss) == (True, 0, 1.0)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ignored_signals_stay_so(training):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        point = Point()
-        found = train(
-            training(point, loss=lambda step: signal.raise_signal(signal.SIGINT) or distance(point)), None, quiet
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    point = Point()
+    found = train(training(point, loss=lambda step: signal.raise_signal(signal.SIGINT) or distance(point)), None, quiet)
     assert not found.stopped
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_the_example_of_waiting_interrupts_holds_where_they_are_ignored():
+    """As in `make test &`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (example,) = doctest.DocTestFinder(recurse=False).find(loop.interrupts_wait, "interrupts_wait", loop)
+    assert doctest.DocTestRunner().run(example).failed == 0
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_an_interrupt_in_a_checkpoint_leaves_no_draft(training, tmp_path, monkeypatch):

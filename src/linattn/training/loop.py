@@ -129,8 +129,10 @@ def interrupts_wait() -> Iterator[list[int]]:
     Where interrupts are ignored they stay so.
 
     Example:
+        >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)
         >>> with interrupts_wait() as pressed:
         ...     signal.raise_signal(signal.SIGINT)
+        >>> _ = signal.signal(signal.SIGINT, before)
         >>> pressed == [signal.SIGINT]
         True
 

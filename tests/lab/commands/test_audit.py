@@ -250,6 +250,7 @@ def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder,
     assert AUDIT.read(tmp_path / "out" / "audit.jsonl")[0].left_out == {}
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_was_swallowed(run, tmp_path, monkeypatch):
     """Python ignores what a signal handler raises inside a destructor or a weak reference's callback."""
     measure = Audit.rows

@@ -117,14 +117,21 @@ def share_bar(console: Console) -> Progress:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Ctrl-C raises as ever and is noted: Python swallows what is raised while an object is being destroyed."""
+    """Ctrl-C raises as ever and is noted: Python swallows what is raised while an object is being destroyed.
+
+    Where interrupts are ignored, as in a shell's background, they stay so.
+    """
     pressed: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):
+        yield pressed
+        return
 
     def press(number: int, frame: FrameType | None) -> None:
         pressed.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, press)
+    signal.signal(signal.SIGINT, press)
     try:
         yield pressed
     finally:
