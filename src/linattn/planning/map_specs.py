@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from linattn.attention.exact import did_you_mean, exact_words
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
 
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
@@ -96,7 +98,7 @@ def parse_map(text: str) -> MapSpec:
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
-        raise ValueError(f"{text!r} is not a feature map's written form; {_forms()}") from None
+        raise _no_form(text) from None
     wrappers = []
     while isinstance(node, ast.Call) and (wrapper := _exact(node.func, WRAPPERS)):
         if len(node.args) != 1 or node.keywords:
@@ -117,10 +119,10 @@ def _read(node: ast.expr, text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The exact name and the options of "Name" or "Name(option=literal)"."""
     head = node.func if isinstance(node, ast.Call) else node
     if not isinstance(head, ast.Name):
-        raise ValueError(f"{text!r} is not a feature map's written form; {_forms()}")
+        raise _no_form(text)
     exact = _exact(head, FEATURE_MAPS)
     if exact is None:
-        raise ValueError(f"{text!r}: there is no feature map {head.id!r}; {_forms()}")
+        raise _no_map(head.id, text)
     if not isinstance(node, ast.Call):
         return exact, ()
     if node.args:
@@ -132,8 +134,9 @@ def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:
     """One option, checked against the constructor."""
     known = [option for option in inspect.signature(FEATURE_MAPS[name]).parameters if option not in SET_ELSEWHERE]
     if keyword.arg not in known:
+        nearest = did_you_mean(str(keyword.arg), known)
         raise ValueError(
-            f"{text!r}: {keyword.arg!r} is no option of {name} here; its options are those of "
+            f"{text!r}: {keyword.arg!r} is no option of {name} here{nearest}; its options are those of "
             f"{name}({', '.join(known)})"
         )
     try:
@@ -142,6 +145,20 @@ def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:
         raise ValueError(
             f"{text!r}: the value of {keyword.arg} must be a plain number, text, True, False or None"
         ) from None
+
+
+def _no_form(text: str) -> ValueError:
+    """Say which name at the beginning of a text is unknown, or that the text as a whole is no written form."""
+    name = re.match(r"[^\W\d]\w*", text.strip())
+    if name is not None and name[0].lower() not in {known.lower() for known in (*FEATURE_MAPS, *WRAPPERS)}:
+        return _no_map(name[0], text)
+    return ValueError(f"{text!r} is not a feature map's written form; {_forms()}")
+
+
+def _no_map(name: str, text: str) -> ValueError:
+    """Say that there is no map of a name, and which name is near, an exact part's among them."""
+    nearest = did_you_mean(name, (*FEATURE_MAPS, *WRAPPERS, *exact_words()))
+    return ValueError(f"{text.strip()!r}: there is no feature map {name!r}{nearest}; {_forms()}")
 
 
 def _forms() -> str:

@@ -141,7 +141,8 @@ def parse_method(text: str) -> Method:
         'window 32 + merged 128'
     """
     written, *parts = _PLUS.split(text, maxsplit=1)
-    has_map = not begins_exact(written)
+    feature_map = None if begins_exact(written) else parse_map(written)
+    has_map = feature_map is not None
     try:
         exact = None if has_map and not parts else parse_exact(parts[0] if has_map else text)
     except ValueError as error:
@@ -157,7 +158,7 @@ def parse_method(text: str) -> Method:
             f"{text!r} leaves the keys that are not exact to nobody; write merged keys, as in "
             "'window 32 + merged 128', or a map, as in 'Expansion + window 32'"
         )
-    return Method(parse_map(written) if has_map else None, exact)
+    return Method(feature_map, exact)
 
 
 def together(labels: Sequence[str]) -> str:

@@ -17,5 +17,7 @@ from linattn.attention.exact.merged.causal import attend_causal_merging as atten
 from linattn.attention.exact.rule import Exact as Exact
 from linattn.attention.exact.rule import begins_exact as begins_exact
 from linattn.attention.exact.rule import check_exact as check_exact
+from linattn.attention.exact.rule import did_you_mean as did_you_mean
+from linattn.attention.exact.rule import exact_words as exact_words
 from linattn.attention.exact.rule import parse_exact as parse_exact
 from linattn.attention.exact.weighted_reading import Reading as Reading

@@ -6,7 +6,9 @@ A rule of eviction is a subclass of `Exact` in a file of its own; letters as in 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -288,7 +290,24 @@ torch.serialization.add_safe_globals([Exact])
 
 def begins_exact(text: str) -> bool:
     """Whether a part of a written form belongs to an exact part by its first word, and is no map's."""
-    return text.strip().lower().partition(" ")[0] in ("window", _MERGED, *RULES)
+    return text.strip().lower().partition(" ")[0] in exact_words()
+
+
+def exact_words() -> tuple[str, ...]:
+    """The words that begin an exact part."""
+    return ("window", *RULES, _MERGED)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The known word that is nearest to a misspelt one, as an error asks for it; nothing where none is near.
+
+    Example:
+        >>> did_you_mean("windw", exact_words()), did_you_mean("Performer", exact_words())
+        (", did you mean 'window'?", '')
+    """
+    exact = {name.lower(): name for name in known}
+    nearest = get_close_matches(word.lower(), exact, 1)
+    return f", did you mean {exact[nearest[0]]!r}?" if nearest else ""
 
 
 def parse_exact(text: str) -> Exact:
@@ -305,12 +324,8 @@ def parse_exact(text: str) -> Exact:
     for part in text.split("+"):
         found = _PART.fullmatch(part.strip())
         name = "" if found is None else found[1].lower()
-        if found is None or name not in ("window", _MERGED, *RULES):
-            words = " or ".join(("window W", *(f"{word} G" for word in RULES), f"{_MERGED} C, {_MERGED} C in 4 bits"))
-            raise ValueError(
-                f"{part.strip()!r} is no exact part; write {words}, as in Expansion + window 16 + heavy 32 or "
-                "window 32 + merged 128"
-            )
+        if found is None or name not in exact_words():
+            raise _no_part(part.strip())
         if name in sizes:
             raise ValueError(f"{text.strip()!r} has two parts {name!r}; write one")
         if found[3] and name != _MERGED:
@@ -322,3 +337,19 @@ def parse_exact(text: str) -> Exact:
         raise ValueError(f"{text.strip()!r} has two rules, {' and '.join(sizes)}; write one")
     word, count = next(iter(sizes.items()), (Exact.word, 0))
     return RULES[word](window, count, num_merged, bits)
+
+
+def _no_part(part: str) -> ValueError:
+    """Say which known word a part may mean, or how parts are written."""
+    word = part.partition(" ")[0]
+    is_known = word.lower() in exact_words()
+    why = (
+        " (parts are a word and a positive whole number, joined by +)"
+        if is_known
+        else did_you_mean(word, exact_words())
+    )
+    words = " or ".join(("window W", *(f"{word} G" for word in RULES), f"{_MERGED} C, {_MERGED} C in 4 bits"))
+    return ValueError(
+        f"{part!r} is no exact part{why}; write {words}, as in Expansion + window 16 + heavy 32 or window 32 + "
+        "merged 128"
+    )
