@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._dense import check_dense
 from linattn.feature_maps._swapping import named_tensors
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,6 +39,7 @@ def checked(
     key_bias: Tensor | None,
     *,
     enable_gqa: bool,
+    takes_jagged: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key and value in one dtype, and mask and bias as one: (B, Hkv or 1, Lk), -inf for masked keys, or None."""
     # torch.jit's own function for this has no annotation.
@@ -46,6 +48,9 @@ def checked(
             "torch.jit.trace records the branches that its example takes, and other masks, lengths or values would be "
             "computed by them; record attention with torch.export.export, or compile it with torch.compile"
         )
+    if not (takes_jagged and all(isinstance(x, Tensor) and x.layout == torch.jagged for x in tokens)):
+        query, key, value = tokens
+        check_dense(query=query, key=key, value=value, key_mask=key_mask, key_bias=key_bias)
     query, key, value = _in_one_dtype(*tokens)
     _check_tensors(query, key, value)
     _check_shapes(query, key, value, enable_gqa=enable_gqa)

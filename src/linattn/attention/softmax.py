@@ -33,7 +33,8 @@ def softmax_attention(
 
     Args:
         query, key, value, key_mask, key_bias, is_causal, enable_gqa: as in `linear_attention`; a bias is added to the
-            logits of its key's column, causality is bottom-right (SDPA's own flag is top-left).
+            logits of its key's column, causality is bottom-right (SDPA's own flag is top-left). Jagged ones are taken
+            where nothing is masked, biased or causal.
         scale: the temperature, default D**-0.5.
 
     Returns:
@@ -50,7 +51,14 @@ def softmax_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
-    query, key, value, bias = checked((query, key, value), None, key_mask, key_bias, enable_gqa=enable_gqa)
+    query, key, value, bias = checked(
+        (query, key, value),
+        None,
+        key_mask,
+        key_bias,
+        enable_gqa=enable_gqa,
+        takes_jagged=not is_causal and key_mask is None and key_bias is None,
+    )
     lq, lk = query.shape[2], key.shape[2]
     attend = torch.nn.functional.scaled_dot_product_attention
     if bias is None and is_causal and lq == lk:

@@ -22,6 +22,7 @@ from linattn.attention.exact import Exact, ExactKeys, MergedKeys, attend_to_all
 from linattn.attention.partial import Partial, as_partial, combine
 from linattn.attention.sums import Sums, accumulation_dtype, lowest, no_sums
 from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._dense import check_dense
 
 NO_MAP = "no map"
 """What a state without sums was built with."""
@@ -349,6 +350,7 @@ class State:
         self._check_map(feature_map)
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor, got {type(x).__name__}")
+        check_dense(tokens=x)
 
 
 def _check_factor(log_factor: Tensor) -> None:

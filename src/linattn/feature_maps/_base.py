@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from linattn.feature_maps._dense import check_dense
 from linattn.feature_maps._digest import digest_of_weights
 from linattn.feature_maps._powers import Powers
 
@@ -189,7 +190,8 @@ class FeatureMap(nn.Module, ABC):
         return {}
 
     def _check_width(self, x: Tensor) -> None:
-        """Refuse inputs of another head width."""
+        """Refuse inputs of another head width, and nested ones."""
+        check_dense(x=x)
         if x.shape[-1] != self.head_dim:
             raise ValueError(
                 f"{type(self).__name__} was built for head_dim={self.head_dim}, got vectors of width {x.shape[-1]}; "

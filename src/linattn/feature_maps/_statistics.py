@@ -8,9 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linattn.feature_maps._dense import check_dense
+
 
 def check_fit(query: Tensor, key: Tensor, head_dim: int) -> None:
     """Refuse anything but query (B, H, Lq, D) and key (B, Hkv, Lk, D) with H a multiple of Hkv, finite, not empty."""
+    check_dense(query=query, key=key)
     fits = query.dim() == key.dim() == 4 and query.shape[-1] == key.shape[-1] == head_dim
     fits = fits and query.numel() > 0 and key.numel() > 0
     if not fits or query.shape[0] != key.shape[0] or query.shape[1] % key.shape[1]:

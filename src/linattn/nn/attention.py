@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State
+from linattn.feature_maps._dense import check_dense
 from linattn.nn.streams import Attended, KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
 
@@ -292,6 +293,7 @@ def _checked_order(settings: Settings, head_dim: int, num_kv_heads: int) -> tupl
 
 def _check_shape(name: str, x: Tensor, width: int) -> None:
     """Refuse anything but (B, L, width)."""
+    check_dense(**{name: x})
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != width:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be (B, L, {width}), the batch first, got {got}")

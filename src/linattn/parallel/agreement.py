@@ -39,7 +39,7 @@ def fields_of_call(
 ) -> Fields:
     """Sizes, dtypes, map and options of a call on tokens (B, heads, L, width): all that no two ranks may have apart."""
     fields: Fields = {"call": call, **{name: str(value) for name, value in options.items()}}
-    if not all(isinstance(x, Tensor) and x.ndim == 4 for x in tokens):
+    if not all(isinstance(x, Tensor) and not x.is_nested and x.ndim == 4 for x in tokens):
         return fields
     for name, x in zip(("query", "key", "value"), tokens, strict=True):
         fields |= {f"{name} dtype": str(x.dtype), f"{name} heads": x.shape[1], f"{name} width": x.shape[3]}

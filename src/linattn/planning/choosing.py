@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import Expansion, FeatureMap
+from linattn.feature_maps._dense import check_dense
 from linattn.planning import measures
 from linattn.planning.costs import exact_flops_per_token, exact_state_numbers, flops_per_token, state_numbers
 from linattn.planning.methods import Method, fit, parse_method
@@ -195,6 +196,7 @@ def plan(
 
 def _check(query: Tensor, key: Tensor, value: Tensor, target_error: float | None, max_features: int | None) -> None:
     """Refuse what cannot be planned for."""
+    check_dense(query=query, key=key, value=value)
     if (target_error is None) == (max_features is None):
         raise ValueError(f"give one of target_error and max_features, got {target_error} and {max_features}")
     for name, wanted in (("target_error", target_error), ("max_features", max_features)):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._dense import check_dense
 
 
 class Properties(NamedTuple):
@@ -127,6 +128,7 @@ def token_positions(key_mask: Tensor, start: Tensor | int = 0) -> tuple[Tensor, 
 
 def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: int | None) -> Tensor:
     """Positions of the keys as (B or 1, 1, Lk), float64; what does not fit is refused."""
+    check_dense(query=query, key=key, positions=positions)
     for name, x in (("query", query), ("key", key)):
         if x.ndim != 4 or (head_dim is not None and x.shape[-1] != head_dim):
             width = "D" if head_dim is None else f"D={head_dim}"

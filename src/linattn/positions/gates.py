@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from linattn.attention import Attended, Exact, State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._dense import check_dense
 from linattn.positions._base import Properties
 
 # Exponents lose digits with their size: to 2^10, float32 keeps 6e-5 of a weight and float64 1e-13.
@@ -145,6 +146,7 @@ def gated_attention_with_state(
 
     Source: as `gate_bias`.
     """
+    check_dense(query=query, key=key, value=value)
     log_forget, log_input = _checked(gates, key_mask)
     length = key.shape[2]
     if query.shape[2] != length or log_forget.shape[2] != length:
@@ -206,6 +208,7 @@ def spans(log_forget: Tensor) -> Iterator[slice]:
 def _checked(gates: Gates, key_mask: Tensor | None) -> Gates:
     """The gates in float64, 0 at masked tokens; wrong shapes refused."""
     named = {"log_forget": gates.log_forget} | ({} if gates.log_input is None else {"log_input": gates.log_input})
+    check_dense(**named, key_mask=key_mask)
     for name, x in named.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
