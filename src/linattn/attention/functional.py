@@ -199,12 +199,14 @@ def linear_attention_with_state(
         merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=True)
         _check_state(state, None, merging.key, merging.value, exact, merging.query.shape[2])
         rows, merged = merging.advance(state)
-        return Attended(rows.out.flatten(1, 2), merging.state_of(merged))
+        after = merging.state_of(merged)
+        return Attended(rows.out.flatten(1, 2), after.known_to_fit((merging.key.shape[-1], merging.query.shape[2])))
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=True)
     _check_state(state, feature_map, call.key, call.value, exact, call.query.shape[2])
     found, sums, kept = _attend(call, chosen, exact, state)
     built_with = feature_map.fingerprint() if state is None else state.built_with
-    return Attended(found.out.flatten(1, 2), State(*sums, built_with, kept))
+    after = State(*sums, built_with, kept).known_to_fit((call.key.shape[-1], call.query.shape[2]))
+    return Attended(found.out.flatten(1, 2), after)
 
 
 def _check_state(

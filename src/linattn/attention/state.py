@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class State:
     m: Tensor
     built_with: str
     exact: ExactKeys | MergedKeys | None = None
+
+    # The width of keys, and the query heads of each, that its tensors were seen to fit: no field, so no file says it.
+    _fits: ClassVar[tuple[int, int] | None] = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields that a file or a copy has; they are checked where the state is used."""
+        self.__dict__.update({name: state.get(name) for name in self.__dataclass_fields__})
 
     @classmethod
     def empty(
@@ -155,7 +162,7 @@ class State:
             >>> round(state.read(relu, query).out.item(), 4)  # (0.5·8 + 2)/(0.5 + 1)
             4.0
         """
-        check_of_any_map(self.sums, self.exact)
+        self._check_whole()
         factor = torch.as_tensor(log_factor, dtype=self.m.dtype, device=self.m.device)
         batch, heads = self.m.shape[:2]
         if tuple(factor.shape) not in ((), (1, 1), (1, heads), (batch, 1), (batch, heads)):
@@ -166,7 +173,7 @@ class State:
         factor = factor.reshape(1, 1) if factor.ndim == 0 else factor
         _check_factor(factor)
         exact = None if self.exact is None else self.exact.decay(factor)
-        return State(*self.sums.decay(factor), self.built_with, exact)
+        return State(*self.sums.decay(factor), self.built_with, exact).known_to_fit(self._fits)
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys; O(R·Dv).
@@ -238,7 +245,7 @@ class State:
                 f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
                 "turn a mask into indices with mask.nonzero().squeeze(1)"
             )
-        check_of_any_map(self.sums, self.exact)
+        self._check_whole()
         return self._each(lambda x: x.index_select(0, indices))
 
     def detach(self) -> State:
@@ -270,7 +277,7 @@ class State:
     def _each(self, change: Callable[[Tensor], Tensor]) -> State:
         """The state with each of its tensors changed alike."""
         exact = None if self.exact is None else self.exact.each(change)
-        return State(change(self.S), change(self.z), change(self.m), self.built_with, exact)
+        return State(change(self.S), change(self.z), change(self.m), self.built_with, exact).known_to_fit(self._fits)
 
     @property
     def sums(self) -> Sums:
@@ -313,7 +320,19 @@ class State:
         held = None if self.exact is None else getattr(self.exact, "rule", self.exact)
         if held != exact:
             raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
-        check_whole(self.sums, self.exact, feature_map, key.shape[-1], num_groups)
+        if torch.compiler.is_compiling() or self._fits != (key.shape[-1], num_groups):
+            check_whole(self.sums, self.exact, feature_map, key.shape[-1], num_groups)
+
+    def known_to_fit(self, fits: tuple[int, int] | None) -> State:
+        """The state itself, whose tensors need no other look before tokens of such a width and so many heads."""
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "_fits", fits)
+        return self
+
+    def _check_whole(self) -> None:
+        """Refuse a state whose tensors do not belong together, whatever its map."""
+        if torch.compiler.is_compiling() or self._fits is None:
+            check_of_any_map(self.sums, self.exact)
 
     def _absorbed(self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None) -> State:
         """The state with these keys in the sums, and none kept exactly."""
