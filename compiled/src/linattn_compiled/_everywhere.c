@@ -93,8 +93,8 @@ INSIDE int64_t find_seeds(Head *h, const Everywhere *a, More *more, const Tokens
     }
     for (int64_t i = 0; i < count; i++) {
         const int64_t j = more->heap[i];
-        memcpy(more->seed + i * P, x->key + j * D, (size_t)D * sizeof(float));
-        memcpy(more->seed + i * P + D, x->value + j * Dv, (size_t)Dv * sizeof(float));
+        copy(more->seed + i * P, x->key + j * D, (size_t)D * sizeof(float));
+        copy(more->seed + i * P + D, x->value + j * Dv, (size_t)Dv * sizeof(float));
     }
     return count;
 }
@@ -124,9 +124,9 @@ INSIDE int stay_alone(Head *h, int64_t n, int64_t most) {
 /* h->number: of each key the cluster whose centre is the nearest along the axes, -1 for absent ones. */
 INSIDE void assign(Head *h, const Everywhere *a, More *more, const Tokens *x, int64_t head) {
     const int64_t D = h->head_dim, Dv = h->value_dim, P = D + Dv, C = a->num_merged, A = a->num_axes, R = whole(A);
-    memset(more->turn, 0, (size_t)(R * P) * sizeof(float));
-    memset(more->shift, 0, (size_t)R * sizeof(float));
-    memcpy(more->shift, a->shift + head * A, (size_t)A * sizeof(float));
+    clear(more->turn, (size_t)(R * P) * sizeof(float));
+    clear(more->shift, (size_t)R * sizeof(float));
+    copy(more->shift, a->shift + head * A, (size_t)A * sizeof(float));
     for (int64_t p = 0; p < P; p++)
         for (int64_t i = 0; i < A; i++)
             more->turn[i / PLACES * P * PLACES + p * PLACES + i % PLACES] = a->turn[(head * P + p) * A + i];
@@ -201,17 +201,17 @@ BY_PROCESSOR static void head_rows(const Everywhere *a, Head *h, More *more, int
     h->sampled = a->num_sampled;
     /* The last ones may not be there, in heads of fewer tokens. */
     while (h->sampled > 1 && !there[h->sampled - 1]) h->sampled--;
-    memcpy(h->sample, a->sample + head * a->num_sampled * D, (size_t)(h->sampled * D) * sizeof(float));
-    memcpy(h->there, there, (size_t)h->sampled);
+    copy(h->sample, a->sample + head * a->num_sampled * D, (size_t)(h->sampled * D) * sizeof(float));
+    copy(h->there, there, (size_t)h->sampled);
     attend(h, &x);
     /* Few enough stay alone, also where axes tell them not apart. */
     if (!stay_alone(h, T, C)) {
         const int64_t count = find_seeds(h, a, more, &x);
         const Tokens pool = {more->seed, more->seed + D, NULL, count, P, P};
         const int64_t present = weigh(more->standing, count, h->weight);
-        memcpy(h->coordinate, a->mean + head * P, (size_t)P * sizeof(float));
-        memcpy(h->coordinate + 2 * P, a->factor + head * P, (size_t)P * sizeof(float));
-        memcpy(h->point, more->seed, (size_t)(count * P) * sizeof(float));
+        copy(h->coordinate, a->mean + head * P, (size_t)P * sizeof(float));
+        copy(h->coordinate + 2 * P, a->factor + head * P, (size_t)P * sizeof(float));
+        copy(h->point, more->seed, (size_t)(count * P) * sizeof(float));
         place_points(h, h->point, count);
         partition(h, count, present, C, a->num_rounds, h->number);
         average(h, &pool, h->number, more->standing, C);

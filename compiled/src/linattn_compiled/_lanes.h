@@ -20,6 +20,17 @@
 
 #define LOG2_E 1.44269504088896340736f
 
+/* As the library's functions, which may not be given the null pointer that memory of size 0 has. */
+INSIDE void copy(void *restrict to, const void *restrict from, size_t size) {
+    if (size) memcpy(to, from, size);
+}
+INSIDE void move(void *to, const void *from, size_t size) {
+    if (size) memmove(to, from, size);
+}
+INSIDE void clear(void *to, size_t size) {
+    if (size) memset(to, 0, size);
+}
+
 /* Sums and maxima are taken in so many places at once, which vectors of any width hold. */
 #define PLACES 16
 typedef float Lanes __attribute__((vector_size(4 * PLACES), aligned(4), may_alias));

@@ -36,8 +36,8 @@ INSIDE void join(Head *h, const Stream *a, Memory *memory, const Tokens *block) 
     const int64_t D = h->head_dim, Dv = h->value_dim, P = D + Dv;
     for (int64_t j = 0; j < block->count; j++) {
         float *to = memory->key + (memory->count + j) * P;
-        memcpy(to, block->key + j * D, (size_t)D * sizeof(float));
-        memcpy(to + D, block->value + j * Dv, (size_t)Dv * sizeof(float));
+        copy(to, block->key + j * D, (size_t)D * sizeof(float));
+        copy(to + D, block->value + j * Dv, (size_t)Dv * sizeof(float));
         memory->bias[memory->count + j] = block->bias ? block->bias[j] : 0.0f;
     }
     memory->count += block->count;
@@ -49,13 +49,13 @@ INSIDE void join(Head *h, const Stream *a, Memory *memory, const Tokens *block) 
     const float share = 1.0f / (float)greatest(present, 1);
     for (int64_t j = 0; j < n; j++) h->own[j] = h->mass[j] == -INFINITY ? 0.0f : share;
     measure(h, memory->key, h->own, n);
-    memcpy(h->point, memory->key, (size_t)(n * P) * sizeof(float));
+    copy(h->point, memory->key, (size_t)(n * P) * sizeof(float));
     place_points(h, h->point, n);
     partition(h, n, present, left, 1, h->number);
     average(h, &all, h->number, h->mass, left);
     conserve(h, left);
-    memcpy(memory->key, h->mean, (size_t)(left * P) * sizeof(float));
-    memcpy(memory->bias, h->found, (size_t)left * sizeof(float));
+    copy(memory->key, h->mean, (size_t)(left * P) * sizeof(float));
+    copy(memory->bias, h->found, (size_t)left * sizeof(float));
     memory->count = left;
     h->sampled = sampled;
 }
@@ -75,8 +75,8 @@ INSIDE void sample(Head *h, const Stream *a, const float *query, const float *bi
     const int64_t gone = h->sampled - a->sample_size;
     if (gone <= 0) return;
     h->sampled = a->sample_size;
-    memmove(h->sample, h->sample + gone * D, (size_t)(h->sampled * D) * sizeof(float));
-    memmove(h->there, h->there + gone, (size_t)h->sampled);
+    move(h->sample, h->sample + gone * D, (size_t)(h->sampled * D) * sizeof(float));
+    move(h->there, h->there + gone, (size_t)h->sampled);
 }
 
 /* One head's stream; whether it ends with as many keys as were expected. */
@@ -89,13 +89,13 @@ BY_PROCESSOR static int head_stream(const Stream *a, Head *h, Memory *memory, in
     memory->count = a->num_before;
     for (int64_t j = 0; j < memory->count; j++) {
         float *to = memory->key + j * P;
-        memcpy(to, a->merged_key + (head * memory->count + j) * D, (size_t)D * sizeof(float));
-        memcpy(to + D, a->merged_value + (head * memory->count + j) * Dv, (size_t)Dv * sizeof(float));
+        copy(to, a->merged_key + (head * memory->count + j) * D, (size_t)D * sizeof(float));
+        copy(to + D, a->merged_value + (head * memory->count + j) * Dv, (size_t)Dv * sizeof(float));
         memory->bias[j] = a->merged_bias[head * memory->count + j];
     }
     h->sampled = a->num_sampled;
-    memcpy(h->sample, a->sample + head * h->sampled * D, (size_t)(h->sampled * D) * sizeof(float));
-    memcpy(h->there, a->there + head * h->sampled, (size_t)h->sampled);
+    copy(h->sample, a->sample + head * h->sampled * D, (size_t)(h->sampled * D) * sizeof(float));
+    copy(h->there, a->there + head * h->sampled, (size_t)h->sampled);
     int shown = 0;
     for (int64_t begin = a->num_kept / b * b; begin < T; begin += b) {
         const int64_t end = least(begin + b, T), near = greatest(begin - a->window, 0);
@@ -123,12 +123,12 @@ BY_PROCESSOR static int head_stream(const Stream *a, Head *h, Memory *memory, in
     if (memory->count != a->num_after || h->sampled != a->sampled_after) return 0;
     for (int64_t j = 0; j < memory->count; j++) {
         const float *from = memory->key + j * P;
-        memcpy(a->key_after + (head * memory->count + j) * D, from, (size_t)D * sizeof(float));
-        memcpy(a->value_after + (head * memory->count + j) * Dv, from + D, (size_t)Dv * sizeof(float));
+        copy(a->key_after + (head * memory->count + j) * D, from, (size_t)D * sizeof(float));
+        copy(a->value_after + (head * memory->count + j) * Dv, from + D, (size_t)Dv * sizeof(float));
         a->bias_after[head * memory->count + j] = memory->bias[j];
     }
-    memcpy(a->sample_after + head * h->sampled * D, h->sample, (size_t)(h->sampled * D) * sizeof(float));
-    memcpy(a->there_after + head * h->sampled, h->there, (size_t)h->sampled);
+    copy(a->sample_after + head * h->sampled * D, h->sample, (size_t)(h->sampled * D) * sizeof(float));
+    copy(a->there_after + head * h->sampled, h->there, (size_t)h->sampled);
     return 1;
 }
 

@@ -131,14 +131,14 @@ INSIDE void show(Head *h, const Tokens *x, int64_t first) {
     fill_panels(x->key, x->key_apart, x->count, D, first, h->panels);
     for (int64_t j = 0; j < x->count; j++) {
         float *to = h->values + (first + j) * h->width;
-        memcpy(to, x->value + j * x->value_apart, (size_t)Dv * sizeof(float));
-        memset(to + Dv, 0, (size_t)(h->width - Dv) * sizeof(float));
+        copy(to, x->value + j * x->value_apart, (size_t)Dv * sizeof(float));
+        clear(to + Dv, (size_t)(h->width - Dv) * sizeof(float));
         h->bias[first + j] = x->bias ? x->bias[j] * LOG2_E : 0.0f;
     }
     for (int64_t j = first + x->count; j < end; j++) {
         float *to = h->panels + j / PLACES * D * PLACES + j % PLACES;
         for (int64_t i = 0; i < D; i++) to[i * PLACES] = 0.0f;
-        memset(h->values + j * h->width, 0, (size_t)h->width * sizeof(float));
+        clear(h->values + j * h->width, (size_t)h->width * sizeof(float));
         h->bias[j] = -INFINITY;
     }
 }
@@ -207,7 +207,7 @@ INSIDE void sort(int32_t *order, int32_t *swap, const float *key, int64_t n, int
         from = to;
         to = other;
     }
-    if (from != order) memcpy(order, from, (size_t)n * sizeof(int32_t));
+    if (from != order) copy(order, from, (size_t)n * sizeof(int32_t));
 }
 
 /* Of PLACES numbers side by side, halved until one is left. */
@@ -275,13 +275,13 @@ INSIDE void attend(Head *h, const Tokens *x) {
     for (int64_t s = 0; s < h->sampled; s++) any |= h->there[s];
     if (h->sampled == 0) {
         /* In place of none, one that attends to all alike; those that are not there do. */
-        memset(h->sample, 0, (size_t)D * sizeof(float));
+        clear(h->sample, (size_t)D * sizeof(float));
         h->there[0] = 0;
         h->sampled = 1;
     }
     const int64_t S = whole(h->sampled);
     for (int64_t s = 0; s < S; s++) h->attends[s] = s < h->sampled && (h->there[s] || !any) ? -1 : 0;
-    memset(h->sample_panels, 0, (size_t)(S * D) * sizeof(float));
+    clear(h->sample_panels, (size_t)(S * D) * sizeof(float));
     fill_panels(h->sample, D, h->sampled, D, 0, h->sample_panels);
     see(h, x->key, x->key_apart, x->bias, n);
     for (int64_t first = 0; first < S; first += PLACES) {
@@ -324,7 +324,7 @@ INSIDE void measure(Head *h, const float *points, const float *share, int64_t n)
     const int64_t D = h->head_dim, P = D + h->value_dim;
     float *mean = h->coordinate, *variance = mean + P, *factor = variance + P, *center = factor + P;
     float sampled = 0.0f, wide = 0.0f, narrow = 0.0f;
-    memset(mean, 0, (size_t)(4 * P) * sizeof(float));
+    clear(mean, (size_t)(4 * P) * sizeof(float));
     for (int64_t j = 0; j < n; j++)
         if (share[j] > 0.0f)
             for (int64_t p = 0; p < P; p++) mean[p] += share[j] * points[j * P + p];
@@ -428,7 +428,7 @@ INSIDE int32_t merge_round(Head *h, int64_t n, int64_t joining) {
     sort(h->order, h->swap, h->weight, n, 1);
     for (int64_t i = 0; i < n; i++) {
         float *point = h->sorted_point + i * P;
-        memcpy(point, h->point + h->order[i] * P, (size_t)P * sizeof(float));
+        copy(point, h->point + h->order[i] * P, (size_t)P * sizeof(float));
         h->square[i] = dot(point, point, P);
         h->sorted[i] = h->weight[h->order[i]];
     }
@@ -442,7 +442,7 @@ INSIDE int32_t merge_round(Head *h, int64_t n, int64_t joining) {
     sort(h->root, h->swap, h->cost, n, 0);
     /* Those that join, by their places; and what each belongs to, which is before it. */
     int32_t *joins = h->swap;
-    memset(joins, 0, (size_t)n * sizeof(int32_t));
+    clear(joins, (size_t)n * sizeof(int32_t));
     for (int64_t i = 0; i < joining; i++) joins[h->root[i]] = 1;
     for (int64_t i = 0; i < n; i++) h->root[i] = joins[i] ? h->root[h->nearest[i]] : (int32_t)i;
     for (int64_t i = 0; i < n; i++) h->place[h->order[i]] = h->sorted[i] > 0.0f && !joins[i];
@@ -464,8 +464,8 @@ INSIDE void partition(Head *h, int64_t n, int64_t present, int64_t left, int64_t
         for (int64_t j = 0; j < all; j++) number[j] = number[j] < 0 ? -1 : h->place[number[j]];
         if (!round) break;
         /* At the means of their members. */
-        memset(h->sorted_point, 0, (size_t)(now * P) * sizeof(float));
-        memset(h->sorted, 0, (size_t)now * sizeof(float));
+        clear(h->sorted_point, (size_t)(now * P) * sizeof(float));
+        clear(h->sorted, (size_t)now * sizeof(float));
         for (int64_t j = 0; j < n; j++) {
             const int32_t c = h->place[j];
             if (c < 0) continue;
@@ -484,7 +484,7 @@ INSIDE void partition(Head *h, int64_t n, int64_t present, int64_t left, int64_t
 /* Clusters of keys, by number: means by exp of logarithms of weights, numbers of members, and sums of their biases. */
 INSIDE void average(Head *h, const Tokens *x, const int32_t *number, const float *log_weight, int64_t left) {
     const int64_t D = h->head_dim, Dv = h->value_dim, P = D + Dv;
-    memset(h->mean, 0, (size_t)(left * P) * sizeof(float));
+    clear(h->mean, (size_t)(left * P) * sizeof(float));
     for (int64_t c = 0; c < left; c++) h->peak[c] = -INFINITY, h->total[c] = h->size[c] = h->sum[c] = 0.0f;
     for (int64_t j = 0; j < x->count; j++)
         if (number[j] >= 0 && !(log_weight[j] <= h->peak[number[j]])) h->peak[number[j]] = log_weight[j];

@@ -50,7 +50,7 @@ INSIDE void add_product(const float *x, const float *M, int64_t n, int64_t m, in
 /* p(x) of one row: (D) by (D, m). */
 INSIDE void project(const Step *a, const float *x, const float *weights, const float *constants, float *restrict p) {
     const int64_t rows = a->rows, features = a->features;
-    memset(p, 0, (size_t)rows * sizeof(float));
+    clear(p, (size_t)rows * sizeof(float));
     add_product(x, weights, a->head_dim, rows, rows, p);
     for (int64_t r = rows; r < features; r++) p[r] = -p[r - rows];
     if (constants)
@@ -76,11 +76,11 @@ BY_PROCESSOR static void head_step(const Step *a, int64_t place, float *space) {
     const int is_masked = bias == -INFINITY;
     float *restrict phi = space, *restrict decay = space + R, *features = space + 2 * R;
 
-    memcpy(m_after, m, (size_t)R * sizeof(float));
-    memcpy(z_after, z, (size_t)R * sizeof(float));
+    copy(m_after, m, (size_t)R * sizeof(float));
+    copy(z_after, z, (size_t)R * sizeof(float));
     for (int64_t r = 0; r < R; r++) decay[r] = 1.0f;
     if (is_masked) {
-        memset(phi, 0, (size_t)R * sizeof(float));
+        clear(phi, (size_t)R * sizeof(float));
     } else {
         project(a, key, weights, constants, phi);
         const float shift = term(a, key) + LOG2_E * bias;
@@ -109,12 +109,12 @@ BY_PROCESSOR static void head_step(const Step *a, int64_t place, float *space) {
         for (int64_t r = 0; r < R; r++) row[r] = power(row[r] - peak);
         a->den[place * G + g] = dot(row, z_after, R);
         a->reference[place * G + g] = (peak + term(a, query)) / LOG2_E;
-        memset(out + g * Dv, 0, (size_t)Dv * sizeof(float));
+        clear(out + g * Dv, (size_t)Dv * sizeof(float));
     }
     for (int64_t first = 0; first < R; first += ROWS) {
         const int64_t stop = first + ROWS < R ? first + ROWS : R;
         if (is_masked)
-            memcpy(S_after + first * Dv, S + first * Dv, (size_t)((stop - first) * Dv) * sizeof(float));
+            copy(S_after + first * Dv, S + first * Dv, (size_t)((stop - first) * Dv) * sizeof(float));
         else
             for (int64_t r = first; r < stop; r++)
                 for (int64_t d = 0; d < Dv; d++) S_after[r * Dv + d] = S[r * Dv + d] * decay[r] + phi[r] * value[d];
