@@ -46,7 +46,7 @@ FAULTS = (
     Fault(
         "keep the decay from gradients",
         "attention/sums.py",
-        "if shift.requires_grad:",
+        "if is_followed(shift):",
         "if False:",
         LAWS,
     ),

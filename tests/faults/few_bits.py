@@ -48,7 +48,7 @@ FAULTS = (
     Fault(
         "cut the gradient where keys are rounded",
         MEMORY,
-        "x + (y - x).detach() if x.requires_grad else y",
+        "x + (y - x).detach() if is_followed(x) else y",
         "y",
         LAWS,
     ),

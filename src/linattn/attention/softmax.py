@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linattn.attention._check import checked
 from linattn.attention.bound_map import outside_autocast
+from linattn.attention.following import is_transformed
 from linattn.attention.partial import Partial
 from linattn.attention.sums import accumulation_dtype
 
@@ -73,7 +74,12 @@ def softmax_attention(
     if key_bias is None:
         mask = None if logits is None else (logits != -torch.inf).expand(*logits.shape[:-2], lq, -1)
         return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-    # SDPA wants biases in the query's dtype: 16 bits would round them.
+    # SDPA wants biases in the query's dtype: 16 bits would round them. Under torch.func it takes them for constants.
+    if is_transformed():
+        return softmax_partial(
+            query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        ).out  # fmt: skip
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
     return attend(q, k, v, attn_mask=logits, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
 

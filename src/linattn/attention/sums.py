@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.attention.following import is_followed
 from linattn.feature_maps import FeatureMap
 
 # Remainders whose powers stay far from under- and overflow.
@@ -41,7 +42,7 @@ class Sums(NamedTuple):
         shift = torch.where(gone, 0, shift)
         m, rest = shifted(self.m, shift.detach())
         factor = per_feature(rest.exp(), self.z.shape[-1])
-        if shift.requires_grad:
+        if is_followed(shift):
             factor = factor * torch.exp(shift - shift.detach())
         S = torch.where(gone.unsqueeze(-1), 0, self.S * factor.unsqueeze(-1))
         return Sums(S, torch.where(gone, 0, self.z * factor), torch.where(gone, lowest(m.dtype), m))

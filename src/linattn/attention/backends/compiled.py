@@ -11,8 +11,8 @@ from torch import Tensor
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.blocked.bounded import RISE
-from linattn.attention.backends.blocked.fold import is_followed
 from linattn.attention.compiled_code import IN_GRAPHS, objections_to
+from linattn.attention.following import is_followed
 from linattn.attention.sums import Sums
 from linattn.feature_maps._powers import LOG2_E, Powers
 

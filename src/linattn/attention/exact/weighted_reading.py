@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.exact.keys import Tokens
+from linattn.attention.following import is_transformed
 from linattn.attention.partial import Partial
 from linattn.attention.softmax import causal_mask, softmax_rows
 
@@ -33,7 +34,8 @@ class Reading(NamedTuple):
 def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_log: bool) -> Reading:
     """Rows (B, H, G, n, ·) over weighted keys, causally with the last of both level; 0 where no key is seen.
 
-    torch's kernels tell no log-normaliser: with it the weights are formed, O(n·K) memory.
+    torch's kernels tell no log-normaliser, and under torch.func take a bias that gradients follow for a constant: there
+    the weights are formed, O(n·K) memory.
     """
     dtype, (groups, number) = tokens.bias.dtype, query.shape[2:4]
     rows = query.flatten(2, 3).to(dtype)
@@ -43,9 +45,9 @@ def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_l
         bias = torch.where(visible, bias, -torch.inf)
         bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
     key, value = tokens.key.to(dtype), tokens.value.to(dtype)
-    if with_log:
+    if with_log or is_transformed():
         part = softmax_rows(rows, key, value, bias, scale)
-        log = part.log_normalizer.unflatten(2, (groups, number))
+        log = part.log_normalizer.unflatten(2, (groups, number)) if with_log else None
         return Reading(part.out.to(query.dtype).unflatten(2, (groups, number)), log)
     out = torch.nn.functional.scaled_dot_product_attention(
         rows, key, value, attn_mask=bias.expand(*rows.shape[:3], -1), scale=scale

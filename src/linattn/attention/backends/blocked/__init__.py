@@ -16,9 +16,10 @@ from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked.blocks import exponential_, is_masked
 from linattn.attention.backends.blocked.bounded import RISE
 from linattn.attention.backends.blocked.causal import rows_alone
-from linattn.attention.backends.blocked.fold import is_followed, is_opaque, run
+from linattn.attention.backends.blocked.fold import is_opaque, run
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
 from linattn.attention.bound_map import outside_autocast
+from linattn.attention.following import is_followed
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
 

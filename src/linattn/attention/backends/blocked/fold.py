@@ -29,6 +29,7 @@ from linattn.attention.backends.blocked.records import (
 )
 from linattn.attention.backends.blocked.rows import empty_rows
 from linattn.attention.bound_map import BoundMap
+from linattn.attention.following import is_followed
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
@@ -99,13 +100,6 @@ def is_opaque(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
     return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)
-
-
-def is_followed(*tensors: Tensor | None) -> bool:
-    """Whether autograd, dual numbers or torch.func follow this call; torch has no public name for the last two."""
-    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    dual = torch.autograd.forward_ad._current_level >= 0
-    return recorded or dual or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def forward(task: Task, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:

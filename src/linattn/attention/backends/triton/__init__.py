@@ -17,9 +17,9 @@ from torch import Tensor
 from linattn.attention.backends.alignment import attend_aligned
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import Blocked
-from linattn.attention.backends.blocked.fold import is_followed
 from linattn.attention.backends.blocked.records import Absorb, Causal, Read
 from linattn.attention.backends.triton.objections import objections
+from linattn.attention.following import is_followed
 from linattn.attention.sums import Sums
 
 

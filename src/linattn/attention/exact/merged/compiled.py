@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.fold import is_followed
 from linattn.attention.compiled_code import objections_to
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.merged.distances import Axes, Metric
@@ -21,6 +20,7 @@ from linattn.attention.exact.merged.query_sample import QuerySample, sample_size
 from linattn.attention.exact.merged.stream import Ended, Stream
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading
+from linattn.attention.following import is_followed
 
 # Queries of a call from which it is the faster: of fewer, a stream's memory is copied more often than it is read.
 _FEWEST = 64

@@ -38,7 +38,9 @@ class Metric(NamedTuple):
         wide = (variance[..., :width] * spread.unsqueeze(2).square()).sum(-1, keepdim=True)
         narrow = variance[..., width:].sum(-1, keepdim=True)
         worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values
-        return cls(mean, torch.cat((spread.unsqueeze(2), worth.expand_as(variance[..., width:])), -1))
+        factor = torch.cat((spread.unsqueeze(2), worth.expand_as(variance[..., width:])), -1)
+        # Mapped by torch.vmap where the factor is, by queries alone: what is multiplied in place must be.
+        return cls(mean + factor.new_zeros(()), factor)
 
     def points(self, x: Tensor) -> Tensor:
         """Keys and values (B, H, n, D + Dv) as points between which distances are squares of differences."""

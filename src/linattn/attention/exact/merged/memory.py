@@ -12,6 +12,7 @@ from linattn.attention.exact.merged.merging import reduced
 from linattn.attention.exact.merged.query_sample import QuerySample
 from linattn.attention.exact.rule import Exact
 from linattn.attention.exact.weighted_reading import Reading, read
+from linattn.attention.following import is_followed
 
 
 class Memory(NamedTuple):
@@ -71,8 +72,7 @@ class Memory(NamedTuple):
         exact = frames.inside(tokens)
         held = CodedTokens.of(exact, frames, bits)
         key, value = (
-            x + (y - x).detach() if x.requires_grad else y
-            for x, y in zip(exact[:2], held.tokens(bits)[:2], strict=True)
+            x + (y - x).detach() if is_followed(x) else y for x, y in zip(exact[:2], held.tokens(bits)[:2], strict=True)
         )
         return type(self)(held, Tokens(key, value, tokens.bias))
 

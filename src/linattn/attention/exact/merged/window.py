@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.fold import is_followed
 from linattn.attention.exact.heavy import by_block
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.weighted_reading import Reading
+from linattn.attention.following import is_followed
 from linattn.attention.partial import Partial
 from linattn.feature_maps._powers import LOG2_E
 
