@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention._check import check_map, checked
+from linattn.attention.following import is_fake
 from linattn.attention.functional import Attended, linear_attention, linear_attention_with_state
 from linattn.attention.state import State
 from linattn.feature_maps import FeatureMap
@@ -222,6 +223,11 @@ def _checked_starts(cu_seqlens: Tensor, query: Tensor, key: Tensor) -> list[int]
         raise ValueError(
             f"cu_seqlens must be {wanted}, got the shape {tuple(cu_seqlens.shape)}; it is the running sum of the "
             "lengths, with 0 before it"
+        )
+    if not torch.compiler.is_compiling() and is_fake(cu_seqlens):
+        raise ValueError(
+            "cu_seqlens says how long sequences are, and a fake tensor has no values; trace shapes of one sequence, or "
+            "of a padded batch with key_mask, by linear_attention"
         )
     starts: list[int] = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != key.shape[2] or starts != sorted(starts):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linattn.attention._check import check_map, checked, live_keys
 from linattn.attention.bound_map import bind
+from linattn.attention.following import is_fake
 from linattn.attention.softmax import causal_mask, exponentials, inert
 from linattn.attention.sums import accumulation_dtype, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -81,6 +82,8 @@ def _check_index(query_index: Tensor, length: int) -> Tensor:
         raise ValueError(
             f"query_index must be a 1-D integer tensor, got {query_index.dtype} of shape {tuple(query_index.shape)}"
         )
+    if not torch.compiler.is_compiling() and is_fake(query_index):
+        return query_index % max(length, 1)
     if query_index.numel() and not -length <= int(query_index.min()) <= int(query_index.max()) < length:
         raise ValueError(
             f"query_index must lie in [{-length}, {length}), got {int(query_index.min())} to {int(query_index.max())}"

@@ -19,6 +19,7 @@ from linattn.attention._check_state import check_of_any_map, check_sums, check_w
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, MergedKeys, attend_to_all
+from linattn.attention.exact.keys import with_places
 from linattn.attention.partial import Partial, as_partial, combine
 from linattn.attention.sums import Sums, accumulation_dtype, lowest, no_sums
 from linattn.feature_maps import FeatureMap
@@ -383,6 +384,11 @@ def _check_factor(log_factor: Tensor) -> None:
         )
 
 
+def _leaves(state: State) -> tuple[list[Any], str]:
+    """Its tensors, its exact keys if there are any, and what it was built with."""
+    return [state.S, state.z, state.m, *([state.exact] if state.exact else [])], state.built_with
+
+
 def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:
     """A state from what torch's tree utilities took out of one."""
     S, z, m, *exact = leaves
@@ -393,7 +399,8 @@ def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:
 torch.serialization.add_safe_globals([State])
 pytree.register_pytree_node(
     State,
-    lambda state: ([state.S, state.z, state.m, *([state.exact] if state.exact else [])], state.built_with),
+    _leaves,
     _from_leaves,
+    flatten_with_keys_fn=with_places(_leaves),
     serialized_type_name="linattn.State",
 )

@@ -8,14 +8,30 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+UNREAD = "unread"
+"""The digest of tensors on the meta device or under FakeTensorMode, which have shapes and no values."""
 # Of frozen tensors: what they were when they were read, and their digest then.
 _FROZEN = WeakTensorKeyDictionary()
 
 
 def digest(*tensors: Tensor) -> str:
-    """A digest of the shapes and values of tensors, the same on every device and in every floating dtype."""
+    """A digest of the shapes and values of tensors, the same on every device and in every floating dtype.
+
+    UNREAD where there are shapes alone.
+    """
+    held = [_held(tensor) for tensor in tensors]
+    if any(tensor is None for tensor in held):
+        return UNREAD
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return _of_values([tensor for tensor in held if tensor is not None])
+
+
+def _of_values(tensors: list[Tensor]) -> str:
+    """The same, of tensors that have values."""
     found = hashlib.sha256()
     for tensor in tensors:
         values = _bare(tensor.detach().to(device="cpu", dtype=torch.float64).contiguous())
@@ -34,6 +50,10 @@ def digest_of_weights(weights: Iterable[Tensor]) -> str:
 
 def _one(weight: Tensor) -> str:
     """The digest of one parameter."""
+    values = _held(weight)
+    if values is None:
+        return UNREAD
+    weight = values
     if weight.requires_grad or weight.is_inference() or _bare(weight) is not weight:
         _FROZEN.pop(weight, None)
         return digest(weight)
@@ -49,3 +69,13 @@ def _bare(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def _held(tensor: Tensor) -> Tensor | None:
+    """The tensor that has the values, None where there are none: torch.export puts a fake one in its place."""
+    if not isinstance(tensor, FakeTensor):
+        return None if tensor.is_meta else tensor
+    # torch has no public way back.
+    known = tensor.fake_mode.fake_tensor_converter.meta_converter
+    numbers = known.describer.lookup_tensor.items()
+    return next((real for real, number in numbers if known.tensor_memo.get(number) is tensor), None)

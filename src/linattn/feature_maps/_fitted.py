@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap, outside_inference, own_buffers, uncast_
-from linattn.feature_maps._digest import digest
+from linattn.feature_maps._digest import UNREAD, digest
 
 
 class FittedMap(FeatureMap):
@@ -44,10 +44,13 @@ class FittedMap(FeatureMap):
 
     def _fitted_digest(self) -> str:
         """A digest of the fitted tensors, or "None"; it waits for the device once after each change of them."""
-        if self._fingerprint is None:
-            held = [t for t in (getattr(self, name) for name in self.fitted_buffers) if t is not None]
-            self._fingerprint = digest(*held) if held else str(None)
-        return self._fingerprint
+        if self._fingerprint is not None:
+            return self._fingerprint
+        held = [t for t in (getattr(self, name) for name in self.fitted_buffers) if t is not None]
+        found = digest(*held) if held else str(None)
+        # Another time there may be values.
+        self._fingerprint = None if found == UNREAD else found
+        return found
 
     def _refresh(self) -> None:
         """Forget or derive anew what depends on the fitted tensors; called after each change of them."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap, own_buffers, uncast_
-from linattn.feature_maps._digest import digest
+from linattn.feature_maps._digest import UNREAD, digest
 from linattn.feature_maps._draw import Draw, Lengths, draw_projection, orthogonal_pairs
 from linattn.feature_maps._moments import Rows
 
@@ -142,9 +142,10 @@ class RandomFeatureMap(FeatureMap):
 
     def draw_digest(self) -> str:
         """A digest of W, which may have been loaded beside another draw's seed; read once after each change of W."""
-        if self._draw_digest is None:
-            self._draw_digest = digest(self.projection)
-        return self._draw_digest
+        found = self._draw_digest or digest(self.projection)
+        # Another time there may be values.
+        self._draw_digest = None if found == UNREAD else found
+        return found
 
     def _weights(self, projection: Tensor) -> Tensor:
         """W as it multiplies inputs from the right, (D, ·) or (H, D, ·), in float64."""

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from linattn.attention.following import is_traced
 from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._dense import check_dense
@@ -149,8 +150,8 @@ def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: i
 
 
 def check_below(at: Tensor, max_length: int, name: str) -> None:
-    """Refuse positions outside 0 … max_length - 1; a compiled graph cannot look at them."""
-    if torch.compiler.is_compiling() or not at.numel():
+    """Refuse positions outside 0 … max_length - 1; a traced call cannot look at them."""
+    if is_traced(at) or not at.numel():
         return
     low, high = int(at.min()), int(at.max())
     if low < 0 or high >= max_length:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import Attended, Exact, State, linear_attention_with_state
+from linattn.attention.following import is_traced
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._dense import check_dense
 from linattn.positions._base import Properties
@@ -190,7 +191,7 @@ def _bias(log_forget: Tensor, log_input: Tensor | None) -> GateBias:
 def spans(log_forget: Tensor) -> Iterator[slice]:
     """Cuts such that within a span no head's gates, those of its first token apart, sum to more than the limit."""
     length = log_forget.shape[-1]
-    if not length or torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(log_forget):
+    if not length or is_traced(log_forget) or torch._C._functorch.is_functorch_wrapped_tensor(log_forget):
         yield slice(0, length)
         return
     fallen = log_forget.detach().abs().cumsum(-1).flatten(0, 1)  # (rows, L)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from linattn.attention._check import check_map, checked
 from linattn.attention.bound_map import bind, outside_autocast
+from linattn.attention.following import is_traced
 from linattn.attention.softmax import inert
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.positions._base import Properties
@@ -117,7 +118,7 @@ def _lost_rows(den: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Refuse rows whose normaliser is not far above what the transforms round; a graph, which cannot, gets them."""
     tolerance = math.sqrt(torch.finfo(dtype).eps)
     lost = noise > tolerance * den.detach().abs()
-    if torch.compiler.is_compiling():
+    if is_traced(lost):
         return lost
     if not bool(lost.any()):
         return None

@@ -91,10 +91,23 @@ def _from_leaves(tensors: Iterable[Any], rule: Exact) -> ExactKeys:
 
 
 torch.serialization.add_safe_globals([ExactKeys, Tokens])
+
+
+def with_places(flatten: Callable[[Any], tuple[list[Any], Any]]) -> Callable[[Any], Any]:
+    """The same leaves by their places, as torch.export names what it is given."""
+
+    def flattened(x: Any) -> Any:
+        leaves, context = flatten(x)
+        return [(pytree.SequenceKey(place), leaf) for place, leaf in enumerate(leaves)], context
+
+    return flattened
+
+
 pytree.register_pytree_node(
     ExactKeys,
     _leaves,
     _from_leaves,
+    flatten_with_keys_fn=with_places(_leaves),
     serialized_type_name="linattn.ExactKeys",
     to_dumpable_context=lambda rule: rule.label,
     from_dumpable_context=parse_exact,

@@ -16,10 +16,10 @@ from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked.blocks import exponential_, is_masked
 from linattn.attention.backends.blocked.bounded import RISE
 from linattn.attention.backends.blocked.causal import rows_alone
-from linattn.attention.backends.blocked.fold import is_opaque, run
+from linattn.attention.backends.blocked.fold import run
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
 from linattn.attention.bound_map import outside_autocast
-from linattn.attention.following import is_followed
+from linattn.attention.following import is_followed, is_traced
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
 
@@ -39,7 +39,7 @@ class Blocked:
         """The fold over as many keys as queries."""
         bound, query, key, value, bias, _ = call
         inputs = Causal(query, key, value, *before, bias)
-        if is_opaque(key) or is_followed(*inputs, *bound.tensors.values()):
+        if is_traced(key) or is_followed(*inputs, *bound.tensors.values()):
             found: CausalOutputs = run("causal", bound, inputs, span)
             return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
         # The map must use its own tensors.

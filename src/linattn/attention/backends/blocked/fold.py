@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked import absorbing, causal, reading
@@ -29,7 +28,7 @@ from linattn.attention.backends.blocked.records import (
 )
 from linattn.attention.backends.blocked.rows import empty_rows
 from linattn.attention.bound_map import BoundMap
-from linattn.attention.following import is_followed
+from linattn.attention.following import is_followed, is_traced
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
@@ -85,7 +84,7 @@ class Task(NamedTuple):
 def run(name: str, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
     """Run a fold, differentiating its inputs, the biases among them and the map's bound tensors."""
     task, tensors = Task(name, bound.feature_map, tuple(bound.tensors), span), tuple(bound.tensors.values())
-    if is_opaque(inputs[0]):
+    if is_traced(inputs[0]):
         # Imported here: torch's marks for its compiler import the compiler.
         from linattn.attention.backends.blocked import opaque
 
@@ -93,13 +92,6 @@ def run(name: str, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
     if not is_followed(*inputs, *tensors):
         return forward(task, inputs, tensors)
     return task.fold.outputs(*_Forward.apply(task, *inputs, *tensors))
-
-
-def is_opaque(tensor: Tensor) -> bool:
-    """Whether the fold is one operator of known shapes: in graphs, and where tensors have no values to look at."""
-    if torch.compiler.is_compiling():
-        return True
-    return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)
 
 
 def forward(task: Task, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:

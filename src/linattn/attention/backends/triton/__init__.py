@@ -11,7 +11,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from linattn.attention.backends.alignment import attend_aligned
@@ -19,7 +18,7 @@ from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.blocked.records import Absorb, Causal, Read
 from linattn.attention.backends.triton.objections import objections
-from linattn.attention.following import is_followed
+from linattn.attention.following import is_followed, is_traced
 from linattn.attention.sums import Sums
 
 
@@ -63,7 +62,7 @@ class Triton:
 def _is_bare(call: Call, before: Sums) -> bool:
     """Whether nothing follows the call, and its map is exponential or an expansion: one token then takes one launch."""
     is_known = call.bound.feature_map.exponential or call.bound.is_grouped
-    if call.bound.tensors or not is_known or torch.compiler.is_compiling():
+    if call.bound.tensors or not is_known or is_traced(call.key):
         return False
     return not is_followed(call.query, call.key, call.value, *before, call.bias)
 

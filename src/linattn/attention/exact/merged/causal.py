@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.attention.exact.keys import Tokens
+from linattn.attention.exact.keys import Tokens, with_places
 from linattn.attention.exact.merged.compiled import is_compiled, stream_in_compiled_code
 from linattn.attention.exact.merged.few_bits import CodedTokens, Codes, Frame, Frames
 from linattn.attention.exact.merged.memory import Memory
@@ -115,6 +115,7 @@ pytree.register_pytree_node(
     MergedKeys,
     _leaves,
     _from_leaves,
+    flatten_with_keys_fn=with_places(_leaves),
     serialized_type_name="linattn.MergedKeys",
     to_dumpable_context=lambda rule: rule.label,
     from_dumpable_context=parse_exact,
