@@ -131,7 +131,7 @@ def test_a_map_is_known_again_after_its_shapes_were_traced() -> None:
     """A digest that could not be taken is not kept."""
     feature_map = build("FavorPlus")
     with FakeTensorMode() as mode:
-        shapes = {name: torch.empty_like(x) for name, x in feature_map.named_buffers()}
+        shapes = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in feature_map.named_buffers()}
         assert all(isinstance(x, FakeTensor) for x in shapes.values())
     with mode, _reparametrize_module(feature_map, shapes):
         assert "unread" in feature_map.fingerprint()
