@@ -113,8 +113,8 @@ FAULTS = (
     Fault(
         "ask a mapped decay whether it requires gradients",
         "attention/sums.py",
-        "if not is_followed(shift):",
-        "if not shift.requires_grad:",
+        "if is_followed(shift):",
+        "if shift.requires_grad:",
         "tests/laws/test_mapped_calls.py -k gates",
     ),
     Fault(

@@ -18,6 +18,7 @@ from linattn.attention.exact import Exact, ExactKeys, MergedKeys
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.merged.few_bits import GROUP, CodedTokens, Codes, Frame, Frames
 from linattn.attention.exact.merged.query_sample import QuerySample, sample_size
+from linattn.attention.following import is_traced, is_transformed
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
 
@@ -177,6 +178,17 @@ def _require(kind: type, name: str, x: object) -> None:
     """Refuse another kind of record."""
     if not isinstance(x, kind):
         _refuse(name, x, f"a {kind.__name__}")
+
+
+def check_factor(log_factor: Tensor) -> None:
+    """Refuse factors that are NaN or +inf; graphs and vmap have no values to look at."""
+    if is_traced(log_factor) or is_transformed():
+        return
+    if not log_factor.is_meta and not bool((log_factor < torch.inf).all()):
+        raise ValueError(
+            f"log_factor must be finite, or -inf for the state of no keys, got {log_factor.flatten().tolist()[:8]}; "
+            "it is the logarithm of a factor on each key's weight"
+        )
 
 
 def _compare(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linattn.attention._check import check_map, checked
-from linattn.attention._check_state import check_of_any_map, check_sums, check_whole, width_of
+from linattn.attention._check_state import check_factor, check_of_any_map, check_sums, check_whole, width_of
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, MergedKeys, attend_to_all
@@ -172,7 +172,7 @@ class State:
                 f"{tuple(factor.shape)}"
             )
         factor = factor.reshape(1, 1) if factor.ndim == 0 else factor
-        _check_factor(factor)
+        check_factor(factor)
         exact = None if self.exact is None else self.exact.decay(factor)
         return State(*self.sums.decay(factor), self.built_with, exact).known_to_fit(self._fits)
 
@@ -371,17 +371,6 @@ class State:
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor, got {type(x).__name__}")
         check_dense(tokens=x)
-
-
-def _check_factor(log_factor: Tensor) -> None:
-    """Refuse factors that are NaN or +inf; graphs and vmap have no values to look at."""
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(log_factor):
-        return
-    if not log_factor.is_meta and not bool((log_factor < torch.inf).all()):
-        raise ValueError(
-            f"log_factor must be finite, or -inf for the state of no keys, got {log_factor.flatten().tolist()[:8]}; "
-            "it is the logarithm of a factor on each key's weight"
-        )
 
 
 def _leaves(state: State) -> tuple[list[Any], str]:
