@@ -97,6 +97,13 @@ FAULTS = (
         "tests/laws/test_shapes_alone.py -k steps",
     ),
     Fault(
+        "count a process's maps from its first on",
+        "feature_maps/_base.py",
+        "secrets.randbits(62)",
+        "len(_LIVE)",
+        "tests/laws/test_shapes_alone.py -k another_process",
+    ),
+    Fault(
         "keep a digest that could not be taken",
         "feature_maps/_random_base.py",
         "None if found == UNREAD else found",

@@ -4,7 +4,11 @@ torch.export makes of a layer is the layer.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +219,21 @@ def test_steps_are_exported_with_the_map_that_their_state_was_built_with(name: s
             weights[0].add_(1.0)
             with pytest.raises(ValueError, match="the state was built with"):
                 torch.export.export(step, (*token, state))
+
+
+def test_a_program_that_another_process_exported_is_refused(tmp_path: Path) -> None:
+    """It finds its map by a number, which no other map may have."""
+    layer = nn.LinearAttention(WIDTH, 2, build("FavorPlus")).double().eval()
+    torch.export.save(torch.export.export(layer, (tokens(2, 7, WIDTH),)), tmp_path / "program.pt2")
+    script = """
+        import sys, torch, linattn.attention.backends.blocked.opaque
+        maps = [linattn.feature_maps.FavorPlus(8, 12) for _ in range(1000)]
+        program = torch.export.load(sys.argv[1]).module()
+        try:
+            program(torch.randn(2, 7, 16, dtype=torch.float64))
+        except RuntimeError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "program.pt2")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "runs in the process that exported it" in found.stdout

@@ -5,7 +5,7 @@ Letters: B batch, H heads, L tokens, D head width, R features.
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,7 +20,6 @@ from linattn.feature_maps._powers import Powers
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
-_HANDLES = itertools.count()
 _LIVE: WeakValueDictionary[int, FeatureMap] = WeakValueDictionary()
 
 
@@ -58,8 +57,8 @@ class FeatureMap(nn.Module, ABC):
         self._register_handle()
 
     def _register_handle(self) -> None:
-        """Give this object the number by which compiled graphs find it."""
-        self.handle = next(_HANDLES)
+        """Give this object the number by which graphs find it, which no map of another process has."""
+        self.handle = secrets.randbits(62)
         _LIVE[self.handle] = self
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
@@ -241,7 +240,7 @@ def live_map(handle: int) -> FeatureMap:
     if handle not in _LIVE:
         raise RuntimeError(
             "a compiled function calls a feature map that no longer exists; keep the map alive, for example as an "
-            "attribute of the module, or compile again"
+            "attribute of the module, or compile again; an exported program runs in the process that exported it"
         )
     return _LIVE[handle]
 
