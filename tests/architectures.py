@@ -64,8 +64,10 @@ SOUND = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
 }
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-LATENT_EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+GPT_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, **TOKENS}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, **ROUTED}
+LATENT["moe_intermediate_size"] = 16
 HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
 
 
@@ -199,17 +201,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "OLMo": decoder("OlmoForCausalLM"),
     "OLMo 2": decoder("Olmo2ForCausalLM"),
     "OLMo 3": decoder("Olmo3ForCausalLM", sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
-    "GPT-2": Architecture(
-        "GPT2LMHeadModel",
-        "decoder",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, **TOKENS},
-    ),
+    "GPT-2": Architecture("GPT2LMHeadModel", "decoder", GPT_SIZES),
     "GPT-NeoX": decoder("GPTNeoXForCausalLM", head_dim="default", num_key_value_heads="default"),
-    "GPT BigCode": Architecture(
-        "GPTBigCodeForCausalLM",
-        "decoder",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, **TOKENS},
-    ),
+    "GPT BigCode": Architecture("GPTBigCodeForCausalLM", "decoder", GPT_SIZES),
     "BERT as decoder": Architecture("BertLMHeadModel", "decoder", {**TEXT, **TOKENS, "is_decoder": True}, "Bert"),
     "OPT": Architecture(
         "OPTForCausalLM",
@@ -225,24 +219,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GLM 4": decoder("Glm4ForCausalLM"),
     "Granite": decoder("GraniteForCausalLM"),
     "Granite MoE": decoder("GraniteMoeForCausalLM", **EXPERTS),
-    "DeepSeek V2": decoder(
-        "DeepseekV2ForCausalLM",
-        num_key_value_heads=4,
-        head_dim="default",
-        first_k_dense_replace=1,
-        moe_intermediate_size=16,
-        **LATENT,
-        **LATENT_EXPERTS,
-    ),
-    "DeepSeek V3": decoder(
-        "DeepseekV3ForCausalLM",
-        num_key_value_heads=4,
-        head_dim="default",
-        first_k_dense_replace=1,
-        moe_intermediate_size=16,
-        **LATENT,
-        **LATENT_EXPERTS,
-    ),
+    "DeepSeek V2": decoder("DeepseekV2ForCausalLM", num_key_value_heads=4, head_dim="default", **LATENT),
+    "DeepSeek V3": decoder("DeepseekV3ForCausalLM", num_key_value_heads=4, head_dim="default", **LATENT),
     "EXAONE 4": decoder("Exaone4ForCausalLM", sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
     "SmolLM 3": decoder("SmolLM3ForCausalLM"),
     "Helium": decoder("HeliumForCausalLM"),
@@ -259,12 +237,47 @@ ARCHITECTURES: dict[str, Architecture] = {
         num_local_experts=0,
         **HYBRID,
     ),
+    "Nemotron H": decoder(
+        "NemotronHForCausalLM",
+        layers_block_type=["mamba", "attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+    ),
+    "CTRL": Architecture("CTRLLMHeadModel", "decoder", {**GPT_SIZES, "dff": 48}),
+    "OLMoE": decoder("OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2),
+    "Persimmon": decoder("PersimmonForCausalLM", num_key_value_heads=4),
+    "ModernBERT as decoder": decoder(
+        "ModernBertDecoderForCausalLM",
+        head_dim="default",
+        num_key_value_heads="default",
+        cls_token_id=1,
+        sep_token_id=2,
+        local_attention=8,
+        global_attn_every_n_layers=2,
+    ),
+    "Llama 3.2, pictures": decoder(
+        "MllamaForCausalLM",
+        "MllamaText",
+        num_hidden_layers=3,
+        cross_attention_layers=[1],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "MiniMax": decoder(
+        "MiniMaxForCausalLM", layer_types=["linear_attention", "full_attention"], block_size=8, **EXPERTS
+    ),
+    "BERT, not as decoder": Architecture("BertLMHeadModel", "decoder", {**TEXT, **TOKENS}, "Bert"),
+    "BigBird-Pegasus, the decoder": Architecture("BigBirdPegasusForCausalLM", "decoder", BOTH_SIDES, "BigBirdPegasus"),
     "Falcon": decoder("FalconForCausalLM", head_dim="default"),
     "BLOOM": decoder("BloomForCausalLM", n_layer=2, n_head=4),
     # Encoders of text.
     "BERT": encoder("BertModel"),
     "RoBERTa": encoder("RobertaModel"),
     "XLM-RoBERTa": encoder("XLMRobertaModel"),
+    "CamemBERT": encoder("CamembertModel"),
+    "Longformer": encoder("LongformerModel", attention_window=8),
     "ELECTRA": encoder("ElectraModel", embedding_size=32),
     "ALBERT": encoder("AlbertModel", embedding_size=16),
     "DistilBERT": Architecture(
@@ -318,6 +331,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "BART": Architecture("BartForConditionalGeneration", "both sides", BOTH_SIDES),
     "mBART": Architecture("MBartForConditionalGeneration", "both sides", BOTH_SIDES),
     "Pegasus": Architecture("PegasusForConditionalGeneration", "both sides", BOTH_SIDES),
+    "M2M-100": Architecture("M2M100ForConditionalGeneration", "both sides", BOTH_SIDES),
+    "BigBird-Pegasus": Architecture(
+        "BigBirdPegasusForConditionalGeneration",
+        "both sides",
+        {**BOTH_SIDES, "attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1},
+    ),
+    "Two BERTs": Architecture(
+        "EncoderDecoderModel",
+        "both sides",
+        {
+            "encoder": {**TEXT, **TOKENS, "model_type": "bert"},
+            "decoder": {**TEXT, **TOKENS, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+            "decoder_start_token_id": 1,
+            "pad_token_id": 0,
+        },
+        "EncoderDecoder",
+    ),
     "Marian": Architecture("MarianMTModel", "both sides", BOTH_SIDES, "Marian"),
     "Whisper": Architecture(
         "WhisperForConditionalGeneration",

@@ -30,8 +30,8 @@ PREPARE = "_prepare_cache_for_generation"
 
 # The keyword by which attention modules pass the cache's layer on, unread.
 _LAYER = "linattn_layer"
-# What attention modules call their cache; GPT-NeoX has a word of its own.
-_CACHES = ("past_key_values", "layer_past")
+CACHES = ("past_key_values", "layer_past")
+"""The names by which attention modules are given their cache; GPT-NeoX has a word of its own."""
 
 
 def attend(
@@ -157,7 +157,7 @@ def _growing(kind: str, cache: Cache) -> str:
 
 def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: one keyword more."""
-    cache: Any = next((options[name] for name in _CACHES if options.get(name) is not None), None)
+    cache: Any = next((options[name] for name in CACHES if options.get(name) is not None), None)
     cache = _of_text(cache)
     place: Any = module.layer_idx
     layer = cache.layers[place] if isinstance(cache, StateCache) else None

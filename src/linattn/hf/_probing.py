@@ -1,10 +1,11 @@
-"""What each attention module of a model asks its attention function for, learned from two passes of a few tokens.
+"""What each attention module of a model asks its attention function for, learned from passes of a few tokens.
 
 Letters: B batch, H query heads, L tokens (Lq, Lk), D head width.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._calls import AskedMask, InterfaceCall, RefusedMask, inexpressible
+from linattn.hf._dispatch import CACHES
 from linattn.hf._example_inputs import Inputs, example_inputs, padded
 from linattn.hf.interception import answering
 
@@ -31,6 +34,7 @@ class ProbedCall(NamedTuple):
     num_queries: int
     key: Tensor  # (B, Hkv, Lk, D); held, so that no other tensor takes its place in memory
     mask: AskedMask | Tensor | None
+    is_paired: bool  # a value for each key, and as many heads of both
     options: tuple[str, ...]  # in words, what changes the weights of single pairs
     says_causality: bool
 
@@ -43,11 +47,15 @@ class Probe:
         calls: of each module that was called, in order, those of all passes.
         num_passes: how many passes there were.
         inputs: names of what the passes were given.
+        cached: the modules that were given a cache, in a pass as `generate` makes them.
+        refused_cache: the kind of that pass's error; None where there was none.
     """
 
     calls: dict[nn.Module, list[ProbedCall]] = field(default_factory=dict)
     num_passes: int = 1
     inputs: tuple[str, ...] = ()
+    cached: frozenset[nn.Module] = frozenset()
+    refused_cache: str | None = None
 
     def placed(self, parts: Iterable[AttentionModule]) -> list[AttentionModule]:
         """Modules with what their calls tell of their queries and keys; as they are where no pass called them."""
@@ -80,6 +88,8 @@ class Probe:
             return "its model gives it a mask of pairs, or a bias on them, that a kernel φ(q)·φ(k) cannot express"
         if any(isinstance(call.mask, AskedMask) and call.mask.part is not None for call in calls):
             return "its model takes a part of its mask"
+        if not all(call.is_paired for call in calls):
+            return "its keys and values are not as many, or have not as many heads"
         if not all(call.says_causality for call in calls):
             return "it does not say whether it is causal"
         if is_cached and len(calls) > self.num_passes:
@@ -87,6 +97,13 @@ class Probe:
             return f"it attends {times} times in a pass, and a state would take its tokens in as often"
         if is_cached and self._sharing(module):
             return "another layer attends to its keys too, and a state does not give them back"
+        if is_cached and self.refused_cache is not None:
+            return (
+                f"its model does not run with a DynamicCache ({self.refused_cache}), in whose place one of states would "
+                "stand; take a model that does"
+            )
+        if not is_cached and self._hides_its_order(module):
+            return "its mask is causal and the module does not say so (is_causal), so that no cache holds its state"
         return None
 
     def caution(self, module: nn.Module) -> str | None:
@@ -101,9 +118,25 @@ class Probe:
                 "a mask that depends on more than which token is first, such as one by which tokens of a picture see "
                 "later ones; name it in `layers` if the model will be given none"
             )
+        if self.sees_later_keys(module):
+            return (
+                "its tokens see later ones, and generate gives it a cache of earlier ones; build the model as a "
+                "decoder (is_decoder=True), or name the layer in `layers` if the model will not generate"
+            )
         if self._is_crossed(module):
             return "keys of other tokens than its queries' (cross attention), or fewer; name it in `layers` if need be"
         return None
+
+    def sees_later_keys(self, module: nn.Module) -> bool:
+        """True if a module that is given a cache of its own text is not causal."""
+        is_causal = getattr(module, "is_causal", False)
+        return module in self.cached and not is_causal and not self._is_crossed(module)
+
+    def _hides_its_order(self, module: nn.Module) -> bool:
+        """True if a module that may be given a cache is causal by its mask alone."""
+        masks = [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
+        takes_cache = any(name in inspect.signature(module.forward).parameters for name in CACHES)
+        return takes_cache and any(mask.function is causal_mask_function for mask in masks)
 
     def _is_crossed(self, module: nn.Module) -> bool:
         """True if a module's keys are not as many as its queries."""
@@ -119,7 +152,7 @@ class Probe:
 def probe(
     model: PreTrainedModel, example: Mapping[str, Any] | None = None, sample: Mapping[str, Any] | None = None
 ) -> Probe:
-    """Record the attention calls of two passes of a few tokens, answered as the model itself does; nothing is changed.
+    """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed.
 
     Args:
         model: any model whose layers use AttentionInterface.
@@ -141,7 +174,7 @@ def probe(
             num_passes, other = 1, padded(model, inputs)
             if other is not None and _run(model, other, calls) is None:
                 num_passes = 2
-            return Probe(calls, num_passes, tuple(inputs))
+            return Probe(calls, num_passes, tuple(inputs), *_run_with_cache(model, inputs, calls))
     origin = "inputs made for it" if example is None else "the example"
     raise ValueError(
         f"{type(model).__name__} does not run on {origin} ({'; '.join(errors)}); give example={{…}}, a mapping of "
@@ -158,8 +191,10 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: dict[nn.Module, list[Pro
         causality = call.options.get("is_causal", getattr(call.module, "is_causal", None))
         says_causality = causality is not None or isinstance(call.mask, AskedMask)
         sizes = call.query.shape[-1], call.query.shape[-2]
+        is_paired = call.key.shape[:3] == call.value.shape[:3] and call.query.shape[1] % call.key.shape[1] == 0
         words = tuple(inexpressible(call.options))
-        calls.setdefault(call.module, []).append(ProbedCall(*sizes, call.key, call.mask, words, says_causality))
+        made = ProbedCall(*sizes, call.key, call.mask, is_paired, words, says_causality)
+        calls.setdefault(call.module, []).append(made)
         return call.by_former()
 
     try:
@@ -181,6 +216,33 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: dict[nn.Module, list[Pro
     return None
 
 
+def _run_with_cache(
+    model: PreTrainedModel, inputs: Inputs, modules: Iterable[nn.Module]
+) -> tuple[frozenset[nn.Module], str | None]:
+    """The modules that a model which generates gives its cache to, and the kind of error of one that takes none."""
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return frozenset(), None
+    cached = set()
+
+    def note(module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        """Forward pre-hook of an attention module."""
+        if any(options.get(name) is not None for name in CACHES):
+            cached.add(module)
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    try:
+        cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+        if model.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
+        model(**{**inputs, "past_key_values": cache})
+    except Exception as error:
+        return frozenset(), type(error).__name__
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return frozenset(cached if model.can_generate() else ()), None
+
+
 def _on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Inputs:
     """Inputs where the model is."""
     return {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -190,15 +252,17 @@ def _on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Inputs:
 def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode without gradients; random states, and what the modules hold, are then as they were."""
     parts = [vars(module) for module in model.modules()]
-    held = [(part, dict(part), dict(part["_buffers"])) for part in parts]
+    # What dictionaries hold too: BigBird takes other modules for short texts, and outputs are captured by hooks.
+    held = [(part, dict(part), {name: dict(x) for name, x in part.items() if isinstance(x, dict)}) for part in parts]
     devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
     try:
         model.train(False)
         with torch.random.fork_rng(sorted(devices)), torch.no_grad():
             yield
     finally:
-        for part, attributes, buffers in held:
+        for part, attributes, tables in held:
             part.clear()
             part.update(attributes)
-            part["_buffers"].clear()
-            part["_buffers"].update(buffers)
+            for name, table in tables.items():
+                attributes[name].clear()
+                attributes[name].update(table)

@@ -123,17 +123,18 @@ def linearize_(
     call. Layers that are not replaced attend as before, by the attention implementation that the model has. This
     changes what the model computes, without training it anew: `linattn audit` says beforehand by how much.
 
-    Two passes of a few tokens, without and with padding, first show what each layer asks its attention for. A layer
-    keeps its softmax, and the report says why, where φ(q)·φ(k) cannot express that: position biases, soft-capped
-    logits, attention sinks, masks of pairs that the model makes itself, keys that other layers attend to as well, a
-    module that attends several times in a pass. So do, unless they are named in `layers`, sliding windows and chunks,
-    masks by which tokens of a picture see later ones, and cross attention. What only some calls ask for is refused when
+    Passes of a few tokens, without and with padding, and with a cache where the model generates, first show what each
+    layer asks its attention for. A layer keeps its softmax, and the report says why, where φ(q)·φ(k) cannot express
+    that: position biases, soft-capped logits, attention sinks, masks of pairs that the model makes itself, keys that
+    other layers attend to as well, a module that attends several times in a pass, a cache of the model's own class. So
+    do, unless they are named in `layers`, sliding windows and chunks, masks by which tokens of a picture see later
+    ones, encoders that generate, and cross attention. What only some calls ask for is refused when
     they do: packed sequences, a mask of pairs given by the caller, texts beyond a replaced layer's window, dropout on
     the weights (load the model with its attention dropout at 0), returned weights.
 
-    Cost: two forward passes of two rows of a few tokens, or of a picture or sound; building the maps; with `calibrate`
-    a forward pass per batch, and memory for at most 16384 tokens of each layer's queries and keys. Afterwards a
-    replaced layer takes time linear in the tokens, but for a plan's exact heads.
+    Cost: three forward passes of two rows of a few tokens, or of a picture or sound; building the maps; with
+    `calibrate` a forward pass per batch, and memory for at most 16384 tokens of each layer's queries and keys.
+    Afterwards a replaced layer takes time linear in the tokens, but for a plan's exact heads.
 
     Args:
         model: any transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the model
@@ -158,7 +159,7 @@ def linearize_(
             are fitted to the queries and keys that the softmax model has there, each to its own layer's, padding left
             out; so are those of plans that hold no fitted tensors. A causal layer needs such maps fitted. None for maps
             that need no samples, or learn from each call.
-        example: arguments of the model's forward pass for the two passes, where none can be made from its
+        example: arguments of the model's forward pass for these passes, where none can be made from its
             configuration.
 
     Returns:

@@ -57,6 +57,9 @@ class StateLayer(StatefulLayer[LayerState]):
                 "same after restore_, called it; give that model a cache of its own"
             )
         self._is_pending = True
+        if self.keys is None:
+            # Some models look whether any are held (Mllama).
+            self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
         return key_states, value_states
 
     def advance(self, attention: LayerAttention, call: InterfaceCall, key_mask: Tensor | None) -> Tensor:
@@ -225,7 +228,8 @@ class StateCache(ForkedCache):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        linear = [found for found in attention_modules(model) if attention_of(found.module) is not None]
+        modules = list(attention_modules(model))
+        linear = [found for found in modules if attention_of(found.module) is not None]
         names = {found.cache_place: found.name for found in linear if found.cache_place is not None}
         if not names:
             raise ValueError(
@@ -236,6 +240,8 @@ class StateCache(ForkedCache):
         for number, name in names.items():
             layers[number] = StateLayer(name)
         super().__init__(layers=layers)
+        # Others hold another text, or pictures (Mllama).
+        self._own_places = {found.cache_place for found in modules}
         self._live: Tensor | None = None  # (B, n), the last call's mask
 
     def check_mask(self, attention_mask: Tensor | None) -> None:
@@ -283,7 +289,8 @@ class StateCache(ForkedCache):
 
     def check_level(self) -> None:
         """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
-        counted = [layer for layer in self.layers if isinstance(layer, StateLayer | DynamicLayer)]
+        own = [layer for place, layer in enumerate(self.layers) if place in self._own_places]
+        counted = [layer for layer in own if isinstance(layer, StateLayer | DynamicLayer)]
         counts = [layer.get_seq_length() for layer in counted]
         if any(count != counts[0] for count in counts):
             raise RuntimeError(

@@ -1,0 +1,148 @@
+"""A probe leaves a model as it was, and knows what a cache holds, where a forward pass does more than compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertLMHeadModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+)
+
+from architecture_uses import CLOSE, GREEDY, METHOD, difference, run
+from architectures import ARCHITECTURES, DECODER, PICTURE, VOCABULARY, inputs_of
+from linattn.hf import linearize_, new_cache
+from linattn.hf.linearization import choose_layers
+
+PICTURE_TOKEN = VOCABULARY - 1
+SIGHT = {**PICTURE, "image_size": 16, "patch_size": 4}
+IDS = torch.randint(3, VOCABULARY - 1, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Any:
+    """For all of these."""
+    with torch.no_grad():
+        yield
+
+
+def drawn(kind: Any, config: Any) -> Any:
+    """A model whose gates are open."""
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.normal_(0, weight.shape[-1] ** -0.5)
+        elif "gate" in name:
+            weight.fill_(0.7)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def test_modules_that_a_pass_exchanges_are_as_they_were() -> None:
+    """BigBird's encoder goes over to full attention on short texts, for good."""
+    model = ARCHITECTURES["BigBird-Pegasus"].build()
+    modules = dict(model.named_modules())
+    with pytest.raises(ValueError, match="computes with its mask of pairs"):
+        linearize_(model, feature_map=METHOD)
+    assert dict(model.named_modules()) == modules
+
+
+def test_outputs_are_captured_once() -> None:
+    """Transformers marks a model whose outputs it captures by hooks: with the mark gone they are captured twice."""
+    model = ARCHITECTURES["Llama"].build()
+    model.config.output_hidden_states = True
+    choose_layers(model)
+    assert len(model(IDS).hidden_states) == 3
+
+
+def llava() -> Any:
+    """Pictures from the last layer but one."""
+    sight = {**SIGHT, "model_type": "clip_vision_model", "num_hidden_layers": 3}
+    text = {**DECODER, "model_type": "llama"}
+    return drawn(
+        LlavaForConditionalGeneration,
+        LlavaConfig(vision_config=sight, text_config=text, image_token_index=PICTURE_TOKEN),
+    )
+
+
+def test_pictures_are_read_from_the_layer_they_were() -> None:
+    """Whose outputs are captured."""
+    softmax, model = llava(), llava()
+    ids = torch.cat([IDS[:, :4], torch.full((2, 16), PICTURE_TOKEN), IDS[:, 4:]], 1)
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16)}
+    wanted, text = run(softmax, inputs), softmax.generate(**inputs, **GREEDY)
+    assert len(linearize_(model, feature_map=METHOD, example=inputs).replaced) == 5
+    assert difference(run(model, inputs), wanted) <= CLOSE
+    assert torch.equal(model.generate(**inputs, **GREEDY), text)
+
+
+def mllama() -> Any:
+    """A decoder whose second layer reads pictures, and has its place in the cache."""
+    sight = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "attention_heads": 4,
+        "intermediate_size": 48,
+        "image_size": 16,
+        "patch_size": 4,
+        "max_num_tiles": 1,
+        "vision_output_dim": 64,
+        "intermediate_layers_indices": [0],
+        "supported_aspect_ratios": [[1, 1]],
+    }
+    text = {**DECODER, "num_hidden_layers": 3, "cross_attention_layers": [1]}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    config = MllamaConfig(vision_config=sight, text_config=text, image_token_index=PICTURE_TOKEN)
+    return drawn(MllamaForConditionalGeneration, config)
+
+
+def test_a_place_of_the_cache_that_holds_pictures_counts_other_tokens() -> None:
+    """As many as a picture has, or none."""
+    softmax, model = mllama(), mllama()
+    ones = torch.ones(2, 1, 1, dtype=torch.long)
+    inputs = {
+        "input_ids": IDS,
+        "pixel_values": torch.randn(2, 1, 1, 3, 16, 16),
+        "aspect_ratio_ids": ones[:, 0],
+        "aspect_ratio_mask": ones,
+        "cross_attention_mask": torch.ones(2, 24, 1, 1, dtype=torch.long),
+    }
+    wanted = run(softmax, inputs)
+    report = linearize_(model, feature_map=METHOD, example=inputs)
+    assert [row.layer for row in report.replaced] == [3, 5]
+    assert difference(run(model, inputs), wanted) <= CLOSE
+    for prompt in (inputs, {"input_ids": IDS}):
+        assert torch.equal(model.generate(**prompt, **GREEDY), softmax.generate(**prompt, **GREEDY))
+
+
+def test_a_call_left_between_a_state_and_keys_is_refused() -> None:
+    """Of the text's own layers, by the law that pictures are not counted."""
+    model = ARCHITECTURES["Gemma 3"].build()
+    linearize_(model, feature_map=METHOD)
+    cache = new_cache(model)
+    model(IDS, past_key_values=cache)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: {}["broken"])
+    with pytest.raises(KeyError):
+        model(IDS[:, :1], past_key_values=cache)
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"different numbers of tokens \(25, 24\)"):
+        model(IDS[:, :1], past_key_values=cache)
+
+
+def test_an_encoder_that_generates_stays_unless_named() -> None:
+    """Named, it encodes as before."""
+    architecture = ARCHITECTURES["BERT, not as decoder"]
+    softmax, model = architecture.build(), architecture.build()
+    assert isinstance(model, BertLMHeadModel)
+    with pytest.raises(ValueError, match=r"see later ones, and generate gives it a cache.*is_decoder=True.*`layers`"):
+        linearize_(model, feature_map=METHOD)
+    linearize_(model, feature_map=METHOD, layers=range(2))
+    inputs = inputs_of(architecture, model)
+    assert difference(run(model, inputs), run(softmax, inputs)) <= CLOSE
