@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers import (
     BertLMHeadModel,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MllamaConfig,
     MllamaForConditionalGeneration,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from architecture_uses import CLOSE, GREEDY, METHOD, difference, run
+from architecture_uses import CLOSE, GREEDY, METHOD, SMALL, difference, run
 from architectures import ARCHITECTURES, DECODER, PICTURE, VOCABULARY, inputs_of
 from linattn.hf import linearize_, new_cache
 from linattn.hf.linearization import choose_layers
@@ -146,3 +148,28 @@ def test_an_encoder_that_generates_stays_unless_named() -> None:
     linearize_(model, feature_map=METHOD, layers=range(2))
     inputs = inputs_of(architecture, model)
     assert difference(run(model, inputs), run(softmax, inputs)) <= CLOSE
+
+
+class Hooked(LlamaAttention):
+    """Attention of a class that leaves the computing to the one it inherits from."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """As inherited."""
+        return super().forward(*args, **options)
+
+
+def test_attention_that_is_inherited_is_replaced_too() -> None:
+    """By small budgets, so that softmax would show."""
+    plain, model = ARCHITECTURES["Llama"].build(), ARCHITECTURES["Llama"].build()
+    model.model.layers[0].self_attn.__class__ = Hooked
+    linearize_(plain, feature_map=SMALL)
+    assert len(linearize_(model, feature_map=SMALL).replaced) == 2
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    assert torch.equal(model.generate(IDS, **GREEDY), plain.generate(IDS, **GREEDY))
+
+
+def test_a_model_without_numbers_is_refused() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(ARCHITECTURES["Llama"].build().config)
+    with pytest.raises(ValueError, match=r"weights on the meta device.*load its weights first"):
+        linearize_(model, feature_map=METHOD)

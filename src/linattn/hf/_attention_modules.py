@@ -117,10 +117,20 @@ def _looks_attention_up(kind: type[nn.Module]) -> bool:
     # What a class of our own says of itself.
     if getattr(kind, "looks_attention_up", False):
         return True
+    return any(".get_interface(" in _source(base.forward) for base in _forwards(kind))
+
+
+def _forwards(kind: type[nn.Module]) -> Iterator[Any]:
+    """A class and those it inherits from, as far as they have a forward pass of their own: one may call the next."""
+    return (base for base in kind.__mro__ if "forward" in vars(base))
+
+
+def _source(function: Any) -> str:
+    """The source of a function, or nothing where there is none."""
     try:
-        return ".get_interface(" in inspect.getsource(kind.forward)
+        return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
-        return False
+        return ""
 
 
 # `functions.get_interface(self.config._attn_implementation, eager_function)`
@@ -142,12 +152,13 @@ def attention_function(kind: type[nn.Module], implementation: str | None) -> Cal
 
 def _read_lookup(kind: type[nn.Module]) -> tuple[Any, Any]:
     """What the source of a forward pass names; transformers' SDPA for a class of our own, which names none."""
-    forward: Any = inspect.unwrap(kind.forward)
-    names = _LOOKUP.search(inspect.getsource(forward))
-    if names is None:
-        return ALL_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS["sdpa"]
-    functions, eager = names.groups()
-    return forward.__globals__[functions], forward.__globals__[eager]
+    for base in _forwards(kind):
+        names = _LOOKUP.search(_source(base.forward))
+        if names is not None:
+            functions, eager = names.groups()
+            scope = inspect.unwrap(base.forward).__globals__
+            return scope[functions], scope[eager]
+    return ALL_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def switch_to(model: PreTrainedModel, name: str) -> Former:

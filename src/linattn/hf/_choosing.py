@@ -40,6 +40,12 @@ def choose(
             f"no layer of {kind} would be replaced: it does not take its attention from transformers' "
             "AttentionInterface; choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
         )
+    is_offloaded = any(hasattr(part, "_hf_hook") for part in model.modules())
+    if not is_offloaded and any(weight.is_meta for weight in model.parameters()):
+        raise ValueError(
+            f"{kind} has weights on the meta device, which hold no numbers, so that no pass shows what its layers ask "
+            "for; load its weights first"
+        )
     wanted = range(len(modules)) if layers is None else list(layers)
     wrong = [layer for layer in wanted if isinstance(layer, bool) or layer not in range(len(modules))]
     if wrong:

@@ -99,8 +99,8 @@ class Probe:
             return "another layer attends to its keys too, and a state does not give them back"
         if is_cached and self.refused_cache is not None:
             return (
-                f"its model does not run with a DynamicCache ({self.refused_cache}), in whose place one of states would "
-                "stand; take a model that does"
+                f"its model does not run with a DynamicCache ({self.refused_cache}), in whose place one of states "
+                "would stand; take a model that does"
             )
         if not is_cached and self._hides_its_order(module):
             return "its mask is causal and the module does not say so (is_causal), so that no cache holds its state"
