@@ -83,6 +83,30 @@ def test_sums_of_another_number_of_features_are_refused() -> None:
         linattn.linear_attention_with_state(*tokens(1), feature_map, wrong)
 
 
+def test_a_file_does_not_say_that_its_state_was_looked_at() -> None:
+    feature_map, _ = STREAMS["map"]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map).state
+    wrong = dataclasses.replace(state, z=state.z[..., :1]).known_to_fit((8, 1))
+    file = io.BytesIO()
+    torch.save(wrong, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match=r"the state's z must be torch.float32 of shape \(1, 2, 16\)"):
+        linattn.linear_attention_with_state(*tokens(1), feature_map, torch.load(file))
+
+
+@pytest.mark.parametrize("name", ["merged", "merged in 4 bits"])
+def test_tokens_of_another_width_or_fewer_query_heads_are_refused(name: str) -> None:
+    _, exact = STREAMS[name]
+    query, key, value = tokens()
+    state = linattn.linear_attention_with_state(query, key, value, None, exact=exact).state
+    with pytest.raises(ValueError, match=r"the state's exact.recent.key must be torch.float32 of shape \(1, 2, 6, 4\)"):
+        linattn.linear_attention_with_state(query[..., :4], key[..., :4], value, None, state, exact=exact)
+    many = query.repeat_interleave(20, 1)
+    state = linattn.linear_attention_with_state(many, key, value, None, exact=exact, enable_gqa=True).state
+    with pytest.raises(ValueError, match=r"the state's exact.sample.there must be of shape \(B, H, n ≤ 16\)"):
+        linattn.linear_attention_with_state(query, key, value, None, state, exact=exact)
+
+
 def test_merged_keys_beyond_the_rule_are_refused() -> None:
     _, exact = STREAMS["merged"]
     state = linattn.linear_attention_with_state(*tokens(), None, exact=exact).state

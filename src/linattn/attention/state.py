@@ -7,7 +7,7 @@ maps, one per group for grouped ones, else 1).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -72,7 +72,7 @@ class State:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields that a file or a copy has; they are checked where the state is used."""
-        self.__dict__.update({name: state.get(name) for name in self.__dataclass_fields__})
+        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
 
     @classmethod
     def empty(
