@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
+from math import inf, nan
 
 import pytest
 import torch
@@ -102,16 +104,29 @@ def test_a_linearized_model_keeps_states():
     assert len(set(map(id, kept))) == 1
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.5, 1e-300])
+def test_the_least_and_the_largest_temperature(top_p):
+    """The likeliest token, and any."""
+    model, prompt = model_of("linear"), torch.tensor([list(b"linear")])
+    finite = torch.finfo(torch.float32)
+    least = taken(10, model, prompt, temperature=finite.tiny, top_p=top_p)
+    assert torch.equal(least, taken(10, model, prompt, temperature=0))
+    most = taken(200, model, prompt, temperature=finite.max, top_p=1.0)
+    # 200 draws of 256 bytes: 139 different ones are expected, with a deviation of 5.
+    assert most.unique().numel() > 100
+
+
 def test_refusals():
+    """At the call, before anything is read."""
     model, prompt = model_of("linear"), torch.tensor([[1, 2]])
-    for options, words in (
-        ({"temperature": -1.0}, "temperature must be a finite number of 0 or more, got -1.0"),
-        ({"temperature": float("nan")}, "temperature must be a finite number of 0 or more, got nan"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+    for name, values, words in (
+        ("temperature", (-1.0, -0.1, nan, inf, -inf, 1e-300, 1e-40, 1e300), "must be 0 or from 1.18e-38 to 3.4e+38"),
+        ("top_p", (0.0, -1.0, 1.5, nan, inf), "must be above 0 and at most 1"),
     ):
-        with pytest.raises(ValueError, match=words):
-            next(stream_tokens(model, prompt, **options))
+        for value in values:
+            with pytest.raises(ValueError, match=re.escape(f"{name} {words}") + f".*got {re.escape(str(value))}"):
+                stream_tokens(model, prompt, **{name: value})
     with pytest.raises(ValueError, match=r"prompt must be \(B, L\) with at least one token, got \(1, 0\)"):
-        next(stream_tokens(model, prompt[:, :0]))
+        stream_tokens(model, prompt[:, :0])
     with pytest.raises(ValueError, match=r"is in training mode; call model.eval\(\) first"):
-        next(stream_tokens(model.train(), prompt))
+        stream_tokens(model.train(), prompt)

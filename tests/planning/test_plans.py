@@ -356,8 +356,9 @@ def test_the_whole_file_of_the_refusals_is_a_plan(tmp_path):
     [
         ({}, "give one of target_error and max_features, got None and None"),
         ({"target_error": 0.1, "max_features": 3}, "give one of target_error and max_features"),
-        ({"target_error": 0.0}, "target_error must be positive, got 0.0"),
-        ({"target_error": math.nan}, "target_error must be positive, got nan"),
+        ({"target_error": 0.0}, "target_error must be positive and finite, got 0.0"),
+        ({"target_error": math.nan}, "target_error must be positive and finite, got nan"),
+        ({"target_error": math.inf}, "target_error must be positive and finite, got inf"),
         ({"max_features": -1}, "max_features must be positive"),
         ({"target_error": 0.1, "candidates": ["FavorPlus"]}, "leaves its width open; write num_features="),
         ({"target_error": 0.1, "candidates": ["Performer"]}, "there is no feature map"),

@@ -79,6 +79,8 @@ class ConvertConfig:
                 raise ValueError(f"{name} must be a positive number, got {value}")
         if self.min_tokens is not None and not 1 <= self.min_tokens <= self.num_tokens:
             raise ValueError(f"min_tokens must lie in [1, num_tokens={self.num_tokens}], got {self.min_tokens}")
+        if self.num_features is not None and self.num_features < 1:
+            raise ValueError(f"num_features must be a positive number, got {self.num_features}")
         if self.adapter_rank is not None and not (self.adapter_rank >= 1 and self.distil):
             raise ValueError(
                 f"adapter_rank must be 1 or more, of weights that are distilled, got {self.adapter_rank} with "

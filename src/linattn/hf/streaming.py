@@ -5,7 +5,6 @@ Letters: B batch, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import cast
 
@@ -17,6 +16,8 @@ from linattn.hf.caches import new_cache
 
 # Tokens of a prompt that are read at once: memory does not grow with it.
 _CHUNK = 1024
+# Temperatures beyond are 0 or infinite where logits are divided by them.
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def stream_tokens(
@@ -40,7 +41,7 @@ def stream_tokens(
         model: a causal language model: a `LinearLMForCausalLM`, a linearized one, or one with softmax, whose cache
             grows. It is to be in evaluation mode.
         prompt: (B, L) int64, L ≥ 1, without padding.
-        temperature: ≥ 0; 0 takes the likeliest token.
+        temperature: 0, which takes the likeliest token, or a normal number of float32.
         top_p: in (0, 1]; 1 draws from all tokens.
         generator: of the draws, on the model's device; torch's global one if None.
         cache: the text before the prompt, which goes on with it; `new_cache(model)` if None.
@@ -49,7 +50,7 @@ def stream_tokens(
         An iterator over (B, 1) int64: the next token of each row. It ends never; take as many as are wanted.
 
     Raises:
-        ValueError: at the first token: a model in training mode, an empty prompt, numbers out of range.
+        ValueError: at the call: a model in training mode, an empty prompt, numbers out of range.
 
     Example:
         >>> from itertools import islice
@@ -63,8 +64,17 @@ def stream_tokens(
     Source: Holtzman et al. 2020 (arXiv 1904.09751) for top_p.
     """
     _check(model, prompt, temperature, top_p)
-    warp = _warpers(temperature, top_p)
-    cache = new_cache(model) if cache is None else cache
+    return _tokens(model, prompt, _warpers(temperature, top_p), generator, new_cache(model) if cache is None else cache)
+
+
+def _tokens(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    warp: LogitsProcessorList | None,
+    generator: torch.Generator | None,
+    cache: Cache,
+) -> Iterator[Tensor]:
+    """The tokens of `stream_tokens`."""
     logits = prompt.new_empty(0)
     with torch.no_grad():
         for chunk in prompt.to(model.device).split(_CHUNK, 1):
@@ -96,7 +106,9 @@ def _draw(logits: Tensor, warp: LogitsProcessorList | None, generator: torch.Gen
     if warp is None:
         return logits.argmax(-1, keepdim=True)
     # No warper here reads the text; transformers annotates tensors by classes that none of them has.
-    unread, scores = cast(torch.LongTensor, logits.new_empty(0, dtype=torch.long)), cast(torch.FloatTensor, logits)
+    unread = cast(torch.LongTensor, logits.new_empty(0, dtype=torch.long))
+    # A small temperature would make the largest logits infinite; 0 stays 0.
+    scores = cast(torch.FloatTensor, logits - logits.amax(-1, keepdim=True))
     return torch.multinomial(warp(unread, scores).softmax(-1), 1, generator=generator)
 
 
@@ -106,7 +118,10 @@ def _check(model: PreTrainedModel, prompt: Tensor, temperature: float, top_p: fl
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first")
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(f"prompt must be (B, L) with at least one token, got {tuple(prompt.shape)}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be a finite number of 0 or more, got {temperature}")
+    if temperature != 0 and not _LEAST <= temperature <= _MOST:
+        raise ValueError(
+            f"temperature must be 0 or from {_LEAST:.3g} to {_MOST:.3g}, as float32 has them, got {temperature}; "
+            "0 takes the likeliest token"
+        )
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")

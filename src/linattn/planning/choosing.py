@@ -5,6 +5,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, n sampled rows, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -200,8 +201,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, target_error: float | None
     if (target_error is None) == (max_features is None):
         raise ValueError(f"give one of target_error and max_features, got {target_error} and {max_features}")
     for name, wanted in (("target_error", target_error), ("max_features", max_features)):
-        if wanted is not None and not wanted > 0:
-            raise ValueError(f"{name} must be positive, got {wanted}")
+        if wanted is not None and not 0 < wanted < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {wanted}")
     fitting = query.ndim == key.ndim == value.ndim == 4 and query.shape[::2] == key.shape[::2] == value.shape[::2]
     if not fitting or query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1] or not query.numel():
         raise ValueError(

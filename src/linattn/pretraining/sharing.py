@@ -49,8 +49,8 @@ class Share:
             raise ValueError("weights are sharded over several processes, got one; start more, or leave shard out")
         if num_parts < 1 or size % num_parts:
             raise ValueError(
-                f"a text is cut into parts for some of {size} processes, got {num_parts}; give a number that divides "
-                "them"
+                f"num_parts must be a positive number that divides the {size} processes, got {num_parts}; each part of "
+                "a text is for one of them"
             )
         if context % num_parts:
             raise ValueError(f"the context must be a multiple of the {num_parts} parts of a text, got {context}")

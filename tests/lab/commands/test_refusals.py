@@ -37,7 +37,9 @@ WRONG = {
         "--tokens 0": "--tokens must be at least 1 and at most 512",
         "--tokens 9999": "--tokens must be at least 1 and at most 512",
         "--tokens 2": "--tokens must be at least 8 and the text as long; of",
-        "--tokens 16 --target 0 --calibration TEXT": "--target must be positive, got 0.0; 0.1 is a good one",
+        "--tokens 16 --target 0 --calibration TEXT": "--target must be positive and finite, got 0.0; 0.1",
+        "--tokens 16 --target inf --calibration TEXT": "--target must be positive and finite, got inf",
+        "--features 999999999999999999 --map FavorPlus --tokens 16": "there is no such memory, give smaller numbers",
         "--tokens 60 --target 0.1 --calibration SHORT": "give a longer one, or a smaller --tokens",
         "--calibration TEXT": "--plan-out, --calibration and --even-if-slower belong to a plan; give --target too",
         "--even-if-slower": "--plan-out, --calibration and --even-if-slower belong to a plan; give --target too",
@@ -82,13 +84,29 @@ WRONG = {
         "--target 0.1 --features 3": "and --features 3 one for all; give one or the other",
         "--map Nope": "--map: 'Nope': there is no feature map 'Nope'",
         "--seed -1": "--seed must be at least 0, got -1",
+        "--features 0": "--features must be a positive number, got 0",
+        "--budget 0": "--budget must be at least 1, got 0",
+        "--budget -1": "--budget must be at least 1, got -1",
+        "--minutes inf": "--minutes must be a finite number of 0 or more, got inf",
+        "--target inf": "--target must be a positive number, got inf",
     },
     "generate": {
         "--tokens 0": "--tokens must be at least 1, got 0",
-        "--temperature -1": "--temperature must be a finite number of 0 or more, got -1.0",
-        "--top-p 0": "--top-p must be above 0 and at most 1, got 0.0",
+        **{
+            f"--temperature {value}": "--temperature must be 0 or from 1.18e-38 to 3.4e+38, as float32 has them, "
+            f"got {value}"
+            for value in ("-1.0", "nan", "inf", "-inf", "1e-300", "1e+300")
+        },
+        **{
+            f"--top-p {value}": f"--top-p must be above 0 and at most 1, got {value}" for value in ("0.0", "2.0", "nan")
+        },
         "--seed -1": "--seed must be at least 0, got -1",
-        "--budget 0": "--budget: 0 bytes are left beside the sampled queries",
+        **{
+            f"--budget {value}": f"--budget must be from 1 to 1048576 keys, got {value}"
+            for value in (-1, 0, 2**20 + 1, 10**18)
+        },
+        "--tokens 1025": "--tokens must be small enough for the 1024 positions that the model has, got 1026",
+        "--budget 1": "--budget: 0 bytes are left beside the sampled queries",
         "--budget 99 --bits 3": "--bits must be 2, 4, 8 or 32, got 3",
         "--bits 4": "--bits say how the keys of a budget are kept; give --budget too",
         "--prompt ''": "--prompt gives no token; give a text",
@@ -99,6 +117,11 @@ WRONG = {
         "--context 0": "--context must be a positive number, got 0",
         "--batch 0": "--batch must be a positive number, got 0",
         "--minutes 0": "--minutes must be a positive number, got 0.0",
+        "--minutes nan": "--minutes must be a positive number, got nan",
+        "--learning-rate inf": "--learning-rate must be a positive number, got inf",
+        "--dropout nan": "--dropout must be from 0 to below 1, got nan",
+        "--layers 999999999999999999": "there is no such memory, give smaller numbers",
+        "--width 800000000000000000": "there is no such memory, give smaller numbers",
         "--steps 0": "--steps must be a positive number, got 0",
         "--learning-rate -1": "--learning-rate must be a positive number, got -1.0",
         "--redraw 0": "--redraw must be a positive number, got 0",
@@ -173,6 +196,8 @@ def refused(places, tmp_path, monkeypatch):
         assert result.exit_code == 1, result.output
         assert isinstance(result.exception, SystemExit), result.exception
         assert not (tmp_path / "out").exists()
+        # The prompt is not printed before all is known.
+        assert words[0] != "generate" or result.stdout == ""
         found = result.stderr.strip().splitlines()[-1]
         assert found.startswith(f"linattn {words[0]}: ")
         return found
@@ -200,6 +225,18 @@ def test_words_that_no_command_has(words):
     assert result.exit_code == 2
     kinds = "Invalid value for '--tokens'|No such option|Missing (argument|option|parameter)|No such command"
     assert re.search(f"Error: ({kinds})", result.stderr)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["audit --draws", "bench --heads", "convert M OUT --seed", "generate M --prompt x --tokens", "train OUT --seed"],
+)
+@pytest.mark.parametrize("number", [2**63, -(2**63), 10**30])
+def test_whole_numbers_beyond_torchs(words, number):
+    result = CliRunner(env=WIDE).invoke(app, [*words.split(), str(number)])
+    assert result.exit_code == 2
+    option = words.split()[-1]
+    assert f"Error: Invalid value for '{option}': {number} is beyond {2**63 - 1} in size." in result.stderr
 
 
 def test_every_option_that_errors_speak_of_is_one_of_a_command():

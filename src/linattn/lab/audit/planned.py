@@ -5,6 +5,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
@@ -70,10 +71,10 @@ class Planner:
             even_if_slower: as in `linattn.plan`.
 
         Raises:
-            ValueError: if the target is not positive, or the text gives fewer than `num_tokens` tokens.
+            ValueError: if the target is not positive and finite, or the text gives fewer than `num_tokens` tokens.
         """
-        if not target_error > 0:
-            raise ValueError(f"target_error must be positive, got {target_error}; 0.1 is a good one")
+        if not 0 < target_error < math.inf:
+            raise ValueError(f"target_error must be positive and finite, got {target_error}; 0.1 is a good one")
         self.target, self.source, self.plans = target_error, text.source, []
         self.even_if_slower = even_if_slower
         self._model, self._inputs = loaded.model, loaded.encode(text.content, num_tokens)

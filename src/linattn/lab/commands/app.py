@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from linattn import __version__
 
@@ -24,6 +24,22 @@ COMMANDS = {
     "reproduce": "Measure the claims of the founding texts, of the Performer paper and of recall, and say which hold.",
     "train": "Train a language model of bytes with linear or softmax attention, and say how many bits a byte costs.",
 }
+
+
+# Sizes, counts and seeds are below; torch takes no integers beyond.
+MOST = 2**63 - 1
+
+
+class _Bounded(TyperCommand):
+    """A subcommand whose whole numbers are those that torch takes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Refuse larger ones, as words that are no numbers are refused."""
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, int) and abs(value) > MOST:
+                ctx.fail(f"Invalid value for '{parameter.opts[-1]}': {value} is beyond {MOST} in size.")
+        return super().invoke(ctx)
 
 
 class _Lazy(TyperGroup):
@@ -42,7 +58,7 @@ class _Lazy(TyperGroup):
         except ImportError as error:
             sys.exit(f"linattn {cmd_name}: {error}")
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name)(getattr(module, cmd_name))
+        single.command(cmd_name, cls=_Bounded)(getattr(module, cmd_name))
         return typer.main.get_command(single)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

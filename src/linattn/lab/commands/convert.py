@@ -68,6 +68,8 @@ def convert(
     with launched() as processes, shared_folder("convert", "converting a model", processes, out) as (console, work):
         if budget is not None and not (map_ is None and target is None):
             raise ValueError("--budget chooses a method, and --map and --target do; give one of the three")
+        if budget is not None and budget < 1:
+            raise ValueError(f"budget must be at least 1, got {budget}")
         with of_option("--map"):
             parse_method(map_ or DEFAULT_MAP)
         texts = tuple(read_text(file).content for file in (text or (None,)))

@@ -25,7 +25,7 @@ from linattn.hf import (
     stream_tokens,
 )
 from linattn.lab.commands.terminal import ending, of_option
-from linattn.lab.constant_memory.limiting import FEW_BITS, Limit, exact_pace, limit_, limit_by_plan_
+from linattn.lab.constant_memory.limiting import FEW_BITS, Limit, check_budget, exact_pace, limit_, limit_by_plan_
 from linattn.lab.constant_memory.planning import MemoryPlan, read_memory_plans
 
 # Bits of a number that is kept as it is.
@@ -86,6 +86,8 @@ def generate(
             raise ValueError(f"num_tokens must be at least 1, got {length}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
+        if budget is not None:
+            check_budget(budget)
         kept_in, chosen = _bits(bits, budget), None if plan is None else _planned(plan, budget, bits)
         loaded = load_language_model(model)
         tokens: Tensor = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -93,6 +95,7 @@ def generate(
             raise ValueError("--prompt gives no token; give a text")
         with of_option("--budget"):
             limit = _limited(loaded, chosen, budget, kept_in)
+        _check_length(loaded.model, tokens.shape[1] + length)
         draws, cache = torch.Generator().manual_seed(seed), new_cache(loaded.model)
         start = time.perf_counter()
         stream = stream_tokens(
@@ -108,6 +111,17 @@ def generate(
         _tell(console, tokens.shape[1], len(written), times, cache_bytes(cache))
         if limit is not None:
             _tell_beside_exact(console, loaded, limit, tokens.shape[1] + len(written))
+
+
+def _check_length(model: torch.nn.Module, num_tokens: int) -> None:
+    """Refuse texts beyond a table of positions; rotary ones, made as they are needed, have no end."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    is_rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+    if most is not None and num_tokens - 1 > most and not is_rotary:
+        raise ValueError(
+            f"num_tokens must be small enough for the {most} positions that the model has, got {num_tokens} with the "
+            "prompt; give fewer"
+        )
 
 
 def _bits(bits: int | None, budget: int | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +21,14 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
+from linattn.lab.commands.app import MOST
 from linattn.lab.commands.option_words import in_options
 from linattn.processes import Processes
 from linattn.records.tables import Table
 
 _FAILED, _INTERRUPTED = 1, 130
+# How torch and Python say that a size is beyond the memory.
+_NO_MEMORY = re.compile(r"Storage size calculation overflowed|can't allocate memory|out of memory|MemoryError")
 
 
 def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
@@ -46,7 +50,10 @@ def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
         (64, 256)
     """
     try:
-        return tuple(sorted(int(part) for part in text.split(",")))
+        numbers = tuple(sorted(int(part) for part in text.split(",")))
+        if abs(numbers[0]) > MOST or numbers[-1] > MOST:
+            raise ValueError(f"beyond {MOST}")
+        return numbers
     except ValueError:
         raise ValueError(f"{option} wants whole numbers separated by commas, as in {example}; got {text!r}") from None
 
@@ -101,10 +108,11 @@ def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> I
     except KeyboardInterrupt:
         console.print(f"Interrupted. {what_is_left()}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED) from None
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError) as error:
         rank = Processes.of_this_run().rank
         who = f"{command}, process {rank}" if rank else command
-        text = f"linattn {who}: {in_options(str(error), command)}"
+        remedy = "; there is no such memory, give smaller numbers" if _NO_MEMORY.search(repr(error)) else ""
+        text = f"linattn {who}: {in_options(str(error), command)}{remedy}"
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_FAILED) from None
 

@@ -24,6 +24,8 @@ _STEPS = 8
 _WINDOW, _SHARE = 256, 0.5
 # The window's share beside merged keys in few bits, which hold several times as many.
 _FEW_BITS_SHARE = NEAR[0]
+# Keys of a budget at most: no model has a text as long.
+_MOST = 2**20
 FEW_BITS = 4
 """What merged keys are kept in where nothing is said."""
 
@@ -56,6 +58,12 @@ class Limit:
         return len(self.exacts) * self.num_key_heads * self.sizes.key_bytes * num_tokens
 
 
+def check_budget(budget: int) -> None:
+    """Refuse budgets of no key, and beyond any text."""
+    if not 1 <= budget <= _MOST:
+        raise ValueError(f"budget must be from 1 to {_MOST} keys, got {budget}")
+
+
 def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bits: int | None = FEW_BITS) -> Limit:
     """Bound what the global layers of a language model keep, in place, by merged keys behind a window.
 
@@ -73,11 +81,12 @@ def limit_(model: PreTrainedModel, budget: int, *, near: float | None = None, bi
         A `Limit`; `linattn.hf.restore_` takes it off again.
 
     Raises:
-        ValueError: if the budget leaves no room beside the sampled queries, the bits are none of `linattn.Exact`'s, or
-            the model is linearized already.
+        ValueError: if the budget is beyond 2²⁰ keys or leaves no room beside the sampled queries, the bits are none of
+            `linattn.Exact`'s, or the model is linearized already.
     """
+    check_budget(budget)
     layers, num_key_heads, sizes = _probed(model)
-    best = min(_WINDOW / max(budget, 1), _SHARE) if bits is None else _FEW_BITS_SHARE
+    best = min(_WINDOW / budget, _SHARE) if bits is None else _FEW_BITS_SHARE
     exact = Merged.within(budget * sizes.key_bytes, sizes, best if near is None else near, bits).exact
     linearize_(model, feature_map=exact.label, layers=layers.numbers)
     return Limit((exact,) * len(layers.names), num_key_heads, sizes)

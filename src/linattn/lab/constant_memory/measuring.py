@@ -97,7 +97,8 @@ class Passage:
         """The mean KL divergence of the last tokens' distributions from the exact ones."""
         last = self.num_measured
         found = distance(self._exact[-last:], self.read(answer, last), self._following[-last:])
-        return float(found.kl.mean())
+        # Of equal distributions it is 0, and rounding may leave it below.
+        return max(0.0, float(found.kl.mean()))
 
     def row(self, number: int, entry: Entry, outputs: Sequence[Tensor]) -> PassageRow:
         """One contender's figures; `outputs` are its answers to the exact model's calls."""
