@@ -127,6 +127,18 @@ def dying(place: str, name: str, times: int) -> None:
     setattr(owner, name, last)
 
 
+def saying(*words: str) -> None:
+    """From now on the command of this process ends with these words too."""
+    module = import_module("linattn.cli")
+    own = module.main
+
+    def main() -> None:
+        sys.argv += words
+        own()
+
+    module.main = main
+
+
 def _rank(folder: Path, words: list[str], prepare: Callable[..., None], arguments: tuple) -> None:
     """In a process of the launcher's."""
     rank = os.environ["RANK"]

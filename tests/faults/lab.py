@@ -346,4 +346,11 @@ FAULTS = (
         ":",
         "tests/lab/audit/test_weights.py",
     ),
+    Fault(
+        "let processes work together that were asked for different things",
+        "lab/commands/same_options.py",
+        "every = processes.gather(asked)",
+        "every = [asked]",
+        "tests/lab/commands/test_launched.py -k differently",
+    ),
 )

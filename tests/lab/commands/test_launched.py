@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from apart import dying, launch
+from apart import dying, launch, saying
 from linattn.lab.audit.records import AUDIT, LengthsRow, TimeRow
 from linattn.lab.commands.app import app
 
@@ -150,3 +150,27 @@ def words_of():
 def bert(folder) -> Path:
     """A tiny encoder's folder."""
     return folder("bert")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "option"),
+    [
+        ("train", ("--seed", "7"), "--seed (process 0 has 0, process 1 has 7)"),
+        ("convert", ("--map", "Taylor"), "--map (process 0 has None, process 1 has Taylor)"),
+        ("audit", ("--budget", "64"), "--budget (process 0 has None, process 1 has 64)"),
+    ],
+)
+def test_processes_that_were_started_differently_are_refused_on_all(
+    tmp_path: Path, command: str, words: tuple[str, ...], option: str
+) -> None:
+    """Before anything is loaded, measured or written."""
+    folder, out = tmp_path / "printed", tmp_path / "out"
+    folder.mkdir()
+    given = {"train": [out], "convert": ["packaged", out], "audit": ["--out", out]}[command]
+    launch(folder, [command, *given], saying, words, SECONDS)
+    for rank, who in enumerate((command, f"{command}, process 1")):
+        said = (folder / str(rank)).read_text()
+        assert f"linattn {who}: every process must be started with the same command, got different ones" in said, said
+        assert option in said
+    assert not out.exists()
+    assert not out.with_name("out.unfinished").exists()

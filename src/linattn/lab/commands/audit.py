@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -16,6 +17,7 @@ from linattn.lab.audit.text import Text, read_text
 from linattn.lab.commands import _audit_options as options
 from linattn.lab.commands._audit_files import Files, measure
 from linattn.lab.commands.memory_audit import Asked, audit_memory
+from linattn.lab.commands.same_options import check_same_options
 from linattn.lab.commands.stages import stages
 from linattn.lab.commands.terminal import console_of, ending, interrupts, of_option, print_table, whole_numbers
 from linattn.lab.report import AuditSummary, Point, advise, overview, summarise_audit, write_report
@@ -28,6 +30,7 @@ _TOKENS = 512
 
 
 def audit(
+    call: typer.Context,
     model: options.Model = None,
     text: options.TextFile = None,
     maps: options.Maps = None,
@@ -53,6 +56,8 @@ def audit(
     """
     with launched() as processes:
         console = console_of(processes)
+        with ending("audit", console, str):
+            check_same_options(processes, call)
         if budget is not None:
             asked = Asked(model, text, budget, tokens, passages, contenders, out, again, plan_out, calibration)
             others = {"--map": maps, "--target": target, "--even-if-slower": even_if_slower or None}

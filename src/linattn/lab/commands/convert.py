@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -42,6 +43,7 @@ from linattn.training import Progress, launched
 
 
 def convert(
+    call: typer.Context,
     model: options.Model,
     out: options.Out,
     text: options.TextFiles = None,
@@ -65,7 +67,10 @@ def convert(
     """
     # Of "." or a link the name is elsewhere.
     out = out.resolve()
-    with launched() as processes, shared_folder("convert", "converting a model", processes, out) as (console, work):
+    with (
+        launched() as processes,
+        shared_folder("convert", "converting a model", processes, out, call) as (console, work),
+    ):
         if budget is not None and not (map_ is None and target is None):
             raise ValueError("--budget chooses a method, and --map and --target do; give one of the three")
         if budget is not None and budget < 1:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
+from linattn.lab.commands.same_options import check_same_options
 from linattn.lab.commands.terminal import console_of, ending
 from linattn.processes import Processes
 from linattn.records.atomic import full_disk_names
@@ -39,20 +41,26 @@ def new_folder(command: str, doing: str, console: Console, out: Path) -> Iterato
 
 
 @contextmanager
-def shared_folder(command: str, doing: str, processes: Processes, out: Path) -> Iterator[tuple[Console, Path | None]]:
+def shared_folder(
+    command: str, doing: str, processes: Processes, out: Path, call: typer.Context
+) -> Iterator[tuple[Console, Path | None]]:
     """A console, and the folder of `new_folder`; of several processes all but the first have no folder, and are silent.
 
     Args:
         command, doing, out: as in `new_folder`.
         processes: those of this run.
+        call: the command's own, the same on all of them.
 
     Returns:
         A context manager that gives both.
 
     Raises:
-        typer.Exit: as `new_folder`.
+        typer.Exit: as `new_folder`; processes were started with different arguments.
     """
     console = console_of(processes)
+    # Before anything of the first process's can fail while the others wait.
+    with ending(command, console, str):
+        check_same_options(processes, call)
     if not processes.is_first:
         with ending(command, console, str):
             yield console, None

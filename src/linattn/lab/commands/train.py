@@ -52,6 +52,7 @@ _Shard = Annotated[
 
 
 def train(
+    call: typer.Context,
     out: Annotated[Path, typer.Argument(help="A new folder for the model and its report.")],
     text: _Text = None,
     pattern: _Pattern = "l",
@@ -82,7 +83,7 @@ def train(
     dealt out to the processes, or each text is cut into parts for some of them; any number of processes goes on.
     """
     out = out.resolve()
-    with launched() as processes, shared_folder("train", "training a model", processes, out) as (console, work):
+    with launched() as processes, shared_folder("train", "training a model", processes, out, call) as (console, work):
         config = TrainConfig(
             context=context,
             batch_size=batch,
