@@ -6,6 +6,20 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "take a map's default for an option that its record lacks",
+        "planning/map_records.py",
+        "    if missing:\n",
+        "    if False:\n",
+        "tests/planning/test_map_records.py",
+    ),
+    Fault(
+        "divide logits by a temperature before their largest is 0",
+        "hf/streaming.py",
+        "logits - logits.amax(-1, keepdim=True)",
+        "logits",
+        "tests/hf/test_streaming.py",
+    ),
+    Fault(
         "give every layer the first columns of the mask",
         "hf/_calls.py",
         "kv_offset + length - num_keys",

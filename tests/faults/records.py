@@ -6,6 +6,13 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "take numbers that no count or error has",
+        "records/fields.py",
+        "if value is not None and not value >= number:",
+        "if False:",
+        "tests/records/test_fields.py tests/planning/test_plan_files.py",
+    ),
+    Fault(
         "write a folder in its place",
         "records/atomic.py",
         "            yield temporary\n            for path",

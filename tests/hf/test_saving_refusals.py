@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -116,6 +117,12 @@ def layer(**changed):
     return lambda record: {**record, "layers": [{**record["layers"][0], **changed}, *record["layers"][1:]]}
 
 
+def with_options(layer, **changed):
+    """The map of a layer's record, some of its options others."""
+    feature_map = layer["kernel"]["feature_map"]
+    return {**feature_map, "options": {**feature_map["options"], **changed}}
+
+
 def kernel(**changed):
     """A change of the first layer's kernel."""
     return lambda record: layer(kernel={**record["layers"][0]["kernel"], **changed})(record)
@@ -127,7 +134,7 @@ def kernel(**changed):
         (lambda _: [], 'is not a linattn model: it wants "kind": "linattn model"'),
         (lambda record: {**record, "kind": "linattn plan"}, 'it wants "kind": "linattn model"'),
         (lambda record: {**record, "version": 2}, "is a linattn model of version 2, this reads 1"),
-        (lambda record: {**record, "more": 2}, "wanted the fields ['dtype', 'layers', 'linattn',"),
+        (lambda record: {**record, "more": 2}, "there is no 'more', wanted the fields ['dtype', 'layers', 'linattn',"),
         (lambda record: {**record, "dtype": "float33"}, "there is no dtype 'float33'"),
         (lambda record: {**record, "dtype": "nn"}, "there is no dtype 'nn'"),
         (lambda record: {**record, "model_class": "ErtModel"}, "has no model 'ErtModel'"),
@@ -145,12 +152,17 @@ def kernel(**changed):
             layer(kernel=None),
             "got NoneType, wanted the fields ['bits', 'feature_map', 'num_heavy', 'num_merged', 'rule', 'window']",
         ),
+        (lambda record: {**record, "version": True}, "is a linattn model of version True, this reads 1"),
+        (kernel(feature_map=None), "layer 0: feature_map is null and num_merged is missing or 0"),
         (kernel(window=4.0), "layer 0: window must be a finite int | None, got 4.0"),
         (kernel(window=3), "layer 0: the window must be a power of two, as 16 or 32, got 3"),
         (kernel(feature_map={"name": "Performer", "options": {}}), "layer 0: there is no feature map 'Performer'"),
-        (kernel(feature_map={"name": "Relu", "options": {"head_dim": 8}}), "layer 0: Error(s) in loading state_dict"),
         (
-            kernel(feature_map={"name": "FavorPlus", "options": {"head_dim": 8, "num_features": 8}}),
+            kernel(feature_map={"name": "Relu", "options": {"head_dim": 8, "floor": 0.0}}),
+            "layer 0: Error(s) in loading state_dict",
+        ),
+        (
+            lambda record: kernel(feature_map=with_options(record["layers"][0], num_features=8))(record),
             "size mismatch for feature_map.projection",
         ),
         (lambda record: {**record, "tensors": {}}, f"{TENSOR}.projection is surplus, {TENSOR}.seed is surplus"),
@@ -162,6 +174,34 @@ def test_records_that_are_wrong(folder, change, words):
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(ValueError, match=re.escape(words)):
         from_pretrained(folder)
+
+
+def keys(values, *, place=()):
+    """The place of every key in a record, those of tensors left out."""
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for name, value in items:
+        if isinstance(values, dict):
+            yield *place, name
+        if name != "tensors":
+            yield from keys(value, place=(*place, name))
+
+
+def test_a_record_without_any_of_its_keys(folder):
+    """Options of a map too, for which its constructor has a default: that would be another model."""
+    path = folder / "linattn.json"
+    record = json.loads(path.read_text())
+    places = list(keys(record))
+    assert ("layers", 0, "kernel", "feature_map", "options", "scale") in places
+    for place in places:
+        changed = copy.deepcopy(record)
+        inner = changed
+        for name in place[:-1]:
+            inner = inner[name]
+        del inner[place[-1]]
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=r"linattn\.json") as caught:
+            from_pretrained(folder)
+        assert place[-1] in str(caught.value), place
 
 
 def test_files_that_are_broken(folder):

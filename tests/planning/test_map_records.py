@@ -197,6 +197,9 @@ def test_maps_of_others_are_refused_by_name() -> None:
             describe(own)
 
 
+RELU = {"head_dim": 4, "floor": 0.001}
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
@@ -208,8 +211,13 @@ def test_maps_of_others_are_refused_by_name() -> None:
         ({"name": "Taylor", "options": {}}, "Taylor cannot be built from {}: "),
         ({"name": "Taylor", "options": {"head_dim": 4, "degree": 2}}, "'degree'"),
         ({"name": "Taylor", "options": {"head_dim": 4, "order": 3}}, "order must be 1 or 2, got 3"),
+        # For these the constructor has defaults, and a map with them may be another one.
+        ({"name": "Relu", "options": {"head_dim": 4}}, "cannot be built from {'head_dim': 4}: floor is missing"),
+        ({"name": "Relu", "options": {"head_dim": 4, "floor": None}}, "floor"),
+        ({"name": "Taylor", "options": {"head_dim": 4, "order": 1}}, "scale is missing"),
+        ({"name": "Taylor", "options": {"head_dim": 4, "order": 1, "scale": None}}, "scale is missing"),
         ({"name": "Centred", "options": {"inner": 3}}, "Centred cannot be built from {'inner': 3}"),
-        ({"name": "Centred", "options": {"inner": {"name": "Relu", "options": {"head_dim": 4}}}}, "softmax kernel"),
+        ({"name": "Centred", "options": {"inner": {"name": "Relu", "options": RELU}}}, "softmax kernel"),
     ],
 )
 def test_what_is_no_record_is_refused(record: Any, words: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 
@@ -268,87 +267,6 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, made):
         Plan((broken,), D, D, 1.0, False, 8).to_json(path)
     assert path.read_bytes() == before
     assert [name.name for name in tmp_path.iterdir()] == ["plan.json"]
-
-
-def _broken(layers, **changes):
-    return json.dumps({"kind": "linattn plan", "version": 1, "layers": layers} | changes)
-
-
-HEAD = {
-    "method": "exact",
-    "expected_error": 0.0,
-    "next_order_error": None,
-    "uniform_error": 0.5,
-    "state_numbers": 1,
-    "flops_per_token": 1,
-}
-LAYER = {
-    "heads": [HEAD],
-    "head_dim": 4,
-    "value_dim": 4,
-    "scale": 0.5,
-    "is_causal": False,
-    "num_tokens": 8,
-    "target_error": 0.1,
-    "max_features": None,
-    "fitted": {},
-}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "it is no JSON"),
-        ("[]", 'it wants "kind": "linattn plan"'),
-        ('{"kind": "audit"}', 'it wants "kind": "linattn plan"'),
-        (_broken([LAYER], version=2), "is a linattn plan of version 2, this reads 1"),
-        (_broken([]), "holds no layers"),
-        (_broken({}), "holds no layers"),
-        (_broken([1]), "layer 0: got int, wanted the fields"),
-        (_broken([{**LAYER, "more": 1}]), "wanted the fields"),
-        (_broken([{**LAYER, "heads": []}]), "heads must be a list of at least one head"),
-        (_broken([{**LAYER, "fitted": []}]), "fitted must be an object, got list"),
-        (_broken([{**LAYER, "head_dim": "4"}]), "head_dim must be a finite int, got '4'"),
-        (_broken([{**LAYER, "head_dim": True}]), "head_dim must be a finite int, got True"),
-        (_broken([{**LAYER, "scale": math.inf}]), "scale must be a finite float, got inf"),
-        (
-            _broken([LAYER, {**LAYER, "heads": [{**HEAD, "method": 3}]}]),
-            r"layer 1, heads\[0\]: method must be a str, got 3",
-        ),
-        (
-            _broken([{**LAYER, "heads": [{**HEAD, "method": "Performer"}]}]),
-            "layer 0: 'Performer': there is no feature map",
-        ),
-        (
-            _broken([{**LAYER, "heads": [{**HEAD, "method": "Expansion"}], "is_causal": True}]),
-            "Expansion has no centres",
-        ),
-        (
-            _broken([{**LAYER, "fitted": {"Expansion": {"centres": 3}}}]),
-            r"layer 0: fitted\['Expansion'\]\['centres'\] is no tensor",
-        ),
-        (
-            _broken(
-                [{**LAYER, "fitted": {"Expansion": {"centres": {"dtype": "float32", "shape": [3], "base64": "AAAA"}}}}]
-            ),
-            "is no tensor",
-        ),
-    ],
-)
-def test_files_that_are_no_plan(tmp_path, text, words):
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words) as caught:
-        read_plans(path)
-    assert str(path) in str(caught.value)
-
-
-def test_the_whole_file_of_the_refusals_is_a_plan(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(_broken([LAYER]))
-    assert read_plans(path)[0].heads == (HeadPlan(**HEAD),)
-    with pytest.raises(FileNotFoundError, match="there is no plan"):
-        read_plans(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(

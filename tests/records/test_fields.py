@@ -42,7 +42,7 @@ def test_what_is_written_is_read_again():
     del written["rest"], written["eggs"][0]["colour"]
     assert record(Cake, written).rest is None
     del written["heat"]
-    with pytest.raises(ValueError, match=r"a.json:2: got .*, wanted the fields .*'heat'.*; bake it again"):
+    with pytest.raises(ValueError, match=r"a.json:2: heat is missing, wanted the fields .*'heat'.*; bake it again"):
         record(Cake, written)
 
 
@@ -66,10 +66,19 @@ def test_errors_name_the_way_to_the_field():
         ({"eggs": {}}, "a.json:2: eggs must be a list, got dict; bake it again"),
         ({"heat": 1.5}, r"heat must be a finite int \| None, got 1.5"),
         ({"notes": {"a": ["b"]}}, r"notes\['a'\]\[0\] must be a finite float, got 'b'"),
-        ({"more": 1}, "wanted the fields"),
+        ({"more": 1}, "a.json:2: there is no 'more', wanted the fields"),
     ):
         with pytest.raises(ValueError, match=words):
             record(Cake, {**to_json(CAKE), **change})
+
+
+def test_numbers_below_the_least():
+    loose = Reading("a.json:2", "bake it again")
+    egg = make_dataclass("Egg", ["weight", "age"])
+    assert loose.at_least(egg(1, None), weight=1, age=0) == egg(1, None)
+    for weight in (0, -1, math.nan):
+        with pytest.raises(ValueError, match=f"^a.json:2: weight must be at least 1, got {weight}; bake it again$"):
+            loose.at_least(egg(weight, 0), weight=1)
 
 
 def test_types_that_json_does_not_have():

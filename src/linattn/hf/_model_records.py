@@ -153,7 +153,9 @@ def rebuild_attention(record: Any, module_name: str, *, place: str, remedy: str)
             _check_methods(plan)
             return LayerAttention(plan, module_name)
         _check_counts(window=found.window, num_heavy=found.num_heavy, num_merged=found.num_merged)
-        feature_map = None if found.feature_map is None and found.num_merged else rebuild(found.feature_map)
+        if found.feature_map is None and not found.num_merged:
+            raise ValueError("feature_map is null and num_merged is missing or 0, so nothing takes the keys")
+        feature_map = None if found.feature_map is None else rebuild(found.feature_map)
         return LayerAttention(feature_map, module_name, exact=found.exact)
     # RecursionError, a RuntimeError: a record may hold a map in a map in a map.
     except (ValueError, TypeError, RuntimeError) as error:

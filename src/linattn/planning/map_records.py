@@ -87,7 +87,7 @@ def rebuild(record: Any) -> FeatureMap:
     """The map of a record of `describe`, as its constructor leaves it: random maps are drawn from seed 0.
 
     `load_state_dict` gives it its tensors. Raises ValueError if it is no such record, names no map of the library, asks
-    for sizes beyond any model's, or the constructor refuses its options.
+    for sizes beyond any model's, the constructor refuses its options, or one is missing, for which a default would do.
 
     Example:
         >>> rebuild({"name": "Taylor", "options": {"head_dim": 4, "order": 1, "scale": 0.5}})
@@ -107,6 +107,9 @@ def rebuild(record: Any) -> FeatureMap:
         built: FeatureMap = kind(**options)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} cannot be built from {record['options']!r}: {error}") from error
+    missing = sorted(option for option in describe(built)["options"] if record["options"].get(option) is None)
+    if missing:
+        raise ValueError(f"{name} cannot be built from {record['options']!r}: {', '.join(missing)} is missing")
     return built
 
 

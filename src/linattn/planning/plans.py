@@ -26,6 +26,14 @@ EXACT = "exact"
 
 _KIND, _VERSION = "linattn plan", 1
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+# Of a head's numbers; costs and errors below would make a method look better than exact attention.
+_LEAST = {
+    "expected_error": 0.0,
+    "next_order_error": 0.0,
+    "uniform_error": 0.0,
+    "state_numbers": 0,
+    "flops_per_token": 0,
+}
 _REMEDY = "make the plan again, with `linattn audit --target` or linattn.plan"
 
 
@@ -311,9 +319,16 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 def plan_from_record(record: Any, place: str, remedy: str) -> Plan:
     """The plan of which `plan_record` made these values, its fields checked; `place` and `remedy` are for errors."""
-    plan = Reading(place, remedy, readers={Tensor: _tensor}).record(Plan, record)
+    reading = Reading(place, remedy, readers={Tensor: _tensor})
+    plan = reading.at_least(reading.record(Plan, record), head_dim=1, value_dim=1, num_tokens=1, max_features=1)
     if not plan.heads:
         raise ValueError(f"{place}: heads must be a list of at least one head; {remedy}")
+    if plan.scale <= 0 or (plan.target_error is not None and plan.target_error <= 0):
+        raise ValueError(
+            f"{place}: scale and target_error must be positive, got {plan.scale} and {plan.target_error}; {remedy}"
+        )
+    for number, head in enumerate(plan.heads):
+        Reading(f"{place}, heads[{number}]", remedy).at_least(head, **_LEAST)
     return plan
 
 

@@ -94,10 +94,36 @@ class Reading:
     def fields(self, kind: type, values: Any) -> dict[str, Any]:
         """The fields of `record` by name."""
         wanted, needed = _types(kind)
-        if not isinstance(values, dict) or not needed <= set(values) <= set(wanted):
-            got = sorted(values) if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"{self.place}: got {got}, wanted the fields {sorted(wanted)}; {self.remedy}")
+        if not isinstance(values, dict):
+            wrong = [f"got {type(values).__name__}"]
+        else:
+            wrong = [f"{name} is missing" for name in sorted(needed - set(values))]
+            wrong += [f"there is no {name[:_SHOWN]!r}" for name in sorted(set(values) - set(wanted))]
+        if wrong:
+            raise ValueError(f"{self.place}: {', '.join(wrong)}, wanted the fields {sorted(wanted)}; {self.remedy}")
         return {name: self._value(value, wanted[name], name) for name, value in values.items()}
+
+    def at_least(self, record: T, **least: float) -> T:
+        """A record, once numbers of it are no less than they can be; None is no number.
+
+        Args:
+            record: what `record` gave.
+            least: the least number of each field, by its name.
+
+        Raises:
+            ValueError: if a number is less, with the place, the field and both numbers.
+
+        Example:
+            >>> from dataclasses import make_dataclass
+            >>> Reading("a.json", "bake it again").at_least(make_dataclass("Cake", ["eggs"])(-3), eggs=0)
+            Traceback (most recent call last):
+            ValueError: a.json: eggs must be at least 0, got -3; bake it again
+        """
+        for name, number in least.items():
+            value = getattr(record, name)
+            if value is not None and not value >= number:
+                raise ValueError(f"{self.place}: {name} must be at least {number}, got {value}; {self.remedy}")
+        return record
 
     def _value(self, value: Any, wanted: Any, path: str, named: Any = None) -> Any:
         """A value as a type has it; `path` leads to it from the record's field on, errors name the type `named`."""

@@ -87,6 +87,6 @@ def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, A
     found = read_json(path, kind, remedy)
     if not isinstance(found, dict) or found.get("kind") != kind:
         raise ValueError(f'{path} is not a {kind}: it wants "kind": "{kind}"; {remedy}')
-    if found.get("version") != version:
+    if type(found.get("version")) is not int or found["version"] != version:
         raise ValueError(f"{path} is a {kind} of version {found.get('version')!r}, this reads {version}; {remedy}")
     return {name: value for name, value in found.items() if name not in ("kind", "version")}

@@ -200,7 +200,7 @@ def test_a_budget_in_few_bits_holds_more_keys_in_no_more_bytes(hybrid):
 
 def planned(labels, layers=(1,), budget=40):
     """A plan of a file."""
-    names = [PLAIN if label.startswith("sinks") else label for label in labels]
+    names = [PLAIN if label.startswith("sinks") else "merged keys in 8 bits" for label in labels]
     budgets = [budget] * len(labels)
     return MemoryPlan("m", budget, 99, "t", "0", list(layers), names, budgets, list(labels), 0.1, 0.2, [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from linattn.lab.audit.text import Text
 from linattn.lab.constant_memory.measuring import MemoryAudit
 from linattn.lab.constant_memory.planning import (
+    CANDIDATES,
     MARGIN,
     PLAIN,
     Choice,
@@ -153,3 +155,67 @@ def test_the_plain_window_stays_where_another_is_hardly_better():
     for one, kept in ((0.194, PLAIN), (0.18, "one")):
         kl = {PLAIN: 0.2, "one": one, "two": 0.5}
         assert choose(NAMES, 1, BUDGET, lambda choices, kl=kl: kl[choices[0].name])[0].choices == alike(kept, 1)
+
+
+def stored(**changed):
+    """The record of a plan of two layers."""
+    names, budgets = [PLAIN, CANDIDATES[-1]], [40, 80]
+    record = {
+        "model": "m",
+        "budget": 60,
+        "num_tokens": 99,
+        "calibration": "t",
+        "calibration_sha256": "0",
+        "layers": [2, 4],
+        "choices": names,
+        "budgets": budgets,
+        "labels": ["sinks 4 + window 36", "window 4 + merged 9 in 8 bits"],
+        "kl": 0.1,
+        "window_kl": 0.2,
+        "trials": [{"choices": names, "budgets": budgets, "kl": 0.0}],
+    }
+    return record | changed
+
+
+TRIAL = stored()["trials"][0]
+
+
+@pytest.mark.parametrize(
+    ("plans", "words"),
+    [
+        (None, "holds no plans"),
+        ([stored(), stored()], r"holds plans of \[60, 60\] keys, wanted one for each budget"),
+        *(([{k: v for k, v in stored().items() if k != name}], f"plan 0: {name} is missing") for name in stored()),
+        ([stored(more=1)], "plan 0: there is no 'more'"),
+        *(
+            ([stored(), stored(budget=61, **{name: value})], f"plan 1: {name} must be ")
+            for name in ("kl", "window_kl")
+            for value in (-1, -1e-9, math.nan, math.inf, "0", True, None, [0.1])
+        ),
+        *(([stored(budget=value)], "plan 0: budget must be ") for value in (0, -60, 60.0, "60", 2**63)),
+        ([stored(num_tokens=0)], "num_tokens must be at least 1, got 0"),
+        ([stored(budgets=[40, -80])], "and budgets at least 1, got"),
+        ([stored(budgets=[40])], r"one for each layer of \[2, 4\]"),
+        ([stored(choices=["full", PLAIN])], "choices must be among sinks"),
+        ([stored(layers=[])], "one for each layer of"),
+        ([stored(layers=[4, 2])], "layers must be different numbers in ascending order"),
+        ([stored(layers=[-1, 2])], "layers must be different numbers in ascending order"),
+        ([stored(labels=["window 4 + merged 9"])], "labels must be one for each layer"),
+        ([stored(labels=["", "windw 4 + merged 9"])], "labels: 'windw 4' is no exact part, did you mean 'window'?"),
+        ([stored(trials=[TRIAL | {"kl": -0.1}])], "plan 0: kl must be at least 0.0, got -0.1"),
+        ([stored(trials=[TRIAL | {"budgets": [1]}])], "one for each layer"),
+    ],
+)
+def test_files_that_are_no_plan(tmp_path, plans, words):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"kind": "linattn memory plan", "version": 2, "plans": plans}))
+    with pytest.raises(ValueError, match=words) as caught:
+        read_memory_plans(path)
+    assert str(path) in str(caught.value)
+    assert "make the plan again, with `linattn audit --budget --plan-out`" in str(caught.value)
+
+
+def test_a_plan_as_a_file_has_it(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"kind": "linattn memory plan", "version": 2, "plans": [stored()]}))
+    assert read_memory_plans(path)[0].labels == stored()["labels"]

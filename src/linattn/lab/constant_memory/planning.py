@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from linattn.attention.exact import parse_exact
 from linattn.lab.contenders.shelf import FEW_BITS, NEAR
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
@@ -228,4 +229,39 @@ def read_memory_plans(path: Path) -> list[MemoryPlan]:
     found = read_record(path, _KIND, _VERSION, _REMEDY).get("plans")
     if not isinstance(found, list):
         raise ValueError(f"{path} holds no plans; {_REMEDY}")
-    return [Reading(f"{path}, plan {n}", _REMEDY).record(MemoryPlan, plan) for n, plan in enumerate(found)]
+    plans = [_read(Reading(f"{path}, plan {n}", _REMEDY), plan) for n, plan in enumerate(found)]
+    budgets = [plan.budget for plan in plans]
+    if len(set(budgets)) < len(budgets):
+        raise ValueError(f"{path} holds plans of {budgets} keys, wanted one for each budget; {_REMEDY}")
+    return plans
+
+
+def _read(reading: Reading, values: Any) -> MemoryPlan:
+    """A plan, with what its fields must have in common; ValueError for any other."""
+    plan = reading.at_least(reading.record(MemoryPlan, values), budget=1, num_tokens=1, window_kl=0.0)
+    for trial in (TrialRecord(plan.choices, plan.budgets, plan.kl), *plan.trials):
+        reading.at_least(trial, kl=0.0)
+        if not plan.layers or not len(plan.layers) == len(trial.choices) == len(trial.budgets):
+            raise ValueError(
+                f"{reading.place}: choices and budgets must be one for each layer of {plan.layers}, got "
+                f"{trial.choices} and {trial.budgets}; {reading.remedy}"
+            )
+        if not set(trial.choices) <= set(CANDIDATES) or min(trial.budgets) < 1:
+            raise ValueError(
+                f"{reading.place}: choices must be among {', '.join(CANDIDATES)}, and budgets at least 1, got "
+                f"{trial.choices} and {trial.budgets}; {reading.remedy}"
+            )
+    if len(plan.labels) != len(plan.layers):
+        raise ValueError(
+            f"{reading.place}: labels must be one for each layer of {plan.layers}, got {plan.labels}; {reading.remedy}"
+        )
+    try:
+        for label in {label for label, choice in zip(plan.labels, plan.choices, strict=True) if choice != PLAIN}:
+            parse_exact(label)
+    except ValueError as error:
+        raise ValueError(f"{reading.place}: labels: {error}; {reading.remedy}") from None
+    if plan.layers[0] < 0 or plan.layers != sorted(set(plan.layers)):
+        raise ValueError(
+            f"{reading.place}: layers must be different numbers in ascending order, got {plan.layers}; {reading.remedy}"
+        )
+    return plan
