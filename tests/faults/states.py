@@ -5,7 +5,8 @@ from __future__ import annotations
 from faults.fault import Fault
 
 CHECKS, STATE, LAWS = "attention/_check_state.py", "attention/state.py", "tests/laws/test_state_checks.py"
-SUMS, STREAMS, STREAM_LAWS = "attention/sums.py", "nn/streams.py", "tests/nn/test_streams.py"
+FAR, SUMS, STREAMS, STREAM_LAWS = "attention/far.py", "attention/sums.py", "nn/streams.py", "tests/nn/test_streams.py"
+FACTOR_LAWS = "tests/laws/test_large_factors.py"
 
 FAULTS = (
     Fault("take z of any shape", CHECKS, "and z.shape == (batch, heads, held)", "", LAWS),
@@ -40,15 +41,56 @@ FAULTS = (
     Fault(
         "believe a state that it fits any tokens",
         STATE,
-        "self._fits != (key.shape[-1], num_groups)",
+        "self._fits != (head_dim, num_groups)",
         "self._fits is None",
         LAWS,
     ),
-    Fault("take a factor of NaN", CHECKS, "bool((log_factor < torch.inf).all())", "True", LAWS),
-    Fault("decay by -inf to exponents of no size", SUMS, "torch.where(gone, 0, shift)", "shift", LAWS),
-    Fault("round what a large decay leaves of a feature", SUMS, "rest.exp()", "(0 * rest).exp()", LAWS),
+    Fault("take a factor of NaN", FAR, "if not bool((log_factor < torch.inf).all()):", "if False:", LAWS),
+    Fault("decay by -inf to exponents of no size", SUMS, "torch.where(gone, none, m)", "m", FACTOR_LAWS),
+    Fault(
+        "let exponents take a large factor",
+        FAR,
+        "if before is None and bool(",
+        "if before is None or bool(",
+        FACTOR_LAWS,
+    ),
+    Fault(
+        "keep a factor apart from tokens that outweigh it",
+        FAR,
+        "torch.where(apart + _peak(state) >= newest",
+        "torch.where(apart == apart",
+        FACTOR_LAWS,
+    ),
+    Fault(
+        "forget the factor that is apart in a call",
+        FAR,
+        "return near, (given - apart.unsqueeze(-1)).to(near.m.dtype), apart",
+        "return near, bias, None",
+        FACTOR_LAWS,
+    ),
+    Fault(
+        "merge factors that are apart as if they were one",
+        STATE,
+        "first, second = (x.without(apart)._relative_sums for x in (self, other))",
+        "first, second = (x._relative_sums for x in (self, other))",
+        FACTOR_LAWS,
+    ),
+    Fault(
+        "tell no reader of a factor apart",
+        STATE,
+        "log = part.log_normalizer + self.apart[..., None, None]",
+        "log = part.log_normalizer",
+        FACTOR_LAWS,
+    ),
+    Fault(
+        "cut the gradient of a large factor",
+        FAR,
+        "log_factor - log_factor.detach()",
+        "torch.zeros_like(log_factor)",
+        FACTOR_LAWS,
+    ),
+    Fault("take a factor apart of any shape", CHECKS, "or apart.shape != S.shape[:2]", "", FACTOR_LAWS),
     Fault("keep heavy keys' scores after a decay by -inf", "attention/exact/keys.py", "heavy_score=score, ", "", LAWS),
-    Fault("read beside a large exponent", STATE, "self.sums._replace(m=self.m - common)", "self.sums", LAWS),
     Fault("broadcast the tokens seen", STREAMS, "n.shape != x.shape[:1]", "False", STREAM_LAWS),
     Fault("go on with tokens kept of any kind", STREAMS, "    _check_kept(kept, new)\n", "", STREAM_LAWS),
     Fault(

@@ -9,7 +9,7 @@ Letters: B batch, H key/value heads, n tokens, D head width, Dv value width, R f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from linattn.attention.exact import Exact, ExactKeys, MergedKeys
 from linattn.attention.exact.keys import Tokens
 from linattn.attention.exact.merged.few_bits import GROUP, CodedTokens, Codes, Frame, Frames
 from linattn.attention.exact.merged.query_sample import QuerySample, sample_size
-from linattn.attention.following import is_traced, is_transformed
-from linattn.attention.sums import Sums
+from linattn.attention.sums import Sums, accumulation_dtype
 from linattn.feature_maps import FeatureMap
+
+if TYPE_CHECKING:
+    from linattn.attention.state import State
 
 _REMEDY = "pass a state as linear_attention_with_state or State.empty gave it, or rebuild it from the tokens"
 # By the dtype of sums, those of tokens beside them.
@@ -89,6 +91,47 @@ def check_of_any_map(sums: Sums, exact: object) -> None:
     check_sums(sums)
     if exact is not None:
         _check_exact(sums.S, exact, MergedKeys if isinstance(exact, MergedKeys) else ExactKeys, width_of(exact), None)
+
+
+def check_apart(S: Tensor, apart: object) -> None:
+    """Refuse a factor apart that is not (B, H)."""
+    if apart is not None and (
+        not isinstance(apart, Tensor)
+        or apart.shape != S.shape[:2]
+        or apart.dtype != torch.float64
+        or apart.device != S.device
+    ):
+        _refuse("apart", apart, f"torch.float64 of shape {tuple(S.shape[:2])} on {S.device}, or None")
+
+
+def check_continues(
+    state: State,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap | None,
+    exact: Exact | None,
+    num_groups: int | None = None,  # query heads of a key/value head
+) -> None:
+    """Refuse tokens that do not continue a state, and a state whose tensors do not belong together."""
+    S = state.S
+    if not isinstance(S, Tensor) or S.ndim != 4:
+        check_sums(Sums(S, state.z, state.m))
+    wanted, got = (*S.shape[:2], S.shape[3]), (*key.shape[:2], value.shape[-1])
+    if wanted != got:
+        raise ValueError(
+            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
+        )
+    if S.dtype != accumulation_dtype(key.dtype):
+        raise ValueError(
+            f"the state is kept in {S.dtype}, tokens of {key.dtype} need "
+            f"{accumulation_dtype(key.dtype)}; build it with State.empty(…, dtype={key.dtype})"
+        )
+    if S.device != key.device:
+        raise ValueError(f"the state is on {S.device}, the keys on {key.device}; move it with state.to(…)")
+    held = None if state.exact is None else getattr(state.exact, "rule", state.exact)
+    if held != exact:
+        raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
+    state.check_tensors(feature_map, key.shape[-1], num_groups)
 
 
 def width_of(exact: object) -> int:
@@ -178,17 +221,6 @@ def _require(kind: type, name: str, x: object) -> None:
     """Refuse another kind of record."""
     if not isinstance(x, kind):
         _refuse(name, x, f"a {kind.__name__}")
-
-
-def check_factor(log_factor: Tensor) -> None:
-    """Refuse factors that are NaN or +inf; graphs and vmap have no values to look at."""
-    if is_traced(log_factor) or is_transformed():
-        return
-    if not log_factor.is_meta and not bool((log_factor < torch.inf).all()):
-        raise ValueError(
-            f"log_factor must be finite, or -inf for the state of no keys, got {log_factor.flatten().tolist()[:8]}; "
-            "it is the logarithm of a factor on each key's weight"
-        )
 
 
 def _compare(

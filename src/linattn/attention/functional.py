@@ -10,9 +10,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn.attention._check import check_map, checked, live_keys
+from linattn.attention._check_state import check_continues
 from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
 from linattn.attention.bound_map import bind, outside_autocast
 from linattn.attention.exact import Exact, ExactKeys, attend_bidirectional, attend_causal, check_exact
+from linattn.attention.far import relative_to
 from linattn.attention.partial import Partial, as_partial
 from linattn.attention.state import State
 from linattn.attention.sums import Sums, accumulation_dtype, no_sums
@@ -198,15 +200,26 @@ def linear_attention_with_state(
     if feature_map is None:
         merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=True)
         _check_state(state, None, merging.key, merging.value, exact, merging.query.shape[2])
-        rows, merged = merging.advance(state)
-        after = merging.state_of(merged)
+        state, bias, apart = _relative(state, merging.bias, merging.key)
+        rows, merged = merging._replace(bias=bias).advance(state)
+        after = merging.state_of(merged, apart)
         return Attended(rows.out.flatten(1, 2), after.known_to_fit((merging.key.shape[-1], merging.query.shape[2])))
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=True)
     _check_state(state, feature_map, call.key, call.value, exact, call.query.shape[2])
-    found, sums, kept = _attend(call, chosen, exact, state)
+    state, bias, apart = _relative(state, call.bias, call.key)
+    found, sums, kept = _attend(call._replace(bias=bias), chosen, exact, state)
     built_with = feature_map.fingerprint() if state is None else state.built_with
-    after = State(*sums, built_with, kept).known_to_fit((call.key.shape[-1], call.query.shape[2]))
+    after = State(*sums, built_with, kept, apart).known_to_fit((call.key.shape[-1], call.query.shape[2]))
     return Attended(found.out.flatten(1, 2), after)
+
+
+def _relative(
+    state: State | None, bias: Tensor | None, key: Tensor
+) -> tuple[State | None, Tensor | None, Tensor | None]:
+    """A state and the biases of keys after it, relative to the factor that the state has apart, if any."""
+    if state is None or state.apart is None:
+        return state, bias, None
+    return relative_to(state, bias, key.shape[2])
 
 
 def _check_state(
@@ -223,7 +236,7 @@ def _check_state(
     if not isinstance(state, State):
         raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
     state.check_built_with(feature_map)
-    state.check_fits(key, value, feature_map, exact, num_groups)
+    check_continues(state, key, value, feature_map, exact, num_groups)
 
 
 def _checked(

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linattn.attention._check import check_map, checked
-from linattn.attention._check_state import check_factor, check_of_any_map, check_sums, check_whole, width_of
+from linattn.attention._check_state import check_apart, check_continues, check_of_any_map, check_whole, width_of
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact import Exact, ExactKeys, MergedKeys, attend_to_all
+from linattn.attention.exact import ExactKeys, MergedKeys, attend_to_all
 from linattn.attention.exact.keys import with_places
+from linattn.attention.far import larger, relative_to, split_factor
 from linattn.attention.partial import Partial, as_partial, combine
-from linattn.attention.sums import Sums, accumulation_dtype, lowest, no_sums
+from linattn.attention.sums import Sums, accumulation_dtype, no_sums
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._dense import check_dense
 
@@ -49,6 +50,7 @@ class State:
         exact: the latest and the heavy keys of a stream with a window, which are attended to exactly and are not in the
             sums, or the latest and the merged ones of a stream without a map, whose sums have R = 0; None without a
             window.
+        apart: (B, H) float64: the logarithm of a large factor on all weights, as `decay` leaves it; None for 1.
 
     Example:
         >>> import torch, linattn
@@ -66,6 +68,7 @@ class State:
     m: Tensor
     built_with: str
     exact: ExactKeys | MergedKeys | None = None
+    apart: Tensor | None = None
 
     # The width of keys, and the query heads of each, that its tensors were seen to fit: no field, so no file says it.
     _fits: ClassVar[tuple[int, int] | None] = None
@@ -125,8 +128,9 @@ class State:
                 "a state with a window chooses its heavy keys by what queries attend to, and absorb has no queries; "
                 "call linear_attention_with_state, or flush the state first"
             )
-        self.check_fits(key, value, feature_map, None)
-        return self._absorbed(feature_map, key, value, bias)
+        check_continues(self, key, value, feature_map, None)
+        near, bias, apart = relative_to(self, bias, key.shape[2])
+        return near._absorbed(feature_map, key, value, bias, apart)
 
     def flush(self, feature_map: FeatureMap) -> State:
         """The state with its exact keys in the sums too, hence one that merges; O((w + g)·R·(D + Dv)).
@@ -137,8 +141,8 @@ class State:
         if self.exact is None:
             return self
         self._check_map(feature_map)
-        check_whole(self.sums, self.exact, feature_map, feature_map.head_dim)
-        return self._absorbed(feature_map, *self.exact.tokens())
+        self.check_tensors(feature_map, feature_map.head_dim)
+        return self._absorbed(feature_map, *self.exact.tokens(), self.apart)
 
     def decay(self, log_factor: float | Tensor) -> State:
         """The state with all its keys' weights times exp(log_factor); O(R·Dv), a shift of m, hence without underflow.
@@ -172,9 +176,7 @@ class State:
                 f"{tuple(factor.shape)}"
             )
         factor = factor.reshape(1, 1) if factor.ndim == 0 else factor
-        check_factor(factor)
-        exact = None if self.exact is None else self.exact.decay(factor)
-        return State(*self.sums.decay(factor), self.built_with, exact).known_to_fit(self._fits)
+        return self._decayed(*split_factor(factor, self.apart, (batch, heads)))
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys; O(R·Dv).
@@ -196,14 +198,17 @@ class State:
         if self.built_with != other.built_with:
             raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
         for state in (self, other):
-            check_sums(state.sums)
-        for name, x, y in zip(Sums._fields, self.sums, other.sums, strict=True):
+            state._check_whole()
+        for name in Sums._fields:
+            x, y = getattr(self, name), getattr(other, name)
             if x.shape != y.shape or x.device != y.device:
                 raise ValueError(
                     f"cannot merge states of shapes {tuple(x.shape)} and {tuple(y.shape)} of {name}, on {x.device} and "
                     f"{y.device}; merge states of one batch, of as many heads and of one value width, on one device"
                 )
-        return State(*self.sums.merge(other.sums), self.built_with)
+        apart = larger(self, other)
+        first, second = (x.without(apart)._relative_sums for x in (self, other))
+        return State(*first.merge(second), self.built_with, apart=apart)
 
     def read(self, feature_map: FeatureMap | None, query: Tensor) -> Partial:
         """Attention of queries over all keys in the state; O(L·R·(D + Dv)).
@@ -222,21 +227,20 @@ class State:
         """
         self._check(feature_map, query)
         grouped, heads = self._checked_query(feature_map, query), self.S.shape[1]
-        if feature_map is None:
-            assert self.exact is not None  # as without a map
-            with outside_autocast(query.device):
-                return attend_to_all(grouped, self.exact.tokens(), query.shape[-1] ** -0.5).ungrouped()
-        bound = bind(feature_map, query, query, is_causal=True)
         with outside_autocast(query.device):
-            # Backends are asked about a call: one with no keys but the state's.
-            call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
-            # Apart, since beside a large common exponent those of queries would be rounded away.
-            common = self.m.amax(-1, keepdim=True)
-            common = torch.where(common <= lowest(common.dtype), 0, common)
-            part = as_partial(call, choose("auto", call).read(call, self.sums._replace(m=self.m - common)))
-            part = part._replace(log_normalizer=part.log_normalizer + common.unsqueeze(-1))
+            parts = []
             if self.exact is not None:
-                part = combine(attend_to_all(grouped, self.exact.tokens(), feature_map.scale), part)
+                scale = query.shape[-1] ** -0.5 if feature_map is None else feature_map.scale
+                parts.append(attend_to_all(grouped, self.exact.tokens(), scale))
+            if feature_map is not None:
+                bound = bind(feature_map, query, query, is_causal=True)
+                # Backends are asked about a call: one with no keys but the state's.
+                call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
+                parts.append(as_partial(call, choose("auto", call).read(call, self._relative_sums)))
+            part = parts[0] if len(parts) == 1 else combine(*parts)
+            if self.apart is not None:
+                log = part.log_normalizer + self.apart[..., None, None]
+                part = part._replace(log_normalizer=log.to(part.log_normalizer.dtype))
         return part.ungrouped()
 
     def select(self, indices: Tensor) -> State:
@@ -278,11 +282,31 @@ class State:
     def _each(self, change: Callable[[Tensor], Tensor]) -> State:
         """The state with each of its tensors changed alike."""
         exact = None if self.exact is None else self.exact.each(change)
-        return State(change(self.S), change(self.z), change(self.m), self.built_with, exact).known_to_fit(self._fits)
+        apart = None if self.apart is None else change(self.apart)
+        S, z, m = (change(x) for x in self._relative_sums)
+        return State(S, z, m, self.built_with, exact, apart).known_to_fit(self._fits)
+
+    def without(self, apart: Tensor | None) -> State:
+        """The same state, of whose factor exponents take all but so much, (B, H)."""
+        if self.apart is None and apart is None:
+            return self
+        rest = (0 if self.apart is None else self.apart) - (0 if apart is None else apart)
+        return self._decayed(torch.as_tensor(rest).to(self.m.dtype), apart)
+
+    def _decayed(self, log_factor: Tensor, apart: Tensor | None) -> State:
+        """All weights times exp(log_factor), by the exponents; what is apart is given."""
+        exact = None if self.exact is None else self.exact.decay(log_factor)
+        sums = self._relative_sums.decay(log_factor)
+        return State(*sums, self.built_with, exact, apart).known_to_fit(self._fits)
 
     @property
     def sums(self) -> Sums:
         """The sums and their exponent, as the backends take them."""
+        return self.without(None)._relative_sums
+
+    @property
+    def _relative_sums(self) -> Sums:
+        """Those beside which a factor may stand apart."""
         return Sums(self.S, self.z, self.m)
 
     def check_built_with(self, feature_map: FeatureMap | None) -> None:
@@ -294,36 +318,6 @@ class State:
                 "weights do not mix: use the map it was built with, or rebuild the state"
             )
 
-    def check_fits(
-        self,
-        key: Tensor,
-        value: Tensor,
-        feature_map: FeatureMap | None,
-        exact: Exact | None,
-        num_groups: int | None = None,  # query heads of a key/value head
-    ) -> None:
-        """Refuse tokens that do not continue the state, and a state whose tensors do not belong together."""
-        if not isinstance(self.S, Tensor) or self.S.ndim != 4:
-            check_sums(self.sums)
-        batch, heads, _, value_dim = self.S.shape
-        wanted, got = (batch, heads, value_dim), (*key.shape[:2], value.shape[-1])
-        if wanted != got:
-            raise ValueError(
-                f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
-            )
-        if self.S.dtype != accumulation_dtype(key.dtype):
-            raise ValueError(
-                f"the state is kept in {self.S.dtype}, tokens of {key.dtype} need "
-                f"{accumulation_dtype(key.dtype)}; build it with State.empty(…, dtype={key.dtype})"
-            )
-        if self.S.device != key.device:
-            raise ValueError(f"the state is on {self.S.device}, the keys on {key.device}; move it with state.to(…)")
-        held = None if self.exact is None else getattr(self.exact, "rule", self.exact)
-        if held != exact:
-            raise ValueError(f"the state was built with exact={held}, got exact={exact}; give the same one")
-        if torch.compiler.is_compiling() or self._fits != (key.shape[-1], num_groups):
-            check_whole(self.sums, self.exact, feature_map, key.shape[-1], num_groups)
-
     def known_to_fit(self, fits: tuple[int, int] | None) -> State:
         """The state itself, whose tensors need no other look before tokens of such a width and so many heads."""
         if not torch.compiler.is_compiling():
@@ -333,19 +327,28 @@ class State:
     def _check_whole(self) -> None:
         """Refuse a state whose tensors do not belong together, whatever its map."""
         if torch.compiler.is_compiling() or self._fits is None:
-            check_of_any_map(self.sums, self.exact)
+            check_of_any_map(self._relative_sums, self.exact)
+            check_apart(self.S, self.apart)
 
-    def _absorbed(self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None) -> State:
-        """The state with these keys in the sums, and none kept exactly."""
+    def check_tensors(self, feature_map: FeatureMap | None, head_dim: int, num_groups: int | None = None) -> None:
+        """Refuse a state whose tensors are not those of a map, a width of keys and so many query heads of each."""
+        if torch.compiler.is_compiling() or self._fits != (head_dim, num_groups):
+            check_whole(self._relative_sums, self.exact, feature_map, head_dim, num_groups)
+            check_apart(self.S, self.apart)
+
+    def _absorbed(
+        self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None, apart: Tensor | None
+    ) -> State:
+        """The state with these keys in the sums, and none kept exactly; a factor apart is on all of them."""
         bound = bind(feature_map, key, key, is_causal=True)
         call = Call(bound, key.unsqueeze(2), key, value, bias, is_causal=True)
         with outside_autocast(key.device):
-            return State(*choose("auto", call).absorb(call, self.sums), self.built_with)
+            return State(*choose("auto", call).absorb(call, self._relative_sums), self.built_with, apart=apart)
 
     def _checked_query(self, feature_map: FeatureMap | None, query: Tensor) -> Tensor:
         """Queries by key/value head (B, H, G, L, D), refused where they or the state's tensors do not fit."""
         head_dim = width_of(self.exact) if feature_map is None else feature_map.head_dim
-        check_whole(self.sums, self.exact, feature_map, head_dim)
+        self.check_tensors(feature_map, head_dim)
         batch, heads = self.S.shape[:2]
         fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
         if not fits or query.shape[1] % heads:
@@ -374,8 +377,9 @@ class State:
 
 
 def _leaves(state: State) -> tuple[list[Any], str]:
-    """Its tensors, its exact keys if there are any, and what it was built with."""
-    return [state.S, state.z, state.m, *([state.exact] if state.exact else [])], state.built_with
+    """Its tensors and its exact keys, with no factor apart, and what it was built with."""
+    near = state.without(None)
+    return [near.S, near.z, near.m, *([near.exact] if near.exact else [])], near.built_with
 
 
 def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:

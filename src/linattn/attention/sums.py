@@ -13,9 +13,6 @@ from torch import Tensor
 from linattn.attention.following import is_followed
 from linattn.feature_maps import FeatureMap
 
-# Remainders whose powers stay far from under- and overflow.
-_FAR = 16.0
-
 
 class Sums(NamedTuple):
     """S = Σ φ(k)vᵀ·exp(-m), z = Σ φ(k)·exp(-m), and the exponent m they are relative to."""
@@ -34,37 +31,17 @@ class Sums(NamedTuple):
     def decay(self, log_factor: Tensor) -> Sums:
         """All weights times exp(log_factor), (B or 1, H or 1): a shift of m; the sums of no keys where it is -inf.
 
-        What rounding takes from m is multiplied into S and z, so that features keep their ratios beside a shift of any
-        size. The maximum is a constant for gradients, so that of the factor goes through S and z, times exp(0).
+        The maximum is a constant for gradients, so that of the factor goes through S and z, times exp(0).
         """
         shift = log_factor.to(self.m.dtype).unsqueeze(-1)
-        gone = shift == -torch.inf
-        shift = torch.where(gone, 0, shift)
-        m, rest = shifted(self.m, shift.detach())
-        factor = per_feature(rest.exp(), self.z.shape[-1])
+        gone, none = shift == -torch.inf, lowest(self.m.dtype)
+        # Half of it: a finite factor makes no key look like none.
+        m = torch.where(self.m <= none, none, (self.m + shift.detach()).clamp(none / 2, -none / 2))
+        S, z = self.S, self.z
         if is_followed(shift):
-            factor = factor * torch.exp(shift - shift.detach())
-        S = torch.where(gone.unsqueeze(-1), 0, self.S * factor.unsqueeze(-1))
-        return Sums(S, torch.where(gone, 0, self.z * factor), torch.where(gone, lowest(m.dtype), m))
-
-
-def shifted(m: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Maxima m + shift, (B, H, M) and (B or 1, H or 1, 1), and what rounding leaves of them; those of no keys stay.
-
-    Beyond shifts of about 1e8, whose neighbours are far apart, all of a head's maxima become one: m' = max m + shift.
-    """
-    bound = lowest(m.dtype)
-    none = m <= bound
-    total = m + shift
-    part = total - m
-    # Knuth's sum of two numbers and its error.
-    rest = torch.where(none, 0, (m - (total - part)) + (shift - part))
-    peak = m.amax(-1, keepdim=True)
-    is_coarse = rest.abs().amax(-1, keepdim=True) > _FAR
-    total, rest = torch.where(is_coarse, peak + shift, total), torch.where(is_coarse, m - peak, rest)
-    # Half of it: a shift makes no key look like none.
-    total = total.clamp(bound / 2, -bound / 2)
-    return torch.where(none, m, total), torch.where(none, 0, rest)
+            one = torch.exp(torch.where(gone, 0, shift - shift.detach()))
+            S, z = S * one.unsqueeze(-1), z * one
+        return Sums(torch.where(gone.unsqueeze(-1), 0, S), torch.where(gone, 0, z), torch.where(gone, none, m))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

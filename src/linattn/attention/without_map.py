@@ -55,11 +55,11 @@ class MergedCall(NamedTuple):
                 *self[:4], kept, self.query.shape[-1] ** -0.5, with_log=with_log, backend=self.backend
             )
 
-    def state_of(self, kept: MergedKeys) -> State:
-        """The state of a stream that has no sums."""
+    def state_of(self, kept: MergedKeys, apart: Tensor | None) -> State:
+        """The state of a stream that has no sums; a factor may stand apart."""
         dtype = accumulation_dtype(self.key.dtype)
         S = self.key.new_zeros(*self.key.shape[:2], 0, self.value.shape[-1], dtype=dtype)
-        return State(S, S.new_zeros(S.shape[:3]), S.new_zeros(*S.shape[:2], 1), NO_MAP, kept)
+        return State(S, S.new_zeros(S.shape[:3]), S.new_zeros(*S.shape[:2], 1), NO_MAP, kept, apart)
 
 
 def checked_merging(

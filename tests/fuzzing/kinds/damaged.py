@@ -53,7 +53,7 @@ class Stream(NamedTuple):
         if verb == "select":
             state = state.select(torch.arange(self.tokens[0].shape[0]))
         elif verb == "decay":
-            state = state.decay(-0.5)
+            state = state.decay(-0.5 if len(self.tokens[0]) == 1 else 1e6)
         elif verb == "flush" and self.feature_map is not None:
             state = state.flush(self.feature_map)
         elif verb == "merge" and self.exact is None:
@@ -114,7 +114,13 @@ def _changed(dice: Dice, x: Tensor, damage: str) -> object:
         return x.to("meta")
     if damage == "filled":
         return torch.full_like(x, dice.pick(0, 1) if not x.is_floating_point() else dice.pick(*_FILLINGS))
-    return laid_out(dice, x) if damage == "laid out" and x.ndim == 4 else None if damage == "no tensor" else x
+    return (
+        laid_out(dice, x)
+        if damage == "laid out" and x.ndim == 4 and x.is_floating_point()
+        else None
+        if damage == "no tensor"
+        else x
+    )
 
 
 _FILLINGS = (float("nan"), float("inf"), -float("inf"), 0.0, 6e4, -6e4)
