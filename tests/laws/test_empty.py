@@ -60,3 +60,18 @@ def test_empty_chunks_of_a_stream_change_nothing(map_name: str, exact: Exact | N
             out, state = linattn.linear_attention_with_state(*chunk, feature_map, state, **options)
             outs.append(out)
         torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", SIZES[:1] + SIZES[2:3], ids=str)
+@pytest.mark.parametrize("map_name", [name for name in SOFTMAX_MAPS if not takes_statistics_from_the_call(name)])
+def test_single_tokens_of_a_stream_of_nothing(map_name: str, sizes: dict[str, int]) -> None:
+    """No batch rows and no value columns, by the way of a step, which no gradient follows."""
+    feature_map, state = build(map_name), None
+    with torch.no_grad():
+        query, key, value = qkv(num_queries=3, num_keys=3, **sizes)
+        for place in range(3):
+            token = (x[:, :, place : place + 1] for x in (query, key, value))
+            out, state = linattn.linear_attention_with_state(*token, feature_map, state, enable_gqa=True)
+            assert out.shape == (*query.shape[:2], 1, value.shape[-1])
+    assert state is not None
+    assert state.S.shape == (*key.shape[:2], feature_map.num_features, value.shape[-1])

@@ -70,7 +70,7 @@ class Powers(NamedTuple):
         """p·log 2 + t in fewer calls than there are terms, for a few rows: (..., D) -> (..., R); not `is_composed`."""
         rows = x.reshape(-1, x.shape[-1])
         term = torch.add(self.constant, torch.linalg.vecdot(rows, rows).unsqueeze(-1), alpha=-self.scale / 2)
-        return torch.addmm(term, rows, self.weights).view(*x.shape[:-1], -1)
+        return torch.addmm(term, rows, self.weights).view(*x.shape[:-1], self.weights.shape[-1])
 
     def term(self, x: Tensor) -> Tensor:
         """t: (..., L, D) -> (..., L)."""
