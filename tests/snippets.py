@@ -14,6 +14,17 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
+def fences(page: Path) -> list[tuple[str, str]]:
+    """What a page's blocks are said to be, and their text."""
+    return re.findall(r"^ *```([^\n`]*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def inline(page: Path) -> list[str]:
+    """The code in a page's sentences and tables."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
 def run(page: Path) -> dict[str, Any]:
     """Run a page's blocks in order, as one program; the names it leaves."""
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -280,6 +280,7 @@ def test_a_broken_record_is_refused(build, tmp_path):
     ("options", "words"),
     [
         ({}, "give one of feature_map and plans"),
+        ({"exact": linattn.Exact(32, num_merged=96)}, r"in its place, as feature_map='window 32 \+ merged 96'"),
         ({"plans": [planned()] * 2, "feature_map": "Taylor"}, "give one of feature_map and plans"),
         ({"plans": [planned()] * 2, "exact": linattn.Exact(4)}, "have their own window, heavy keys and width"),
         ({"plans": [planned()] * 2, "num_features": 4}, "have their own window, heavy keys and width"),

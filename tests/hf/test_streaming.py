@@ -107,13 +107,16 @@ def test_a_linearized_model_keeps_states():
 @pytest.mark.parametrize("top_p", [1.0, 0.5, 1e-300])
 def test_the_least_and_the_largest_temperature(top_p):
     """The likeliest token, and any."""
-    model, prompt = model_of("linear"), torch.tensor([list(b"linear")])
+    model, prompt = model_of("softmax llama"), torch.tensor([[5, 7]])
     finite = torch.finfo(torch.float32)
+    with torch.no_grad():
+        # Logits that the least temperature makes infinite.
+        model.get_output_embeddings().weight.mul_(1000)
     least = taken(10, model, prompt, temperature=finite.tiny, top_p=top_p)
     assert torch.equal(least, taken(10, model, prompt, temperature=0))
     most = taken(200, model, prompt, temperature=finite.max, top_p=1.0)
-    # 200 draws of 256 bytes: 139 different ones are expected, with a deviation of 5.
-    assert most.unique().numel() > 100
+    # 200 draws of 64 tokens: 61 different ones are expected, with a deviation of 2.
+    assert most.unique().numel() > 50
 
 
 def test_refusals():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -12,10 +14,16 @@ import torch
 import typer
 
 import linattn.hf
-from linattn.attention.exact import rule
+from linattn.attention.exact import exact_words, rule
+from linattn.feature_maps import FEATURE_MAPS, WRAPPERS
 from linattn.lab.commands.app import COMMANDS, app
-from snippets import ROOT, pages, python_blocks, run
+from linattn.planning.methods import parse_method
+from public_names import ROOMS, exported, identity
+from snippets import ROOT, fences, inline, pages, python_blocks, run
 
+PUBLIC = {name: identity(f"{room}.{name}") for room in ROOMS for name in exported(room)}
+# A map's name with options or a part beside it, or a part with its number.
+WRITTEN = re.compile(rf"({'|'.join((*FEATURE_MAPS, *WRAPPERS))})(\(| \+ )|({'|'.join(exact_words())}) \d")
 WITH_CODE = [page for page in pages() if python_blocks(page)]
 
 
@@ -69,6 +77,54 @@ CHECKS = {
 def test_pages_with_code_are_found() -> None:
     assert len(WITH_CODE) > 10
     assert {ROOT / "README.md", *(ROOT / page for page in CHECKS)} <= set(WITH_CODE)
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_code_that_is_not_run_is_no_python(page: Path) -> None:
+    """A block is Python, and run, or says what else it is."""
+    for kind, text in fences(page):
+        assert kind in ("python", "sh", "text"), text
+        if kind != "python":
+            with pytest.raises(SyntaxError):
+                compile(text, page.name, "exec")
+
+
+def called(code: str) -> tuple[Any, inspect.BoundArguments] | None:
+    """What a sentence's call calls, and its arguments; None for no call of a name that linattn exports."""
+    try:
+        node = ast.parse(code.replace("…", "..."), mode="eval").body
+    except SyntaxError:
+        return None
+    if not isinstance(node, ast.Call):
+        return None
+    owner = PUBLIC.get(ast.unparse(node.func).split(".")[-1])
+    if owner is None:
+        return None
+    options = {str(option.arg): option.value for option in node.keywords}
+    return owner, inspect.signature(owner).bind_partial(*node.args, **options)
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_calls_in_sentences_have_the_options_that_are_written(page: Path) -> None:
+    for code in inline(page):
+        call = called(code)
+        if call is not None and call[0] is linattn.Exact:
+            eval(code, {"Exact": linattn.Exact})
+
+
+def test_calls_in_sentences_are_found() -> None:
+    found = [code for page in pages() for code in inline(page) if called(code)]
+    assert {"linearize_(…, calibrate=batches)", "Exact(window=64, num_merged=512, bits=4)"} <= set(found)
+    with pytest.raises(TypeError):
+        called("linearize_(model, rule=3)")
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_written_forms_in_sentences_are_read(page: Path) -> None:
+    for code in inline(page):
+        form = code.strip('"')
+        if WRITTEN.match(form):
+            parse_method(form)
 
 
 def commands(page: Path) -> list[str]:

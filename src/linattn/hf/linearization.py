@@ -311,7 +311,8 @@ def _check_surface(
     """Refuse options that do not go together."""
     if (feature_map is None) == (plans is None):
         raise ValueError(
-            "give one of feature_map and plans: the map of all layers, as feature_map='Expansion', or a plan for each"
+            "give one of feature_map and plans: the map of all layers, as feature_map='Expansion', merged keys in its "
+            "place, as feature_map='window 32 + merged 96', or a plan for each"
         )
     if plans is not None and (exact is not None or has_width):
         raise ValueError(
