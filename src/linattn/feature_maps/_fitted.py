@@ -33,6 +33,9 @@ class FittedMap(FeatureMap):
     def fit(self, query: Tensor, key: Tensor) -> Self:
         """Take statistics of query (B, H, Lq, D) and key (B, Hkv, Lk, D), H a multiple of Hkv; the map itself."""
 
+    def _check_fitted(self, *tensors: Tensor) -> None:
+        """Refuse tensors, in the order of `fitted_buffers`, that `fit` would not have set."""
+
     def _check_heads(self, x: Tensor, num_heads: int) -> None:
         """Refuse inputs with another number of heads than there are statistics, unless those are of one head."""
         if num_heads > 1 and (x.dim() < 3 or x.shape[-3] != num_heads):
@@ -68,10 +71,29 @@ class FittedMap(FeatureMap):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load fitted tensors even where none, or those of another number of heads, were held before."""
-        for name in self.fitted_buffers:
-            saved = state_dict.get(prefix + name)
-            if saved is not None:
-                device = next((buffer.device for buffer in self.buffers()), saved.device)
-                self._buffers[name] = torch.empty_like(saved, device=device)
+        saved = {name: x for name in self.fitted_buffers if (x := state_dict.get(prefix + name)) is not None}
+        if saved:
+            self._check_saved(saved, prefix)
+        for name, x in saved.items():
+            device = next((buffer.device for buffer in self.buffers()), x.device)
+            self._buffers[name] = torch.empty_like(x, device=device)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._refresh()
+
+    def _check_saved(self, saved: dict[str, Tensor], prefix: str) -> None:
+        """Refuse tensors of a checkpoint that belong to another map, to none, or were cast."""
+        try:
+            if missing := [name for name in self.fitted_buffers if name not in saved]:
+                raise ValueError(f"{', '.join(missing)} must be saved beside {', '.join(saved)}")
+            for name, x in saved.items():
+                if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
+                    got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                    raise ValueError(f"{name} must be float32 or float64, got {got}")
+            self._check_fitted(*saved.values())
+            if not all(x.is_meta or bool(x.isfinite().all()) for x in saved.values()):
+                raise ValueError(f"{', '.join(saved)} must be finite")
+        except ValueError as error:
+            raise ValueError(
+                f"{prefix}{next(iter(saved))} cannot be loaded into {type(self).__name__}: {error}; load what was "
+                "saved of a map with the same options, not cast"
+            ) from None

@@ -187,20 +187,27 @@ class Balanced(Wrapper):
 
     def _set_transform(self, transform: Tensor) -> None:
         """Take a copy of M, in float64."""
+        self._check_fitted(transform)
+        self.transform = transform.detach().to(torch.float64, copy=True)
+        self._refresh()
+
+    def _check_fitted(self, *tensors: Tensor) -> None:
+        """Refuse transforms of another shape, and such that have no inverse."""
+        (transform,) = tensors
         rows = 1 if self.diagonal else self.head_dim
         if transform.dim() not in (2, 3) or tuple(transform.shape[-2:]) != (rows, self.head_dim):
             raise ValueError(
                 f"transform must be (Hkv, {rows}, {self.head_dim}) or ({rows}, {self.head_dim}) with "
                 f"diagonal={self.diagonal}, got {tuple(transform.shape)}"
             )
+        if transform.is_meta:
+            return
         matrix = torch.diag_embed(transform.double().squeeze(-2)) if self.diagonal else transform.double()
         if not bool(matrix.isfinite().all()) or not bool((torch.linalg.cond(matrix) <= _LARGEST_CONDITION).all()):
             raise ValueError(
                 f"transform must be finite and invertible, its condition number at most {_LARGEST_CONDITION:g}; raise "
                 "ridge, or give another"
             )
-        self.transform = transform.detach().to(torch.float64, copy=True)
-        self._refresh()
 
     def _refresh(self) -> None:
         """M and its exact inverse, for the dtypes they are used with, as they multiply from the right."""

@@ -228,12 +228,17 @@ class Centred(Wrapper):
         """Take copies of both means, in at least float32."""
         if query_mean is None or key_mean is None:
             raise ValueError("Centred wants both query_mean and key_mean, or neither; got one of them")
+        self._check_fitted(query_mean, key_mean)
+        self.query_mean = query_mean.detach().to(torch.promote_types(query_mean.dtype, torch.float32), copy=True)
+        self.key_mean = key_mean.detach().to(torch.promote_types(key_mean.dtype, torch.float32), copy=True)
+        self._refresh()
+
+    def _check_fitted(self, *tensors: Tensor) -> None:
+        """Refuse means of another shape."""
+        query_mean, key_mean = tensors
         shape = tuple(query_mean.shape)
         if shape != tuple(key_mean.shape) or len(shape) not in (2, 3) or shape[-2:] != (1, self.head_dim):
             raise ValueError(
                 f"query_mean and key_mean must have the same shape, (Hkv, 1, {self.head_dim}) or (1, {self.head_dim}); "
                 f"got {shape} and {tuple(key_mean.shape)}"
             )
-        self.query_mean = query_mean.detach().to(torch.promote_types(query_mean.dtype, torch.float32), copy=True)
-        self.key_mean = key_mean.detach().to(torch.promote_types(key_mean.dtype, torch.float32), copy=True)
-        self._refresh()

@@ -104,9 +104,10 @@ class Expansion(GroupedFeatureMap, FittedMap):
         for name in self.fitted_buffers:
             self.register_buffer(name, None)
         if centres is not None:
-            self._check_centres(centres)
             one = centres.new_zeros(*centres.shape[:-2], 1, head_dim)
-            self._set(centres, centres, one, one[..., :1])
+            fitted = centres, centres, one, one[..., :1]
+            self._check_fitted(*fitted)
+            self._set(*fitted)
 
     @property
     def num_centres(self) -> int:
@@ -324,13 +325,20 @@ class Expansion(GroupedFeatureMap, FittedMap):
             )
         return self.centres, self.probes, self.key_mean, self.spread
 
-    def _check_centres(self, centres: Tensor) -> None:
-        """Refuse centres of another shape."""
+    def _check_fitted(self, *tensors: Tensor) -> None:
+        """Refuse centres of another shape, and what does not belong to them."""
+        centres, *others = tensors
         if centres.ndim not in (2, 3) or centres.shape[-2:] != (self.num_centres, self.head_dim):
             raise ValueError(
                 f"centres must be ({self.num_centres}, {self.head_dim}) or (Hkv, {self.num_centres}, {self.head_dim}), "
                 f"got {tuple(centres.shape)}"
             )
+        sizes = (self.num_centres, self.head_dim), (1, self.head_dim), (1, 1)
+        for name, x, size in zip(self.fitted_buffers[1:], others, sizes, strict=True):
+            if x.shape != (*centres.shape[:-2], *size):
+                raise ValueError(
+                    f"{name} must be {(*centres.shape[:-2], *size)} beside these centres, got {tuple(x.shape)}"
+                )
 
     def _set(self, *held: Tensor) -> None:
         """Take copies of centres, probes, mean key and spread, in at least float32."""

@@ -158,15 +158,20 @@ class Nystrom(FittedMap):
 
     def _set_landmarks(self, landmarks: Tensor) -> None:
         """Take a copy of Z, in float64, and derive what depends on it."""
+        self._check_fitted(landmarks)
+        self.landmarks = landmarks.detach().to(torch.float64, copy=True)
+        self._refresh()
+
+    def _check_fitted(self, *tensors: Tensor) -> None:
+        """Refuse landmarks of another shape, and such that are not finite."""
+        (landmarks,) = tensors
         wanted = (self.num_features, self.head_dim)
         if landmarks.dim() not in (2, 3) or tuple(landmarks.shape[-2:]) != wanted:
             raise ValueError(
                 f"landmarks must be (Hkv, {wanted[0]}, {wanted[1]}) or {wanted}, got {tuple(landmarks.shape)}"
             )
-        if not bool(landmarks.isfinite().all()):
+        if not landmarks.is_meta and not bool(landmarks.isfinite().all()):
             raise ValueError("landmarks must be finite; leave padded positions out")
-        self.landmarks = landmarks.detach().to(torch.float64, copy=True)
-        self._refresh()
 
     def _refresh(self) -> None:
         """√scale·z̃ as it multiplies inputs, |z̃|²/2 and (K + ridge·I)^-½, for the dtypes they are used with."""

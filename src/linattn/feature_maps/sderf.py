@@ -175,7 +175,15 @@ class Sderf(ExponentialEstimator, FittedMap):
 
     def _set_second_moment(self, moment: Tensor) -> None:
         """Take a copy of S, in float64, and derive what depends on it."""
-        dim = self.head_dim
+        moment = moment.detach().to(torch.float64, copy=True)
+        self._check_fitted(moment)
+        self.second_moment = moment
+        self._refresh()
+        self._prepare()
+
+    def _check_fitted(self, *tensors: Tensor) -> None:
+        """Refuse second moments of another shape or of other heads, and what is none."""
+        (moment,), dim = tensors, self.head_dim
         if moment.dim() not in (2, 3) or tuple(moment.shape[-2:]) != (dim, dim):
             raise ValueError(f"second_moment must be (Hkv, {dim}, {dim}) or ({dim}, {dim}), got {tuple(moment.shape)}")
         if moment.dim() == 3 and self.num_heads is not None and moment.shape[0] not in (1, self.num_heads):
@@ -183,15 +191,13 @@ class Sderf(ExponentialEstimator, FittedMap):
                 f"Sderf was drawn for num_heads={self.num_heads}, got second moments of {moment.shape[0]} heads; build "
                 f"it with num_heads={moment.shape[0]}, or num_heads=None to share one draw"
             )
-        moment = moment.detach().to(torch.float64, copy=True)
+        if moment.is_meta:
+            return
         size = moment.abs().amax((-2, -1), keepdim=True)
         if not bool(moment.isfinite().all()) or not bool(((moment - moment.mT).abs() <= 1e-6 * size).all()):
             raise ValueError("second_moment must be finite and symmetric; give E (x + y)(x + y)ᵀ, or call fit")
         if bool((torch.linalg.eigvalsh(moment) < -1e-6 * size.squeeze(-1)).any()):
             raise ValueError("second_moment must be positive semidefinite; give E (x + y)(x + y)ᵀ, or call fit")
-        self.second_moment = moment
-        self._refresh()
-        self._prepare()
 
     def _refresh(self) -> None:
         """A and (I - 4A)^½ for the current S."""

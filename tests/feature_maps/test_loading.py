@@ -1,0 +1,66 @@
+"""A map's fitted tensors are checked where they are read from a checkpoint, as where they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from linattn.feature_maps import Balanced, Centred, Expansion, FavorPlus, FeatureMap, Nystrom, Sderf
+
+MAPS: dict[str, Callable[[], FeatureMap]] = {
+    "Expansion": lambda: Expansion(4, 3),
+    "Nystrom": lambda: Nystrom(4, 6),
+    "Sderf": lambda: Sderf(4, 6),
+    "Balanced": lambda: Balanced(FavorPlus(4, 6)),
+    "Balanced, diagonal": lambda: Balanced(FavorPlus(4, 6), diagonal=True),
+    "Centred": lambda: Centred(FavorPlus(4, 6)),
+}
+CHANGES = {
+    "narrower": lambda x: x[..., :-1],
+    "wider": lambda x: torch.cat((x, x), -1),
+    "longer": lambda x: torch.cat((x, x), -2),
+    "flat": lambda x: x.flatten(),
+    "deeper": lambda x: x[None],
+    "cast": lambda x: x.half(),
+    "whole numbers": lambda x: x.long(),
+    "NaN": lambda x: torch.full_like(x, torch.nan),
+}
+
+
+def fitted(name: str) -> tuple[FeatureMap, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    feature_map = MAPS[name]().fit(*(torch.randn(1, 2, 20, 4, generator=generator) for _ in range(2)))
+    return feature_map, {key: x.clone() for key, x in feature_map.state_dict().items()}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", MAPS)
+def test_a_fitted_tensor_of_another_kind_is_refused(name: str, change: str) -> None:
+    feature_map, saved = fitted(name)
+    for buffer in feature_map.fitted_buffers:
+        for target in (MAPS[name](), feature_map):
+            before = target.state_dict()
+            with pytest.raises(ValueError, match=rf"cannot be loaded into {type(feature_map).__name__}: .*; load what"):
+                target.load_state_dict(saved | {buffer: CHANGES[change](saved[buffer])})
+            # Nothing of it was taken.
+            assert repr(target.state_dict()) == repr(before)
+
+
+@pytest.mark.parametrize("name", ["Expansion", "Centred"])
+def test_half_of_what_was_fitted_is_refused(name: str) -> None:
+    feature_map, saved = fitted(name)
+    del saved[feature_map.fitted_buffers[-1]]
+    with pytest.raises(ValueError, match=f"{feature_map.fitted_buffers[-1]} must be saved beside"):
+        MAPS[name]().load_state_dict(saved, strict=False)
+
+
+def test_what_no_fit_would_give_is_refused() -> None:
+    _, saved = fitted("Sderf")
+    with pytest.raises(ValueError, match="second_moment must be positive semidefinite"):
+        MAPS["Sderf"]().load_state_dict(saved | {"second_moment": -saved["second_moment"]})
+    _, saved = fitted("Balanced")
+    with pytest.raises(ValueError, match="transform must be finite and invertible"):
+        MAPS["Balanced"]().load_state_dict(saved | {"transform": 0 * saved["transform"]})
