@@ -5,7 +5,7 @@ Letters: B batch, H heads, L tokens, D head width, R features.
 
 from __future__ import annotations
 
-import secrets
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -58,7 +58,7 @@ class FeatureMap(nn.Module, ABC):
 
     def _register_handle(self) -> None:
         """Give this object the number by which graphs find it, which no map of another process has."""
-        self.handle = secrets.randbits(62)
+        self.handle = int.from_bytes(os.urandom(8)) >> 2
         _LIVE[self.handle] = self
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
