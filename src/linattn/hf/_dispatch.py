@@ -201,13 +201,13 @@ class StatesByDefault:
             )
         if not is_chosen and _is_ordinary(_of_text(made)):
             states = StateCache(self.model)
-            if generation_config.is_assistant:
-                states.activate_past_recording()  # type: ignore[no-untyped-call]
             if isinstance(made, EncoderDecoderCache):
                 made = EncoderDecoderStates(states, made.cross_attention_cache)
             else:
                 made = states
             model_kwargs["past_key_values"] = made
+            if generation_config.is_assistant:
+                _of_text(made).activate_past_recording()
         cache = _of_text(made)
         if self.needs_states and isinstance(cache, Cache) and not isinstance(cache, StateCache):
             raise ValueError(_growing(type(self.model).__name__, cache))

@@ -72,17 +72,12 @@ class StateLayer(StatefulLayer[LayerState]):
         self._is_pending = False
         return out
 
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """True if it holds the last call, whose tokens can be taken back."""
-        return self.record_past
-
     def activate_past_recording(self) -> None:
         """Hold the tokens of the last calls, and the state before them, so that `crop` can take tokens back.
 
         Those of the last call, and as many as the exact window is wide.
         """
-        self.record_past = True
+        self.record_past = self.is_croppable = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse to forget more tokens than are recorded."""

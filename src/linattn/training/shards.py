@@ -84,7 +84,8 @@ def check_files(folder: Path, stored: Mapping[str, Stored]) -> None:
     for process, parts in _by_process(stored).items():
         wanted = {name: (_DTYPES[stored[name].dtype], list(part.shape)) for name, part in parts.items()}
         with _opened(folder, process) as shard:
-            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+            names = shard.keys()
+            slices = {name: shard.get_slice(name) for name in names}
             got = {name: (one.get_dtype(), list(one.get_shape())) for name, one in slices.items()}
         for name in sorted(got.keys() | wanted.keys()):
             if got.get(name) != wanted.get(name):
