@@ -21,8 +21,7 @@ TEXT = {
 }
 DECODER = {**TEXT, **TOKENS, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-BOTH_SIDES = {
-    "vocab_size": VOCABULARY,
+BOTH_STACKS = {
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -31,9 +30,8 @@ BOTH_SIDES = {
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
     "decoder_start_token_id": 1,
-    "forced_eos_token_id": None,
-    **TOKENS,
 }
+BOTH_SIDES = {**BOTH_STACKS, **TOKENS, "vocab_size": VOCABULARY, "forced_eos_token_id": None}
 T5_SIZES = {
     "vocab_size": VOCABULARY,
     "d_model": 32,

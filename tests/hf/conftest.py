@@ -11,21 +11,12 @@ import transformers
 from transformers import PreTrainedModel
 
 import linattn
+from architectures import BOTH_STACKS
 from linattn.hf import AttentionCall
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-BOTH_SIDES = {
-    "vocab_size": 64,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "decoder_start_token_id": 1,
-}
+BOTH_SIDES = {"vocab_size": 64, **BOTH_STACKS}
 SPEECH = {**BOTH_SIDES, "max_source_positions": 8, "num_mel_bins": 4, "suppress_tokens": None}
 TRANSLATION = {**BOTH_SIDES, "forced_eos_token_id": None}
 

@@ -30,8 +30,8 @@ _WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_v
 class AttentionModule:
     """One attention module of a model: its number, from 0, in the order of the model's modules, and qualified name.
 
-    Where a pass has shown them: `width` and `device` of its queries, and whether they `reads_another_text`: queries of
-    a causal text, each before the next, whose keys are those of another.
+    A pass over the model shows the `width` and `device` of its queries, and whether it `reads_another_text`: its
+    queries are tokens of a causal text, its keys those of another, as in a decoder's cross attention.
     """
 
     number: int

@@ -56,7 +56,7 @@ def attend(
     call.refuse_options(name, key.shape[-2] + (0 if layer is None else layer.num_tokens))
     key_mask, is_causal = call.read_mask(name)
     if layer is None:
-        with weights_present(attention):
+        with _weights_present(attention):
             out: Tensor = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
         return by_token(out), None
     # A single query sees all keys, causal or not.
@@ -64,12 +64,12 @@ def attend(
         raise ValueError(
             f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
         )
-    with weights_present(attention):
+    with _weights_present(attention):
         return by_token(layer.advance(attention, call, key_mask)), None
 
 
 @contextmanager
-def weights_present(attention: nn.Module) -> Iterator[None]:
+def _weights_present(attention: nn.Module) -> Iterator[None]:
     """Have accelerate bring the tensors that it keeps elsewhere: it does so where a module is called, and a map is not.
 
     Its hooks on modules within, `_hf_hook`, are those that offloading attaches.
@@ -157,8 +157,7 @@ def _growing(kind: str, cache: Cache) -> str:
 
 def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: one keyword more."""
-    cache: Any = next((options[name] for name in CACHES if options.get(name) is not None), None)
-    cache = _of_text(cache)
+    cache = _of_text(next((options[name] for name in CACHES if options.get(name) is not None), None))
     place: Any = module.layer_idx
     layer = cache.layers[place] if isinstance(cache, StateCache) else None
     if not isinstance(layer, StateLayer):
