@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from linattn.attention.following import is_transformed
+
 IN_GRAPHS = "it takes no calls inside torch.compile, whose graph would miss it"
 
 # What its functions take, and what they mean.
@@ -35,8 +37,7 @@ def is_readable(x: Tensor) -> bool:
     """Whether a tensor's numbers may be looked at without a wait: no graph, transform or mode would keep them."""
     if torch.compiler.is_compiling() or not x.is_cpu or type(x) is not Tensor:
         return False
-    # torch has no public name for this.
-    return not _is_watched() and torch._C._functorch.peek_interpreter_stack() is None
+    return not _is_watched() and not is_transformed()
 
 
 @cache

@@ -97,6 +97,7 @@ def with_places(flatten: Callable[[Any], tuple[list[Any], Any]]) -> Callable[[An
     """The same leaves by their places, as torch.export names what it is given."""
 
     def flattened(x: Any) -> Any:
+        """Each leaf beside its place, and what is no leaf."""
         leaves, context = flatten(x)
         return [(pytree.SequenceKey(place), leaf) for place, leaf in enumerate(leaves)], context
 
