@@ -2,11 +2,12 @@
 PYTHON ?= python3
 PYTHONS ?= $(PYTHON)
 VENV := .venv
+SOURCES := src lab tests benchmarks docs conftest.py
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 FIRST_LOOK := --map "window 32 + merged 96" --map "merged 128" \
-  --map "Expansion(num_centres=16) + window 16 + heavy 32" --map "Expansion(num_centres=16)" --map "Expansion(num_centres=1)" --map FavorPlus --map EluPlusOne
+  --map "Expansion(num_centres=16) + window 32" --map "Expansion(num_centres=16)" --map "Expansion(num_centres=1)" --map FavorPlus --map EluPlusOne
 
 .PHONY: demo test test-claims test-lm sanitized check fmt bench readme docs release clean
 
@@ -22,29 +23,29 @@ test: $(VENV)/dev.stamp
 
 # What `make test` leaves out: networks that are trained until they recall, and claims about them.
 test-claims: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m claims tests/lab/experiments
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m claims lab/tests/experiments
 
 # What `make test` leaves out: a language model of 230 MB, under terms of its own.
 test-lm: $(VENV)/lm.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/lab/constant_memory/test_gemma.py tests/hf/test_gguf.py
+	$(BIN)/python -m pytest -n 2 --dist loadgroup lab/tests/constant_memory/test_gemma.py tests/hf/test_gguf.py
 
 # Compiled code built anew with AddressSanitizer and UBSan, and its laws run with it.
 sanitized: $(VENV)/dev.stamp
 	$(BIN)/python tests/sanitized.py
 
 check: $(VENV)/dev.stamp
-	$(BIN)/ruff format --check --quiet src tests benchmarks docs
-	$(BIN)/ruff check --quiet src tests benchmarks docs
+	$(BIN)/ruff format --check --quiet $(SOURCES)
+	$(BIN)/ruff check --quiet $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --noconftest tests/test_size.py
 
 fmt: $(VENV)/dev.stamp
-	$(BIN)/ruff check --fix --quiet src tests benchmarks docs
-	$(BIN)/ruff format --quiet src tests benchmarks docs
+	$(BIN)/ruff check --fix --quiet $(SOURCES)
+	$(BIN)/ruff format --quiet $(SOURCES)
 
 readme: $(VENV)/demo.stamp $(VENV)/compiled.stamp
-	$(BIN)/linattn audit --target 0.1 --out report/figures
+	$(BIN)/linattn audit --out report/figures
 	$(BIN)/linattn reproduce --quick --out report/figures
 	$(BIN)/python docs/write_tables.py --take report/figures
 
@@ -70,12 +71,12 @@ $(VENV)/torch.stamp: constraints.txt
 	$(PIP) torch
 	touch $@
 
-$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) -e '.[demo]'
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml lab/pyproject.toml
+	$(PIP) -e '.[demo]' -e ./lab
 	touch $@
 
-$(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) -e '.[docs]'
+$(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml lab/pyproject.toml
+	$(PIP) -e '.[docs]' -e ./lab
 	touch $@
 
 # Compiled code, where there is a C compiler.
@@ -84,11 +85,11 @@ $(VENV)/compiled.stamp: $(VENV)/torch.stamp compiled/pyproject.toml compiled/set
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev]' -e ./lab
 	touch $@
 
 $(VENV)/lm.stamp: $(VENV)/dev.stamp
-	$(PIP) -e '.[demo-lm]'
+	$(PIP) -e '.[demo-lm]' -e ./lab
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp

@@ -2,8 +2,7 @@
 
 Queries, keys and values of 16 texts of 512 tokens, as a pretrained sentence encoder computes them, are joined per head
 to one text of 8,192: attention itself knows no positions. Relative error of the output on 256 query rows, mean over the
-heads, against exact attention in float64 on those rows. An exact part of fixed size covers a smaller share of a longer
-text, so that its help is diluted; a window and heavy keys are measured too.
+heads, against exact attention in float64 on those rows.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall, capture, load
-from linattn.lab.audit.text import read_text
 from linattn.planning.costs import flops_per_token, state_numbers
 from linattn.planning.measures import relative_error, softmax_log_rows
-from linattn.planning.methods import fit, parse_method
-from measuring import record, verified_method
+from linattn.planning.methods import parse_method
+from linattn.records.texts import read_text
+from measuring import record, verified_window
 
 TEXT_LENGTH, NUM_TEXTS, NUM_ROWS = 512, 16, 256
 LENGTHS = (512, 2048, 8192)
@@ -27,7 +26,6 @@ METHODS = (
     "Expansion(num_centres=4)",
     "Expansion(num_centres=16)",
     "Expansion(num_centres=64)",
-    "Expansion(num_centres=16) + window 32 + heavy 64",
 )
 
 
@@ -49,9 +47,8 @@ def error(label: str, length: int, tensors: tuple[Tensor, Tensor, Tensor], scale
     """Errors of one layer's heads, (H,)."""
     query, key, value = (x[:, :, :length].contiguous() for x in tensors)
     rows = torch.randperm(length, generator=torch.Generator().manual_seed(0))[:NUM_ROWS]
-    method = parse_method(label)
-    feature_map = method.build(query.shape[-1], num_features=None, scale=scale, seed=0)
-    out = method.attend(feature_map, query, key, value, is_causal=False)[:, :, rows]
+    built = parse_method(label).build(query.shape[-1], num_features=None, scale=scale, seed=0)
+    out = built.attend(query, key, value, is_causal=False)[:, :, rows]
     visible = torch.ones(NUM_ROWS, length, dtype=torch.bool)
     exact = softmax_log_rows(query[:, :, rows], key, visible, scale=scale).exp() @ value.double()
     return relative_error(out, exact)
@@ -62,9 +59,9 @@ def verified_layers(label: str, recorded: Sequence[tuple[tuple[Tensor, Tensor, T
     method = parse_method(label)
     for tensors, scale in recorded:
         query, key, value = (x[:, :, : LENGTHS[0]] for x in tensors)
-        feature_map = method.build(query.shape[-1], num_features=None, scale=scale, seed=0)
-        fit(feature_map, query, key)
-        verified_method(method, feature_map, (query, key, value), is_causal=False)
+        built = method.build(query.shape[-1], num_features=None, scale=scale, seed=0)
+        built.fit(query, key)
+        verified_window(method.window, built.feature_map, (query, key, value), is_causal=False)
 
 
 def main() -> None:
@@ -72,8 +69,7 @@ def main() -> None:
     recorded = layers()
     head_dim, value_dim = recorded[0][0][0].shape[-1], recorded[0][0][2].shape[-1]
     for label in METHODS:
-        method = parse_method(label)
-        feature_map = method.build(head_dim, num_features=None, scale=1.0, seed=0)
+        built = parse_method(label).build(head_dim, num_features=None, scale=1.0, seed=0)
         verified_layers(label, recorded)
         errors = [
             torch.cat([error(label, length, tensors, scale) for tensors, scale in recorded]).mean().item()
@@ -86,8 +82,8 @@ def main() -> None:
             bound="<= 1.1",
             lengths=LENGTHS,
             errors=errors,
-            state_numbers=state_numbers(method, feature_map, value_dim=value_dim),
-            flops_per_token=flops_per_token(method, feature_map, value_dim=value_dim, is_causal=False),
+            state_numbers=state_numbers(built, value_dim=value_dim),
+            flops_per_token=flops_per_token(built, value_dim=value_dim, is_causal=False),
         )
 
 

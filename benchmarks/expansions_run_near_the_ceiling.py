@@ -15,7 +15,7 @@ import torch
 
 import linattn
 from linattn.feature_maps import Expansion
-from linattn.lab.bench.memory import CHILD_SETTINGS, extra_peak
+from linattn_lab.bench.memory import CHILD_SETTINGS, extra_peak
 from measuring import (
     HEAD_DIM,
     HEADS,
@@ -41,10 +41,10 @@ def expansion() -> Expansion:
     return Expansion(HEAD_DIM, CENTRES).fit(query, key)
 
 
-def checked(feature_map: Expansion, is_causal: bool, exact: linattn.Exact | None) -> float:
+def checked(feature_map: Expansion, is_causal: bool, window: int | None) -> float:
     """The error against the reference in float64, over several blocks; refuses a wrong result."""
     inputs = tokens(1_500)
-    attend = partial(linattn.linear_attention, feature_map=feature_map, is_causal=is_causal, exact=exact)
+    attend = partial(linattn.linear_attention, feature_map=feature_map, is_causal=is_causal, window=window)
     error = relative_error(attend(*inputs), attend(*(x.double() for x in inputs), backend="reference"))
     require(repr(feature_map), error, 1e-4)
     return error
@@ -85,10 +85,9 @@ def against_exact(feature_map: Expansion) -> None:
 
 def window(feature_map: Expansion, is_causal: bool) -> None:
     """A window's time over that of the map alone."""
-    exact = linattn.Exact(WINDOW)
-    error, inputs = checked(feature_map, is_causal, exact), tokens(LENGTH)
+    error, inputs = checked(feature_map, is_causal, WINDOW), tokens(LENGTH)
     attend = partial(linattn.linear_attention, *inputs, feature_map, is_causal=is_causal)
-    found = seconds({"alone": attend, "window": partial(attend, exact=exact)}, repeats=3)
+    found = seconds({"alone": attend, "window": partial(attend, window=WINDOW)}, repeats=3)
     record(
         f"time with an exact window of {WINDOW} over that without, {CENTRES} centres order 1, "
         f"{'causal' if is_causal else 'bidirectional'}, {LENGTH:,} tokens",

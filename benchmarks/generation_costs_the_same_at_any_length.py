@@ -37,7 +37,7 @@ def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     config = LlamaConfig(**SIZES, max_position_embeddings=2 * LENGTHS[-1], eos_token_id=None, pad_token_id=0)
     exact = LlamaForCausalLM(config).eval()
     linear = copy.deepcopy(exact)
-    linearize_(linear, feature_map="FavorPlus", num_features=NUM_FEATURES)
+    linearize_(linear, method="FavorPlus", num_features=NUM_FEATURES)
     return linear, exact
 
 

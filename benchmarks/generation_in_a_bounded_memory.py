@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from linattn.hf import cache_bytes, filled_cache, load_language_model, new_cache, stream_tokens
-from linattn.hf.layer_attention import LayerAttention
-from linattn.lab.constant_memory.limiting import limit_
+from linattn import MergedKV, merged_attention_with_state
+from linattn.hf import BoundedCache, BoundedLayer, cache_bytes, filled_cache, load_language_model, stream_tokens
 from measuring import ratios, record, relative_error, require, seconds
 
 BUDGET, LENGTHS = 128, (2_048, 8_192, 32_768)
@@ -28,37 +27,35 @@ READ, WRITTEN = 900, 12
 
 def verified(model: PreTrainedModel, tokens: Tensor) -> float:
     """Share of greedily written tokens that are not the teacher-forced choice; refuses any."""
-    stream = stream_tokens(model, tokens, temperature=0, cache=new_cache(model))
+    stream = stream_tokens(model, tokens, temperature=0, cache=BoundedCache(model, BUDGET))
     written = torch.cat([next(stream) for _ in range(WRITTEN)], 1)
     with torch.no_grad():
         whole = torch.cat((tokens, written), 1)
-        logits = model(input_ids=whole, use_cache=False, logits_to_keep=WRITTEN + 1).logits[:, :-1]
+        cache = BoundedCache(model, BUDGET)
+        logits = model(input_ids=whole, past_key_values=cache, logits_to_keep=WRITTEN + 1).logits[:, :-1]
     wrong = float((logits.argmax(-1) != written).double().mean())
     require("greedy text against one parallel pass", wrong, 0.0)
     return wrong
 
 
-def bounded_cache(model: PreTrainedModel, length: int) -> Cache:
+def bounded_cache(model: PreTrainedModel, length: int, config: MergedKV | None = None) -> BoundedCache:
     """A cache of so many tokens whose global layers have read random queries, keys and values."""
-    cache, draw = new_cache(model), torch.Generator().manual_seed(0)
+    cache = BoundedCache(model, BUDGET) if config is None else BoundedCache(model, config=config)
+    draw = torch.Generator().manual_seed(0)
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-        for module in model.modules():
-            attention = getattr(module, "linear_attention", None)
-            if isinstance(attention, LayerAttention):
-                layer = cache.layers[module.layer_idx]
-                state = layer.state
-                heads = model.config.num_attention_heads, model.config.num_key_value_heads
-                width, scale = model.config.head_dim, module.scaling
+        for layer in cache.layers:
+            if isinstance(layer, BoundedLayer):
+                state, width = layer.state, model.config.head_dim
                 for start in range(1, length, CHUNK):
                     shape = (min(CHUNK, length - start), width)
-                    query, key, value = (
-                        (torch.randn(1, number, *shape, generator=draw) * scale**-0.5).to(model.dtype)
+                    tokens = (
+                        (torch.randn(1, number, *shape, generator=draw) * width**0.25).to(model.dtype)
                         for number in (*heads, heads[1])
                     )
-                    state = attention.advance(query, key, value, state, scale=scale).state
+                    state = merged_attention_with_state(*tokens, layer.config, state, enable_gqa=True).state
                 layer.advance_to(state, length - 1)
-        for layer in cache.layers:
             if getattr(layer, "is_sliding", False):
                 layer.update(*(x.repeat(1, 1, length - 1, 1) for x in (layer.keys, layer.values)))
     return cache
@@ -80,14 +77,19 @@ def time_in_bfloat16(
 ) -> None:
     """One text's tokens in bfloat16, beside the exact cache in bfloat16 and in float32, which may be the faster."""
     theirs, ours = (copy.deepcopy(model).to(torch.bfloat16) for model in (exact, bounded))
+    # One method in both dtypes: a budget in bfloat16 is half as many bytes.
+    config = next(layer.config for layer in BoundedCache(bounded, BUDGET).report if layer.config is not None)
     with torch.no_grad():
-        whole, coarse = (model(input_ids=tokens, use_cache=False).logits.float() for model in (bounded, ours))
+        whole, coarse = (
+            model(input_ids=tokens, past_key_values=BoundedCache(model, config=config)).logits.float()
+            for model in (bounded, ours)
+        )
     error = relative_error(coarse, whole)
     require("logits in bfloat16", error, 0.1)
     length = LENGTHS[-1]
     runs = {
         "exact": step(theirs, filled_cache(theirs, length)),
-        "bounded": step(ours, bounded_cache(ours, length)),
+        "bounded": step(ours, bounded_cache(ours, length, config)),
         "exact in float32": step(exact, beside),
     }
     took = seconds(runs, repeats=REPEATS)
@@ -99,12 +101,13 @@ def time_in_bfloat16(
 def main() -> None:
     """Verify, fill, time in turn."""
     loaded = load_language_model("gemma-3-270m")
+    # The exact one attends by its own function.
     exact, bounded = loaded.model, copy.deepcopy(loaded.model)
-    limit = limit_(bounded, BUDGET)
     text = "The language that a model reads is bounded in length, and so is what it keeps of it. " * 60
     tokens = loaded.tokenizer(text, return_tensors="pt")["input_ids"][:, :READ]
     wrong = verified(bounded, tokens)
     caches = {length: bounded_cache(bounded, length) for length in LENGTHS}
+    layers = [layer for layer in caches[LENGTHS[0]].report if layer.config is not None]
     sliding = [layer for layer in caches[LENGTHS[0]].layers if getattr(layer, "is_sliding", False)]
     windows = sum(x.nbytes for layer in sliding for x in (layer.keys, layer.values))
     held = {length: cache_bytes(cache) - windows for length, cache in caches.items()}
@@ -112,7 +115,7 @@ def main() -> None:
     whole = cache_bytes(beside)
     runs = {str(length): step(bounded, caches[length]) for length in LENGTHS} | {"exact": step(exact, beside)}
     took = seconds(runs, repeats=REPEATS)
-    about = {"budget": BUDGET, "method": limit.label, "windows_bytes": windows, "wrong_tokens": wrong}
+    about = {"budget": BUDGET, "method": layers[0].config.label, "windows_bytes": windows, "wrong_tokens": wrong}
     first, last = LENGTHS[0], LENGTHS[-1]
     record(
         f"bytes of the global layers at {last:,} tokens over {first:,}",
@@ -124,7 +127,7 @@ def main() -> None:
     )
     record(
         f"bytes of the global layers at {last:,} tokens over those of exact attention",
-        figure=held[last] / limit.exactly(last),
+        figure=held[last] / sum(layer.exact_bytes(last) for layer in layers),
         unit="×",
         bound="<= 0.05",
         **about,

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import linattn
-from linattn.feature_maps import Expansion, FavorPlus, FeatureMap, Relu
+from linattn.feature_maps import FavorPlus, FeatureMap, Relu
 from measuring import ratios, record, relative_error, require, spread
 
 BATCH, HEADS, WIDTH, REPEATS = 4, 16, 64, 7
@@ -55,13 +55,6 @@ def tokens(
 def fused(inputs: list[Tensor], feature_map: FeatureMap, *, is_causal: bool = True) -> Tensor:
     """The op by its kernels."""
     return linattn.linear_attention(*inputs, feature_map, is_causal=is_causal, backend="triton")
-
-
-def expansion(width: int = WIDTH) -> Expansion:
-    """One of 16 centres, of order 1."""
-    generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, 1, 4096, width, generator=generator) for _ in range(2))
-    return Expansion(width).fit(query, key).cuda()
 
 
 def peer_kernel() -> Callable[..., Any] | None:
@@ -259,9 +252,9 @@ def compare_given(kernel: Callable[..., Any], **rest: Any) -> None:
 
 
 def against_exact_attention(**rest: Any) -> None:
-    """Rows against the fastest exact attention of torch: of features, of an expansion, of merged keys."""
-    feature_map, around, inputs = FavorPlus(WIDTH, 256).cuda(), expansion(), tokens(LONG)
-    merged = linattn.Exact(32, num_merged=128)
+    """Rows against the fastest exact attention of torch: of features, of merged keys."""
+    feature_map, inputs = FavorPlus(WIDTH, 256).cuda(), tokens(LONG)
+    merged = linattn.MergedKV(32, 128, None)
     causal, every = (exact_runs(inputs, is_causal=is_causal) for is_causal in (True, False))
     if not (causal and every):
         print("no backend of exact attention runs here: its rows are left out", file=sys.stderr)
@@ -269,15 +262,13 @@ def against_exact_attention(**rest: Any) -> None:
     with torch.no_grad():
         runs: dict[str, Run] = {
             "ours": lambda: fused(inputs, feature_map),
-            "expansion": lambda: fused(inputs, around, is_causal=False),
-            "merged": lambda: linattn.linear_attention(*inputs, None, exact=merged),
+            "merged": lambda: linattn.merged_attention(*inputs, merged),
         }
         runs |= {f"causal {name}": lambda attend=attend: attend(inputs) for name, attend in causal.items()}
         runs |= {f"every {name}": lambda attend=attend: attend(inputs) for name, attend in every.items()}
         timed = seconds(runs)
     for label, ours, kind, bound in (
         ("exact attention over ours", "ours", "causal", ">= 8"),
-        ("exact attention over an expansion", "expansion", "every", ">= 8"),
         ("exact attention over merged keys with a window", "merged", "every", ">= 1"),
     ):
         best = fastest(timed, (name for name in timed if name.startswith(kind)))
@@ -357,7 +348,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_kernels measures a CUDA GPU, and torch sees none; run it on a machine that has one")
     start, worst = time.monotonic(), 0.0
-    for feature_map in (FavorPlus(WIDTH, 256).cuda(), Relu(GIVEN_WIDTH, floor=0.0).cuda(), expansion()):
+    for feature_map in (FavorPlus(WIDTH, 256).cuda(), Relu(GIVEN_WIDTH, floor=0.0).cuda()):
         worst = max(worst, verify(feature_map))
     rest: dict[str, Any] = {"error": worst, "gpu": torch.cuda.get_device_name()}
     limits = ceilings()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from linattn.hf import LinearLMConfig, LinearLMForCausalLM
-from linattn.pretraining.scoring import bits_per_byte
+from linattn_lab.pretraining.scoring import bits_per_byte
 from measuring import ratios, record, relative_error, require, seconds, spread
 from result_file import Row, put_in_place, read_rows, write_rows
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import linattn
 from linattn.feature_maps import FavorPlus, FeatureMap
-from linattn.planning.methods import Method
 from linattn.planning.timing import seconds as seconds
 from linattn.planning.timing import spread as spread
 from result_file import put_in_place, read_rows, write_rows
@@ -89,26 +88,27 @@ def verified(feature_map: FeatureMap, bound: float = 1e-4, *, is_causal: bool = 
     return wrong
 
 
-def verified_method(method: Method, feature_map: FeatureMap, tensors: Sequence[Tensor], *, is_causal: bool) -> float:
-    """Largest relative error of a method's output against the quadratic reference in float64; refuses a wrong result.
+def verified_window(
+    window: int | None, feature_map: FeatureMap, tensors: Sequence[Tensor], *, is_causal: bool
+) -> float:
+    """Largest relative error beside an exact window against the quadratic reference in float64; refuses a wrong result.
 
-    The map must be fitted beforehand. In float64 only where keys are heavy: which are is decided by comparisons, which
-    rounding in float32 may decide otherwise. Without heavy keys in float32 too.
+    The map must be fitted beforehand. In float64 and in float32.
 
     Args:
-        method: the exact part.
+        window: its width; None for none.
         feature_map: the map.
         tensors: query, key and value.
         is_causal: whether later keys are hidden.
     """
     query, key, value = (x.double() for x in tensors)
-    options = {"exact": method.exact, "is_causal": is_causal}
+    options = {"window": window, "is_causal": is_causal}
+    name = repr(feature_map) if window is None else f"{feature_map!r} + window {window}"
     truth = linattn.linear_attention(query, key, value, feature_map, backend="reference", **options)
     wrong = relative_error(linattn.linear_attention(query, key, value, feature_map, **options), truth)
-    require(f"{method.label} in float64", wrong, 1e-10)
-    if method.exact is None or not method.exact.num_heavy:
-        wrong = relative_error(linattn.linear_attention(*tensors, feature_map, **options), truth)
-        require(f"{method.label} in float32", wrong, 1e-4)
+    require(f"{name} in float64", wrong, 1e-10)
+    wrong = relative_error(linattn.linear_attention(*tensors, feature_map, **options), truth)
+    require(f"{name} in float32", wrong, 1e-4)
     return wrong
 
 

@@ -13,7 +13,7 @@ import sys
 import torch
 
 import linattn
-from linattn.lab.bench.memory import CHILD_SETTINGS, extra_peak
+from linattn_lab.bench.memory import CHILD_SETTINGS, extra_peak
 from measuring import favor, record, tokens, verified
 
 LENGTH = 65_536

@@ -14,19 +14,19 @@ from pydoc_data.topics import topics
 import torch
 
 import linattn
-from linattn import Exact
 from linattn.hf import AttentionCall, LoadedModel, intercept, load
 from linattn.hf.linearization import global_layers
-from linattn.lab.contenders.contender import Contender, Sizes
-from linattn.lab.contenders.merged import Merged
-from linattn.lab.contenders.windows import SinksAndWindow
+from linattn.kv_cache.budget import Sizes
 from linattn.planning.measures import relative_error, uniform_average
+from linattn_lab.contenders.contender import Contender
+from linattn_lab.contenders.merged import Merged
+from linattn_lab.contenders.windows import SinksAndWindow
 from measuring import record, require
 
 NUM_TOKENS, LAST, STARTS = 3840, 256, (0, 150_000)
 # Keys' bytes, sizes, bound on the error.
-CASES = ((256, Exact(24, num_merged=199), 0.20), (449, Exact(24, num_merged=392), 0.125))
-CASES += ((1024, Exact(64, num_merged=886), 0.07),)
+CASES = ((256, linattn.MergedKV(24, 199, None), 0.20), (449, linattn.MergedKV(24, 392, None), 0.125))
+CASES += ((1024, linattn.MergedKV(64, 886, None), 0.07),)
 
 
 def calls_of(loaded: LoadedModel, text: str) -> list[AttentionCall]:
@@ -70,7 +70,7 @@ def main() -> None:
     """Verify, measure and record every budget, beside sinks and window and averaging the values."""
     loaded, prose = load("gemma-3-270m"), "\n\n".join(topics[name] for name in sorted(topics))
     first, second = (calls_of(loaded, prose[start:]) for start in STARTS)
-    require("as many merged keys as tokens", error(Merged(Exact(256, num_merged=NUM_TOKENS)), first), 1e-4)
+    require("as many merged keys as tokens", error(Merged(linattn.MergedKV(256, NUM_TOKENS, None)), first), 1e-4)
     call = first[0]
     sizes = Sizes(call.query.shape[-1], call.value.shape[-1], 4, call.query.shape[1] // call.key.shape[1])
     for budget, rule, bound in CASES:

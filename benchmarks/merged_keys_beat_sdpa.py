@@ -17,20 +17,19 @@ import torch
 from torch.nn import functional as F
 
 import linattn
-from linattn import Exact
-from linattn.lab.bench.memory import CHILD_SETTINGS, extra_peak
+from linattn_lab.bench.memory import CHILD_SETTINGS, extra_peak
 from measuring import ratios, record, relative_error, require, seconds, spread, tokens
 
 LENGTH, LONG, REPEATS, NUM_MERGED = 16_384, 65_536, 9, 128
-ALONE, BESIDE = Exact(num_merged=NUM_MERGED), Exact(32, num_merged=NUM_MERGED)
-CAUSAL = Exact(128, num_merged=NUM_MERGED)
+ALONE, BESIDE = linattn.MergedKV(None, NUM_MERGED, None), linattn.MergedKV(32, NUM_MERGED, None)
+CAUSAL = linattn.MergedKV(128, NUM_MERGED, None)
 
 
 def attend(
-    inputs: list[torch.Tensor], exact: Exact, *, is_causal: bool = False, backend: str = "compiled"
+    inputs: list[torch.Tensor], config: linattn.MergedKV, *, is_causal: bool = False, backend: str = "compiled"
 ) -> torch.Tensor:
-    """The op without a map."""
-    return linattn.linear_attention(*inputs, None, exact=exact, is_causal=is_causal, backend=backend)
+    """The op."""
+    return linattn.merged_attention(*inputs, config, is_causal=is_causal, backend=backend)
 
 
 def verify() -> float:
@@ -38,10 +37,10 @@ def verify() -> float:
     inputs, worst = tokens(700), 0.0
     for is_causal in (False, True):
         truth = linattn.softmax_attention(*(x.double() for x in inputs), is_causal=is_causal)
-        found = attend(inputs, Exact(32, num_merged=700), is_causal=is_causal)
+        found = attend(inputs, linattn.MergedKV(32, 700, None), is_causal=is_causal)
         worst = max(worst, relative_error(found, truth))
-        for exact in (CAUSAL,) if is_causal else (ALONE, BESIDE):
-            pair = (attend(inputs, exact, is_causal=is_causal, backend=name) for name in ("compiled", "blocked"))
+        for config in (CAUSAL,) if is_causal else (ALONE, BESIDE):
+            pair = (attend(inputs, config, is_causal=is_causal, backend=name) for name in ("compiled", "torch"))
             worst = max(worst, relative_error(*pair))
     require("merged keys", worst, 1e-5)
     return worst
@@ -49,11 +48,11 @@ def verify() -> float:
 
 def measure_memory(is_causal: bool) -> None:
     """Print the peak extra bytes; runs in a process of its own, warmed up on a short input."""
-    exact = CAUSAL if is_causal else BESIDE
+    config = CAUSAL if is_causal else BESIDE
     with torch.no_grad():
-        attend(tokens(2048), exact, is_causal=is_causal)
+        attend(tokens(2048), config, is_causal=is_causal)
         inputs = tokens(LONG)
-        print(extra_peak(lambda: attend(inputs, exact, is_causal=is_causal)) - inputs[0].nbytes)
+        print(extra_peak(lambda: attend(inputs, config, is_causal=is_causal)) - inputs[0].nbytes)
 
 
 @torch.no_grad()
@@ -67,11 +66,11 @@ def main() -> None:
             "merged": lambda: attend(inputs, ALONE),
             "window": lambda: attend(inputs, BESIDE),
             "read": lambda: F.scaled_dot_product_attention(inputs[0], *few),
-            "merged in torch": lambda: attend(inputs, ALONE, backend="blocked"),
-            "window in torch": lambda: attend(inputs, BESIDE, backend="blocked"),
+            "merged in torch": lambda: attend(inputs, ALONE, backend="torch"),
+            "window in torch": lambda: attend(inputs, BESIDE, backend="torch"),
             "exact causal": lambda: F.scaled_dot_product_attention(*inputs, is_causal=True),
             "causal": lambda: attend(inputs, CAUSAL, is_causal=True),
-            "causal in torch": lambda: attend(inputs, CAUSAL, is_causal=True, backend="blocked"),
+            "causal in torch": lambda: attend(inputs, CAUSAL, is_causal=True, backend="torch"),
         },
         repeats=REPEATS,
     )

@@ -25,9 +25,9 @@ from torch.nn.functional import interpolate
 
 from linattn.convert import DEFAULT_MAP, ConvertConfig, convert_
 from linattn.hf import AttentionCall, LoadedModel, intercept, load
-from linattn.lab.audit.text import read_text
 from linattn.planning.methods import Method, parse_method
 from linattn.planning.paying import find_crossover
+from linattn.records.texts import read_text
 from measuring import RESULTS, ratios, record, require, seconds
 from result_file import read_rows
 
@@ -63,7 +63,7 @@ def embedding(loaded: LoadedModel, inputs: dict[str, torch.Tensor], method: Meth
         """One layer."""
         assert method is not None
         built = method.build(call.query.shape[-1], num_features=None, scale=call.scale, seed=0)
-        return method.attend(built, call.query, call.key, call.value, is_causal=False)
+        return built.attend(call.query, call.key, call.value, is_causal=False)
 
     if method is None:
         return loaded.model(**inputs)[0][0].mean(0)

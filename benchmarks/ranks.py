@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import linattn
-from linattn import Exact, parallel
+from linattn import parallel
 from linattn.parallel.parts import Part
 from linattn.parallel.ranks import Ranks
 from linattn.parallel.windows import Views, with_neighbours
@@ -65,8 +65,8 @@ def attend(
     if kind == "heads":
         return parallel.linear_attention_by_heads(*inputs, feature_map, mesh=mesh, is_causal=is_causal)
     lengths = [inputs[1].shape[2]] * mesh.size()
-    exact = Exact(window=64) if kind == "window" else None
-    options = {"mesh": mesh, "is_causal": is_causal, "exact": exact, "lengths": lengths}
+    window = 64 if kind == "window" else None
+    options = {"mesh": mesh, "is_causal": is_causal, "window": window, "lengths": lengths}
     return parallel.linear_attention(*inputs, feature_map, **options)
 
 
@@ -77,8 +77,8 @@ def error(mesh: DeviceMesh, length: int, kind: str, is_causal: bool) -> float:
     whole = [x[:, :2].detach().requires_grad_() for x in tokens(size * length)]
     grad = tokens(size * length, seed=1)[0][:, :2]
     own = [x[:, :, at].detach().requires_grad_() for x in whole]
-    exact = Exact(window=64) if kind == "window" else None
-    truth = linattn.linear_attention(*whole, favor(), is_causal=is_causal, exact=exact)
+    window = 64 if kind == "window" else None
+    truth = linattn.linear_attention(*whole, favor(), is_causal=is_causal, window=window)
     found = attend(mesh, own, kind, is_causal=is_causal)
     pairs = [(found, truth[:, :, at])]
     truths = torch.autograd.grad(truth, whole, grad)

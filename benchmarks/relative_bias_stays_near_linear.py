@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus
-from linattn.lab.report.bench.summary import slope
 from linattn.positions import relative_bias_attention
+from linattn_lab.report.bench.summary import slope
 from measuring import record, relative_error, require, seconds
 
 LENGTHS = (8_192, 16_384, 32_768, 65_536)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 
 import linattn
-from linattn.lab.report.bench.summary import slope
+from linattn_lab.report.bench.summary import slope
 from measuring import favor, record, seconds, tokens, verified
 
 LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072, 262_144)

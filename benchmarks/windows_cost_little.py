@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import linattn
-from linattn import Exact
 from linattn.feature_maps import FeatureMap
 from measuring import HEADS, favor, ratios, record, relative_error, require, seconds, spread, tokens
 
@@ -29,7 +28,7 @@ def shared(inputs: list[Tensor], num_heads: int) -> list[Tensor]:
 
 def stepped(window: int, num_heads: int, feature_map: FeatureMap) -> tuple[partial[object], float]:
     """One token after two blocks but one, and the error of a few against all weights; refuses a wrong result."""
-    begin, options = 2 * window - 1, {"exact": Exact(window), "enable_gqa": True}
+    begin, options = 2 * window - 1, {"window": window, "enable_gqa": True}
     inputs = shared(tokens(begin + VERIFIED_STEPS), num_heads)
     whole = linattn.linear_attention(
         *(x.double() for x in inputs), feature_map, is_causal=True, backend="reference", **options
@@ -47,7 +46,7 @@ def stepped(window: int, num_heads: int, feature_map: FeatureMap) -> tuple[parti
 
 def short(window: int, feature_map: FeatureMap) -> tuple[partial[object], float]:
     """A short text, and its error against all weights; refuses a wrong result."""
-    inputs, options = tokens(TEXT), {"is_causal": True, "exact": Exact(window)}
+    inputs, options = tokens(TEXT), {"is_causal": True, "window": window}
     attend = partial(linattn.linear_attention, *inputs, feature_map, **options)
     whole = linattn.linear_attention(*(x.double() for x in inputs), feature_map, backend="reference", **options)
     error = relative_error(attend(), whole)

@@ -38,14 +38,12 @@ _FEWEST, _MOST, _WORST = 2e3, 8e5, 0.85
 _BESIDE = {
     "FavorPlus, 256": ("start", 10, -4),
     "16 centres + w32": ("end", -10, -6),
-    "16 centres + w16 + h32": ("end", -10, 12),
     "64 centres + w32 + h64": ("end", 60, -11),
     "Centred(Balanced(Sderf)), 256": ("end", -9, 4),
     "4 centres": ("start", 9, -4),
     "16 centres": ("start", 9, -4),
     "1 centre": ("end", -9, 4),
     "64 centres": ("start", 9, -6),
-    "FavorPlus, 256 + w16 + h32": ("end", -10, 5),
     "merged 64": ("end", -9, 4),
     "merged 128": ("end", -9, 4),
     "merged 32 + w32": ("end", -10, 5),
@@ -96,11 +94,11 @@ def _y(error: float) -> float:
 
 
 def short(line: dict[str, Any]) -> str:
-    """A method in few words: w for window, h for heavy keys.
+    """A method in few words: w for window.
 
     Example:
-        >>> short({"method": "Expansion(num_centres=16) + window 16 + heavy 32", "features": None})
-        '16 centres + w16 + h32'
+        >>> short({"method": "Expansion(num_centres=16) + window 32", "features": None})
+        '16 centres + w32'
         >>> short({"method": "Centred(Balanced(FavorPlus)) + window 16", "features": 256})
         'FavorPlus, 256 + w16'
         >>> short({"method": "window 32 + merged 96", "features": None})
@@ -115,7 +113,7 @@ def short(line: dict[str, Any]) -> str:
     name = re.sub(r"Centred\(Balanced\((\w+)\)\)", r"\1", name) if exact else name
     name = name.replace("(lengths='fixed')", "").replace("(order=2)", " 2")
     width = f", {line['features']}" if line["features"] else ""
-    return " + ".join([name + width, *(part.replace("window ", "w").replace("heavy ", "h") for part in exact)])
+    return " + ".join([name + width, *(part.replace("window ", "w") for part in exact)])
 
 
 def _point(line: dict[str, Any], palette: Palette) -> str:

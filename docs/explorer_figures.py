@@ -10,17 +10,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from linattn.lab.report import summarise_audit
-from linattn.lab.report.audit.explorer import Explorer, explorer, explorer_page
 from linattn.records.atomic import atomic_file
 from linattn.records.fields import Reading, to_json
+from linattn_lab.report import summarise_audit
+from linattn_lab.report.audit.explorer import Explorer, explorer, explorer_page
 
 RECORDED = Path(__file__).parent / "explorer.json"
 # Of the methods of an audit, the best at each size, and the textbook's.
 _SHOWN = {
     "window 32 + merged 96",
     "merged 128",
-    "Expansion(num_centres=16) + window 16 + heavy 32",
+    "Expansion(num_centres=16) + window 32",
     "Expansion(num_centres=16)",
     "Expansion(num_centres=1)",
     "FavorPlus (256 features)",

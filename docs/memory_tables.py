@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from linattn.lab.constant_memory.records import PLANNED
-from linattn.lab.report.memory.summary import MemoryLine, summarise_memory
 from linattn.records.atomic import atomic_file
+from linattn_lab.constant_memory.records import PLANNED
+from linattn_lab.report.memory.summary import MemoryLine, summarise_memory
 from site_tables import table
 
 MEMORY, LONG = (Path(__file__).parent / name for name in ("memory.json", "memory_long.json"))

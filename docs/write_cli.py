@@ -9,7 +9,7 @@ import re
 
 from typer.testing import CliRunner
 
-from linattn.lab.commands.app import COMMANDS, app
+from linattn.cli.app import app, subcommands
 
 # Columns of a help text: what a page of 1,280 px has room for, and a phone can scroll.
 _WIDTH = 100
@@ -20,12 +20,12 @@ def cli_page() -> str:
     parts = [
         "# The command line",
         "",
-        "`linattn` is installed with the extra `lab`; `python -m linattn` is the same command. This page is written",
-        "from what `--help` says.",
+        "The extra `cli` installs `linattn` with `convert` and `generate`; the extra `lab` adds the other commands.",
+        "`python -m linattn` is the same command. This page is written from what `--help` says.",
         "",
         *_help([]),
     ]
-    for name in COMMANDS:
+    for name in subcommands():
         parts += ["", f"## linattn {name}", "", *_help([name])]
     return "\n".join(parts) + "\n"
 

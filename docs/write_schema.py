@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from linattn.lab.report import report_schema
+from linattn_lab.report import report_schema
 from site_tables import table
 
 

@@ -26,10 +26,10 @@ FORKED = get_context("forkserver")
 FORKED.set_forkserver_preload(
     [
         "linattn.convert",
-        "linattn.lab.commands.audit",
-        "linattn.lab.commands.convert",
-        "linattn.lab.commands.train",
-        "linattn.pretraining",
+        "linattn_lab.commands.audit",
+        "linattn.cli.convert",
+        "linattn_lab.commands.train",
+        "linattn_lab.pretraining",
         "linattn.training.loop",
         "transformers.models.bert.modeling_bert",
     ]

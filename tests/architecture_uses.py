@@ -147,7 +147,7 @@ def prompt_lookup(architecture: Architecture, model: PreTrainedModel, softmax: P
 def small_budget(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
     """Within a budget that texts exceed: whole, in chunks, in a padded batch and by prompt lookup the same model."""
     linear = architecture.build()
-    linearize_(linear, feature_map=SMALL)
+    linearize_(linear, method=SMALL)
     inputs = inputs_of(architecture, linear)
     if architecture.kind != "decoder":
         assert difference(run(linear, inputs)[1:], run(linear, {name: x[1:] for name, x in inputs.items()})) <= CLOSE
@@ -156,10 +156,9 @@ def small_budget(architecture: Architecture, model: PreTrainedModel, softmax: Pr
     whole = run(linear, inputs)
     parts = [linear(part, past_key_values=cache).logits for part in ids.split([7, 1, 1, 9, 6], dim=1)]
     assert difference(torch.cat(parts, 1), whole) <= CLOSE, "chunks are another model than the whole text"
-    # By whole blocks of the window, which count positions.
-    left = padded(architecture, inputs, 8)
-    alone = generated(linear, {"input_ids": ids[1:, 8:]}, **GREEDY)
-    assert torch.equal(generated(linear, left, **GREEDY)[1:, 8:], alone), "a padded row is another text"
+    left = padded(architecture, inputs, 5)
+    alone = generated(linear, {"input_ids": ids[1:, 5:]}, **GREEDY)
+    assert torch.equal(generated(linear, left, **GREEDY)[1:, 5:], alone), "a padded row is another text"
     row = {"input_ids": ids[:1]}
     try:
         generated(softmax, row, **GREEDY, prompt_lookup_num_tokens=3)
@@ -202,7 +201,7 @@ def cells(architecture: Architecture, folder: Path) -> Iterator[tuple[str, str]]
     inputs = inputs_of(architecture, model)
     before = run(model, inputs)
     try:
-        report = linearize_(model, feature_map=METHOD)
+        report = linearize_(model, method=METHOD)
     except ValueError as error:
         assert torch.equal(run(model, inputs), before), "a refused model was changed"
         yield "linearize_", f"refused: {error}"

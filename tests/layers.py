@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linattn import Exact
 from linattn.feature_maps import EluPlusOne, FavorPlus, LearnedExponential, Taylor
 from linattn.nn import Attention, Block, LinearAttention, LinearLM, SoftmaxAttention
 from linattn.positions import FixedDecay, ForgetGate, Rotary
@@ -33,16 +32,15 @@ LAYERS: dict[str, Callable[..., Attention]] = {
     "rotary": lambda **o: linear(Taylor(HEAD_DIM), positions=Rotary(HEAD_DIM), qk_norm="rms", output_gate=True, **o),
     "gated": lambda **o: linear(EluPlusOne(HEAD_DIM), gate=ForgetGate(WIDTH, 2, input_gate="exponential"), **o),
     "decayed": lambda **o: linear(Taylor(HEAD_DIM), gate=FixedDecay.alibi(2), positions=Rotary(HEAD_DIM), **o),
-    "window": lambda **o: linear(FavorPlus(HEAD_DIM, 8), exact=Exact(window=2, num_heavy=1), **o),
-    "window-merged": lambda **o: linear(None, exact=Exact(window=2, num_merged=3), positions=Rotary(HEAD_DIM), **o),
+    "window": lambda **o: linear(FavorPlus(HEAD_DIM, 8), window=2, **o),
     "gated-window": lambda **o: linear(
-        FavorPlus(HEAD_DIM, 8), exact=Exact(window=2), gate=ForgetGate(WIDTH, 2), positions=Rotary(HEAD_DIM), **o
+        FavorPlus(HEAD_DIM, 8), window=2, gate=ForgetGate(WIDTH, 2), positions=Rotary(HEAD_DIM), **o
     ),
     "softmax": lambda **o: softmax(**o),
     "softmax-rotary": lambda **o: softmax(positions=Rotary(HEAD_DIM), qk_norm="rms", output_gate=True, **o),
     "softmax-gated": lambda **o: softmax(gate=ForgetGate(WIDTH, 2), **o),
 }
-# The blocks of a window hold padding too.
+# Masked tokens inside a text count in the blocks of a window.
 PADDABLE = [kind for kind in LAYERS if "window" not in kind]
 # Gates are causal; positions give an order, which a memory does not share.
 BIDIRECTIONAL = ["plain", "random", "learned", "rotary", "window", "softmax", "softmax-rotary"]

@@ -1,17 +1,20 @@
-"""Tokens and calls of the laws of merged keys in compiled code."""
+"""Tokens, calls and a layer of the laws of merged keys."""
 
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import linattn
 from grid import qkv
-from linattn import Exact
-from linattn.attention.exact import MergedKeys
+from linattn import MergedKV, MergedState
 
+# The wheel of compiled code is optional; where one is installed that does not fit, its laws fail.
+BACKENDS = ("torch", "compiled") if find_spec("linattn_compiled") else ("torch",)
 LENGTH = 331
 # Logits are sums of D = 8 products of numbers below 5, a quarter of which is rounding; rows are means by their powers.
 TOLERANCE = 8 * 25 * torch.finfo(torch.float32).eps
@@ -24,32 +27,30 @@ def given(groups: int = 1, **sizes: int) -> tuple[Tensor, ...]:
 
 def streamed(
     tokens: tuple[Tensor, ...],
-    exact: Exact,
+    config: MergedKV,
     backend: str = "compiled",
     cuts: tuple[int, ...] = (),
     bias: Tensor | None = None,
-) -> tuple[Tensor, MergedKeys]:
+) -> tuple[Tensor, MergedState]:
     """All rows of a stream in pieces, and what is kept of it."""
     state, outs, length = None, [], tokens[1].shape[2]
     for start, stop in itertools.pairwise((0, *cuts, length)):
-        out, state = linattn.linear_attention_with_state(
+        out, state = linattn.merged_attention_with_state(
             *(x[:, :, start:stop] for x in tokens),
-            None,
+            config,
             state,
             enable_gqa=True,
-            exact=exact,
             backend=backend,
             key_bias=None if bias is None else bias[..., start:stop],
         )
         outs.append(out)
     assert state is not None
-    assert isinstance(state.exact, MergedKeys)
-    return torch.cat(outs, 2), state.exact
+    return torch.cat(outs, 2), state
 
 
-def leaves(kept: MergedKeys) -> list[Tensor]:
+def leaves(kept: MergedState) -> list[Tensor]:
     """What is kept, tensor by tensor."""
-    return [*kept.merged, *kept.sample, *kept.recent]
+    return pytree.tree_leaves(kept)
 
 
 def biases(kind: str) -> Tensor | None:
@@ -66,6 +67,23 @@ def biases(kind: str) -> Tensor | None:
     return bias
 
 
-def everywhere(tokens: tuple[Tensor, ...], exact: Exact, backend: str = "compiled", **weights: Tensor | None) -> Tensor:
-    """The op with every key in view."""
-    return linattn.linear_attention(*tokens, None, enable_gqa=True, exact=exact, backend=backend, **weights)
+def everywhere(
+    tokens: tuple[Tensor, ...], config: MergedKV, backend: str = "compiled", **weights: Tensor | None
+) -> Tensor:
+    """Merged attention with every key in view."""
+    return linattn.merged_attention(*tokens, config, enable_gqa=True, backend=backend, **weights)
+
+
+class MergedLayer(torch.nn.Module):
+    """Self-attention with merged keys; (B, L, 16) to (B, L, 16), two heads."""
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.projections, self.is_causal = torch.nn.Linear(16, 48), is_causal
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Tokens to tokens."""
+        heads = self.projections(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        config = MergedKV(2, 3, bits=None)
+        out = linattn.merged_attention(*heads, config, key_mask=key_mask, is_causal=self.is_causal)
+        return out.transpose(1, 2).flatten(2)

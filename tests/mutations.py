@@ -2,8 +2,9 @@
 
     python tests/mutations.py [PLACE …]
 
-A place is the beginning of a broken file's path below src/linattn, as in "training" or "nn/models.py"; all of them if
-left out. Not a test of its own (it runs the laws once per fault, some minutes): it shows that the laws can fail.
+A place is the beginning of a broken file's path below src/linattn, as in "training" or "nn/models.py"; of a file of the
+laboratory it is "lab/" and the path below lab/src/linattn_lab. All of them if left out. Not a test of its own (it runs
+the laws once per fault, some minutes): it shows that the laws can fail.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ ROOT = Path(__file__).parents[1]
 def main() -> int:
     """The number of faults no law caught."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("places", nargs="*", metavar="PLACE", help="beginnings of paths below src/linattn")
+    parser.add_argument("places", nargs="*", metavar="PLACE", help="beginnings of paths, as faults have them")
     places = tuple(parser.parse_args().places)
     faults = [fault for fault in FAULTS if not places or fault.file.startswith(places)]
     if not faults:
-        parser.error(f"no fault is at {', '.join(places)}; name the beginning of a path below src/linattn")
+        parser.error(f"no fault is at {', '.join(places)}; name the beginning of a path below src/linattn, or of lab/")
     survivors = 0
     for fault in faults:
         with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "src"
-            shutil.copytree(ROOT / "src", source)
-            target = source / "linattn" / fault.file
+            sources = [Path(folder) / name for name in ("src", "lab/src")]
+            for source in sources:
+                shutil.copytree(ROOT / source.relative_to(folder), source)
+            target = Path(folder) / fault.path
             text = target.read_text()
             if text.count(fault.old) < 1:
                 sys.exit(f"{fault.name}: {fault.file} no longer contains {fault.old!r}; bring the fault up to date")
             target.write_text(text.replace(fault.old, fault.new))
             command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "", *fault.tests.split()]
-            environment = os.environ | {"PYTHONPATH": str(source)}
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))}
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
             red = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
             # Compiled code that is given too little memory ends the process.

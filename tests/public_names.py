@@ -11,27 +11,33 @@ from pathlib import Path
 from snippets import ROOT
 
 API = ROOT / "docs" / "api"
+SOURCES = (ROOT / "src", ROOT / "lab" / "src")
 # Rooms whose names are for the library's own use, as CONTRIBUTING.md says of them.
 INNER = {
     "linattn.processes",
     "linattn.records",
-    "linattn.lab",
     "linattn.attention.backends",
-    "linattn.attention.exact",
-    "linattn.lab.experiments",
+    "linattn.attention.backends.blocked",
+    "linattn.attention.window",
+    "linattn_lab.commands",
+    "linattn_lab.experiments",
 }
 
 
 def rooms() -> list[str]:
     """Packages that export names."""
-    found = sorted((ROOT / "src" / "linattn").rglob("__init__.py"))
-    names = [".".join(path.parent.relative_to(ROOT / "src").parts) for path in found]
+    names = [
+        ".".join(path.parent.relative_to(source).parts)
+        for source in SOURCES
+        for path in sorted(source.glob("linattn*/**/__init__.py"))
+    ]
     return [name for name in names if name not in INNER and exported(name)]
 
 
 def exported(room: str) -> list[str]:
     """The names that a package's file exports by `X as X`, or defines, and that are linattn's own."""
-    path = ROOT / "src" / Path(*room.split(".")) / "__init__.py"
+    source = SOURCES[room.startswith("linattn_lab")]
+    path = source / Path(*room.split(".")) / "__init__.py"
     names = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("linattn"):

@@ -2,14 +2,14 @@
 
     python tests/release.py [--python PYTHON …] [--keep FOLDER]
 
-Versions agree; the wheel holds every file of the library and nothing else; descriptions are sound; every dependency's
-licence allows use with this one; and in a new environment of each Python given (this one, if none is) the wheel alone
-imports, computes and says what its command needs, with the wheel of compiled code a token and merged keys run in that,
-and with the extra `lab` the command runs. The files stay in dist/ (`--keep`). Exits with 1, and a line for each fault,
-if there is any; a wheel larger than wanted is told and no fault.
+Versions agree; the wheels hold every file of library and laboratory and nothing else; descriptions are sound; every
+dependency's licence allows use with this one; and in a new environment of each Python given (this one, if none is) the
+wheel alone imports, computes and says what its command needs, with the wheel of compiled code a token and merged keys
+run in that, and with the extras `cli` and `lab` the command runs. The files stay in dist/ (`--keep`). Exits with 1, and
+a line for each fault, if there is any; a wheel larger than wanted is told and no fault.
 
-To publish: raise the version in src/linattn/__init__.py and CITATION.cff, date its heading in CHANGELOG.md, run this
-with the oldest and the newest Python that are supported, tag the commit, upload dist/.
+To publish: raise the version in src/linattn/__init__.py, lab/ and CITATION.cff, date its heading in CHANGELOG.md, run
+this with the oldest and the newest Python that are supported, tag the commit, upload dist/.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+LAB = ROOT / "lab"
 LARGEST_WHEEL = 500_000
 # Words of licences under which a dependency may be used beside Apache 2.0; `License` fields are free text.
 _ALLOWED = ("mit", "bsd", "apache", "isc", "psf", "python software foundation", "mpl", "gemma", "0bsd", "unlicense")
@@ -40,8 +42,8 @@ _COMPUTES = (
 _STEPS = (
     "import torch, linattn; q = torch.ones(1, 2, 1, 4); favor = linattn.feature_maps.FavorPlus(4, 8); "
     "out = linattn.linear_attention_with_state(q, q, q, favor, backend='compiled').out; "
-    "assert torch.allclose(out, q), out; merged = linattn.Exact(1, num_merged=2); q = torch.ones(1, 2, 9, 4); "
-    "out = linattn.linear_attention(q, q, q, None, exact=merged, is_causal=True, backend='compiled'); "
+    "assert torch.allclose(out, q), out; config = linattn.MergedKV(1, 2, bits=None); q = torch.ones(1, 2, 9, 4); "
+    "out = linattn.merged_attention(q, q, q, config, is_causal=True, backend='compiled'); "
     "assert torch.allclose(out, q), out; import linattn_compiled; print(linattn_compiled.__file__)"
 )
 
@@ -57,6 +59,8 @@ def wrong_versions() -> Iterator[str]:
     """Files that name another version."""
     wanted = version()
     for name, text, sign in (
+        ("lab/src/linattn_lab/__init__.py", (LAB / "src/linattn_lab/__init__.py").read_text(), f'"{wanted}"\n'),
+        ("lab/pyproject.toml", (LAB / "pyproject.toml").read_text(), f'"linattn[cli]=={wanted}"'),
         ("CITATION.cff", (ROOT / "CITATION.cff").read_text(), f"\nversion: {wanted}\n"),
         ("CHANGELOG.md", (ROOT / "CHANGELOG.md").read_text(), f"\n## {wanted}"),
     ):
@@ -65,8 +69,9 @@ def wrong_versions() -> Iterator[str]:
 
 
 def build(folder: Path) -> None:
-    """The wheel and the source archive."""
-    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)])
+    """The wheels and the source archives of the library and of the laboratory."""
+    for source in (ROOT, LAB):
+        _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)])
 
 
 def build_compiled(folder: Path) -> None:
@@ -74,18 +79,19 @@ def build_compiled(folder: Path) -> None:
     _run([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder), str(ROOT / "compiled")])
 
 
-def wrong_contents(wheel: Path) -> Iterator[str]:
-    """What a wheel lacks, or should not have."""
+def wrong_contents(wheel: Path, source: Path = ROOT / "src") -> Iterator[str]:
+    """What a wheel of a folder's sources lacks, or should not have."""
     held = _files(wheel)
     sources = {
-        path.relative_to(ROOT / "src").as_posix()
-        for path in (ROOT / "src").rglob("*")
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     yield from (f"{wheel.name} lacks {name}" for name in sorted(sources - held))
     yield from (f"{wheel.name} holds {name}, which is no source" for name in sorted(held - sources))
-    if "linattn/py.typed" not in held:
-        yield f"{wheel.name} lacks linattn/py.typed: no checker would read its types"
+    package = wheel.name.partition("-")[0]
+    if f"{package}/py.typed" not in held:
+        yield f"{wheel.name} lacks {package}/py.typed: no checker would read its types"
 
 
 def size_words(wheel: Path) -> str:
@@ -95,9 +101,9 @@ def size_words(wheel: Path) -> str:
     return f"{wheel.name}: {size:,} bytes, wanted at most {LARGEST_WHEEL:,}: {verdict}"
 
 
-def wheel_in(folder: Path) -> Path:
-    """The wheel in a folder."""
-    (found,) = folder.glob(f"linattn-{version()}-*.whl")
+def wheel_in(folder: Path, package: str = "linattn") -> Path:
+    """The wheel of a package in a folder."""
+    (found,) = folder.glob(f"{package}-{version()}-*.whl")
     return found
 
 
@@ -109,8 +115,10 @@ def _files(wheel: Path) -> set[str]:
 
 def wrong_licences() -> Iterator[str]:
     """Dependencies, of any extra, whose licence is unknown or does not go with this one; all are told."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    wanted: list[str] = []
+    for source in (ROOT, LAB):
+        project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+        wanted += [*project["dependencies"], *chain(*project.get("optional-dependencies", {}).values())]
     names = {re.split(r"[\[<>=!~ ]", one)[0] for one in wanted} - {"linattn"}
     for name in sorted(names):
         try:
@@ -138,13 +146,15 @@ def wrong_in(python: str, folder: Path) -> Iterator[str]:
         _run([*install, str(wheel)])
         for words, status, said in (
             (["-c", _COMPUTES], 0, place),
-            (["-m", "linattn", "--version"], 1, "pip install 'linattn[lab]'"),
+            (["-m", "linattn", "--version"], 1, "pip install 'linattn[cli]'"),
             (["-c", "import linattn.hf"], 1, "pip install 'linattn[hf]'"),
         ):
             yield from _wrong_end([inside, *words], status, said, place)
         _run([*install, *map(str, folder.glob("linattn_compiled-*.whl"))])
         yield from _wrong_end([inside, "-c", _STEPS], 0, place, place)
-        _run([*install, f"{wheel}[lab]"])
+        _run([*install, f"{wheel}[cli]"])
+        yield from _wrong_end([inside, "-m", "linattn", "audit"], 1, "pip install 'linattn[lab]'", place)
+        _run([*install, f"{wheel}[lab]", str(wheel_in(folder, "linattn_lab"))])
         for words, status, said in (
             (["-m", "linattn", "--version"], 0, version()),
             (["-m", "linattn", "bench", "--help"], 0, "Measure from which length"),
@@ -186,7 +196,8 @@ def main() -> int:
     build(words.keep)
     build_compiled(words.keep)
     _run([sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(words.keep.glob("linattn*")))])
-    faults = [*wrong_versions(), *wrong_contents(wheel_in(words.keep))]
+    lab = wheel_in(words.keep, "linattn_lab")
+    faults = [*wrong_versions(), *wrong_contents(wheel_in(words.keep)), *wrong_contents(lab, LAB / "src")]
     print("licences of dependencies:")
     faults += wrong_licences()
     for python in words.python or [sys.executable]:

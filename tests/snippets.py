@@ -25,9 +25,9 @@ def inline(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-def run(page: Path) -> dict[str, Any]:
-    """Run a page's blocks in order, as one program; the names it leaves."""
-    names: dict[str, Any] = {"__name__": "__main__"}
+def run(page: Path, **given: Any) -> dict[str, Any]:
+    """Run a page's blocks in order, as one program, from names that it is given; the names it leaves."""
+    names: dict[str, Any] = {"__name__": "__main__", **given}
     for number, block in enumerate(python_blocks(page), 1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
     return names

@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import linattn
 from grid import build, qkv, tokens, total
 from linattn import parallel
-from linattn.attention import Exact
-from linattn.attention.exact import parse_exact
 from linattn.feature_maps import FeatureMap
 from linattn.positions import Gates, gated_attention_with_state
 
@@ -45,18 +43,14 @@ class Whole:
     map_name: str
     is_causal: bool = True
     weights: str = "none"  # "mask", "bias", "gates" or "input gates"
-    exact: str | None = None
+    window: int | None = None
     backend: str = "auto"
     by_heads: bool = False
     value_dim: int = 5
 
-    def rule(self) -> Exact | None:
-        """Its exact part."""
-        return None if self.exact is None else parse_exact(self.exact)
-
-    def map(self) -> FeatureMap | None:
-        """Its map; none beside merged keys."""
-        return None if self.exact is not None and "merged" in self.exact else build(self.map_name).double()
+    def map(self) -> FeatureMap:
+        """Its map."""
+        return build(self.map_name).double()
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What has a sequence, followed by gradients or not; masked keys hold NaN."""
@@ -93,22 +87,22 @@ def _taken(given: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def _whole_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap | None) -> Tensor:
+def _whole_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap) -> Tensor:
     """One process's rows."""
     options = _taken(given)
     query, key, value = (options.pop(name) for name in ("query", "key", "value"))
-    common = {"enable_gqa": True, "exact": call.rule(), "backend": call.backend}
+    common = {"enable_gqa": True, "window": call.window, "backend": call.backend}
     if "gates" in options:
         return gated_attention_with_state(query, key, value, feature_map, options.pop("gates"), **options, **common).out
     return linattn.linear_attention(query, key, value, feature_map, is_causal=call.is_causal, **options, **common)
 
 
-def _part_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap | None, mesh: DeviceMesh) -> Tensor:
+def _part_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap, mesh: DeviceMesh) -> Tensor:
     """A rank's rows."""
     options = _taken(given)
     tokens = (options.pop(name) for name in ("query", "key", "value"))
     attend = parallel.linear_attention_by_heads if call.by_heads else parallel.linear_attention
-    common = {"enable_gqa": True, "exact": call.rule(), "backend": call.backend}
+    common = {"enable_gqa": True, "window": call.window, "backend": call.backend}
     return attend(*tokens, feature_map, mesh=mesh, is_causal=call.is_causal, **options, **common)
 
 
@@ -116,7 +110,7 @@ def _part_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap | N
 def _truth(call: Whole) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One process's rows, and the gradients of what has a sequence and of the map's weights: the same for all parts."""
     feature_map, (followed, rest) = call.map(), call.tensors()
-    weights = [] if feature_map is None else [x for x in feature_map.parameters() if x.requires_grad]
+    weights = [x for x in feature_map.parameters() if x.requires_grad]
     followed = {name: x.requires_grad_() for name, x in followed.items()}
     out = _whole_out(call, followed | rest, feature_map)
     return out.detach(), torch.autograd.grad(out, [*followed.values(), *weights], call.grad())
@@ -150,7 +144,7 @@ def summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
 def errors(mesh: DeviceMesh, call: Whole, lengths: tuple[int, ...]) -> dict[str, float]:
     """How far rows and gradients of this rank's part are from the whole call's."""
     feature_map, (followed, rest), grad = call.map(), call.tensors(), call.grad()
-    weights = [] if feature_map is None else [x for x in feature_map.parameters() if x.requires_grad]
+    weights = [x for x in feature_map.parameters() if x.requires_grad]
     whole, truths = _truth(call)
     part = own_part(mesh, lengths)
     own = {name: _at(name, x, part).detach().clone().requires_grad_() for name, x in followed.items()}
@@ -175,7 +169,7 @@ def compiled_errors(mesh: DeviceMesh, call: Whole) -> dict[str, float]:
     feature_map, (followed, _) = call.map(), call.tensors()
     part = own_part(mesh, LENGTHS[2][0])
     own = {name: _at(name, x, part).clone().requires_grad_() for name, x in followed.items()}
-    options = {"mesh": mesh, "is_causal": True, "enable_gqa": True, "exact": call.rule(), "lengths": LENGTHS[2][0]}
+    options = {"mesh": mesh, "is_causal": True, "enable_gqa": True, "window": call.window, "lengths": LENGTHS[2][0]}
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return parallel.linear_attention(query, key, value, feature_map, **options)
@@ -266,16 +260,15 @@ class Counted(TorchDispatchMode):
 
 
 def counted(
-    mesh: DeviceMesh, length: int, exact: str | None, *, by_heads: bool = False, asks: bool = False
+    mesh: DeviceMesh, length: int, window: int | None, *, by_heads: bool = False, asks: bool = False
 ) -> list[list[tuple[str, int]]]:
     """The collectives of a layer's forward and backward pass, on parts of `length` tokens."""
-    feature_map = linattn.feature_maps.FavorPlus(4, 4) if exact else linattn.feature_maps.EluPlusOne(4)
+    feature_map = linattn.feature_maps.FavorPlus(4, 4) if window else linattn.feature_maps.EluPlusOne(4)
     query, key, value = (tokens(1, 2, length, 4, seed=seed, dtype=torch.float32).requires_grad_() for seed in range(3))
-    rule = None if exact is None else parse_exact(exact)
     attend: Any = parallel.linear_attention_by_heads if by_heads else parallel.linear_attention
     options = {} if by_heads or asks else {"lengths": [length] * mesh.size()}
     with Counted() as forward:
-        out = attend(query, key, value, feature_map, mesh=mesh, is_causal=True, exact=rule, **options)
+        out = attend(query, key, value, feature_map, mesh=mesh, is_causal=True, window=window, **options)
     with Counted() as backward:
         out.sum().backward()
     return [forward.calls, backward.calls]
@@ -285,24 +278,24 @@ def refused(mesh: DeviceMesh, fault: str) -> str:
     """What a call with a fault is told, before any collective."""
     query, key, value = qkv(num_queries=8, num_keys=8) if "order" in fault else qkv(num_queries=6, num_keys=6)
     options: dict[str, Any] = {"mesh": mesh, "enable_gqa": True}
-    feature_map: FeatureMap | None = build("FavorPlus")
+    feature_map: FeatureMap = build("FavorPlus")
     attend: Any = parallel.linear_attention
     if fault == "no mesh":
         options["mesh"] = "sequence"
     if fault == "statistics":
         feature_map = build("Centred-call-FavorPlus")
-    if fault == "heavy":
-        options["exact"] = Exact(num_heavy=2)
-    if fault == "merged":
-        feature_map, options["exact"] = None, Exact(num_merged=2)
+    if fault in ("merged", "merged by heads"):
+        options["window"] = linattn.MergedKV(4, 2, None)
     if fault == "lengths":
-        options |= {"exact": Exact(window=4), "lengths": (5, 5)}
+        options |= {"window": 4, "lengths": (5, 5)}
+    if fault == "left padding":
+        options |= {"window": 4, "key_mask": torch.arange(6) >= torch.tensor([[0], [1]])}
     if fault == "queries":
         query, options["is_causal"] = query[:, :, :3], True
     if fault == "gates and bias":
         gates = Gates(tokens(2, 2, 6))
         options |= {"gates": gates, "key_bias": tokens(2, 2, 6), "is_causal": True}
-    if fault in ("heads", "map of heads"):
+    if fault in ("heads", "map of heads", "merged by heads"):
         attend = parallel.linear_attention_by_heads
         feature_map = build("FavorPlus-per-head") if fault == "map of heads" else feature_map
     order = nullcontext()

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from grid import tokens
 from layers import HEAD_DIM, linear, softmax
-from linattn import Exact, parallel
+from linattn import parallel
 from linattn.feature_maps import FavorPlus, FeatureMap, LearnedExponential
 from linattn.nn import Attention
 from linattn.parallel import ContextParallel
@@ -31,8 +31,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "class": {"map": "learned"},
     "weights": {"map": "learned", "weight": 0.5},
     "direction": {"is_causal": False},
-    "window": {"exact": Exact(window=8)},
-    "no window": {"exact": None},
+    "window": {"window": 8},
+    "no window": {"window": None},
     "dtype": {"dtype": torch.float32},
     "heads": {"num_heads": 6},
     "groups": {"num_kv_heads": 1},
@@ -75,7 +75,7 @@ def _attended(mesh: DeviceMesh, way: str, change: dict[str, Any]) -> Tensor:
     if way == "absorb":
         options = {"gates": Gates(-tokens(batch, kv, length).abs())} if "gates" in given else {}
         return parallel.absorb(feature_map, key, value, mesh=mesh, **options).S
-    options = {name: given[name] for name in ("exact", "enable_gqa", "is_causal", "backend") if name in given}
+    options = {name: given[name] for name in ("window", "enable_gqa", "is_causal", "backend") if name in given}
     options = {"enable_gqa": True, "is_causal": "masked" not in given, "mesh": mesh} | options
     if "masked" in given:
         options["key_mask"] = torch.ones(batch, length, dtype=torch.bool)

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import HEAD_DIM, LAYERS, VOCABULARY, hybrid, linear, softmax, text, tokens
-from linattn import Exact
 from linattn.feature_maps import FavorPlus, LearnedExponential
 from linattn.nn import Block, LinearLM, RedrawSchedule
 from linattn.parallel import ContextParallel
@@ -59,7 +58,7 @@ def model() -> LinearLM:
         linear(
             LearnedExponential(HEAD_DIM, 8).double(), positions=Rotary(HEAD_DIM, require_relative=False), is_causal=True
         ),
-        linear(FavorPlus(HEAD_DIM, 8), exact=Exact(window=2), gate=ForgetGate(12, 2).double(), is_causal=True),
+        linear(FavorPlus(HEAD_DIM, 8), window=2, gate=ForgetGate(12, 2).double(), is_causal=True),
         softmax(positions=Rotary(HEAD_DIM), is_causal=True),
     ]
     return LinearLM(VOCABULARY, [Block(layer) for layer in layers]).double()

@@ -34,7 +34,7 @@ def model(family: str, method: str | None = "FavorPlus(num_features=8) + window 
     kind = getattr(transformers, name)
     built: PreTrainedModel = kind(kind.config_class(**sizes)).double().eval()
     if method is not None:
-        linearize_(built, feature_map=method)
+        linearize_(built, method=method)
     return built
 
 
@@ -110,7 +110,7 @@ def _forget_accelerators() -> None:
 def refused(mesh: DeviceMesh, fault: str) -> str:
     """What is said of a model, or of a call, that cannot be split."""
     family = {"positions": "roberta", "window": "mistral"}.get(fault, "llama")
-    methods = {"heavy": None, "window": None, "merged": "merged 4 + window 2", "softmax": None}
+    methods = {"window": None, "merged": "merged 4 + window 2", "softmax": None}
     method = methods.get(fault, "FavorPlus(num_features=8)")
     options: dict[str, Any] = {"use_cache": fault == "cache"}
     if fault == "labels":
@@ -121,9 +121,7 @@ def refused(mesh: DeviceMesh, fault: str) -> str:
         built = model(family, method)
         if fault == "window":
             # The other layer is left its softmax.
-            linearize_(built, feature_map="FavorPlus(num_features=8)", layers=[1])
-        if fault == "heavy":
-            linearize_(built, feature_map="FavorPlus(num_features=8) + heavy 2 + window 2")
+            linearize_(built, method="FavorPlus(num_features=8)", layers=[1])
         if fault == "cache":
             options["past_key_values"] = StateCache(built)
         with context_parallel(built, mesh):

@@ -19,33 +19,25 @@ from linattn.convert.samples import from_batches
 from linattn.convert.transfer import transfer
 from linattn.hf import LoadedModel, linearize_, load
 from linattn.hf.layer_attention import attention_of
-from linattn.lab.audit.grid import AuditGrid
-from linattn.lab.audit.measuring import Audit
-from linattn.lab.audit.planned import Planner
-from linattn.lab.audit.records import AuditRow, LengthsRow, TimeRow
-from linattn.lab.audit.text import Text
-from linattn.lab.constant_memory.measuring import MemoryAudit
-from linattn.lab.constant_memory.records import MemoryRow
 from linattn.planning.methods import parse_method
 from linattn.processes import Processes
+from linattn.records.texts import Text
+from linattn_lab.audit.grid import AuditGrid
+from linattn_lab.audit.measuring import Audit
+from linattn_lab.audit.records import AuditRow, LengthsRow, TimeRow
+from linattn_lab.constant_memory.measuring import MemoryAudit
+from linattn_lab.constant_memory.records import MemoryRow
 
 METHODS = ("FavorPlus", "Centred(Taylor(order=1))", "Expansion(num_centres=2) + window 4")
 
 
-def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> tuple[list[AuditRow], list[str]]:
-    """The rows of an audit with a plan, but for times, and what every plan chose."""
-    loaded, words = load(str(folder)), prose.split()
-    text, other = (Text("a half", " ".join(half)) for half in (words[:32], words[32:]))
-    planner = Planner(loaded, other, target_error=0.6, num_tokens=32)
+def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> list[AuditRow]:
+    """The rows of an audit, but for times."""
+    loaded, text = load(str(folder)), Text("a half", " ".join(prose.split()[:32]))
     grid = AuditGrid(tuple(map(parse_method, METHODS)), (8,), 2, 0)
-    # Exact attention takes the fewest operations of all at 32 tokens.
-    with (
-        mock.patch("linattn.planning.choosing.exact_flops_per_token", return_value=10**9),
-        mock.patch("linattn.planning.paying._MOST_TOKENS", 64),
-    ):
-        rows = list(Audit(loaded, text, grid, num_tokens=32, planned=planner).rows())
-    chosen = [head.method for plan in planner.plans for head in plan.heads]
-    return [row for row in rows if not isinstance(row, TimeRow | LengthsRow)], chosen
+    with mock.patch("linattn.planning.paying._MOST_TOKENS", 64):
+        rows = list(Audit(loaded, text, grid, num_tokens=32).rows())
+    return [row for row in rows if not isinstance(row, TimeRow | LengthsRow)]
 
 
 def memory_audited(
@@ -55,14 +47,12 @@ def memory_audited(
     return list(MemoryAudit(loaded, text, [budget], **sizes).rows())
 
 
-def converted(
-    mesh: DeviceMesh | None, folder: Path, written: str | None, target: float | None = None
-) -> tuple[Conversion, dict[str, Tensor]]:
+def converted(mesh: DeviceMesh | None, folder: Path, written: str) -> tuple[Conversion, dict[str, Tensor]]:
     """A conversion by a clock that is looked at as often on every process, and the weights it leaves."""
     model, ticks = load(str(folder)).model, count(0.0, 0.5)
     draw = torch.Generator().manual_seed(1)
     batches = [{"input_ids": torch.randint(3, 40, (4, 12), generator=draw)} for _ in range(16)]
-    config = ConvertConfig(written, target, minutes=0.2, learning_rate=1e-3)
+    config = ConvertConfig(written, minutes=0.2, learning_rate=1e-3)
     with mock.patch("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: next(ticks))):
         found = convert_(model, batches, config)
     return found, model.state_dict()
@@ -72,7 +62,7 @@ def step_gradients(mesh: DeviceMesh | None, folder: Path, name: str) -> dict[str
     """The gradients of a step of a training in float64, averaged over the processes; texts of several lengths."""
     model, processes = load(str(folder)).model.double(), Processes.of_this_run()
     teacher = copy.deepcopy(model)
-    layers = linearize_(model, feature_map="LearnedExponential(num_features=8)").replaced
+    layers = linearize_(model, method="LearnedExponential(num_features=8)").replaced
     maps = [attention_of(model.get_submodule(layer.module_name)).feature_map.double() for layer in layers]
     draw = torch.Generator().manual_seed(1)
     mask = (torch.arange(12) < torch.tensor([[12], [5], [9], [4]])).long()

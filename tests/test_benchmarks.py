@@ -14,7 +14,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 CLAIMS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in {"run", "measuring", "ranks", "result_file"})
 # `require` ends the process where a result is wrong; the others of measuring.py end in it.
-VERIFIES = {"require", "verified", "verified_method"}
+VERIFIES = {"require", "verified", "verified_window"}
 MEASURES = {"seconds", "extra_peak", "perf_counter", "record"}
 
 

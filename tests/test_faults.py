@@ -9,13 +9,13 @@ import pytest
 from faults import FAULTS
 from faults.fault import Fault
 
-SOURCE = Path(__file__).parents[1] / "src" / "linattn"
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_somewhere(fault: Fault) -> None:
-    assert fault.old in (SOURCE / fault.file).read_text()
+    assert fault.old in (ROOT / fault.path).read_text()
     assert fault.old != fault.new
     places = fault.tests.partition(" -k ")[0].split()
     assert places
-    assert all((SOURCE.parents[1] / place.partition("::")[0]).exists() for place in places)
+    assert all((ROOT / place.partition("::")[0]).exists() for place in places)

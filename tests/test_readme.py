@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from linattn.lab.audit.records import AUDIT, Header, HeadRow, ModelRow, PlanRow, TimeRow
-from linattn.lab.experiments import EXPERIMENTS, reproduction
-from linattn.lab.experiments.records import CLAIMS
-from linattn.lab.experiments.reproduction import Reproduction
-from linattn.lab.report.memory.summary import MemoryLine
+from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, TimeRow
+from linattn_lab.experiments import EXPERIMENTS, reproduction
+from linattn_lab.experiments.records import CLAIMS
+from linattn_lab.experiments.reproduction import Reproduction
+from linattn_lab.report.memory.summary import MemoryLine
 from trials import Trial
 
 README = Path(__file__).parents[1] / "README.md"
@@ -35,7 +35,8 @@ def test_every_extra_is_told_with_what_it_adds():
     extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     told = dict(re.findall(r"\| `([\w-]+)` \| (.*?) \|", (README.parent / "docs" / "install.md").read_text()))
     assert set(told) == set(extras)
-    assert told["lab"].split(", ") == [one.partition(">=")[0] for one in extras["lab"]]
+    for name in ("cli", "lab"):
+        assert told[name].split(", ") == [one.partition(">=")[0] for one in extras[name]]
 
 
 @pytest.fixture
@@ -171,14 +172,13 @@ def test_figures_are_taken_from_a_report(writer, tmp_path, monkeypatch):
     """What is taken of a report's files comes back in the tables."""
     monkeypatch.setattr(writer, "SHOWN", (("Relu", None),))
     versions = {"linattn-compiled": "1.2"}
-    header = Header(versions, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0, 0.1, "c")
+    header = Header(versions, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
     head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
-    models = [ModelRow(name, None, 0, 1.0, 1.0) for name in ("exact", "uniform", "planned")]
-    plan = PlanRow(0, 0, "Relu", 0.1, None, 0.1, 0.8, 6, 20)
+    models = [ModelRow(name, None, 0, 1.0, 1.0) for name in ("exact", "uniform")]
     AUDIT.write(
         tmp_path / "audit.jsonl",
         header,
-        [*models, head, TimeRow("Relu", 2, (3.0,), (2.0,), 1), ModelRow("Relu", 2, 0, 0.9, 0.9), plan],
+        [*models, head, TimeRow("Relu", 2, (3.0,), (2.0,), 1), ModelRow("Relu", 2, 0, 0.9, 0.9)],
     )
     monkeypatch.setattr(reproduction, "EXPERIMENTS", {"first": Trial()})
     run = Reproduction([], "full")
@@ -186,7 +186,6 @@ def test_figures_are_taken_from_a_report(writer, tmp_path, monkeypatch):
     taken = json.loads(json.dumps(writer.take_figures(tmp_path)))
     assert "| `Relu` | 6 | 20 | 1.5 × | 0.20 | 0.25 | 0.900 |" in writer.audit_table(taken["audit"])
     assert "mean over 1 heads, linattn-compiled 1.2:" in writer.audit_table(taken["audit"])
-    assert taken["audit"]["plan"].startswith("For a target of 0.1: Of 1 heads, 0 stay exact")
     assert f"| {Trial.CLAIM} | **holds** | the largest area is 25 | {Trial.SOURCE} | `first` |" in writer.claims_page(
         taken["claims"]
     )

@@ -43,15 +43,28 @@ def test_the_wheel_holds_the_library_whole_and_nothing_else(release: ModuleType,
     assert list(release.wrong_contents(release.wheel_in(built))) == []
 
 
+def test_the_laboratory_s_wheel_holds_its_sources_and_its_commands(release: ModuleType, built: Path) -> None:
+    wheel = release.wheel_in(built, "linattn_lab")
+    assert list(release.wrong_contents(wheel, release.LAB / "src")) == []
+    with zipfile.ZipFile(wheel) as archive:
+        (entries,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
+        assert archive.read(entries).decode().split() == [
+            "[linattn.commands]",
+            "lab",
+            "=",
+            "linattn_lab.commands:COMMANDS",
+        ]
+
+
 def test_a_file_too_many_and_one_too_few_are_told_and_the_size(release, built, tmp_path, monkeypatch) -> None:
     wheel = release.wheel_in(built)
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(tmp_path / wheel.name, "w") as new:
         for name in old.namelist():
-            if name not in ("linattn/cli.py", "linattn/py.typed"):
+            if name not in ("linattn/cli/app.py", "linattn/py.typed"):
                 new.writestr(name, old.read(name))
         new.writestr("linattn/notes.txt", "")
     told = "\n".join(release.wrong_contents(tmp_path / wheel.name))
-    assert "lacks linattn/cli.py" in told
+    assert "lacks linattn/cli/app.py" in told
     assert "holds linattn/notes.txt, which is no source" in told
     assert "no checker would read its types" in told
     monkeypatch.setattr(release, "LARGEST_WHEEL", 1000)

@@ -51,7 +51,7 @@ def test_all_projections_change_and_nothing_else_and_by_so_much_rank(build, batc
 def test_what_required_no_gradient_does_not_afterwards_and_kernels_learn(build, batches):
     model = build("llama")
     model.lm_head.weight.requires_grad_(False)
-    linearize_(model, feature_map="LearnedExponential", num_features=4)
+    linearize_(model, method="LearnedExponential", num_features=4)
     kernels = [name for name, _ in model.named_parameters() if "linear_attention" in name]
     assert kernels
     before = {name: (weight, weight.requires_grad) for name, weight in model.named_parameters()}

@@ -14,7 +14,7 @@ from linattn.planning.methods import parse_method
 
 def layers_of(model, layers=None):
     """Reports of the layers to convert."""
-    found = linearize_(model, feature_map="Exponential", layers=layers).replaced
+    found = linearize_(model, method="Exponential", layers=layers).replaced
     restore_(model)
     return found
 

@@ -96,7 +96,7 @@ def staged(kept, divergence=None, **figures):
         values = (figure, 0.5, 0.5, None) if divergence is None else (0.9 + number / 100, 0.5, 0.5, figure)
         layers = () if name == "uniform" else (LayerError("layer.0", number / 8, number / 4, 0.8),)
         stages.append(Stage(name, Agreement(*values), layers))
-    return Conversion("Taylor", Linearization(()), tuple(stages), (), 9, 99, False, (), kept)
+    return Conversion("Taylor", Linearization(()), tuple(stages), (), 9, 99, False, kept)
 
 
 def test_layers_that_keep_softmax_for_one_reason_are_told_together(conversion):

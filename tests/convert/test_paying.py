@@ -78,11 +78,8 @@ def test_the_longest_texts_are_timed(build, batches):
     assert found.speed.num_tokens == found.paying.num_tokens == 24
 
 
-def test_heads_of_a_plan_have_states_of_their_own_beside_a_shared_cache(build, batches):
-    """Two query heads share a key head: a plan's exact heads keep twice the cache."""
-    found = convert_(build("llama"), batches, ConvertConfig(target_error=1e-9, minutes=0))
-    assert {method for layer in found.heads for method in layer} == {"exact"}
-    assert found.paying.state_numbers == 2 * found.paying.exact_numbers == 12 * 16
-    merged = convert_(build("llama"), batches, ConvertConfig("window 2 + merged 4", minutes=0))
+def test_a_state_is_counted_beside_the_cache_of_its_key_head(build, batches):
+    found = convert_(build("llama"), batches, ConvertConfig("window 2 + merged 4", minutes=0))
+    assert found.paying.exact_numbers == 12 * 16
     # 8 keys and values of 8 each, 4 biases, and 16 queries.
-    assert merged.paying.state_numbers == 8 * 16 + 4 + 16 * 8
+    assert found.paying.state_numbers == 8 * 16 + 4 + 16 * 8

@@ -60,7 +60,7 @@ def test_the_rank_correlation_is_scipys():
 def test_a_padded_batch_is_its_texts_alone(build, padded, family):
     model = build(family).double()
     exact = [outputs(model, batches) for batches in (padded, [text for batch in padded for text in alone(batch)])]
-    linearize_(model, feature_map="LearnedExponential", num_features=8)
+    linearize_(model, method="LearnedExponential", num_features=8)
     together = measure("calibrated", model, padded, exact[0])
     apart = measure("calibrated", model, [text for batch in padded for text in alone(batch)], exact[1])
     for name in ("embedding_cosine", "token_cosine", "rank_correlation", "divergence"):
@@ -77,7 +77,7 @@ def test_layer_errors_are_those_of_what_each_kernel_was_given(build, padded, fam
     model = build(family)
     texts = [text for batch in padded[:3] for text in alone(batch)]
     exact = outputs(model, texts)
-    linearize_(model, feature_map="LearnedExponential", num_features=8)
+    linearize_(model, method="LearnedExponential", num_features=8)
     seen = {}
 
     def keep(kernel, args, options, out):
@@ -132,7 +132,7 @@ def test_predictions_count_by_token(build):
     draw = torch.Generator().manual_seed(3)
     texts = [{"input_ids": torch.randint(3, 64, (1, length), generator=draw)} for length in (2, 12)]
     exact = outputs(model, texts)
-    linearize_(model, feature_map="LearnedExponential", num_features=8)
+    linearize_(model, method="LearnedExponential", num_features=8)
     ours = outputs(model, texts)
     terms, surprise = [], []
     with torch.no_grad():

@@ -30,11 +30,11 @@ def learning(build, padded, clock):
     def of(family, written, batches=padded, **options):
         teacher, student = build(family, **options), build(family, **options)
         method = parse_method(written)
-        layers = linearize_(student, feature_map="Exponential").replaced
+        layers = linearize_(student, method="Exponential").replaced
         restore_(student)
         maps = build_maps([method] * len(layers), layers, record(teacher, batches[0]), num_features=None, seed=0)
         following = iter(maps)
-        linearize_(student, feature_map=lambda _: next(following))
+        linearize_(student, method=lambda _: next(following))
         return teacher, student, maps, layers, from_batches(batches, seed=0)
 
     return of

@@ -24,21 +24,14 @@ FAULTS = (
     ),
     Fault(
         "leave the bias out of the neighbourhood",
-        "attention/exact/neighbourhood.py",
+        "attention/window/neighbourhood.py",
         "self.around(bias.unsqueeze(-1), -torch.inf)",
         "self.around(torch.zeros_like(bias).unsqueeze(-1), -torch.inf)",
         LAWS,
     ),
     Fault(
-        "drop the biases of heavy keys",
-        "attention/exact/keys.py",
-        "bias=self.heavy.bias + shift",
-        "bias=self.heavy.bias",
-        LAWS,
-    ),
-    Fault(
         "leave a stream's recent keys undecayed",
-        "attention/exact/keys.py",
+        "attention/window/keys.py",
         "bias=self.recent.bias + shift",
         "bias=self.recent.bias",
         LAWS,
@@ -65,7 +58,7 @@ FAULTS = (
         "tests/laws/test_backends.py",
     ),
     Fault(
-        "let autocast reach the exact part",
+        "let autocast reach the window",
         "attention/functional.py",
         "with outside_autocast(key.device):",
         "if True:",

@@ -7,6 +7,8 @@ from faults.fault import Fault
 CACHES = "tests/hf/test_any_cache.py"
 COLUMNS = "tests/hf/test_mask_columns.py"
 GRAPHS = "tests/hf/test_recorded_graphs.py"
+BOUNDED = "tests/hf/test_bounded_cache.py"
+REFUSALS = "tests/hf/test_bounded_cache_refusals.py"
 WRAPPED = "tests/hf/test_wrapped_models.py"
 
 FAULTS = (
@@ -26,21 +28,21 @@ FAULTS = (
     ),
     Fault(
         "take a mask for that of before",
-        "hf/state_cache.py",
+        "hf/_text_caches.py",
         "    return torch.equal(shown[0], shown[1])\n",
         "    return True\n",
         CACHES,
     ),
     Fault(
         "let a mask be forgotten",
-        "hf/state_cache.py",
+        "hf/_text_caches.py",
         "        return all(bool(x.all()) for x in shown if x is not None)\n",
         "        return True\n",
         CACHES,
     ),
     Fault(
         "leave rows the masks of others",
-        "hf/state_cache.py",
+        "hf/_text_caches.py",
         "self._live[beam_idx.to(self._live.device)]",
         "self._live",
         CACHES,
@@ -61,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "take back a call with its own tokens in the state",
-        "hf/state_cache.py",
+        "hf/_recorded_calls.py",
         "self.state = self._calls[-1].state()",
         "pass",
         CACHES,
@@ -104,7 +106,7 @@ FAULTS = (
     Fault(
         "let a decoder's queries choose among another text's keys together",
         "hf/_building.py",
-        "    if found.reads_another_text and attention.rules:\n",
+        "    if found.reads_another_text and (attention.window is not None or attention.merged is not None):\n",
         "    if False:\n",
         "tests/hf/test_linearization_refusals.py",
     ),
@@ -114,5 +116,54 @@ FAULTS = (
         "    is_ordered = found.is_causal or found.reads_another_text\n",
         "    is_ordered = found.is_causal\n",
         "tests/hf/test_linearization_refusals.py",
+    ),
+    Fault(
+        "let another function read the keys that a bounded layer handed on",
+        "hf/_bounded_layers.py",
+        "        if function in _SHOWN:",
+        "        if True:",
+        REFUSALS,
+    ),
+    Fault(
+        "take the same keys in twice",
+        "hf/_bounded_layers.py",
+        "        if self._handed is not handed:",
+        "        if False:",
+        REFUSALS,
+    ),
+    Fault(
+        "attend to new keys alone where a bounded cache was not filled",
+        "hf/_dispatch.py",
+        "        attention_mask.cache.refuse_plain_keys(module)",
+        "        pass",
+        REFUSALS,
+    ),
+    Fault(
+        "let a bounded cache take any mask",
+        "hf/bounded_cache.py",
+        "        self.check_mask(attention_mask)",
+        "        pass",
+        BOUNDED,
+    ),
+    Fault(
+        "go on with a bounded cache between two tokens",
+        "hf/bounded_cache.py",
+        "        self.check_level()",
+        "        pass",
+        REFUSALS,
+    ),
+    Fault(
+        "attend by SDPA whatever a model attended by before",
+        "hf/_attention_modules.py",
+        "    return name.former if isinstance(name, Implementation) else",
+        "    return",
+        BOUNDED,
+    ),
+    Fault(
+        "bound layers by the budget of another dtype",
+        "hf/_boundable.py",
+        "call.key.element_size()",
+        "4",
+        BOUNDED,
     ),
 )

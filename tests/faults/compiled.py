@@ -5,9 +5,9 @@ from __future__ import annotations
 from faults.fault import Fault
 
 COMPILED, LAWS = "attention/backends/compiled.py", "tests/laws/test_compiled.py"
-CODE = "attention/compiled_code.py"
-MERGING, MERGING_LAWS = "attention/exact/merged/compiled.py", "tests/laws/test_compiled_merging.py"
-EVERYWHERE_LAWS = "tests/laws/test_compiled_everywhere.py"
+CODE = "softmax/compiled_code.py"
+MERGING, MERGING_LAWS = "kv_cache/compiled.py", "tests/kv_cache/test_compiled_streams.py"
+EVERYWHERE_LAWS = "tests/kv_cache/test_compiled_bidirectional.py"
 
 FAULTS = (
     Fault("share the first head's W", COMPILED, "x.shape[0] == 1 else x.stride(0)", "True else x.stride(0)", LAWS),
@@ -17,7 +17,7 @@ FAULTS = (
     Fault("cut the gradient of a state", COMPILED, "powers is None or is_followed(*before)", "powers is None", LAWS),
     Fault("cut the gradient of a token", COMPILED, " or is_followed(*tokens, call.bias)", "", LAWS),
     Fault("round rows to 32 bits", COMPILED, "rows._replace(out=out.to(call.query.dtype))", "rows", LAWS),
-    Fault("run with code that means something else", CODE, "if found != _INTERFACE", "if False", LAWS),
+    Fault("run with code that means something else", CODE, "if interface != _INTERFACE", "if False", LAWS),
     Fault("run where operations are counted", CODE, "if _is_watched() or", "if", LAWS),
     Fault(
         "cut the gradient of a merged key",

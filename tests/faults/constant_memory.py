@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
-CONTENDERS, MEMORY, REPORT = "lab/contenders/", "lab/constant_memory/", "lab/report/memory/"
-DEFINITIONS, ALL = "tests/lab/contenders/test_definitions.py", "tests/lab/contenders/test_contenders.py"
-MEASURING, RECALL = "tests/lab/constant_memory/test_measuring.py", "tests/lab/constant_memory/test_recall.py"
+CONTENDERS, REPORT = "lab/contenders/", "lab/report/memory/"
+DEFINITIONS, ALL = "lab/tests/contenders/test_definitions.py", "lab/tests/contenders/test_contenders.py"
+MEASURING, RECALL = "lab/tests/constant_memory/test_measuring.py", "lab/tests/constant_memory/test_recall.py"
 
 FAULTS = (
     Fault(
@@ -37,7 +37,7 @@ FAULTS = (
         "share * inner",
         DEFINITIONS,
     ),
-    Fault("forget the sinks", CONTENDERS + "windows.py", "(seen < self.num_sinks) | ", "", DEFINITIONS),
+    Fault("forget the sinks", "lab/contenders/windows.py", "(seen < self.num_sinks) | ", "", DEFINITIONS),
     Fault(
         "take a sampled key for itself alone",
         CONTENDERS + "uniform_sample.py",
@@ -61,8 +61,8 @@ FAULTS = (
     ),
     Fault(
         "hide the sample's bytes",
-        CONTENDERS + "merged.py",
-        "return sample + (1 + frames) * sizes.statistic_bytes",
+        "kv_cache/budget.py",
+        "return sample + frames * sizes.statistic_bytes",
         "return 0",
         DEFINITIONS,
     ),
@@ -82,107 +82,86 @@ FAULTS = (
     ),
     Fault(
         "measure the divergence the other way round",
-        MEMORY + "measures.py",
+        "lab/constant_memory/distance.py",
         "(p.exp() * (p - other))",
         "(other.exp() * (other - p))",
         MEASURING,
     ),
     Fault(
         "predict the token that was just read",
-        MEMORY + "measuring.py",
-        "self._following = tokens[0, self.positions + 1]",
-        "self._following = tokens[0, self.positions]",
+        "lab/constant_memory/read_passage.py",
+        "= num_measured, tokens[0, self.positions + 1]",
+        "= num_measured, tokens[0, self.positions]",
         MEASURING,
     ),
     Fault(
         "replay what a contender changed",
-        MEMORY + "answering.py",
+        "lab/constant_memory/answering.py",
         "list(every.children())[: int(path[places[0]])]",
         "list(every.children())[: int(path[places[0]]) + 1]",
         MEASURING,
     ),
     Fault(
         "expect an answer one token late",
-        MEMORY + "recall.py",
+        "lab/constant_memory/recall.py",
         "torch.arange(one.start - 1, one.stop - 1)",
         "torch.arange(one.start, one.stop)",
         RECALL,
     ),
     Fault(
         "depart from the plain window for next to nothing",
-        MEMORY + "planning.py",
+        "lab/constant_memory/plans.py",
         "chosen = best if best.kl <= MARGIN * plain.kl else plain",
         "chosen = best",
-        "tests/lab/constant_memory/test_planning.py",
+        "lab/tests/constant_memory/test_plans.py",
     ),
     Fault(
         "call any far part worth its bytes",
         REPORT + "words.py",
         "merged < min(plain, off)",
         "merged < max(plain, off)",
-        "tests/lab/report/test_memory.py",
-    ),
-    Fault(
-        "convert to a budget that no text exceeds",
-        "lab/constant_memory/converting.py",
-        "if num_tokens <= budget:",
-        "if False:",
-        "tests/lab/constant_memory/test_converting.py",
-    ),
-    Fault(
-        "convert where a plain window is better",
-        "lab/constant_memory/converting.py",
-        "if self.plan.choices[0] == PLAIN:",
-        "if False:",
-        "tests/lab/constant_memory/test_converting.py",
-    ),
-    Fault(
-        "leave the model bounded after recall before training",
-        "lab/constant_memory/converting.py",
-        "restore_(loaded.model)",
-        "pass",
-        "tests/lab/constant_memory/test_converting.py",
+        "lab/tests/report/test_memory.py",
     ),
     Fault(
         "plan layer by layer where all are to be alike",
-        MEMORY + "planning.py",
+        "lab/constant_memory/plans.py",
         "and not is_common",
         "",
-        "tests/lab/constant_memory/test_planning.py",
+        "lab/tests/constant_memory/test_plans.py",
     ),
     Fault(
         "share bytes out by the divergence itself, not by its root",
-        MEMORY + "planning.py",
+        "lab/constant_memory/plans.py",
         "max(kl, 0.0) ** 0.5",
         "max(kl, 0.0)",
-        "tests/lab/constant_memory/test_planning.py",
+        "lab/tests/constant_memory/test_plans.py",
     ),
     Fault(
         "leave a layer with hardly any bytes",
-        MEMORY + "planning.py",
+        "lab/constant_memory/plans.py",
         "max(budget // 4, 1)",
         "1",
-        "tests/lab/constant_memory/test_planning.py",
+        "lab/tests/constant_memory/test_plans.py",
     ),
     Fault(
         "give every layer of a plan the bytes of all alike",
-        MEMORY + "measuring.py",
-        "at_budget(choice.num_keys, self._sizes",
-        "at_budget(50, self._sizes",
-        "tests/lab/constant_memory/test_planning.py",
+        "lab/constant_memory/planning.py",
+        "filled(CANDIDATES[choice.name], choice.num_keys, sizes)",
+        "filled(CANDIDATES[choice.name], 50, sizes)",
+        "lab/tests/constant_memory/test_planning.py",
     ),
     Fault(
         "take a plan of other layers",
-        MEMORY + "limiting.py",
-        "if plan.layers != list(layers.numbers):",
+        "hf/bounded_cache.py",
+        "if plan.layers != numbers:",
         "if False:",
-        "tests/lab/commands/test_generate.py",
+        "tests/cli/test_generate.py",
     ),
     Fault(
         "linearize every layer by the first written form",
         "hf/linearization.py",
-        "[parse_method(written_form(each)) for each in written]",
-        "[parse_method(written_form(written[0])) for _ in written]",
+        "[as_method(each) for each in several]",
+        "[as_method(several[0]) for _ in several]",
         "tests/hf/test_merged_keys.py",
     ),
     Fault(

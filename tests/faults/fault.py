@@ -13,3 +13,9 @@ class Fault(NamedTuple):
     old: str
     new: str
     tests: str
+
+    @property
+    def path(self) -> str:
+        """The file's path from the root; those of the laboratory begin with "lab/"."""
+        room, _, rest = self.file.partition("/")
+        return f"lab/src/linattn_lab/{rest}" if room == "lab" else f"src/linattn/{self.file}"

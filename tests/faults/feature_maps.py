@@ -92,7 +92,7 @@ FAULTS = (
     Fault(
         "invert what is rounding",
         "feature_maps/nystrom.py",
-        "torch.where(kept, raised, math.inf).rsqrt()",
+        "torch.where(is_resolved, raised, math.inf).rsqrt()",
         "raised.clamp(min=1e-30).rsqrt()",
         "tests/feature_maps/test_nystrom.py",
     ),

@@ -4,45 +4,45 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
-FEW_BITS, LAWS = "attention/exact/merged/few_bits.py", "tests/laws/test_few_bits.py"
-MEMORY = "attention/exact/merged/memory.py"
+CODES, LAWS = "kv_cache/codes.py", "tests/kv_cache/test_codes.py"
+MEMORY = "kv_cache/memory.py"
 
 FAULTS = (
-    Fault("round down", FEW_BITS, ".round().clamp(0, most)", ".clamp(0, most)", LAWS),
+    Fault("round down", CODES, ".round().clamp(0, most)", ".clamp(0, most)", LAWS),
     Fault(
         "let numbers overflow float16",
-        FEW_BITS,
+        CODES,
         "step = ((grouped.amax(-1) - zero) / most).clamp(max=_LARGEST).half()",
         "step = ((grouped.amax(-1) - zero) / most).half()",
         LAWS,
     ),
     Fault(
         "take a new frame at every merge",
-        FEW_BITS,
+        CODES,
         "return self.frames.where(self.is_there, Frames.of(others))",
         "return Frames.of(others)",
         LAWS,
     ),
-    Fault("leave the mean in", FEW_BITS, "mean = share @ x", "mean = 0 * (share @ x)", LAWS),
+    Fault("leave the mean in", CODES, "mean = share @ x", "mean = 0 * (share @ x)", LAWS),
     Fault(
         "measure all coordinates alike",
-        FEW_BITS,
+        CODES,
         "deviation = torch.maximum(variance, least)",
         "deviation = torch.maximum(0 * variance, least)",
         LAWS,
     ),
     Fault(
         "round by the unit where there is but one key",
-        FEW_BITS,
+        CODES,
         "mean.square().mean(-1, keepdim=True), deviation)",
         "0, deviation)",
         LAWS,
     ),
     Fault(
         "round in the model's own basis",
-        FEW_BITS,
-        "found: Tensor = x.unflatten(-1, (-1, piece)) @ (_signs(piece, x) * piece**-0.5)",
-        "found: Tensor = x.unflatten(-1, (-1, piece))",
+        CODES,
+        "product: Tensor = x.unflatten(-1, (-1, piece)) @ (_signs(piece, x) * piece**-0.5)",
+        "product: Tensor = x.unflatten(-1, (-1, piece))",
         LAWS,
     ),
     Fault(
@@ -55,43 +55,36 @@ FAULTS = (
     Fault(
         "round keys that would fit as they are",
         MEMORY,
-        "rule.bits is None or tokens.bias.shape[2] <= rule.num_whole",
-        "rule.bits is None",
+        "config.bits is None or tokens.bias.shape[2] <= config.num_unquantized",
+        "config.bits is None",
         LAWS,
     ),
     Fault(
         "give padding's frame to the text after it",
-        FEW_BITS,
+        CODES,
         "return self.frames.where(self.is_there, Frames.of(others))",
         "return self.frames",
         LAWS,
     ),
     Fault(
-        "read the mean of what is forgotten",
-        FEW_BITS,
-        "Frame(torch.where(holds, mean, 0), deviation)",
-        "Frame(mean, deviation)",
-        LAWS,
-    ),
-    Fault(
         "read rows without their keys' mean",
-        FEW_BITS,
-        "log = log + scale * (exact * key.mean).sum(-1)",
+        CODES,
+        "log = log + scale * (query.to(log.dtype) * key.mean).sum(-1)",
         "pass",
         LAWS,
     ),
     Fault(
         "append keys in frames of their own",
         MEMORY,
-        "more = self._rounded(leaving, frames, rule.bits)",
-        "more = self._rounded(leaving, Frames.of(leaving), rule.bits)",
+        "more = self._rounded(leaving, frames, config.bits)",
+        "more = self._rounded(leaving, Frames.of(leaving), config.bits)",
         LAWS,
     ),
     Fault(
         "merge at every block, however many keys there are",
         MEMORY,
-        "rule.num_left",
-        "rule.num_merged",
-        "tests/laws/test_merged_keys.py",
+        "config.num_left",
+        "config.num_merged",
+        "tests/kv_cache/test_attention.py",
     ),
 )

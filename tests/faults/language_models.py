@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault
 
 TWIN = "tests/hf/test_linear_twin.py"
-CONVERT = "tests/lab/commands/test_convert_language_model.py"
+CONVERT = "tests/cli/test_convert_language_model.py"
 
 FAULTS = (
     Fault(

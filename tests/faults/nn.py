@@ -61,15 +61,15 @@ FAULTS = (
     Fault(
         "take a memory into a layer with an order",
         "nn/attention.py",
-        "if found := [name for name, value in ordered.items() if value not in (None, False)]:",
-        "if found := []:",
+        "if names := [name for name, value in ordered.items() if value not in (None, False)]:",
+        "if names := []:",
         LAYERS,
     ),
     Fault(
-        "leave a gated layer's exact part out",
+        "leave a gated layer's window out",
         "nn/linear_attention.py",
-        "heads.gates, kept, key_mask=mask, enable_gqa=True, exact=exact)",
-        "heads.gates, kept, key_mask=mask, enable_gqa=True)",
+        "heads.gates, past, key_mask=mask, enable_gqa=True, window=window)",
+        "heads.gates, past, key_mask=mask, enable_gqa=True)",
         LAYERS,
     ),
     Fault(
@@ -96,8 +96,8 @@ FAULTS = (
     Fault(
         "leave kept tokens undecayed",
         "nn/streams.py",
-        "kept if log_decay is None else kept.decay(log_decay)",
-        "kept",
+        "past if log_decay is None else past.decay(log_decay)",
+        "past",
         LAYERS,
     ),
     Fault(
@@ -110,8 +110,8 @@ FAULTS = (
     Fault(
         "forget which kept tokens are masked",
         "nn/streams.py",
-        "torch.cat([_mask(kept), _mask(new)], -1)",
-        "torch.ones_like(torch.cat([_mask(kept), _mask(new)], -1))",
+        "torch.cat([_mask(past), _mask(new)], -1)",
+        "torch.ones_like(torch.cat([_mask(past), _mask(new)], -1))",
         LAYERS,
     ),
     Fault(

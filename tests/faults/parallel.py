@@ -47,16 +47,16 @@ FAULTS = (
     Fault(
         "give a rank the gradients of its own loss alone",
         ROOM + "collectives.py",
-        "dist.reduce_scatter_single(found, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)",
+        "dist.reduce_scatter_single(total, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)",
         "dist.reduce_scatter_single(grad.new_empty(grad.shape[1:]), grad.flatten(0, 1).contiguous(), "
-        "group=ctx.ranks.group); found = grad[ctx.ranks.rank].clone()",
+        "group=ctx.ranks.group); total = grad[ctx.ranks.rank].clone()",
         PARTS,
     ),
     Fault(
         "send no gradients of a window's tokens back",
         ROOM + "collectives.py",
-        "found = _swapped(ctx.ranks, grad, received, sent)",
-        "found = 0 * _swapped(ctx.ranks, grad, received, sent)",
+        "returned = _swapped(ctx.ranks, grad, received, sent)",
+        "returned = 0 * _swapped(ctx.ranks, grad, received, sent)",
         PARTS,
     ),
     Fault(
@@ -84,7 +84,7 @@ FAULTS = (
         "exchange states once more",
         ROOM + "functional.py",
         "    part, nothing = part._replace(query=query)",
-        "    gathered(ranks, [own.absorbed(feature_map, backend)], query)\n"
+        "    gathered(ranks, [sent.absorbed(feature_map, backend)], query)\n"
         "    part, nothing = part._replace(query=query)",
         COLLECTIVES,
     ),

@@ -69,7 +69,7 @@ FAULTS = (
     Fault(
         "lose the statistics of the call under a reweighting",
         ROOM + "cosine_reweighting.py",
-        '{f"inner.{name}": tensor for name, tensor in found.items()}',
+        '{f"inner.{name}": tensor for name, tensor in tensors.items()}',
         "{}",
         ENCODINGS,
     ),
@@ -153,8 +153,8 @@ FAULTS = (
     Fault(
         "convolve masked keys",
         ROOM + "_toeplitz.py",
-        "return found if self._tokens.alive is None else found * self._tokens.alive[:, None, :, None]",
-        "return found",
+        "return features if self._tokens.alive is None else features * self._tokens.alive[:, None, :, None]",
+        "return features",
         RELATIVE,
     ),
     Fault(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault
 
 GROUP, STOPPED = "tests/processes/test_group.py", "tests/processes/test_stopped.py"
-SHARED, LAYOUTS = "tests/lab/test_shared_work.py", "tests/pretraining/test_layouts.py"
+SHARED, LAYOUTS = "lab/tests/test_shared_work.py", "lab/tests/pretraining/test_layouts.py"
 TRANSFORMERS = "tests/hf/test_context_parallel.py"
 
 FAULTS = (
@@ -56,14 +56,7 @@ FAULTS = (
         "lab/rounds.py",
         "        if unit.is_alone:\n            yield [unit]",
         "        if False:\n            yield [unit]",
-        "tests/lab/test_rounds.py",
-    ),
-    Fault(
-        "leave the plans of other processes out",
-        "lab/audit/measuring.py",
-        "        planner.take(number, made)\n",
-        "        if number % 4 == 0:\n            planner.take(number, made)\n",
-        SHARED,
+        "lab/tests/test_rounds.py",
     ),
     Fault(
         "leave maps that others fitted as they were drawn",
@@ -102,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "count windows that were read a second time",
-        "pretraining/sharing.py",
+        "lab/pretraining/sharing.py",
         "repeated.of(batch[:again]))))[: len(own)]",
         "repeated.of(batch[:again]))))",
         LAYOUTS,
@@ -129,7 +122,7 @@ FAULTS = (
         TRANSFORMERS,
     ),
     Fault(
-        "choose a layer's heavy keys on each rank",
+        "merge a layer's keys on each rank",
         "parallel/context_parallel.py",
         "        if self.by_heads:\n",
         "        if False:\n",

@@ -6,16 +6,48 @@ from faults.fault import Fault
 
 CHECKS, STATE, LAWS = "attention/_check_state.py", "attention/state.py", "tests/laws/test_state_checks.py"
 FAR, SUMS, STREAMS, STREAM_LAWS = "attention/far.py", "attention/sums.py", "nn/streams.py", "tests/nn/test_streams.py"
+TENSORS, MERGED_CHECKS = "softmax/tensor_checks.py", "kv_cache/state_checks.py"
+MERGED_STATE, MERGED_LAWS = "kv_cache/state.py", "tests/kv_cache/test_state_checks.py"
 FACTOR_LAWS = "tests/laws/test_large_factors.py"
 
 FAULTS = (
     Fault("take z of any shape", CHECKS, "and z.shape == (batch, heads, held)", "", LAWS),
     Fault("take exponents of any dtype", CHECKS, "and z.dtype is m.dtype is dtype", "", LAWS),
     Fault("take sums of another map's size", CHECKS, "held == num_features\n", "True\n", LAWS),
-    Fault("look at sums alone", CHECKS, "        if exact is None:\n            return", "        return", LAWS),
-    Fault("take more merged keys than the rule keeps", CHECKS, "and count > most", "and False", LAWS),
-    Fault("compare shapes alone", CHECKS, "or x.dtype != dtype", "", LAWS),
-    Fault("forget the device", CHECKS, " or x.device != device:", ":", LAWS),
+    Fault("look at sums alone", CHECKS, "_check_keys(sums.S, window, head_dim)", "pass", LAWS),
+    Fault("take more merged keys than a config keeps", TENSORS, "and count > most", "and False", MERGED_LAWS),
+    Fault("compare shapes alone", TENSORS, "or x.dtype != dtype", "", LAWS),
+    Fault("forget the device", TENSORS, " or x.device != device:", ":", LAWS),
+    Fault(
+        "look at the latest tokens of merged keys alone",
+        MERGED_CHECKS,
+        "in zip(held, shapes, dtypes, names, strict=True):",
+        "in ():",
+        MERGED_LAWS,
+    ),
+    Fault("take the query sample of more heads", MERGED_CHECKS, "sample_size(num_groups)", "None", MERGED_LAWS),
+    Fault(
+        "select from merged keys that do not belong together",
+        MERGED_STATE,
+        "self._check_whole()\n        if isinstance",
+        "if isinstance",
+        MERGED_LAWS,
+    ),
+    Fault("read a config from a file unchecked", "kv_cache/config.py", "self.__post_init__()", "pass", MERGED_LAWS),
+    Fault(
+        "believe a file that its merged keys were looked at",
+        MERGED_STATE,
+        "self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})",
+        "self.__dict__.update(state)",
+        MERGED_LAWS,
+    ),
+    Fault(
+        "believe merged keys that they fit any tokens",
+        MERGED_STATE,
+        "self._fits != (head_dim, num_groups)",
+        "self._fits is None",
+        MERGED_LAWS,
+    ),
     Fault(
         "decay what does not belong together",
         STATE,
@@ -26,23 +58,16 @@ FAULTS = (
     Fault(
         "select from what does not belong together",
         STATE,
-        "self._check_whole()\n        return",
-        "return",
+        "self._check_whole()\n        groups",
+        "groups",
         LAWS,
     ),
-    Fault("read a rule from a file unchecked", "attention/exact/rule.py", "self.__post_init__()", "pass", LAWS),
+    Fault("take a window of any width from a file", CHECKS, "check_width(window.width)", "pass", LAWS),
     Fault(
         "believe a file that its state was looked at",
         STATE,
         "self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})",
         "self.__dict__.update(state)",
-        LAWS,
-    ),
-    Fault(
-        "believe a state that it fits any tokens",
-        STATE,
-        "self._fits != (head_dim, num_groups)",
-        "self._fits is None",
         LAWS,
     ),
     Fault("take a factor of NaN", FAR, "if not bool((log_factor < torch.inf).all()):", "if False:", LAWS),
@@ -64,7 +89,7 @@ FAULTS = (
     Fault(
         "forget the factor that is apart in a call",
         FAR,
-        "return near, (given - apart.unsqueeze(-1)).to(near.m.dtype), apart",
+        "return near, (biases - apart.unsqueeze(-1)).to(near.m.dtype), apart",
         "return near, bias, None",
         FACTOR_LAWS,
     ),
@@ -78,8 +103,8 @@ FAULTS = (
     Fault(
         "tell no reader of a factor apart",
         STATE,
-        "log = part.log_normalizer + self.apart[..., None, None]",
-        "log = part.log_normalizer",
+        "part.times(self.apart)",
+        "part",
         FACTOR_LAWS,
     ),
     Fault(
@@ -90,9 +115,8 @@ FAULTS = (
         FACTOR_LAWS,
     ),
     Fault("take a factor apart of any shape", CHECKS, "or apart.shape != S.shape[:2]", "", FACTOR_LAWS),
-    Fault("keep heavy keys' scores after a decay by -inf", "attention/exact/keys.py", "heavy_score=score, ", "", LAWS),
     Fault("broadcast the tokens seen", STREAMS, "n.shape != x.shape[:1]", "False", STREAM_LAWS),
-    Fault("go on with tokens kept of any kind", STREAMS, "    _check_kept(kept, new)\n", "", STREAM_LAWS),
+    Fault("go on with tokens kept of any kind", STREAMS, "    _check_kept(past, new)\n", "", STREAM_LAWS),
     Fault(
         "write over a query",
         "attention/backends/blocked/__init__.py",

@@ -7,8 +7,28 @@ from faults.fault import Fault
 WINDOWS = "tests/hf/test_sliding_windows.py"
 PROBING = "tests/hf/test_probing.py"
 TEXT = "tests/hf/test_text_streaming.py"
+SINKS, SINK_LAWS = "tests/hf/test_attention_sinks.py", "tests/laws/test_sinks.py"
 
 FAULTS = (
+    Fault("forget a stream's sinks", "hf/state_cache.py", ", sinks=call.sinks", "", SINKS),
+    Fault(
+        "give sinks to any map",
+        "hf/layer_attention.py",
+        "self.feature_map is None or shares_normalizer(self.feature_map)",
+        "True",
+        SINKS,
+    ),
+    Fault("give sinks to any layer", "hf/_probing.py", "if not takes_sinks and", "if False and", SINKS),
+    Fault("take sinks of any shape", "hf/_calls.py", " or options[option].ndim != 1", "", SINKS),
+    Fault("give a key of value 0 the weight of no key", "softmax/partial.py", "log - least", "log + least", SINK_LAWS),
+    Fault(
+        "subtract the sinks that are none",
+        "softmax/partial.py",
+        ".clamp(min=torch.finfo(log.dtype).min)",
+        "",
+        SINK_LAWS,
+    ),
+    Fault("leave a factor out of normalisers", "attention/functional.py", "part.times(after.apart)", "part", SINK_LAWS),
     Fault(
         "let the masks of sliding windows grow with the text",
         "hf/_calls.py",
@@ -91,7 +111,7 @@ FAULTS = (
         "lab/audit/whole_model.py",
         "return answer(call) if call.module_name in self._names else call.softmax()",
         "return answer(call) if call.module_name in self._names else call.uniform()",
-        "tests/lab/audit/test_windowed.py",
+        "lab/tests/audit/test_windowed.py",
     ),
     Fault(
         "leave the mark of quantised numbers in a model",
@@ -119,6 +139,6 @@ FAULTS = (
         "hf/caches.py",
         "        return StateCache(model)\n",
         "        return DynamicCache(config=model.config)\n",
-        "tests/lab/commands/test_generate.py",
+        "tests/cli/test_generate.py",
     ),
 )

@@ -34,16 +34,13 @@ def test_pulled_back_as_autograd_does(map_name: str) -> None:
 
 @pytest.mark.parametrize("map_name", [name for name in CAUSAL_MAPS if build(name).powers(torch.float64) is not None])
 def test_exponents_taken_apart_are_the_exponents(map_name: str) -> None:
-    """Powers of two and a term of each row, bounded by the rows' lengths."""
+    """Powers of two and a term of each row; in one product where there is one for all heads."""
     feature_map, x = build(map_name), tokens(2, 2, 11, 8)
     powers, exponents = feature_map.powers(torch.float64), feature_map.query(x)
-    p, term = powers.write(x, torch.full_like(exponents, torch.nan)) * math.log(2), powers.term(x).unsqueeze(-1)
-    torch.testing.assert_close(p + term, exponents, rtol=1e-12, atol=1e-12)
-    # Whatever the limit, rows with a power above it lie below the lowest term that is let through.
-    for limit in (0.5, 1.0, 2.0):
-        beyond = p.abs().amax(-1) > limit
-        assert beyond.any()
-        assert (term.squeeze(-1) < powers.lowest_term(limit).expand(2).unsqueeze(-1))[beyond].all()
-    grad = torch.randn(exponents.shape, generator=torch.Generator().manual_seed(1), dtype=exponents.dtype)
-    pulled = powers.vjp(x, grad, grad.sum(-1, keepdim=True))
-    torch.testing.assert_close(pulled, feature_map.query_vjp(x, grad), rtol=1e-12, atol=1e-12)
+    p = x @ powers.doubled
+    p = torch.cat((p, -p), -1) if powers.is_paired else p
+    p = p if powers.constants is None else p + powers.constants
+    term = powers.constant - powers.scale / 2 * x.square().sum(-1, keepdim=True)
+    torch.testing.assert_close(p * math.log(2) + term, exponents, rtol=1e-12, atol=1e-12)
+    if not powers.is_composed:
+        torch.testing.assert_close(powers.exponents(x), exponents, rtol=1e-12, atol=1e-12)

@@ -114,11 +114,11 @@ def test_training_does_more_than_another_draw(build: Callable[[], FeatureMap]) -
             assert fall.mean() > 4 * fall.std() / math.sqrt(fall.numel())
 
 
-def test_only_an_exact_part_sees_a_common_factor() -> None:
+def test_only_a_window_sees_a_common_factor() -> None:
     """Adding one number to all exponents of a query changes nothing alone, and the share of the map beside a window."""
     learned, (query, key, value) = LearnedExponential(D, R).double(), tokens(2)
-    for exact, is_seen in ((None, False), (linattn.Exact(4), True), (linattn.Exact(num_heavy=3), True)):
-        out = linattn.linear_attention(query, key, value, learned, exact=exact)
+    for window, is_seen in ((None, False), (4, True)):
+        out = linattn.linear_attention(query, key, value, learned, window=window)
         (grad,) = torch.autograd.grad(out.square().sum(), learned.of_query.bias)
         assert (abs(grad.sum().item()) > 1e-3) == is_seen
         assert is_seen or abs(grad.sum().item()) <= 1e-12 * grad.abs().sum().item()

@@ -59,17 +59,15 @@ def map_limits(drawn: DrawnMap, *, is_causal: bool, has_tokens: bool) -> list[Li
     return found
 
 
-def exact_limits(
-    drawn: DrawnMap, num_queries: int, num_keys: int, window: int | None, num_heavy: int, *, is_causal: bool
+def window_limits(
+    drawn: DrawnMap, num_queries: int, num_keys: int, window: int | None, *, is_causal: bool
 ) -> list[Limit]:
-    """What an exact part is refused for."""
-    if window is None and num_heavy == 0:
+    """What a window is refused for."""
+    if window is None:
         return []
     found = []
     if not drawn.positive_softmax:
-        found.append(Limit(ValueError, "need a map whose weights share the softmax kernel's scale"))
-    if is_causal and window is None:
-        found.append(Limit(ValueError, "give window too"))
-    if window is not None and (num_keys < num_queries if is_causal else num_keys != num_queries):
+        found.append(Limit(ValueError, "needs a map whose weights share the softmax kernel's scale"))
+    if num_keys < num_queries if is_causal else num_keys != num_queries:
         found.append(Limit(ValueError, "a window needs"))
     return found

@@ -11,8 +11,9 @@ import torch
 from fuzzing.dice import Dice
 from linattn.attention import rows
 from linattn.attention.backends.blocked import blocks, causal, grouped_reading, joint_causal
-from linattn.attention.exact import bidirectional, heavy, neighbourhood
+from linattn.attention.window import bidirectional, neighbourhood
 from linattn.feature_maps import _base
+from linattn.softmax import weighted
 
 
 def draw_machine(dice: Dice) -> dict[str, int]:
@@ -27,7 +28,7 @@ def draw_machine(dice: Dice) -> dict[str, int]:
         "largest tile": (8, 16),
         "turned": (1, 4, 8),
         "near": (1, 100, 1000),
-        "heavy": (1, 30, 300),
+        "read": (1, 30, 300),
         "rows": (1, 100),
         "piece": (1, 64),
         "fewest": (1, 3),
@@ -58,7 +59,7 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         "segment": (causal, "SEGMENT"),
         "turned": (bidirectional, "_SEGMENT"),
         "near": (neighbourhood, "_CHUNK"),
-        "heavy": (heavy, "_CHUNK"),
+        "read": (weighted, "_CHUNK"),
         "rows": (rows, "_BUDGET"),
         "piece": (_base, "_PIECE"),
         "fewest": (_base, "_FEWEST"),

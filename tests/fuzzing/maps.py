@@ -17,7 +17,7 @@ from fuzzing.weights import takes_from_call
 from linattn.feature_maps import FEATURE_MAPS, Balanced, Centred, FeatureMap, FittedMap, Nystrom, Oprf, Sderf
 from linattn.planning.map_specs import parse_map
 
-# Maps on the softmax kernel's scale whose weights sum to a positive number: those that may have an exact part.
+# Maps on the softmax kernel's scale whose weights sum to a positive number: those that may have a window beside them.
 POSITIVE_SOFTMAX = ("Taylor(order=2", "FavorPlus", "Hyperbolic", "Oprf", "Sderf", "LearnedExponential", "Expansion")
 SIGNED_SOFTMAX = ("Taylor(order=1", "Trigonometric", "Nystrom")
 _POSITIVE = ("Exponential", "EluPlusOne", "Relu", "Dpfp", "RandomRelu", "Hedgehog", "Shifted")
@@ -60,7 +60,7 @@ class DrawnMap:
 
     @property
     def positive_softmax(self) -> bool:
-        """Whether it may have an exact part."""
+        """Whether it may have a window beside it."""
         return any(f"({name}" in f"({self.written}" for name in POSITIVE_SOFTMAX)
 
     @property
@@ -102,7 +102,7 @@ def draw_map(
     positive: bool = False,
     fitted: bool = False,
 ) -> DrawnMap:
-    """Any map; one that may have an exact part (`softmax`), of positive sums, one usable in any call (`fitted`)."""
+    """Any map; one that may have a window (`softmax`), of positive sums, one usable in any call (`fitted`)."""
     while True:
         if not softmax and dice.chance(0.06):
             return DrawnMap(Shifted(sizes.head_dim), "Shifted", "")

@@ -110,11 +110,6 @@ def _peak(x: Tensor) -> Tensor:
     return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
 
 
-def without(rows: Rows, unclear: Tensor) -> Rows:
-    """The same with rows (B, H, N), or broadcasting to it, of which nothing is known."""
-    return rows._replace(known=rows.known & ~unclear)
-
-
 def check_out(found: Tensor, rows: Rows, dtype: torch.dtype, name: str, *, roundings: int = 1) -> None:
     """Refuse an output that is further from the truth than rounding explains.
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import linattn
 from architectures import BOTH_STACKS
 from linattn.hf import AttentionCall
+from model_inputs import LANGUAGE_HEADS
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -45,6 +46,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5", {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
     "bloom": ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "mpnet": ("MPNet", SIZES),
+    "falcon": ("Falcon", {**SIZES, **TOKENS}),
+    "phi": ("Phi", {**SIZES, **TOKENS, "num_key_value_heads": 2}),
+    "opt": ("OPT", {**SIZES, **TOKENS, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 128}),
+}
+
+
+SLIDING = {"num_hidden_layers": 3, "sliding_window": 8}
+CACHE_OPTIONS: dict[str, dict[str, Any]] = {
+    "gemma3": {**SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "qwen2": {**SLIDING, "use_sliding_window": True, "max_window_layers": 1},
 }
 
 
@@ -65,6 +76,23 @@ def build() -> Callable[..., PreTrainedModel]:
                 if weight.ndim == 2:
                     weight.mul_(10.0)
         return model.eval()
+
+    return of
+
+
+@pytest.fixture
+def language_model(build: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """A family's language model, whose random weights attend neither to all tokens alike nor to one alone."""
+
+    def of(family: str, **options: Any) -> PreTrainedModel:
+        model = build(
+            family, head=LANGUAGE_HEADS.get(family, "ForCausalLM"), **{**CACHE_OPTIONS.get(family, {}), **options}
+        )
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim == 2:
+                    weight.mul_(0.4)
+        return model
 
     return of
 

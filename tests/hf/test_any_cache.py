@@ -33,7 +33,7 @@ def llama(method: str) -> LlamaForCausalLM:
     for weight in model.parameters():
         if weight.ndim > 1:
             weight.mul_(4)
-    linearize_(model, feature_map=method)
+    linearize_(model, method=method)
     return model
 
 
@@ -98,7 +98,7 @@ def test_the_last_call_is_taken_back(method: str) -> None:
     for cuts, count in (([10, 5], 1), ([10, 5], 3), ([10, 5], 5), ([15], 15), ([12, 1, 1, 1], 3), ([8, 4, 1, 1, 1], 4)):
         cache = StateCache(model)
         cache.activate_past_recording()
-        if model.model.layers[0].self_attn.linear_attention.rules == [] and count > cuts[-1]:
+        if model.model.layers[0].self_attn.linear_attention.num_exact == 0 and count > cuts[-1]:
             continue
         for part in IDS[:, :15].split(cuts, dim=1):
             model(part, past_key_values=cache)
@@ -168,12 +168,20 @@ def test_another_attention_set_later_is_refused_until_it_is_set_back(implementat
 
 
 def test_a_name_is_no_linearized_model() -> None:
-    """Naming the implementation at loading is refused by the first call, and by linearize_."""
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation="linattn").eval()
-    with pytest.raises(RuntimeError, match="linearize_"):
-        model(IDS)
-    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-        linearize_(model, feature_map=MAP)
+    """Naming the implementation at loading is softmax, until linearize_ has the model."""
+    named, own = (
+        AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation=name).eval()
+        for name in ("linattn", "sdpa")
+    )
+    named.load_state_dict(own.state_dict())
+    wanted = own(IDS).logits
+    assert torch.equal(named(IDS).logits, wanted)
+    for model in (named, own):
+        linearize_(model, method=MAP)
+    assert torch.equal(named(IDS).logits, own(IDS).logits)
+    assert not torch.equal(named(IDS).logits, wanted)
+    restore_(named)
+    assert torch.equal(named(IDS).logits, wanted)
 
 
 def test_a_cache_that_training_would_not_fill_is_refused() -> None:

@@ -8,7 +8,6 @@ import torch
 from linattn.feature_maps import Centred, Expansion, FavorPlus, Relu
 from linattn.hf import StateCache, calibrating, capture, from_pretrained, linearize_, restore_, save_pretrained
 from linattn.hf.layer_attention import rescale_query
-from linattn.planning import HeadPlan, Plan
 from model_inputs import LANGUAGE_HEADS, OPTIONS, batch
 
 EXPANSION = "Expansion(num_centres=3)"
@@ -42,7 +41,7 @@ def texts(count=3, length=12):
 def test_causal_models_attend_by_fitted_maps(build, family, written):
     """What a text's beginning gives does not depend on its end, and states give what no cache gives."""
     model = build(family, head=LANGUAGE_HEADS[family], **OPTIONS.get(family, {})).double()
-    linearize_(model, feature_map=written, calibrate=[texts()])
+    linearize_(model, method=written, calibrate=[texts()])
     ids, other = texts(2, 9), texts(2, 9).clone()
     other[:, 6:] = 5
     whole = run(model, {"input_ids": ids, "use_cache": False})
@@ -61,7 +60,7 @@ def test_each_map_is_fitted_to_its_own_layers_unpadded_tokens(build, family):
     calls = capture(model, inputs).calls
     layers = range(6) if family == "bart" else None  # cross attention, where it is named
     batches = [inputs, {name: x.flip(0) for name, x in inputs.items()}]
-    linearize_(model, feature_map=EXPANSION, layers=layers, calibrate=batches)
+    linearize_(model, method=EXPANSION, layers=layers, calibrate=batches)
     by_name = {call.module_name: call for call in calls}
     assert len(kernels(model)) == len(calls)
     for kernel in kernels(model):
@@ -85,8 +84,8 @@ def test_what_is_padded_does_not_enter(build):
     ids = texts(4, 9)
     padded = torch.cat((ids, torch.full((4, 5), 9)), 1)
     mask = torch.cat((torch.ones(4, 9), torch.zeros(4, 5)), 1).long()
-    linearize_(model, feature_map=EXPANSION, calibrate=[ids])
-    linearize_(twin, feature_map=EXPANSION, calibrate=[{"input_ids": padded, "attention_mask": mask}])
+    linearize_(model, method=EXPANSION, calibrate=[ids])
+    linearize_(twin, method=EXPANSION, calibrate=[{"input_ids": padded, "attention_mask": mask}])
     for ours, theirs in zip(kernels(twin), kernels(model), strict=True):
         torch.testing.assert_close(ours.feature_map.centres, theirs.feature_map.centres, rtol=1e-4, atol=1e-4)
 
@@ -101,7 +100,7 @@ def test_fitted_maps_are_nearer_to_softmax_than_the_calls_own_or_none(build, fam
     softmax = run(model, {"input_ids": texts(2, 40)})
     errors = []
     for method, given in (("Expansion(num_centres=8)", [texts(8, 40)]), ("Exponential", None)):
-        linearize_(model, feature_map=method, calibrate=given)
+        linearize_(model, method=method, calibrate=given)
         errors.append(float((run(model, {"input_ids": texts(2, 40)}) - softmax).norm()))
         restore_(model)
     assert errors[0] < 0.5 * errors[1]
@@ -116,7 +115,7 @@ def test_left_unchanged_otherwise(build):
     modes = [part.training for part in model.modules()]
     first = next(model.parameters())
     first.requires_grad_(False)
-    linearize_(model, feature_map=EXPANSION, calibrate=[texts()])
+    linearize_(model, method=EXPANSION, calibrate=[texts()])
     assert [part.training for name, part in model.named_modules() if "linear_attention" not in name] == modes
     assert torch.is_grad_enabled()
     assert not first.requires_grad
@@ -130,17 +129,17 @@ def test_an_error_in_a_batch_leaves_the_model_as_it_was(build):
     model = build("bert").train()
     before = model.config._attn_implementation
     with pytest.raises(IndexError):
-        linearize_(model, feature_map=EXPANSION, calibrate=[texts(), texts() + 1000])
+        linearize_(model, method=EXPANSION, calibrate=[texts(), texts() + 1000])
     assert model.training
     assert model.config._attn_implementation == before
     assert not kernels(model)
-    linearize_(model, feature_map=EXPANSION, calibrate=[texts()])
+    linearize_(model, method=EXPANSION, calibrate=[texts()])
 
 
 def test_layers_that_keep_their_softmax_may_have_windows(build):
     """Longer texts than the windows: the layers that are not replaced attend as they did."""
     model = build("modernbert", local_attention=4)
-    linearize_(model, feature_map=EXPANSION, calibrate=[texts()])
+    linearize_(model, method=EXPANSION, calibrate=[texts()])
     assert [kernel.feature_map.centres.shape for kernel in kernels(model)] == [(4, 3, 8)]
 
 
@@ -152,7 +151,7 @@ def test_batches_are_read_once_and_one_at_a_time(build):
             alive.append(number)
             yield texts(1, 5 + number)
 
-    linearize_(model, feature_map=EXPANSION, calibrate=stream())
+    linearize_(model, method=EXPANSION, calibrate=stream())
     assert alive == [0, 1, 2, 3]
 
 
@@ -172,34 +171,16 @@ def test_memory_does_not_grow_with_the_samples(monkeypatch):
 
 def test_maps_that_a_function_builds(build):
     model = build("llama")
-    report = linearize_(model, feature_map=lambda d: Centred(FavorPlus(d, 16)), calibrate=[texts()])
+    report = linearize_(model, method=lambda d: Centred(FavorPlus(d, 16)), calibrate=[texts()])
     first, second = (kernel.feature_map for kernel in kernels(model))
     assert first.key_mean.shape == (2, 1, 8)
     assert not torch.equal(first.key_mean, second.key_mean)
     assert first.extra_repr() in report.replaced[0].feature_map
 
 
-def plan(*methods, is_causal=True):
-    return Plan(tuple(HeadPlan(m, 0.1, None, 0.5, 10, 20) for m in methods), 8, 8, 8**-0.5, is_causal, 12)
-
-
-def test_plans_without_fitted_tensors(build):
-    model = build("llama")
-    open_one = plan("exact", EXPANSION, EXPANSION, "Taylor(order=2)")
-    calls = capture(model, {"input_ids": texts()}).calls
-    fitted = open_one.fit(calls[0].query * 2, calls[0].key)
-    linearize_(model, plans=[open_one, fitted], calibrate=[texts()])
-    first, second = kernels(model)
-    wanted = open_one.fit(
-        *(x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in (calls[0].query, calls[0].key))
-    )
-    torch.testing.assert_close(first.maps[0].centres, wanted.fitted[EXPANSION]["centres"], rtol=1e-4, atol=1e-4)
-    assert torch.equal(second.maps[0].centres, fitted.fitted[EXPANSION]["centres"])
-
-
 def test_what_was_calibrated_is_saved(build, tmp_path):
     model = build("llama")
-    linearize_(model, feature_map=f"{EXPANSION} + window 4", calibrate=[texts()])
+    linearize_(model, method=f"{EXPANSION} + window 4", calibrate=[texts()])
     save_pretrained(model, tmp_path / "new")
     assert torch.equal(run(from_pretrained(tmp_path / "new"), batch("llama")), run(model, batch("llama")))
 
@@ -207,7 +188,7 @@ def test_what_was_calibrated_is_saved(build, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_in_half_precision(build, dtype):
     model = build("llama").to(dtype)
-    linearize_(model, feature_map=EXPANSION, calibrate=[texts()])
+    linearize_(model, method=EXPANSION, calibrate=[texts()])
     assert run(model, batch("llama")).isfinite().all()
     assert all(kernel.feature_map.centres.dtype == torch.float32 for kernel in kernels(model))
 
@@ -227,14 +208,14 @@ def test_models_in_half_precision(build, dtype):
         ),
         ({"calibrate": [torch.rand(2, 3)]}, ValueError, r"calibrate\[0\] is a tensor of torch.float32"),
         (
-            {"feature_map": "Taylor", "calibrate": [texts()]},
+            {"method": "Taylor", "calibrate": [texts()]},
             ValueError,
             "nothing to calibrate: Taylor.*leave calibrate out",
         ),
-        ({"feature_map": Relu, "calibrate": [texts()]}, ValueError, "nothing to calibrate: Relu"),
+        ({"method": Relu, "calibrate": [texts()]}, ValueError, "nothing to calibrate: Relu"),
         ({"calibrate": None}, ValueError, r"cannot attend by Expansion.*calibrate=batches fits it to samples"),
         (
-            {"feature_map": lambda _: SHARED, "calibrate": [texts()]},
+            {"method": lambda _: SHARED, "calibrate": [texts()]},
             ValueError,
             "several layers have one map, which cannot be fitted to each of them",
         ),
@@ -243,29 +224,20 @@ def test_models_in_half_precision(build, dtype):
             ValueError,
             r"every token of the samples is masked in layers\.0\.self_attn",
         ),
-        (
-            {
-                "feature_map": None,
-                "plans": [plan("exact", "exact", "exact", "Taylor(order=2)")] * 2,
-                "calibrate": [texts()],
-            },
-            ValueError,
-            "nothing to calibrate: no plan has a map",
-        ),
     ],
 )
 def test_what_cannot_be_calibrated(build, options, error, words):
     model = build("llama")
     before = model.config._attn_implementation
     with pytest.raises(error, match=words):
-        linearize_(model, **{"feature_map": EXPANSION, **options})
+        linearize_(model, **{"method": EXPANSION, **options})
     assert model.config._attn_implementation == before
     assert not kernels(model)
 
 
 def test_calls_that_no_kernel_can_take(build):
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn asks for a sliding window of 4 over 12 keys"):
-        linearize_(build("mistral", sliding_window=4), feature_map=EXPANSION, layers=[0], calibrate=[texts()])
+        linearize_(build("mistral", sliding_window=4), method=EXPANSION, layers=[0], calibrate=[texts()])
 
 
 def test_layers_that_no_sample_reaches(build):
@@ -275,4 +247,4 @@ def test_layers_that_no_sample_reaches(build):
     # The probe has other tokens, and reaches it.
     layer.forward = lambda hidden, *rest, **more: forward(hidden, *rest, **more) if hidden.shape[1] == 6 else hidden
     with pytest.raises(ValueError, match=r"no sample made encoder\.layer\.1\.attention\.self attend; leave it out"):
-        linearize_(model, feature_map=EXPANSION, calibrate=[texts()])
+        linearize_(model, method=EXPANSION, calibrate=[texts()])

@@ -25,7 +25,7 @@ def linear(build):
         depth = {"gpt2": {"n_layer": 3}, "bart": {}}.get(family, {"num_hidden_layers": 3})
         model = build(family, head=HEADS[family], **depth, **OPTIONS.get(family, {})).double()
         model.generation_config.pad_token_id = 0
-        linearize_(model, feature_map="FavorPlus(num_features=32)", layers=layers)
+        linearize_(model, method="FavorPlus(num_features=32)", layers=layers)
         return model
 
     return of
@@ -82,7 +82,7 @@ def test_left_padding_changes_nothing(linear, family):
 
 def test_speech(build):
     model = build("whisper", head="ForConditionalGeneration").double()
-    linearize_(model, feature_map="FavorPlus(num_features=32)")
+    linearize_(model, method="FavorPlus(num_features=32)")
     sound = torch.randn(2, 4, 16, dtype=torch.float64)
     options, caches = {**LENGTH, "do_sample": False}, []
 
@@ -120,7 +120,7 @@ def test_assisted_generation_takes_a_cache_that_can_be_cropped(linear, build):
 def test_a_restored_model_generates_as_before(build):
     model = build("llama", head="ForCausalLM")
     wanted = tokens(model, do_sample=False)
-    linearize_(model, feature_map="EluPlusOne")
+    linearize_(model, method="EluPlusOne")
     assert not torch.equal(tokens(model, do_sample=False), wanted)
     restore_(model)
     made = tokens(model, do_sample=False, return_dict_in_generate=True)

@@ -21,7 +21,7 @@ def model(request, build):
     depth = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
     model = build(family, head=LANGUAGE_HEADS[family], **depth).double()
     model.generation_config.pad_token_id = 0
-    linearize_(model, feature_map="FavorPlus(num_features=32)", layers=layers)
+    linearize_(model, method="FavorPlus(num_features=32)", layers=layers)
     return model
 
 

@@ -291,7 +291,7 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(RuntimeError, match="serves a LinearLMForCausalLM"):
         cache.update(words, words, 0)
     with pytest.raises(ValueError, match="LinearLMForCausalLM"):
-        linearize_(made, feature_map="EluPlusOne")
+        linearize_(made, method="EluPlusOne")
 
 
 @pytest.mark.parametrize(("gated", "expected"), [("ls", [True, True]), ("l", [True, False]), ("s", [False, True])])

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from linattn import Exact
 from linattn.feature_maps import EluPlusOne, FavorPlus, FeatureMap, LearnedExponential
 from linattn.hf import (
     LinearLMForCausalLM,
@@ -25,13 +24,12 @@ from linattn.hf import (
 from linattn.hf.linear_twin import linear_twin
 from linattn.hf.stream_cache import StreamLayer
 from linattn.nn import KeptTokens, LinearAttention
-from linattn.planning import HeadPlan, Plan
 from programs import TRANSFORMERS
 from twins import byte_ids, twin
 
 METHODS = {
     "LearnedExponential(num_features=8)": "Rotary(require_relative=False)",
-    "FavorPlus(num_features=16) + window 4 + heavy 3": "Rotary",
+    "FavorPlus(num_features=16) + window 4": "Rotary",
     "Expansion(num_centres=4) + window 4": "Rotary(require_relative=False)",
     "Centred(FavorPlus(num_features=16))": "Rotary(require_relative=False)",
     "Balanced(Nystrom(num_features=6))": "Rotary(require_relative=False)",
@@ -57,7 +55,7 @@ def linearized(softmax: LinearLMForCausalLM, method: str, **options) -> LinearLM
     """A copy under a method, fitted where that takes statistics."""
     model = copy.deepcopy(softmax)
     samples = [byte_ids(4, 32, seed=9)] if method in FITTED else None
-    linearize_(model, feature_map=method, calibrate=samples, **options)
+    linearize_(model, method=method, calibrate=samples, **options)
     return model
 
 
@@ -183,7 +181,7 @@ def test_streams_are_of_one_kind(softmax) -> None:
     ids, model = byte_ids(1, 6), copy.deepcopy(softmax)
     exact, states = StreamCache(2), StreamCache(2)
     model(ids, past_key_values=exact)
-    linearize_(model, feature_map="FavorPlus(num_features=8)", layers=[1])
+    linearize_(model, method="FavorPlus(num_features=8)", layers=[1])
     model(ids, past_key_values=states)
     layers: list[StreamLayer] = list(states.layers)
     assert [isinstance(layer.state.kept, KeptTokens) for layer in layers] == [True, False]
@@ -218,9 +216,7 @@ def test_per_head_maps_and_given_weights(softmax, tmp_path) -> None:
     """Draws for each key/value head, and a state_dict that a trainer passes in the place of the model's."""
     model, ids = copy.deepcopy(softmax), byte_ids(1, 9)
     draws = iter(range(2))
-    linearize_(
-        model, feature_map=lambda width: FavorPlus(width, 8, seed=next(draws), num_heads=2), exact=Exact(window=4)
-    )
+    linearize_(model, method=lambda width: FavorPlus(width, 8, seed=next(draws), num_heads=2), window=4)
     given = model.state_dict()
     given["model.embedding.weight"] = given["model.embedding.weight"] * 2
     (tmp_path / "out").mkdir()
@@ -238,7 +234,7 @@ def test_per_head_maps_and_given_weights(softmax, tmp_path) -> None:
 def elsewhere(model: LinearLMForCausalLM, *maps: FeatureMap) -> LinearLMForCausalLM:
     """A copy with a map for each layer."""
     model, given = copy.deepcopy(model), iter(maps)
-    linearize_(model, feature_map=lambda width: next(given))
+    linearize_(model, method=lambda width: next(given))
     return model
 
 
@@ -250,22 +246,13 @@ def test_what_no_linear_model_has_is_refused_by_name(softmax) -> None:
     for message, maps in cases.items():
         with pytest.raises(ValueError, match=message):
             linear_twin(elsewhere(softmax, *maps))
-    plan = Plan(
-        tuple(HeadPlan("FavorPlus(num_features=4)", 0.0, None, 0.5, 10, 20) for _ in range(4)), 8, 8, 8**-0.5, True, 9
-    )
-    model = copy.deepcopy(softmax)
-    linearize_(model, plans=[plan, plan])
-    with pytest.raises(ValueError, match="attend by plans, which a LinearLM has not"):
-        linear_twin(model)
-    with pytest.raises(ValueError, match=r"attends by a plan keeps a state for each method.*use_cache=False"):
-        model(byte_ids(1, 4))
     hybrid = twin(pattern="ls")
-    linearize_(hybrid, feature_map="FavorPlus(num_features=4)")
+    linearize_(hybrid, method="FavorPlus(num_features=4)")
     with pytest.raises(ValueError, match=r"blocks of this LinearLM at \[0\] are linear already"):
         linear_twin(hybrid)
     gated = twin(gate="Alibi")
     with pytest.raises(ValueError, match="softmax of this LinearLM is gated"):
-        linearize_(gated, feature_map="FavorPlus(num_features=4)")
+        linearize_(gated, method="FavorPlus(num_features=4)")
 
 
 @pytest.mark.parametrize(

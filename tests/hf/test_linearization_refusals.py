@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from linattn import MergedKV
 from linattn.feature_maps import EluPlusOne, FavorPlus, Relu
 from linattn.hf import intercept, linearize_, restore_
 from linattn.hf.linearization import choose_layers
@@ -25,18 +26,18 @@ FOUR = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
 )
 def test_inexpressible_calls(build, family, options, inputs, words):
     model = build(family, **options)
-    linearize_(model, feature_map="EluPlusOne", layers=range(2))
+    linearize_(model, method="EluPlusOne", layers=range(2))
     with pytest.raises(ValueError, match=words), torch.no_grad():
         model(input_ids=IDS, **inputs)
 
 
 def test_dropout_in_training(build):
     model = build("bert").train()
-    linearize_(model, feature_map="EluPlusOne")
+    linearize_(model, method="EluPlusOne")
     with pytest.raises(ValueError, match=r"dropout of 0\.1.*load the model with attention dropout 0"):
         model(input_ids=IDS)
     silent = build("bert", attention_probs_dropout_prob=0.0).train()
-    linearize_(silent, feature_map="EluPlusOne")
+    linearize_(silent, method="EluPlusOne")
     assert silent(input_ids=IDS)[0].isfinite().all()
 
 
@@ -45,30 +46,35 @@ def test_architectures_that_ignore_the_interface(build, family):
     model = build(family)
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=r"does not take its attention.*choose a model that does"):
-        linearize_(model, feature_map="EluPlusOne")
+        linearize_(model, method="EluPlusOne")
     assert model.config._attn_implementation == before
 
 
 def test_layers_with_a_window_are_left_unless_named(build):
     model = build("modernbert")
-    report = linearize_(model, feature_map="EluPlusOne")
+    report = linearize_(model, method="EluPlusOne")
     assert [row.layer for row in report.replaced] == [0]
     assert report.kept[0].reason.startswith("a sliding window of 65 tokens, linear as it is; name it")
     with pytest.raises(ValueError, match=r"no layer of MistralModel would be replaced: a sliding window of 4096"):
-        linearize_(build("mistral"), feature_map="EluPlusOne")
+        linearize_(build("mistral"), method="EluPlusOne")
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"feature_map": "EluPlusOne", "layers": [2]}, ValueError, r"has attention layers 0 to 1, got \[2\]"),
-        ({"feature_map": "EluPlusOne", "layers": []}, ValueError, "no layer of BertModel would be replaced"),
-        ({"feature_map": "FavorPlus"}, ValueError, "FavorPlus needs a number of features"),
-        ({"feature_map": "Softplus"}, ValueError, "there is no feature map 'Softplus'"),
-        ({"feature_map": "Relu + heavy 2"}, ValueError, "cannot share a normaliser"),
-        ({"feature_map": FavorPlus(8, 16)}, TypeError, "got FavorPlus; write feature_map=lambda head_dim"),
-        ({"feature_map": lambda head_dim: "Relu"}, TypeError, "must be a linattn.feature_maps.FeatureMap, got str"),
-        ({"feature_map": lambda head_dim: Relu(4)}, ValueError, r"\(layer 0\) cannot attend by Relu.*head_dim=4"),
+        ({"method": None}, TypeError, "a function that builds a map from a head width, got NoneType"),
+        ({"method": MergedKV(32, 96), "window": 32}, ValueError, "says its own window; leave window out"),
+        ({"method": ["EluPlusOne", None]}, TypeError, "a function that builds a map from a head width, got NoneType"),
+        ({"method": "EluPlusOne", "layers": [2]}, ValueError, r"has attention layers 0 to 1, got \[2\]"),
+        ({"method": "EluPlusOne", "layers": []}, ValueError, "no layer of BertModel would be replaced"),
+        ({"method": "FavorPlus"}, ValueError, "FavorPlus needs a number of features"),
+        ({"method": "FavorPlus + heavy 2"}, ValueError, r"heavy keys were removed: use 'window W \+ merged C'"),
+        ({"method": "Softplus"}, ValueError, "there is no feature map 'Softplus'"),
+        ({"method": "Relu + window 2"}, ValueError, "cannot share a normaliser"),
+        ({"method": FavorPlus(8, 16)}, TypeError, "got FavorPlus; write method=lambda head_dim"),
+        ({"method": lambda head_dim: "Relu"}, TypeError, r"by a linattn.*FeatureMap or by a linattn.MergedKV, got str"),
+        ({"method": lambda head_dim: MergedKV(4, 8), "window": 4}, ValueError, "has its own window, got window=4"),
+        ({"method": lambda head_dim: Relu(4)}, ValueError, r"\(layer 0\) cannot attend by Relu.*head_dim=4"),
     ],
 )
 def test_what_is_no_map_or_layer(build, options, error, words):
@@ -77,7 +83,7 @@ def test_what_is_no_map_or_layer(build, options, error, words):
     with pytest.raises(error, match=words):
         linearize_(model, **options)
     assert model.config._attn_implementation == before
-    linearize_(model, feature_map=EluPlusOne)
+    linearize_(model, method=EluPlusOne)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +91,13 @@ def test_what_is_no_map_or_layer(build, options, error, words):
     [
         ("Centred(Taylor)", r"layers.0.self_attn \(layer 0\) cannot attend by Centred\(Taylor\): .*fit"),
         ("Expansion", r"Expansion would take centres of all queries.*call fit\(query, key\)"),
-        ("FavorPlus(num_features=8) + heavy 2", "without window"),
+        ("merged 2", "without window"),
     ],
 )
 def test_maps_that_learn_from_the_call_are_refused_early_where_causal(build, feature_map, words):
     with pytest.raises(ValueError, match=words):
-        linearize_(build("llama"), feature_map=feature_map)
-    linearize_(build("bert"), feature_map=feature_map)
+        linearize_(build("llama"), method=feature_map)
+    linearize_(build("bert"), method=feature_map)
 
 
 @pytest.mark.parametrize("family", ["bart", "whisper"])
@@ -100,7 +106,7 @@ def test_maps_that_learn_from_the_call_are_refused_early_where_causal(build, fea
     [
         ("merged 8", "its queries are a decoder's and its keys another text's"),
         ("window 4 + merged 8", "its queries are a decoder's and its keys another text's"),
-        ("FavorPlus(num_features=16) + heavy 8", "its queries are a decoder's and its keys another text's"),
+        ("FavorPlus(num_features=16) + window 8", "its queries are a decoder's and its keys another text's"),
         ("Expansion(num_centres=4)", "take centres of all queries"),
         ("Centred(FavorPlus(num_features=16))", "take the mean of all tokens"),
     ],
@@ -111,22 +117,22 @@ def test_what_learns_from_all_queries_is_refused_where_a_decoder_reads_another_t
     crossed = [row.layer for row in choose_layers(model).kept]
     assert crossed
     with pytest.raises(ValueError, match=words):
-        linearize_(model, feature_map=feature_map, layers=crossed)
-    linearize_(model, feature_map="FavorPlus(num_features=16)", layers=crossed)
+        linearize_(model, method=feature_map, layers=crossed)
+    linearize_(model, method="FavorPlus(num_features=16)", layers=crossed)
 
 
 def test_once_and_only_once(build, exact):
     model = build("bert")
     with pytest.raises(ValueError, match="is not linearized; give the model that linearize_ was given"):
         restore_(model)
-    linearize_(model, feature_map="EluPlusOne")
+    linearize_(model, method="EluPlusOne")
     with pytest.raises(ValueError, match=r"linearized already; call restore_\(model\) first"):
-        linearize_(model, feature_map="EluPlusOne")
-    with pytest.raises(TypeError, match="take a transformers model, got BertEncoder"):
+        linearize_(model, method="EluPlusOne")
+    with pytest.raises(TypeError, match="a transformers model is wanted, got BertEncoder"):
         restore_(model.encoder)
     restore_(model)
     with intercept(model, exact), pytest.raises(ValueError, match="being intercepted; leave the block"):
-        linearize_(model, feature_map="EluPlusOne")
+        linearize_(model, method="EluPlusOne")
 
 
 def test_softmax_layers_honour_what_kernels_cannot(build):
@@ -137,6 +143,6 @@ def test_softmax_layers_honour_what_kernels_cannot(build):
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
         own = window(**inputs)[0][real]
-        linearize_(window, feature_map="FavorPlus(num_features=8) + window 8")
+        linearize_(window, method="FavorPlus(num_features=8) + window 8")
         # The first layer's kernel has a window over the whole text: exact. The others have the model's own.
         assert (window(**inputs)[0][real] - own).abs().max() <= 1e-12 * own.abs().max()

@@ -38,7 +38,7 @@ def test_is_the_op_in_every_layer(double, family, feature_map):
     own = run(model, inputs)
     # ModernBERT's second layer has a window, wider than these texts, the others' cross attention: replaced if named.
     layers = {"modernbert": range(2), "bart": range(6), "whisper": range(6)}.get(family)
-    report = linearize_(model, feature_map=feature_map, layers=layers)
+    report = linearize_(model, method=feature_map, layers=layers)
     ours = run(model, inputs)
     maps = {
         row.module_name: model.get_submodule(f"{row.module_name}.linear_attention.feature_map")
@@ -63,7 +63,7 @@ def test_is_the_op_in_every_layer(double, family, feature_map):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_nothing(double, family, feature_map):
     model, inputs = double(family), batch(family)
-    linearize_(model, feature_map=feature_map)
+    linearize_(model, method=feature_map)
     whole, mask = run(model, inputs), real(inputs)
     for row in range(len(LENGTHS)):
         single = run(model, alone(inputs, row))[0]
@@ -76,7 +76,7 @@ def test_padding_changes_nothing(double, family, feature_map):
 def test_a_growing_cache_of_keys(double, family, feature_map):
     """Transformers' own cache hands over all keys with the last queries: aligned bottom-right, or wrong."""
     model = double(family)
-    linearize_(model, feature_map=feature_map)
+    linearize_(model, method=feature_map)
     ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(3))
     name, given = "input_ids", {}
     if family == "whisper":

@@ -155,7 +155,7 @@ def test_the_default_by_name(tmp_path, monkeypatch):
 
 def test_a_linearized_folder_is_no_softmax_model(build, tokenizer, tmp_path):
     model = build("bert")
-    linearize_(model, feature_map="Exponential")
+    linearize_(model, method="Exponential")
     save_pretrained(model, tmp_path / "linear", tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"holds a linearized model.*linattn\.hf\.from_pretrained"):
         load(tmp_path / "linear")

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from linattn.hf import StateCache, from_pretrained, linearize_, save_pretrained
-from linattn.planning import HeadPlan, Plan
 from model_inputs import ENCODERS, LANGUAGE_HEADS, OPTIONS, batch, real
 
 FAVOR = "FavorPlus(num_features=32)"
-METHODS = (FAVOR, f"{FAVOR} + window 4", "Taylor(order=2)", "LearnedExponential(num_features=8)", "plan")
+METHODS = (FAVOR, f"{FAVOR} + window 4", "Taylor(order=2)", "LearnedExponential(num_features=8)")
 FAMILIES = (*ENCODERS, *LANGUAGE_HEADS, "vit", "whisper", "bart")
 DTYPES = (torch.bfloat16, torch.float16)
 # How much further a kernel may be from itself in float32 than the same model's softmax is. Both round the same products
@@ -22,24 +21,13 @@ def linear(build, family, method):
     model = build(family, head=LANGUAGE_HEADS.get(family, "Model"), **OPTIONS.get(family, {}))
     if family in LANGUAGE_HEADS:
         model.generation_config.pad_token_id = 0
-    if method == "plan":
-        # ModernBERT's second layer has a window of its own.
-        layers = [0] if family == "modernbert" else [0, 1]
-        linearize_(model, plans=[plan_of(family) for _ in layers], layers=layers)
-    else:
-        linearize_(model, feature_map=method)
+    linearize_(model, method=method)
     return model
 
 
 def softmax(build, family):
     """The same weights."""
     return build(family, head=LANGUAGE_HEADS.get(family, "Model"), **OPTIONS.get(family, {}))
-
-
-def plan_of(family):
-    """An exact head beside others."""
-    heads = tuple(HeadPlan(name, 0.1, None, 0.5, 10, 20) for name in ("exact", "Taylor(order=2)", FAVOR, "exact"))
-    return Plan(heads, 8, 8, 8**-0.5, family in LANGUAGE_HEADS, 7)
 
 
 def run(model, family, dtype=torch.float32, **options):

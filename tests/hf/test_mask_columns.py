@@ -47,7 +47,7 @@ def pair(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
         if weight.ndim > 1:
             weight.mul_(4)
     linear = copy.deepcopy(model)
-    linearize_(linear, feature_map="window 16 + merged 256")
+    linearize_(linear, method="window 16 + merged 256")
     return model, linear
 
 
@@ -92,7 +92,7 @@ def test_columns_that_are_no_keys_are_refused() -> None:
         linear(ids, attention_mask=mask, use_cache=False)
     for layers in (None, [0]):
         bert = BertModel(BertConfig(**SIZES)).eval()
-        linearize_(bert, feature_map="FavorPlus(num_features=8)", layers=layers)
+        linearize_(bert, method="FavorPlus(num_features=8)", layers=layers)
         with pytest.raises(ValueError, match="34 columns over 24 keys"):
             bert(input_ids=ids, attention_mask=mask)
 

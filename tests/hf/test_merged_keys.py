@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linattn import Exact
-from linattn.attention.exact import parse_exact
 from linattn.convert import ConvertConfig, convert_
-from linattn.hf import LayerAttention, StateCache, from_pretrained, linearize_, restore_, save_pretrained
-from linattn.planning import HeadPlan, Plan
-from linattn.planning.no_map import NoMap
+from linattn.feature_maps import FavorPlus
+from linattn.hf import StateCache, from_pretrained, linearize_, restore_, save_pretrained
+from linattn.kv_cache import MergedKV
 from model_inputs import LANGUAGE_HEADS, OPTIONS, batch
 
 IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(5))
@@ -28,7 +26,7 @@ def test_enough_merged_keys_leave_a_language_model_as_it_was(build, family):
     model = build(family, head=LANGUAGE_HEADS[family], **OPTIONS.get(family, {})).double()
     before = outputs(model, input_ids=IDS, use_cache=False)
     text = model.generate(IDS, max_new_tokens=5, do_sample=False)
-    report = linearize_(model, feature_map=ENOUGH, layers=range(2))
+    report = linearize_(model, method=ENOUGH, layers=range(2))
     assert [layer.feature_map for layer in report.layers] == [ENOUGH] * 2
     assert "window 2 + merged 16" in repr(model)
     torch.testing.assert_close(outputs(model, input_ids=IDS, use_cache=False), before, rtol=1e-11, atol=1e-11)
@@ -41,7 +39,7 @@ def test_enough_merged_keys_leave_a_language_model_as_it_was(build, family):
 def test_enough_merged_keys_leave_an_encoder_as_it_was(build, label):
     model, inputs = build("bert").double(), batch("bert")
     before = outputs(model, **inputs)
-    linearize_(model, feature_map=label)
+    linearize_(model, method=label)
     seen = inputs["attention_mask"].bool()
     torch.testing.assert_close(outputs(model, **inputs)[seen], before[seen], rtol=1e-11, atol=1e-11)
 
@@ -49,7 +47,7 @@ def test_enough_merged_keys_leave_an_encoder_as_it_was(build, label):
 @pytest.mark.parametrize("label", ["window 2 + merged 3", "window 2 + merged 3 in 8 bits"])
 def test_the_cache_of_merged_keys_does_not_grow(build, label):
     model = build("llama", head=LANGUAGE_HEADS["llama"])
-    linearize_(model, feature_map=label)
+    linearize_(model, method=label)
     cache, sizes = StateCache(model), []
     for t in range(11):
         outputs(model, input_ids=IDS[:, t : t + 1], past_key_values=cache)
@@ -62,7 +60,7 @@ def test_the_cache_of_merged_keys_does_not_grow(build, label):
 @pytest.mark.parametrize("label", ["window 3 + merged 2", "window 3 + merged 2 in 4 bits"])
 def test_merged_keys_are_saved_and_loaded(build, tmp_path, label):
     model = build("llama", head=LANGUAGE_HEADS["llama"])
-    linearize_(model, feature_map=label)
+    linearize_(model, method=label)
     save_pretrained(model, tmp_path)
     again = from_pretrained(tmp_path)
     assert again.model.layers[1].self_attn.linear_attention.summary == label
@@ -73,7 +71,7 @@ def test_every_layer_by_its_own_written_form(build, tmp_path):
     """Each as if it were that of all; the folder and the cache keep both."""
     labels = ["window 2 + merged 3", "window 4 + merged 2 in 8 bits"]
     model = build("llama", head=LANGUAGE_HEADS["llama"])
-    report = linearize_(model, feature_map=labels)
+    report = linearize_(model, method=labels)
     assert [layer.feature_map for layer in report.layers] == labels
     attentions = [layer.self_attn.linear_attention for layer in model.model.layers]
     assert [attention.summary for attention in attentions] == labels
@@ -85,41 +83,26 @@ def test_every_layer_by_its_own_written_form(build, tmp_path):
     steps = [outputs(again, input_ids=IDS[:, t : t + 1], past_key_values=cache) for t in range(11)]
     torch.testing.assert_close(torch.cat(steps, 1), found, rtol=2e-4, atol=2e-4)
     restore_(model)
-    linearize_(model, feature_map=lambda head_dim: NoMap(head_dim), exact=[parse_exact(label) for label in labels])
+    linearize_(model, method=[MergedKV.parse(label) for label in labels])
     assert torch.equal(outputs(model, input_ids=IDS, use_cache=False), found)
 
 
 def test_what_merged_keys_have_not_is_refused(build):
-    with pytest.raises(TypeError, match="a written form for each layer, got NoMap; give maps by a function"):
-        linearize_(build("llama"), feature_map=[NoMap(4)] * 2)
+    with pytest.raises(TypeError, match=r"one of these for each layer, or a function .*, got FavorPlus; write method="):
+        linearize_(build("llama"), method=[FavorPlus(4, 8)] * 2)
     for options, words in (
-        ({"feature_map": ENOUGH, "num_features": 8}, "has no map, got num_features=8"),
-        ({"feature_map": ENOUGH, "calibrate": [IDS]}, "nothing to calibrate: window 2 [+] merged 16 takes no"),
-        ({"feature_map": "merged 4"}, "give window too"),
-        ({"feature_map": [ENOUGH]}, "got 1 written forms for the 2 layers to be replaced; give one for each, in order"),
-        ({"feature_map": NoMap, "exact": [Exact(2, num_merged=3)]}, "got 1 exact parts for the 2 layers"),
-        ({"feature_map": [ENOUGH] * 2, "exact": Exact(2)}, "is a written form, whose exact part is written too"),
-        ({"feature_map": "window 2 + merged 4 in 3 bits"}, "bits must be 2, 4, 8 or None, got 3"),
-        ({"feature_map": "Expansion + window 2 + merged 4"}, "leave the map out, as in 'window 2 [+] merged 4'"),
+        ({"method": ENOUGH, "num_features": 8}, "has no map, got num_features=8"),
+        ({"method": ENOUGH, "calibrate": [IDS]}, "nothing to calibrate: window 2 [+] merged 16 takes no"),
+        ({"method": "merged 4"}, "give window too"),
+        ({"method": [ENOUGH]}, "got 1 methods for the 2 layers to be replaced; give one for each, in order"),
+        ({"method": [MergedKV(2, 3)] * 3}, "got 3 methods for the 2 layers to be replaced; give one for each"),
+        ({"method": FavorPlus, "window": [2]}, "got 1 windows for the 2 layers to be replaced"),
+        ({"method": [ENOUGH] * 2, "window": 2}, "says its own window; leave window out"),
+        ({"method": "window 2 + merged 4 in 3 bits"}, "bits must be 2, 4, 8 or None, got 3"),
+        ({"method": "Expansion + window 2 + merged 4"}, "leave the map out, as in 'window 32 [+] merged 128'"),
     ):
         with pytest.raises(ValueError, match=words):
             linearize_(build("llama"), **options)
-
-
-@pytest.mark.parametrize("label", ["merged 4", "window 2 + merged 4"])
-def test_a_plan_may_give_heads_merged_keys(build, label):
-    """Heads of such a method attend as the op does, at the model's temperature, beside exact ones."""
-    model, inputs = build("bert").double(), batch("bert")
-    linearize_(model, feature_map=label)
-    alone = [layer.attention.self.linear_attention for layer in model.encoder.layer]
-    layer = alone[0]
-    heads = tuple(HeadPlan(name, 0.0, None, 0.5, 10, 20) for name in (label, "exact", label, "exact"))
-    width = model.config.hidden_size // 4
-    planned = LayerAttention(Plan(heads, width, width, 0.3, False, 11), "layer.0")
-    q, k, v = (torch.randn(2, 4, 11, width, dtype=torch.float64) for _ in range(3))
-    found = planned(q, k, v, scale=0.7)
-    torch.testing.assert_close(found[:, ::2], layer(q, k, v, scale=0.7)[:, ::2], rtol=1e-11, atol=1e-11)
-    assert torch.isfinite(outputs(model, **inputs)).all()
 
 
 def test_a_conversion_takes_merged_keys(build):

@@ -29,7 +29,7 @@ def run(model, inputs):
 def model(request, build):
     """Linearized, with weights of its own in each kernel."""
     found = build(request.param)
-    linearize_(found, feature_map=LEARNED)
+    linearize_(found, method=LEARNED)
     found.family = request.param
     return found
 
@@ -70,7 +70,7 @@ def test_transformers_alone_refuses_the_folder(model, tmp_path, save):
 
 def test_without_linattn_too(run_program, build, tmp_path):
     model = build("bert")
-    linearize_(model, feature_map=LEARNED)
+    linearize_(model, method=LEARNED)
     save_pretrained(model, tmp_path / "new")
     program = "import sys; from transformers import AutoModel\ntry: AutoModel.from_pretrained(sys.argv[1])\n"
     program += "except ValueError as error: print(error)\nassert 'linattn' not in sys.modules"
@@ -81,7 +81,7 @@ def test_without_linattn_too(run_program, build, tmp_path):
 
 def test_a_part_of_a_linearized_model_is_no_softmax_model(build, tmp_path):
     model = build("llama", head="ForCausalLM")
-    linearize_(model, feature_map=LEARNED)
+    linearize_(model, method=LEARNED)
     model.model.save_pretrained(tmp_path / "part")
     model.config.save_pretrained(tmp_path / "config")
     with pytest.raises(ValueError, match=REFUSED):
@@ -94,7 +94,7 @@ def test_training_resumes_from_its_weights(build, tmp_path):
     """A trainer reads the checkpoint's weights into a model that was linearized alike."""
     model, other = build("bert"), build("bert")
     for each, seed in ((model, 1), (other, 2)):
-        linearize_(each, feature_map=LEARNED, seed=seed)
+        linearize_(each, method=LEARNED, seed=seed)
     by_a_trainer(model, tmp_path / "checkpoint")
     other.load_state_dict(load_file(tmp_path / "checkpoint" / "model.safetensors"))
     assert torch.equal(run(other, batch("bert")), run(model, batch("bert")))
@@ -102,7 +102,7 @@ def test_training_resumes_from_its_weights(build, tmp_path):
 
 def test_the_weights_that_were_given_are_written(build, tmp_path):
     model = build("bert")
-    linearize_(model, feature_map=LEARNED)
+    linearize_(model, method=LEARNED)
     given = {name: x + 1 if x.is_floating_point() else x for name, x in model.state_dict().items()}
     model.save_pretrained(tmp_path / "new", state_dict=given)
     twin = from_pretrained(tmp_path / "new").state_dict()
@@ -111,14 +111,14 @@ def test_the_weights_that_were_given_are_written(build, tmp_path):
 
 def test_a_map_shared_by_layers(build, tmp_path):
     model, shared = build("bert"), LearnedExponential(8, 8)
-    linearize_(model, feature_map=lambda _: shared)
+    linearize_(model, method=lambda _: shared)
     model.save_pretrained(tmp_path / "new")
     assert torch.equal(run(from_pretrained(tmp_path / "new"), batch("bert")), run(model, batch("bert")))
 
 
 def test_copies_save_themselves(build, tmp_path):
     model = build("bert")
-    linearize_(model, feature_map=LEARNED)
+    linearize_(model, method=LEARNED)
     twin = copy.deepcopy(model)
     restore_(model)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_copies_save_themselves(build, tmp_path):
 def test_a_restored_model_saves_as_before(build, tmp_path):
     model = build("bert")
     model.save_pretrained(tmp_path / "before")
-    linearize_(model, feature_map=LEARNED)
+    linearize_(model, method=LEARNED)
     restore_(model)
     model.save_pretrained(tmp_path / "after")
     assert "save_pretrained" not in vars(model)
@@ -142,7 +142,7 @@ def test_a_restored_model_saves_as_before(build, tmp_path):
 def test_a_loaded_model_restored_is_a_softmax_model_everywhere(build, tmp_path):
     model = build("bert")
     softmax = run(model, batch("bert"))
-    linearize_(model, feature_map=LEARNED)
+    linearize_(model, method=LEARNED)
     save_pretrained(model, tmp_path / "new")
     twin = from_pretrained(tmp_path / "new")
     restore_(twin)
@@ -153,7 +153,7 @@ def test_a_loaded_model_restored_is_a_softmax_model_everywhere(build, tmp_path):
 def test_folders_of_earlier_versions_are_read(build, tmp_path):
     """Their config.json names no attention."""
     model = build("bert")
-    linearize_(model, feature_map=LEARNED)
+    linearize_(model, method=LEARNED)
     save_pretrained(model, tmp_path / "new")
     path = tmp_path / "new" / "config.json"
     found = json.loads(path.read_text())
@@ -176,7 +176,7 @@ class Own(BertModel):
 )
 def test_options_for_another_kind_of_folder_are_refused(build, tmp_path, options, words):
     model = build("bert")
-    linearize_(model, feature_map=LEARNED)
+    linearize_(model, method=LEARNED)
     with pytest.raises(ValueError, match=words):
         model.save_pretrained(tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
@@ -184,7 +184,7 @@ def test_options_for_another_kind_of_folder_are_refused(build, tmp_path, options
 
 def test_what_cannot_be_read_again_is_not_written(build, tmp_path):
     own = Own(build("bert").config)
-    linearize_(own, feature_map=LEARNED)
+    linearize_(own, method=LEARNED)
     with pytest.raises(ValueError, match="Own is no class that transformers exports"):
         own.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()

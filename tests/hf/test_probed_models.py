@@ -51,7 +51,7 @@ def test_modules_that_a_pass_exchanges_are_as_they_were() -> None:
     model = ARCHITECTURES["BigBird-Pegasus"].build()
     modules = dict(model.named_modules())
     with pytest.raises(ValueError, match="computes with its mask of pairs"):
-        linearize_(model, feature_map=METHOD)
+        linearize_(model, method=METHOD)
     assert dict(model.named_modules()) == modules
 
 
@@ -79,7 +79,7 @@ def test_pictures_are_read_from_the_layer_they_were() -> None:
     ids = torch.cat([IDS[:, :4], torch.full((2, 16), PICTURE_TOKEN), IDS[:, 4:]], 1)
     inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16)}
     wanted, text = run(softmax, inputs), softmax.generate(**inputs, **GREEDY)
-    assert len(linearize_(model, feature_map=METHOD, example=inputs).replaced) == 5
+    assert len(linearize_(model, method=METHOD, example=inputs).replaced) == 5
     assert difference(run(model, inputs), wanted) <= CLOSE
     assert torch.equal(model.generate(**inputs, **GREEDY), text)
 
@@ -117,7 +117,7 @@ def test_a_place_of_the_cache_that_holds_pictures_counts_other_tokens() -> None:
         "cross_attention_mask": torch.ones(2, 24, 1, 1, dtype=torch.long),
     }
     wanted = run(softmax, inputs)
-    report = linearize_(model, feature_map=METHOD, example=inputs)
+    report = linearize_(model, method=METHOD, example=inputs)
     assert [row.layer for row in report.replaced] == [3, 5]
     assert difference(run(model, inputs), wanted) <= CLOSE
     for prompt in (inputs, {"input_ids": IDS}):
@@ -127,7 +127,7 @@ def test_a_place_of_the_cache_that_holds_pictures_counts_other_tokens() -> None:
 def test_a_call_left_between_a_state_and_keys_is_refused() -> None:
     """Of the text's own layers, by the law that pictures are not counted."""
     model = ARCHITECTURES["Gemma 3"].build()
-    linearize_(model, feature_map=METHOD)
+    linearize_(model, method=METHOD)
     cache = new_cache(model)
     model(IDS, past_key_values=cache)
     hook = model.model.layers[1].register_forward_pre_hook(lambda *_: {}["broken"])
@@ -144,8 +144,8 @@ def test_an_encoder_that_generates_stays_unless_named() -> None:
     softmax, model = architecture.build(), architecture.build()
     assert isinstance(model, BertLMHeadModel)
     with pytest.raises(ValueError, match=r"see later ones, and generate gives it a cache.*is_decoder=True.*`layers`"):
-        linearize_(model, feature_map=METHOD)
-    linearize_(model, feature_map=METHOD, layers=range(2))
+        linearize_(model, method=METHOD)
+    linearize_(model, method=METHOD, layers=range(2))
     inputs = inputs_of(architecture, model)
     assert difference(run(model, inputs), run(softmax, inputs)) <= CLOSE
 
@@ -162,8 +162,8 @@ def test_attention_that_is_inherited_is_replaced_too() -> None:
     """By small budgets, so that softmax would show."""
     plain, model = ARCHITECTURES["Llama"].build(), ARCHITECTURES["Llama"].build()
     model.model.layers[0].self_attn.__class__ = Hooked
-    linearize_(plain, feature_map=SMALL)
-    assert len(linearize_(model, feature_map=SMALL).replaced) == 2
+    linearize_(plain, method=SMALL)
+    assert len(linearize_(model, method=SMALL).replaced) == 2
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
     assert torch.equal(model.generate(IDS, **GREEDY), plain.generate(IDS, **GREEDY))
 
@@ -172,4 +172,4 @@ def test_a_model_without_numbers_is_refused() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(ARCHITECTURES["Llama"].build().config)
     with pytest.raises(ValueError, match=r"weights on the meta device.*load its weights first"):
-        linearize_(model, feature_map=METHOD)
+        linearize_(model, method=METHOD)

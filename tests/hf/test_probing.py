@@ -66,7 +66,6 @@ def greedy(model, **options):
 
 
 REFUSED = {
-    "sinks": (("GptOssForCausalLM",), {**DECODER, **EXPERTS, "head_dim": 8}, "attention sinks"),
     "caps": (("Gemma2ForCausalLM",), {**DECODER, "head_dim": 8}, "soft-capped logits"),
     "own masks": (("DogeForCausalLM",), DECODER, "computes with its mask of pairs"),
     "twice": (("DiffLlamaForCausalLM",), DECODER, "attends 2 times in a pass"),
@@ -109,7 +108,7 @@ def test_a_model_without_a_layer_to_replace_is_refused_at_once(case, layers):
     model = model_of(name, **options)
     state, before = copy.deepcopy(model.state_dict()), vars(model.config).copy()
     with pytest.raises(ValueError, match=words):
-        linearize_(model, feature_map=EXACT, layers=layers)
+        linearize_(model, method=EXACT, layers=layers)
     assert vars(model.config) == before
     assert not [key for module in model.modules() for key in vars(module) if "linattn" in key]
     assert all(torch.equal(x, state[key]) for key, x in model.state_dict().items())
@@ -122,8 +121,8 @@ def test_a_named_layer_that_cannot_be_replaced_names_those_that_can():
     with pytest.raises(
         ValueError, match=r"layers\.3\.self_attn \(layer 3\) .* keys.*name others in `layers`: \[0, 1\]"
     ):
-        linearize_(model, feature_map=EXACT, layers=[0, 3])
-    linearize_(model, feature_map=EXACT, layers=[0])
+        linearize_(model, method=EXACT, layers=[0, 3])
+    linearize_(model, method=EXACT, layers=[0])
 
 
 WORKING = {
@@ -160,7 +159,7 @@ def test_the_rest_is_replaced_and_the_model_stays_itself(case, own, tmp_path):
     model = model_of(*names, **options)
     model.set_attn_implementation(own)
     plain, padded, text = run(model, IDS), run(model, IDS, attention_mask=MASK.long())[MASK], greedy(model)
-    report = linearize_(model, feature_map=EXACT)
+    report = linearize_(model, method=EXACT)
     assert [row.layer for row in report.replaced] == replaced
     assert differ(run(model, IDS), plain) <= CLOSE
     assert differ(run(model, IDS, attention_mask=MASK.long())[MASK], padded) <= CLOSE
@@ -179,7 +178,7 @@ def test_layers_that_stay_attend_by_the_models_own_function():
     model.set_attn_implementation("eager")
     model.model.layers[1].self_attn.attn_logit_softcapping = None
     wanted, text = run(model, IDS, attention_mask=MASK.long())[MASK], greedy(model)
-    report = linearize_(model, feature_map=EXACT)
+    report = linearize_(model, method=EXACT)
     assert [(row.layer, row.reason) for row in report.kept] == [
         (0, "it asks for soft-capped logits, which a kernel φ(q)·φ(k) cannot express")
     ]
@@ -204,7 +203,7 @@ def test_named_local_layers_serve_texts_that_fit_and_refuse_others(case):
     model = model_of(*names, **options)
     wanted = run(model, IDS[:, :8])
     assert words in _reason(model)
-    linearize_(model, feature_map=EXACT, layers=[0])
+    linearize_(model, method=EXACT, layers=[0])
     assert differ(run(model, IDS[:, :8]), wanted) <= CLOSE
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn asks for a mask that is neither"):
         run(model, IDS)
@@ -242,9 +241,9 @@ def pictures():
 def test_masks_by_which_pictures_see_later_tokens_stay_unless_named():
     model = pictures()
     with pytest.raises(ValueError, match="tokens of a picture see later ones; name it in `layers`"):
-        linearize_(model, feature_map=EXACT)
+        linearize_(model, method=EXACT)
     wanted = run(model, IDS)
-    names = {row.layer: row.module_name for row in linearize_(model, feature_map=EXACT, layers=[1, 2]).replaced}
+    names = {row.layer: row.module_name for row in linearize_(model, method=EXACT, layers=[1, 2]).replaced}
     assert set(names.values()) == {f"model.language_model.layers.{n}.self_attn" for n in range(2)}
     assert differ(run(model, IDS), wanted) <= CLOSE
     with pytest.raises(ValueError, match="neither causal nor full"):
@@ -256,7 +255,7 @@ def test_masks_that_are_asked_for_by_a_structure_and_have_none():
     options = {"head_dim": 8, "sliding_window": 64, "layer_types": ["full_attention"] * 2}
     model = model_of("Gemma3TextModel", "Gemma3Text", **DECODER, **options, use_bidirectional_attention=True)
     wanted = run(model, IDS, attention_mask=MASK.long())[MASK]
-    assert len(linearize_(model, feature_map="merged 256").replaced) == 2
+    assert len(linearize_(model, method="merged 256").replaced) == 2
     assert differ(run(model, IDS, attention_mask=MASK.long())[MASK], wanted) <= CLOSE
 
 
@@ -268,8 +267,8 @@ def test_masks_that_a_model_makes_and_the_one_within_is_given():
     model = model_of("PaliGemmaForConditionalGeneration", **config)
     wanted = run(model, IDS, attention_mask=MASK.long())[MASK]
     with pytest.raises(ValueError, match="tokens of a picture see later ones"):
-        linearize_(model, feature_map=EXACT)
-    assert {row.layer for row in linearize_(model, feature_map=EXACT, layers=[2, 3]).replaced} == {2, 3}
+        linearize_(model, method=EXACT)
+    assert {row.layer for row in linearize_(model, method=EXACT, layers=[2, 3]).replaced} == {2, 3}
     assert differ(run(model, IDS, attention_mask=MASK.long())[MASK], wanted) <= CLOSE
 
 
@@ -277,12 +276,12 @@ def test_one_place_in_a_cache_holds_one_state(build):
     model = build("llama")
     model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn \(layer 1\) .* in common with layers\.0\.self_attn"):
-        linearize_(model, feature_map="EluPlusOne", layers=[0, 1])
+        linearize_(model, method="EluPlusOne", layers=[0, 1])
 
 
 def test_masks_wider_than_an_encoders_text_are_refused(build):
     model, ids = build("bert"), IDS % 64
-    linearize_(model, feature_map="EluPlusOne", layers=[1])
+    linearize_(model, method="EluPlusOne", layers=[1])
     with pytest.raises((ValueError, RuntimeError), match=r"columns over 24 keys|must match"):
         run(model, ids, attention_mask=torch.ones(2, 30, dtype=torch.long))
 
@@ -299,11 +298,11 @@ def test_layers_that_no_input_reaches_ask_for_an_example():
     model = pictures()
     assert choose_layers(model, [1]).kept[0].module_name.startswith("model.vision_tower")
     with pytest.raises(ValueError, match=r"a pass over input_ids, .* does not call it; give example="):
-        linearize_(model, feature_map=EXACT, layers=[0])
+        linearize_(model, method=EXACT, layers=[0])
     image = int(model.config.image_token_id)
     ids = torch.cat([IDS[:1], torch.full((1, 4), image)], 1)
     example = {"input_ids": ids, "pixel_values": torch.zeros(1, 3, 16, 16)}
-    assert linearize_(model, feature_map=EXACT, layers=[0], example=example).replaced[0].layer == 0
+    assert linearize_(model, method=EXACT, layers=[0], example=example).replaced[0].layer == 0
 
 
 def test_a_model_that_runs_on_no_made_input_takes_an_example(build):
@@ -317,12 +316,12 @@ def test_a_model_that_runs_on_no_made_input_takes_an_example(build):
 
     model.forward = choosy
     with pytest.raises(ValueError, match=r"does not run on inputs made for it .*tag is missing.*give example="):
-        linearize_(model, feature_map="EluPlusOne")
+        linearize_(model, method="EluPlusOne")
     with pytest.raises(ValueError, match=r"does not run on the example .*tag is missing"):
-        linearize_(model, feature_map="EluPlusOne", example={"input_ids": IDS % 64})
+        linearize_(model, method="EluPlusOne", example={"input_ids": IDS % 64})
     sample = {"input_ids": IDS % 64, "tag": 1}
     assert len(choose_layers(model, example=sample).replaced) == 2
-    assert len(linearize_(model, feature_map="Expansion(num_centres=3)", calibrate=[sample]).replaced) == 2
+    assert len(linearize_(model, method="Expansion(num_centres=3)", calibrate=[sample]).replaced) == 2
 
 
 def test_a_probe_leaves_nothing_behind(build):

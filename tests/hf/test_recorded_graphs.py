@@ -12,7 +12,6 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, Qwen2Co
 
 import linattn
 from grid import default
-from linattn import Exact
 from linattn.feature_maps import FEATURE_MAPS
 from linattn.hf import LinearLMConfig, LinearLMForCausalLM, linearize_
 
@@ -46,14 +45,14 @@ class Encoder(Called):
 def bert(method: str) -> nn.Module:
     """Two layers without causality."""
     model = BertModel(BertConfig(**SIZES)).eval()
-    linearize_(model, feature_map=method)
+    linearize_(model, method=method)
     return Encoder(model)
 
 
 def llama(method: str) -> nn.Module:
     """Two causal ones."""
     model = LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
-    linearize_(model, feature_map=method)
+    linearize_(model, method=method)
     return Called(model)
 
 
@@ -125,7 +124,7 @@ def test_a_window_that_holds_all_keys_is_exported(layer_type: str) -> None:
     model = Qwen2Model(
         Qwen2Config(**SIZES, num_key_value_heads=2, use_sliding_window=True, sliding_window=64, layer_types=types)
     ).eval()
-    linearize_(model, feature_map="FavorPlus(num_features=16)", layers=[0])
+    linearize_(model, method="FavorPlus(num_features=16)", layers=[0])
     ids, mask = torch.randint(3, 97, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
     padded = mask.clone()
     padded[1, 20:] = 0
@@ -142,9 +141,12 @@ def test_a_window_that_holds_all_keys_is_exported(layer_type: str) -> None:
 def test_sizes_are_known_without_values(feature_map: str | None, is_causal: bool) -> None:
     """The op with a mask under FakeTensorMode, in which no value can be looked at."""
     built = None if feature_map is None else default(feature_map, 8)
-    exact = Exact(8, num_merged=4) if built is None else None
     with FakeTensorMode(allow_non_fake_inputs=True):
         tokens = (torch.randn(2, 2, 30, 8) for _ in range(3))
         mask = torch.ones(2, 30, dtype=torch.bool)
-        out = linattn.linear_attention(*tokens, built, key_mask=mask, is_causal=is_causal, exact=exact)
+        options = {"key_mask": mask, "is_causal": is_causal}
+        if built is None:
+            out = linattn.merged_attention(*tokens, linattn.MergedKV(8, 4, None), **options)
+        else:
+            out = linattn.linear_attention(*tokens, built, **options)
     assert out.shape == (2, 2, 30, 8)

@@ -41,7 +41,7 @@ def test_refused_until_restored(asking, exact, family, how):
     assert len(own) == 2
     with intercept(model, exact), pytest.raises(ValueError, match=REFUSED):
         weights(model, inputs)
-    linearize_(model, feature_map="EluPlusOne")
+    linearize_(model, method="EluPlusOne")
     with pytest.raises(ValueError, match=REFUSED):
         weights(model, inputs)
     restore_(model)
@@ -50,7 +50,7 @@ def test_refused_until_restored(asking, exact, family, how):
 
 def test_a_hybrid_and_a_part_of_a_model_refuse_too(build):
     model = build("gpt2", head="LMHeadModel")
-    linearize_(model, feature_map="EluPlusOne", layers=[1])
+    linearize_(model, method="EluPlusOne", layers=[1])
     text = torch.tensor([[3, 4, 5]])
     for part in (model, model.transformer):
         with pytest.raises(ValueError, match=REFUSED):

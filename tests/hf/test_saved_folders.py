@@ -8,6 +8,7 @@ from one processor to another.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from torch import Tensor
 from linattn.hf import StateCache, from_pretrained, save_pretrained
 
 FOLDERS = Path(__file__).parent / "folders"
-MODELS = ("one_map", "window_and_heavy", "grouped_queries", "planned")
+MODELS = ("one_map", "window", "grouped_queries")
 # Two float64 evaluations of the same sums on different processors: 2**-53 a rounding, some thousand roundings.
 CLOSE = 1e-11
 VERSIONS = ("linattn", "torch", "transformers")
@@ -79,4 +80,25 @@ def test_what_is_written_today_is_what_was_written_then(name, tmp_path):
     )
     for version in VERSIONS:
         del then[version], now[version]
+    # It wrote how many heavy keys there were, which was none.
+    assert [layer["kernel"].pop("num_heavy", 0) for layer in then["layers"]] == [0] * len(then["layers"])
     assert now == then
+
+
+@pytest.mark.parametrize("edit", [{"num_heavy": 2}, {"num_heavy": 2, "rule": "oldest"}, {"num_heavy": -1}], ids=str)
+def test_a_folder_with_heavy_keys_is_refused(edit, tmp_path):
+    folder = shutil.copytree(FOLDERS / "window", tmp_path / "heavy")
+    record = json.loads((folder / "linattn.json").read_text())
+    record["layers"][0]["kernel"] |= edit
+    (folder / "linattn.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"layer 0: .*heavy keys were removed: use 'window W \+ merged C'"):
+        from_pretrained(folder)
+
+
+def test_a_folder_with_a_method_for_each_head_is_refused_before_its_weights_are_read():
+    """Of this folder there is the record alone."""
+    names = r"model\.layers\.0\.self_attn, model\.layers\.1\.self_attn"
+    with pytest.raises(
+        ValueError, match=rf"has a method for each head of {names}, .*; linearize_ the softmax model by"
+    ):
+        from_pretrained(FOLDERS / "planned")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, DynamicCache
 
-import linattn
 from linattn.feature_maps import Balanced, Centred, FavorPlus, Hedgehog, LearnedExponential, Nystrom, Oprf, Sderf
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, load, restore_, save_pretrained
 from linattn.hf.layer_attention import LayerAttention
@@ -30,7 +29,7 @@ def run(model, inputs):
 def kernels(model) -> dict[str, tuple[object, ...]]:
     """What is known of each kernel."""
     return {
-        name: (part.module_name, part.feature_map.fingerprint(), part.groups)
+        name: (part.module_name, part.feature_map.fingerprint(), part.window)
         for name, part in model.named_modules()
         if isinstance(part, LayerAttention)
     }
@@ -62,37 +61,16 @@ def assert_same(twin, model, inputs) -> None:
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "modernbert", "whisper", "bart"])
 def test_every_family_returns(build, tmp_path, family, method):
     model = build(family, head=HEADS.get(family, "Model"))
-    linearize_(model, feature_map=method, seed=5)
+    linearize_(model, method=method, seed=5)
     assert_same(returned(model, tmp_path / "new"), model, batch(family))
 
 
 def test_the_choice_of_layers_and_the_whole_method_return(build, tmp_path):
     model = build("bert", num_hidden_layers=3)
-    linearize_(model, feature_map="Expansion(num_centres=2) + window 2 + heavy 1", layers=[0, 2])
+    linearize_(model, method="Expansion(num_centres=2) + window 2", layers=[0, 2])
     twin = returned(model, tmp_path / "new")
     assert list(kernels(twin)) == [f"encoder.layer.{n}.attention.self.linear_attention" for n in (0, 2)]
     assert_same(twin, model, batch("bert"))
-
-
-class Oldest(linattn.Exact):
-    """The keys that left the neighbourhood first stay exact."""
-
-    word = "oldest"
-
-    def rank(self, score, count=None):
-        return (score == -torch.inf).byte().argsort(dim=-1, stable=True)[..., :count]
-
-
-def test_a_rule_of_eviction_returns(build, tmp_path):
-    model = build("llama")
-    linearize_(model, feature_map=lambda d: FavorPlus(d, 16), exact=Oldest(2, 1))
-    twin = returned(model, tmp_path / "new")
-    assert_same(twin, model, batch("llama"))
-    assert all(type(group.exact) is Oldest for kernel in kernels(twin).values() for group in kernel[2].values())
-    record = tmp_path / "new" / "linattn.json"
-    record.write_text(record.read_text().replace('"oldest"', '"unheard-of"'))
-    with pytest.raises(ValueError, match="there is no exact part 'unheard-of', but heavy, "):
-        from_pretrained(tmp_path / "new")
 
 
 FITTED = {
@@ -113,7 +91,7 @@ def test_what_was_fitted_and_redrawn_returns(build, tmp_path, name, dtype):
         call = next(calls)
         return FITTED[name](head_dim).fit(call.query.to(dtype), call.key.to(dtype))
 
-    linearize_(model, feature_map=fitted)
+    linearize_(model, method=fitted)
     if name == "nested":
         model.layers[0].self_attn.linear_attention.feature_map.inner.inner.redraw(77)
     assert_same(returned(model, tmp_path / "new"), model, inputs)
@@ -125,14 +103,14 @@ def test_what_was_fitted_and_redrawn_returns(build, tmp_path, name, dtype):
 def test_dtypes_are_those_that_were_saved(build, tmp_path, family, dtype, method):
     """Buffers that no state_dict has, as Llama's frequencies, are cast with the model, and return so."""
     model = build(family)
-    linearize_(model, feature_map=method)
+    linearize_(model, method=method)
     model.to(dtype)
     assert_same(returned(model, tmp_path / "new"), model, batch(family))
 
 
 def test_weights_of_several_dtypes(build, tmp_path):
     model = build("bert")
-    linearize_(model, feature_map=FAVOR)
+    linearize_(model, method=FAVOR)
     model.to(torch.bfloat16)
     for name, part in model.named_modules():
         if name.endswith("LayerNorm"):
@@ -148,7 +126,7 @@ def test_weights_of_several_dtypes(build, tmp_path):
 @pytest.mark.parametrize("kind", [LearnedExponential, Hedgehog])
 def test_learned_maps_return_trained_and_train_on(build, tmp_path, kind):
     model, inputs = build("bert"), batch("bert")
-    linearize_(model, feature_map=lambda d: kind(d) if kind is Hedgehog else kind(d, 8, seed=9))
+    linearize_(model, method=lambda d: kind(d) if kind is Hedgehog else kind(d, 8, seed=9))
     start = kernels(model)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     model(**inputs)[0].square().sum().backward()
@@ -184,7 +162,7 @@ def test_another_process_gives_the_same_bits_and_texts(run_program, build, tmp_p
     for family in ("bert", "gpt2", "llama"):
         model, inputs = build(family, head=HEADS.get(family, "Model")), batch(family)
         inputs.pop("position_ids", None)
-        linearize_(model, feature_map=f"{FAVOR} + window 4" if family == "llama" else FAVOR)
+        linearize_(model, method=f"{FAVOR} + window 4" if family == "llama" else FAVOR)
         wanted[family] = [run(model, inputs)]
         if family != "bert":
             model.generation_config.pad_token_id = 0
@@ -205,7 +183,7 @@ def test_another_process_gives_the_same_bits_and_texts(run_program, build, tmp_p
 def test_a_loaded_model_keeps_states_and_is_restored(build, tmp_path):
     model, inputs = build("llama", head="ForCausalLM"), {"input_ids": torch.arange(3, 11)[None]}
     softmax = run(model, inputs)
-    linearize_(model, feature_map=FAVOR)
+    linearize_(model, method=FAVOR)
     twin = returned(model, tmp_path / "new")
     made = twin.generate(**inputs, max_new_tokens=3, pad_token_id=0, return_dict_in_generate=True)
     assert isinstance(made.past_key_values, StateCache)
@@ -219,7 +197,7 @@ def test_a_loaded_model_keeps_states_and_is_restored(build, tmp_path):
 def test_transformers_reads_the_softmax_model_there_if_told_to(build, tmp_path, family):
     model, inputs = build(family), batch(family)
     softmax = run(model, inputs)
-    linearize_(model, feature_map="LearnedExponential(num_features=8)")
+    linearize_(model, method="LearnedExponential(num_features=8)")
     save_pretrained(model, tmp_path)
     plain, info = AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa", output_loading_info=True)
     assert not any(info.values())
@@ -228,7 +206,7 @@ def test_transformers_reads_the_softmax_model_there_if_told_to(build, tmp_path, 
 
 def test_saving_again_writes_the_same_bytes(build, tmp_path):
     model = build("llama")
-    linearize_(model, feature_map=lambda d: Centred(FavorPlus(d, 8, seed=4), **{n: torch.ones(2, 1, d) for n in MEANS}))
+    linearize_(model, method=lambda d: Centred(FavorPlus(d, 8, seed=4), **{n: torch.ones(2, 1, d) for n in MEANS}))
     save_pretrained(returned(model, tmp_path / "one"), tmp_path / "two")
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
@@ -239,7 +217,7 @@ def test_saving_again_writes_the_same_bytes(build, tmp_path):
 def test_a_map_shared_by_layers_becomes_one_for_each(build, tmp_path):
     model, inputs = build("bert"), batch("bert")
     shared = LearnedExponential(8, 8)
-    linearize_(model, feature_map=lambda _: shared)
+    linearize_(model, method=lambda _: shared)
     twin = returned(model, tmp_path / "new")
     assert torch.equal(run(twin, inputs), run(model, inputs))
     first, second = (layer.attention.self.linear_attention.feature_map for layer in twin.encoder.layer)
@@ -249,7 +227,7 @@ def test_a_map_shared_by_layers_becomes_one_for_each(build, tmp_path):
 
 def test_another_version_of_linattn_warns_and_reads(build, tmp_path):
     model, inputs = build("bert"), batch("bert")
-    linearize_(model, feature_map=FAVOR)
+    linearize_(model, method=FAVOR)
     save_pretrained(model, tmp_path / "new")
     path = tmp_path / "new" / "linattn.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "linattn": "0.0.7"}))
@@ -261,7 +239,7 @@ def test_another_version_of_linattn_warns_and_reads(build, tmp_path):
 
 def test_a_tokenizer_comes_along(tmp_path):
     loaded = load()
-    linearize_(loaded.model, feature_map="Expansion(num_centres=2)")
+    linearize_(loaded.model, method="Expansion(num_centres=2)")
     save_pretrained(loaded.model, tmp_path / "new", tokenizer=loaded.tokenizer)
     twin, inputs = from_pretrained(tmp_path / "new"), loaded.encode("Linear time.", 512)
     again = AutoTokenizer.from_pretrained(tmp_path / "new")("Linear time.", return_tensors="pt")

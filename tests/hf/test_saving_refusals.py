@@ -25,7 +25,7 @@ TENSOR = f"{PLACE}.linear_attention.feature_map"
 @pytest.fixture
 def model(build):
     found = build("bert")
-    linearize_(found, feature_map="FavorPlus(num_features=16)")
+    linearize_(found, method="FavorPlus(num_features=16)")
     return found
 
 
@@ -43,14 +43,14 @@ class Own(BertModel):
 def test_what_cannot_be_saved(build, model, tmp_path):
     with pytest.raises(ValueError, match="BertModel is not linearized; call linearize_ on it first"):
         save_pretrained(build("bert"), tmp_path / "new")
-    with pytest.raises(ValueError, match=r"Own names 'linattn' as its attention.*load it with its own"):
-        linearize_(Own(model.config), feature_map="EluPlusOne")
+    with pytest.raises(ValueError, match=r"Own has its configuration in common with a linearized model.*deepcopy"):
+        linearize_(Own(model.config), method="EluPlusOne")
     own = Own(build("bert").config)
-    linearize_(own, feature_map="EluPlusOne")
+    linearize_(own, method="EluPlusOne")
     with pytest.raises(ValueError, match=r"Own is no class that transformers exports"):
         save_pretrained(own, tmp_path / "new")
     other = build("bert")
-    linearize_(other, feature_map=lambda head_dim: Learned(head_dim, 8, 4), layers=[1])
+    linearize_(other, method=lambda head_dim: Learned(head_dim, 8, 4), layers=[1])
     with pytest.raises(ValueError, match=r"grid\.Learned is not one of linattn's own maps"):
         save_pretrained(other, tmp_path / "new")
     assert not list(tmp_path.iterdir())
@@ -155,7 +155,7 @@ def kernel(**changed):
         (lambda record: {**record, "version": True}, "is a linattn model of version True, this reads 1"),
         (kernel(feature_map=None), "layer 0: feature_map is null and num_merged is missing or 0"),
         (kernel(window=4.0), "layer 0: window must be a finite int | None, got 4.0"),
-        (kernel(window=3), "layer 0: the window must be a power of two, as 16 or 32, got 3"),
+        (kernel(window=3), "layer 0: the window must be a power of two below 2³¹, as 16 or 32, got 3"),
         (kernel(feature_map={"name": "Performer", "options": {}}), "layer 0: there is no feature map 'Performer'"),
         (
             kernel(feature_map={"name": "Relu", "options": {"head_dim": 8, "floor": 0.0}}),
@@ -259,7 +259,7 @@ def test_weights_that_are_missing_or_surplus(folder, change, words):
 
 def test_buffers_of_another_shape(build, tmp_path):
     model = build("llama")
-    linearize_(model, feature_map=lambda head_dim: Taylor(head_dim))
+    linearize_(model, method=lambda head_dim: Taylor(head_dim))
     name = "rotary_emb.inv_freq"
     model.rotary_emb.inv_freq = torch.ones(3)
     save_pretrained(model, tmp_path / "new")

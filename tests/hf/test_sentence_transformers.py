@@ -50,7 +50,7 @@ def _no_network(monkeypatch):
 def encoder() -> SentenceTransformer:
     """all-MiniLM-L6-v2, linearized."""
     found = SentenceTransformer(str(default_folder()), **LOCAL)
-    linearize_(found[0].auto_model, feature_map=METHOD)
+    linearize_(found[0].auto_model, method=METHOD)
     return found
 
 
@@ -164,7 +164,7 @@ def test_its_own_save_keeps_the_maps(encoder, folder, tmp_path):
 
 def test_the_save_of_a_model_that_was_linearized_in_memory_is_no_softmax_model(tiny, tmp_path):
     model = tiny("bert")
-    linearize_(model[0].auto_model, feature_map="FavorPlus(num_features=16)")
+    linearize_(model[0].auto_model, method="FavorPlus(num_features=16)")
     model.save(str(tmp_path / "new"))
     with pytest.raises(ValueError, match=r"linattn\.hf\.from_pretrained reads this folder"):
         SentenceTransformer(str(tmp_path / "new"), **LOCAL)
@@ -177,7 +177,7 @@ def test_prompts_and_pooling_are_those_of_the_model(tiny, tmp_path):
     model = tiny("bert")
     model.prompts["query"] = "a b "
     model[1].pooling_mode = "cls"
-    linearize_(model[0].auto_model, feature_map="FavorPlus(num_features=16)", layers=[1])
+    linearize_(model[0].auto_model, method="FavorPlus(num_features=16)", layers=[1])
     before = type(model[0]), [type(module) for module in model]
     save_pretrained(model, tmp_path / "new")
     assert (type(model[0]), [type(module) for module in model]) == before == (Transformer, before[1])
@@ -203,7 +203,7 @@ def test_long_texts(tiny, tmp_path, family):
     """1500 tokens, where the table has 2048 positions, and where the positions are rotary and have no end."""
     limit = {"bert": 2048, "modernbert": 64}[family]
     model = tiny(family, max_position_embeddings=limit)
-    linearize_(model[0].auto_model, feature_map="FavorPlus(num_features=16)", layers=[0])
+    linearize_(model[0].auto_model, method="FavorPlus(num_features=16)", layers=[0])
     model.max_seq_length = 2048
     save_pretrained(model, tmp_path / "new")
     loaded = load(tmp_path / "new")

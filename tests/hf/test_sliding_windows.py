@@ -69,7 +69,7 @@ def differ(ours, wanted) -> float:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_the_report_says_what_stays(hybrid, family):
-    report = linearize_(hybrid(family), feature_map="EluPlusOne")
+    report = linearize_(hybrid(family), method="EluPlusOne")
     assert [row.layer for row in report.replaced] == REPLACED[family]
     assert {row.reason for row in report.kept} == {
         "a sliding window of 4 tokens, linear as it is; name it in `layers` if need be"
@@ -81,7 +81,7 @@ def test_the_report_says_what_stays(hybrid, family):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_stepwise_and_in_chunks_is_at_once(hybrid, family, feature_map, sizes):
     model = hybrid(family)
-    linearize_(model, feature_map=feature_map)
+    linearize_(model, method=feature_map)
     wanted = whole(model)
     for cache in (StateCache(model), DynamicCache(config=model.config), DynamicCache()):
         assert differ(in_parts(model, sizes, cache), wanted) <= CLOSE
@@ -92,12 +92,12 @@ def test_layers_keep_the_models_own_attention(hybrid, family):
     """An exact window that covers the text makes the replaced layers exact: the whole is the model itself."""
     model = hybrid(family)
     own = whole(model)
-    linearize_(model, feature_map="FavorPlus(num_features=32) + window 16")
+    linearize_(model, method="FavorPlus(num_features=32) + window 16")
     assert differ(whole(model), own) <= CLOSE
     assert differ(in_parts(model, [1, 6, 1, 1, 4], StateCache(model)), own) <= CLOSE
     restore_(model)
     assert torch.equal(whole(model), own)
-    linearize_(model, feature_map="EluPlusOne", layers=REPLACED[family][:1])
+    linearize_(model, method="EluPlusOne", layers=REPLACED[family][:1])
     assert differ(in_parts(model, [1, 6, 1, 1, 4], StateCache(model)), whole(model)) <= CLOSE
     assert differ(whole(model), own) > 1e-3
 
@@ -115,7 +115,7 @@ def test_layers_keep_the_models_own_attention(hybrid, family):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_generate_mixes_states_and_windows(hybrid, family, options):
     model = hybrid(family)
-    linearize_(model, feature_map="FavorPlus(num_features=32)")
+    linearize_(model, method="FavorPlus(num_features=32)")
 
     def tokens(**more):
         torch.manual_seed(11)
@@ -132,7 +132,7 @@ def test_generate_mixes_states_and_windows(hybrid, family, options):
 def test_memory_is_constant(hybrid, family):
     """Bytes of the cache, the storage behind them, and the masks that layers are given."""
     model, sizes, storages = hybrid(family), [], []
-    report = linearize_(model, feature_map="EluPlusOne")
+    report = linearize_(model, method="EluPlusOne")
     sliding, widths = model.get_submodule(report.kept[0].module_name), []
 
     def note(module, args, given):
@@ -153,7 +153,7 @@ def test_memory_is_constant(hybrid, family):
 
 def test_a_fork_goes_on_by_itself(hybrid):
     model = hybrid("gemma3")
-    linearize_(model, feature_map="EluPlusOne")
+    linearize_(model, method="EluPlusOne")
     cache, ids = StateCache(model), IDS[:1]
     run(model, input_ids=ids[:, :8], past_key_values=cache)
     first = run(model, input_ids=ids[:, 8:], past_key_values=cache.fork()).logits
@@ -164,7 +164,7 @@ def test_a_fork_goes_on_by_itself(hybrid):
 def test_saved_and_read_again(hybrid, tmp_path):
     model = hybrid("gemma3")
     own = whole(model)
-    linearize_(model, feature_map="FavorPlus(num_features=32)")
+    linearize_(model, method="FavorPlus(num_features=32)")
     save_pretrained(model, tmp_path / "linear")
     again = from_pretrained(tmp_path / "linear")
     assert torch.equal(whole(again), whole(model))
@@ -187,14 +187,14 @@ def test_a_model_of_windows_alone(build, exact):
     model = build("mistral", head="ForCausalLM", sliding_window=WINDOW).double()
     own = whole(model)
     with pytest.raises(ValueError, match=r"no layer of MistralForCausalLM would be replaced: a sliding window of 4"):
-        linearize_(model, feature_map="EluPlusOne")
+        linearize_(model, method="EluPlusOne")
     with pytest.raises(
         ValueError, match=r"every attention layer .* has a sliding window that this text is longer than"
     ):
         capture(model, INPUTS)
     with pytest.raises(ValueError, match="fits in the window"), intercept(model, exact):
         run(model, **INPUTS)
-    linearize_(model, feature_map="EluPlusOne", layers=[0])
+    linearize_(model, method="EluPlusOne", layers=[0])
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn asks for a sliding window of 4 over 13 keys"):
         whole(model)
     restore_(model)

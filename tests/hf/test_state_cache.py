@@ -25,7 +25,7 @@ def linear(build):
     def of(family, feature_map=FAVOR, layers=(0, 2)):
         depth = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
         model = build(family, head=LANGUAGE_HEADS[family], **depth, **OPTIONS.get(family, {})).double()
-        linearize_(model, feature_map=feature_map, layers=layers)
+        linearize_(model, method=feature_map, layers=layers)
         return model
 
     return of
@@ -80,7 +80,7 @@ def test_beside_layers_with_a_window(build, sizes):
     """A state, and softmax layers that keep the keys of their window alone: one mask serves both."""
     windows = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "num_hidden_layers": 3}
     model, inputs = build("qwen2", head="ForCausalLM", **windows).double(), batch("qwen2")
-    assert [row.layer for row in linearize_(model, feature_map=FAVOR).replaced] == [0]
+    assert [row.layer for row in linearize_(model, method=FAVOR).replaced] == [0]
     whole, cache, parts, end = logits(model, **inputs, use_cache=False), StateCache(model), [], 0
     for size in sizes:
         start, end = end, end + size
@@ -118,10 +118,10 @@ def test_softmax_layers_grow(linear):
 
 
 def test_exact_keys_count_and_stay_few(linear):
-    """Two blocks of 2 keys at the most, each with its mass and its bias, two float64, beside it."""
+    """Two blocks of 2 keys at the most, each with its bias, a float64, beside it."""
     few = [size - 3 * STATE for size in sizes(linear("llama", f"{FAVOR} + window 2", None))]
-    keys = [size // (3 * (TOKEN + 2 * 2 * (8 + 8))) for size in few]
-    assert few == [count * 3 * (TOKEN + 2 * 2 * (8 + 8)) for count in keys]
+    keys = [size // (3 * (TOKEN + 2 * 2 * 8)) for size in few]
+    assert few == [count * 3 * (TOKEN + 2 * 2 * 8) for count in keys]
     assert keys[0] == 1
     assert max(keys) <= 4
 
@@ -175,7 +175,7 @@ def test_states_are_not_cropped(linear):
 @pytest.mark.parametrize("family", ["bart", "whisper"])
 def test_encoder_decoder(build, family):
     model = build(family).double()
-    linearize_(model, feature_map=FAVOR)
+    linearize_(model, method=FAVOR)
     inputs = {name: x for name, x in batch(family).items() if not name.startswith("decoder")}
     text = ids(7)[:1].expand(3, -1)
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_a_call_that_ended_between_two_layers(linear, layers, broken):
 
 def test_a_decoders_call_that_ended_between_two_layers(build):
     model = build("bart").double()
-    linearize_(model, feature_map=FAVOR)
+    linearize_(model, method=FAVOR)
     cache = EncoderDecoderCache(StateCache(model), DynamicCache())
     inputs = {"input_ids": ids(), "decoder_input_ids": ids(), "past_key_values": cache}
 
@@ -271,7 +271,7 @@ def test_a_static_cache_is_refused(linear):
 
 def test_a_model_made_bidirectional(build):
     model = build("llama")
-    linearize_(model, feature_map=FAVOR)
+    linearize_(model, method=FAVOR)
     cache = StateCache(model)
     model.config.is_causal = False
     with pytest.raises(ValueError, match="lets queries see later keys, which a cache of states does not hold"):

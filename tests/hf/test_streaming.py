@@ -23,7 +23,7 @@ def model_of(kind: str):
         return LinearLMForCausalLM(config).eval()
     model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64, intermediate_size=16, eos_token_id=None)).eval()
     if kind.startswith("linearized"):
-        linearize_(model, feature_map="FavorPlus", num_features=8)
+        linearize_(model, method="FavorPlus", num_features=8)
     return model
 
 

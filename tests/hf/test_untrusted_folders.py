@@ -12,7 +12,6 @@ import pytest
 from transformers.integrations import hub_kernels
 
 from linattn.hf import from_pretrained, linearize_, save_pretrained
-from linattn.planning import HeadPlan, Plan
 from linattn.planning.map_records import check_size
 
 DEEP = "[" * 200_000
@@ -23,19 +22,9 @@ DIGITS = "9" * 6000
 def folder(build, tmp_path):
     """A whole one, of one map for all heads."""
     model = build("bert")
-    linearize_(model, feature_map="FavorPlus(num_features=16)")
+    linearize_(model, method="FavorPlus(num_features=16)")
     save_pretrained(model, tmp_path / "whole")
     return tmp_path / "whole"
-
-
-@pytest.fixture
-def planned(build, tmp_path):
-    """A whole one, of a plan for each layer."""
-    model = build("bert")
-    head = HeadPlan("Taylor(order=2)", 0.1, None, 0.5, 10, 20)
-    linearize_(model, plans=[Plan((head,) * 4, 8, 8, 8**-0.5, False, 7)] * 2)
-    save_pretrained(model, tmp_path / "planned")
-    return tmp_path / "planned"
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +154,7 @@ def nested(depth):
         of("Taylor", scale=10**400),
         of("Taylor", scale=float("inf")),
         layer(window=2**40),
-        layer(num_heavy=2**40),
+        layer(num_merged=2**40),
         layer(window=10**300),
         nested(150),
     ],
@@ -173,47 +162,6 @@ def nested(depth):
 def test_sizes_beyond_any_model(folder, edit):
     change(folder / "linattn.json", edit)
     assert len(refused(folder, r"linattn\.json, layer 0: ")) < 10_000
-
-
-def method(label):
-    """A plan whose first head has another method."""
-
-    def edit(found):
-        record = found["layers"][0]["kernel"]["plan"]
-        record["heads"][0]["method"] = label
-        return found
-
-    return edit
-
-
-def plan(**changed):
-    """A change of the first layer's plan."""
-
-    def edit(found):
-        found["layers"][0]["kernel"]["plan"].update(changed)
-        return found
-
-    return edit
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        method("FavorPlus(num_features=1000000000)"),
-        method("Expansion(num_centres=1000000000)"),
-        method("TensorPolynomial(degree=40)"),
-        method("Taylor + window 1099511627776"),
-        method("Expansion + heavy 1099511627776"),
-        method("Centred(" * 90_000),
-        method("(" * 3000),
-        plan(value_dim=10**10),
-        plan(head_dim=10**7),
-        plan(scale=10**400),
-    ],
-)
-def test_sizes_beyond_any_plan(planned, edit):
-    change(planned / "linattn.json", edit)
-    refused(planned, r"linattn\.json, layer")
 
 
 def test_models_that_are_large_are_read():

@@ -58,7 +58,7 @@ def test_a_wrapper_is_linearized_as_the_model_within(wrap: Any, method: str) -> 
     wrapped = wrap(first)
     within = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else first
     softmax = within(input_ids=IDS).logits
-    linearize_(wrapped, feature_map=method)
+    linearize_(wrapped, method=method)
     assert is_linearized(wrapped)
     assert is_linearized(within)
     made = greedy(wrapped)
@@ -73,7 +73,7 @@ def test_a_wrapper_is_linearized_as_the_model_within(wrap: Any, method: str) -> 
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_are_merged_into_a_linearized_model(method: str) -> None:
     wrapped = adapted(llama())
-    linearize_(wrapped, feature_map=method)
+    linearize_(wrapped, method=method)
     logits = wrapped(input_ids=IDS).logits
     merged = wrapped.merge_and_unload()
     assert is_linearized(merged)
@@ -84,7 +84,7 @@ def test_adapters_are_merged_into_a_linearized_model(method: str) -> None:
 def test_weights_that_no_reader_would_find_a_place_for_are_not_saved(save: Any, tmp_path: Path) -> None:
     """Nothing is written; merged into the model, they are saved and read."""
     wrapped = adapted(llama())
-    linearize_(wrapped, feature_map="window 4 + merged 6")
+    linearize_(wrapped, method="window 4 + merged 6")
     with pytest.raises(ValueError, match="merge_and_unload"):
         save(wrapped.get_base_model(), tmp_path / "model")
     assert not (tmp_path / "model").exists()
@@ -98,7 +98,7 @@ def test_weights_that_no_reader_would_find_a_place_for_are_not_saved(save: Any, 
 def test_offloaded_models_attend_as_before(method: str, options: dict[str, Any]) -> None:
     """In a pass and from states."""
     model = llama()
-    linearize_(model, feature_map=method)
+    linearize_(model, method=method)
     logits, made = model(input_ids=IDS).logits, greedy(model).sequences
     cpu_offload(model, execution_device=torch.device("cpu"), **options)
     assert torch.equal(model(input_ids=IDS).logits, logits)
@@ -110,9 +110,9 @@ def test_an_offloaded_model_is_linearized(method: str) -> None:
     """Its maps stay where it computes."""
     model = llama()
     other = copy.deepcopy(model)
-    linearize_(other, feature_map=method)
+    linearize_(other, method=method)
     cpu_offload(model, execution_device=torch.device("cpu"))
-    linearize_(model, feature_map=method)
+    linearize_(model, method=method)
     assert torch.equal(model(input_ids=IDS).logits, other(input_ids=IDS).logits)
 
 
@@ -121,14 +121,14 @@ def test_a_prefix_in_a_cache_is_attended_to_or_refused() -> None:
     torch.manual_seed(3)
     prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     base = llama()
-    linearize_(base, feature_map="FavorPlus(num_features=16)")
+    linearize_(base, method="FavorPlus(num_features=16)")
     model = get_peft_model(base, prefix).eval()
     made = greedy(model).sequences
     # Token by token it is the pass over the whole text.
     logits = model(input_ids=made).logits
     assert torch.equal(logits[:, IDS.shape[1] - 1 : -1].argmax(-1), made[:, IDS.shape[1] :])
     base = llama()
-    linearize_(base, feature_map="window 4 + merged 6")
+    linearize_(base, method="window 4 + merged 6")
     with pytest.raises(ValueError, match="prefix tuning"):
         greedy(get_peft_model(base, prefix).eval())
 
@@ -146,7 +146,7 @@ class Bag(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("change", [lambda model: linearize_(model, feature_map="Hedgehog"), restore_])
+@pytest.mark.parametrize("change", [lambda model: linearize_(model, method="Hedgehog"), restore_])
 @pytest.mark.parametrize(
     ("make", "words"),
     [

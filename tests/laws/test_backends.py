@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 import linattn
 from grid import Case, build, qkv
@@ -20,10 +19,8 @@ from laws import (
     test_precision,
     test_truth,
 )
-from linattn import Exact
 from linattn.attention.backends import BACKENDS, Call, Rows
-from linattn.attention.bound_map import BoundMap
-from linattn.attention.sums import Sums, accumulation_dtype, no_sums
+from linattn.attention.sums import Sums
 
 
 class TokenByToken:
@@ -77,16 +74,6 @@ class TokenByToken:
             found.append(self.read(part, self.absorb(part, before)))
         return Rows(*(torch.cat(rows, 3) for rows in zip(*found, strict=True))), after
 
-    def column_mass(self, call: Call) -> Tensor:
-        """Columns of the outputs whose values are unit vectors."""
-        key = call.key
-        batch, heads, length, _ = key.shape
-        unit = torch.eye(length, dtype=key.dtype).expand(batch, heads, -1, -1)
-        before = no_sums(call.bound.feature_map, batch, heads, length, accumulation_dtype(key.dtype), key.device)
-        call = call._replace(value=unit)
-        with torch.no_grad():
-            return self.read(call, self.absorb(call, before)).out.sum((2, 3))
-
 
 MODULES = (test_bias, test_causality, test_convexity, test_independence, test_masking, test_precision, test_truth)
 MAPS = ("FavorPlus", "LearnedExponential", "Sderf", "Centred-call-FavorPlus")
@@ -130,16 +117,13 @@ def test_there_are_laws_to_run() -> None:
     assert len(CELLS) >= 50
 
 
-@pytest.mark.parametrize("exact", [Exact(4), Exact(4, 3), Exact(num_heavy=3)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_exact_keys_stand_beside_a_third_backend(exact: Exact, is_causal: bool) -> None:
-    if is_causal and exact.window is None:
-        return
+def test_a_window_stands_beside_a_third_backend(is_causal: bool) -> None:
     query, key, value = qkv(num_queries=18, num_keys=18)
     mask = torch.ones(2, 18, dtype=torch.bool)
     mask[0, 3:6] = False
     outs = [
-        Case("FavorPlus", backend, is_causal).attend(query, key, value, build("FavorPlus"), key_mask=mask, exact=exact)
+        Case("FavorPlus", backend, is_causal).attend(query, key, value, build("FavorPlus"), key_mask=mask, window=4)
         for backend in ("token by token", "blocked")
     ]
     torch.testing.assert_close(*outs, rtol=1e-11, atol=1e-11)
@@ -176,12 +160,3 @@ def test_a_state_is_read_and_absorbed_by_the_table_s_choice(monkeypatch: pytest.
         monkeypatch.setattr(type(BACKENDS["blocked"]), verb, None)
     found = empty.absorb(feature_map, key, value).read(feature_map, query)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("map_name", ["FavorPlus", "Taylor", "Expansion"])
-def test_masses_are_not_rounded_to_the_tokens_dtype(map_name: str) -> None:
-    """They choose the heavy keys, so that backends must agree in 16 bits too."""
-    query, key, _ = qkv(heads=2, dtype=torch.bfloat16)
-    call = Call(BoundMap(build(map_name), {}), query.unflatten(1, (2, -1)), key, key, None, is_causal=False)
-    masses = [BACKENDS[name].column_mass(call) for name in ("blocked", "reference")]
-    torch.testing.assert_close(*masses, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A weight for every key: w_ij = φ(q_i)·φ(k_j)·exp(b_j), in sums, streams, exact parts and rows alike."""
+"""A weight for every key: w_ij = φ(q_i)·φ(k_j)·exp(b_j), in sums, streams, windows and rows alike."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ from grid import (
     tokens,
     total,
 )
-from linattn import Exact
 
 LENGTH = 21
-EXACT_MAPS = ("FavorPlus", "Expansion", "Expansion-0", "Expansion-2", "Centred-Balanced-FavorPlus")
-EXACT_PARTS = (Exact(4), Exact(1), Exact(4, 3), Exact(num_heavy=3))
-# Every map without an exact part, and maps of each kind of fold with one.
+WINDOW_MAPS = ("FavorPlus", "Expansion", "Expansion-0", "Expansion-2", "Centred-Balanced-FavorPlus")
+WINDOWS = (4, 1)
+# Every map without a window, and maps of each kind of fold with one.
 PARTS = [(case, {}) for case in CASES]
 PARTS += [
-    (Case(name, backend, is_causal), {"exact": exact})
-    for name in EXACT_MAPS
+    (Case(name, backend, is_causal), {"window": window})
+    for name in WINDOW_MAPS
     for backend in BACKENDS
     for is_causal in (False, True)
-    for exact in EXACT_PARTS
-    if not is_causal or exact.window is not None
+    for window in WINDOWS
 ]
 IDS = [f"{case}-{'-'.join(f'{k}{v}' for k, v in options.items())}" for case, options in PARTS]
 
@@ -195,15 +193,15 @@ def test_exact_softmax_takes_the_same_bias(is_causal: bool, dtype: torch.dtype) 
     torch.testing.assert_close(part.log_normalizer.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("exact", [None, Exact(4), Exact(4, 3)], ids=str)
+@pytest.mark.parametrize("window", [None, 4], ids=str)
 @pytest.mark.parametrize("map_name", CAUSAL_MAPS)
-def test_decay_is_a_bias_on_all_keys(map_name: str, exact: Exact | None) -> None:
+def test_decay_is_a_bias_on_all_keys(map_name: str, window: int | None) -> None:
     feature_map = build(map_name)
-    if exact and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
+    if window and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
         return
     query, key, value, bias = inputs()
     factor = torch.tensor([[-3.0, 0.5]])
-    options = {"enable_gqa": True, "exact": exact}
+    options = {"enable_gqa": True, "window": window}
     states = [
         linattn.linear_attention_with_state(query, key, value, feature_map, key_bias=b, **options).state
         for b in (bias, bias + factor.unsqueeze(-1))
@@ -239,11 +237,11 @@ def test_decay_distributes_over_merge(map_name: str) -> None:
 def test_gradients_reach_the_decay() -> None:
     feature_map = build("FavorPlus")
     query, key, value, _ = inputs(batch=1, heads=2, kv_heads=2, num_queries=5, num_keys=5)
-    state = linattn.linear_attention_with_state(query, key, value, feature_map, exact=Exact(2)).state
+    state = linattn.linear_attention_with_state(query, key, value, feature_map, window=2).state
 
     def attend(factor: Tensor) -> Tensor:
         later = qkv(1, 2, 2, 3, 3, seed=9)
-        return linattn.linear_attention_with_state(*later, feature_map, state.decay(factor), exact=Exact(2)).out
+        return linattn.linear_attention_with_state(*later, feature_map, state.decay(factor), window=2).out
 
     torch.autograd.gradcheck(attend, torch.tensor([[-0.4, 0.3]], dtype=torch.float64, requires_grad=True))
 

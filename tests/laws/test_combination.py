@@ -103,10 +103,10 @@ def read(query, key, value, feature_map, mask):
 
 
 def windowed(is_causal):
-    """An exact part inside a part."""
+    """A window inside a part."""
 
     def attend(query, key, value, feature_map, mask):
-        options = {"key_mask": mask, "is_causal": is_causal, "exact": linattn.Exact(2, 2)}
+        options = {"key_mask": mask, "is_causal": is_causal, "window": 2}
         part = linattn.linear_partial(query, key, value, feature_map, **options)
         return linattn.combine(part, linattn.softmax_partial(query, key, value, key_mask=mask))
 

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import linattn
 from grid import MAPS, build, qkv, tokens
 from linattn.attention.backends.compiled import Compiled
-from linattn.attention.compiled_code import _INTERFACE, missing
 from linattn.feature_maps import FavorPlus, FeatureMap
+from linattn.softmax.compiled_code import _INTERFACE, missing
 
 pytest.importorskip("linattn_compiled")
 

@@ -7,12 +7,11 @@ import torch
 
 import linattn
 from grid import CASES, SOFTMAX_MAPS, Case, build, qkv, takes_statistics_from_the_call
-from linattn import Exact
 
 SIZES = ({"batch": 0}, {"num_queries": 0, "num_keys": 0}, {"value_dim": 0}, {"num_keys": 0}, {"num_queries": 0})
-# Maps that take an exact part, of each kind of fold.
-EXACT_MAPS = ("FavorPlus", "Expansion", "Expansion-0", "Expansion-call", "Centred-Balanced-FavorPlus")
-EXACT_PARTS = (Exact(4), Exact(1), Exact(4, 2), Exact(num_heavy=2))
+# Maps that take a window, of each kind of fold.
+WINDOW_MAPS = ("FavorPlus", "Expansion", "Expansion-0", "Expansion-call", "Centred-Balanced-FavorPlus")
+WINDOWS = (4, 1)
 
 
 def check(case: Case, sizes: dict[str, int], **options: object) -> None:
@@ -34,22 +33,22 @@ def test_empty_inputs(case: Case, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
-@pytest.mark.parametrize("exact", EXACT_PARTS, ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("map_name", EXACT_MAPS)
-def test_empty_inputs_beside_exact_keys(map_name: str, is_causal: bool, exact: Exact, sizes: dict[str, int]) -> None:
-    if is_causal and (takes_statistics_from_the_call(map_name) or exact.window is None):
-        with pytest.raises(ValueError, match=r"leak the future|without window"):
-            check(Case(map_name, "blocked", True), sizes, exact=exact)
+@pytest.mark.parametrize("map_name", WINDOW_MAPS)
+def test_empty_inputs_beside_a_window(map_name: str, is_causal: bool, window: int, sizes: dict[str, int]) -> None:
+    if is_causal and takes_statistics_from_the_call(map_name):
+        with pytest.raises(ValueError, match="leak the future"):
+            check(Case(map_name, "blocked", True), sizes, window=window)
         return
-    check(Case(map_name, "blocked", is_causal), sizes, exact=exact)
+    check(Case(map_name, "blocked", is_causal), sizes, window=window)
 
 
-@pytest.mark.parametrize("exact", [None, *EXACT_PARTS[:3]], ids=str)
-@pytest.mark.parametrize("map_name", [n for n in EXACT_MAPS if not takes_statistics_from_the_call(n)])
-def test_empty_chunks_of_a_stream_change_nothing(map_name: str, exact: Exact | None) -> None:
+@pytest.mark.parametrize("window", [None, *WINDOWS], ids=str)
+@pytest.mark.parametrize("map_name", [n for n in WINDOW_MAPS if not takes_statistics_from_the_call(n)])
+def test_empty_chunks_of_a_stream_change_nothing(map_name: str, window: int | None) -> None:
     assert map_name in SOFTMAX_MAPS
-    options = {"enable_gqa": True, "exact": exact}
+    options = {"enable_gqa": True, "window": window}
     feature_map = build(map_name)
     query, key, value = qkv(num_queries=13, num_keys=13)
     whole = linattn.linear_attention(query, key, value, feature_map, is_causal=True, **options)

@@ -23,7 +23,7 @@ LEARNED = {
     "Learned": (Learned(HEAD_DIM, 5, 2), {}),
     "LearnedExponential": (LearnedExponential(HEAD_DIM, 5), {}),
     "LearnedExponential-per-head": (LearnedExponential(HEAD_DIM, 3, num_heads=2), {}),
-    "LearnedExponential-exact-part": (LearnedExponential(HEAD_DIM, 3), {"exact": linattn.Exact(1, 1)}),
+    "LearnedExponential-window": (LearnedExponential(HEAD_DIM, 3), {"window": 1}),
     "Hedgehog": (Hedgehog(HEAD_DIM), {}),
 }
 

@@ -9,15 +9,16 @@ SCRIPT = """
 import sys
 for name in "triton transformers accelerate tensorboard peft jinja2 typer rich scipy numpy".split():
     sys.modules[name] = None
-import torch, linattn, linattn.planning.choosing, linattn.planning.measures, linattn.planning.methods
+import torch, linattn, linattn.planning.measures, linattn.planning.methods
 x = torch.randn(1, 2, 70, 8, requires_grad=True)
 for is_causal in (False, True):
     out = linattn.linear_attention(x, x, x, linattn.feature_maps.FavorPlus(8, 16), is_causal=is_causal)
     out.sum().backward()
+    linattn.merged_attention(x, x, x, linattn.MergedKV(4, 6), is_causal=is_causal).sum().backward()
     layer = linattn.nn.LinearAttention(8, 2, linattn.feature_maps.FavorPlus(4, 8), is_causal=is_causal)
     linattn.nn.Block(layer)(x[0]).sum().backward()
 assert x.grad.isfinite().all()
-assert "linattn.hf" not in sys.modules and "linattn.lab" not in sys.modules
+assert "linattn.hf" not in sys.modules and "linattn_lab" not in sys.modules
 try:
     import linattn.convert
 except ImportError as error:

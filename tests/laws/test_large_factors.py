@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import linattn
-from linattn import Exact, State
+from linattn import State
 from linattn.feature_maps import Expansion, FavorPlus, FeatureMap, Relu
 
 
@@ -19,14 +19,11 @@ def tokens(length: int, seed: int = 0, batch: int = 1) -> list[Tensor]:
     return [torch.randn(batch, 2, length, 8, generator=generator) for _ in range(3)]
 
 
-STREAMS: dict[str, tuple[FeatureMap | None, Exact | None]] = {
+STREAMS: dict[str, tuple[FeatureMap, int | None]] = {
     "exponential": (FavorPlus(8, 16), None),
     "linear": (Relu(8), None),
     "grouped": (Expansion(8, 3).fit(*tokens(20, 9)[:2]), None),
-    "window": (FavorPlus(8, 16), Exact(4)),
-    "heavy": (FavorPlus(8, 16), Exact(4, 3)),
-    "merged": (None, Exact(4, num_merged=8)),
-    "merged in 4 bits": (None, Exact(4, num_merged=8, bits=4)),
+    "window": (FavorPlus(8, 16), 4),
 }
 FACTORS = [1e3, -1e3, 1e5, -1e5, 1e7, -1e7, 1e12, -1e30, 1e38]
 # Sums of few numbers of size 1, in another order.
@@ -35,13 +32,13 @@ NONE = torch.zeros(1, 1, dtype=torch.bool)
 
 
 def stream(name: str, length: int = 30) -> State:
-    feature_map, exact = STREAMS[name]
-    return linattn.linear_attention_with_state(*tokens(length), feature_map, exact=exact).state
+    feature_map, window = STREAMS[name]
+    return linattn.linear_attention_with_state(*tokens(length), feature_map, window=window).state
 
 
 def after(name: str, state: State | None, length: int = 1, **options: object) -> linattn.attention.Attended:
-    feature_map, exact = STREAMS[name]
-    return linattn.linear_attention_with_state(*tokens(length, 1), feature_map, state, exact=exact, **options)
+    feature_map, window = STREAMS[name]
+    return linattn.linear_attention_with_state(*tokens(length, 1), feature_map, state, window=window, **options)
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -95,7 +92,7 @@ def test_factors_add_up(name: str) -> None:
     assert not gone.read(feature_map, query).out.any()
 
 
-@pytest.mark.parametrize("name", ["exponential", "linear", "window", "heavy", "merged"])
+@pytest.mark.parametrize("name", ["exponential", "linear", "window"])
 def test_heads_have_factors_of_their_own(name: str) -> None:
     factor = torch.tensor([[1e6, -1e6]])
     found = after(name, stream(name).decay(factor), 5).out
@@ -130,7 +127,7 @@ def test_absorbing_and_flushing_keep_a_factor() -> None:
     torch.testing.assert_close(far.log_normalizer, near.log_normalizer - 1e7, rtol=2**-23, atol=0)
 
 
-@pytest.mark.parametrize("name", ["exponential", "merged"])
+@pytest.mark.parametrize("name", ["exponential", "window"])
 def test_gradients_of_a_large_factor_are_those_of_a_small_one(name: str) -> None:
     feature_map, _ = STREAMS[name]
     gradients = []
@@ -147,7 +144,7 @@ def test_gradients_of_a_large_factor_are_those_of_a_small_one(name: str) -> None
 @pytest.mark.parametrize(
     "wrong", [torch.zeros(1, 2), torch.zeros(2, 2).double(), torch.zeros(2).double(), 3.0], ids=str
 )
-@pytest.mark.parametrize("name", ["exponential", "merged"])
+@pytest.mark.parametrize("name", ["exponential", "window"])
 def test_a_factor_of_another_kind_is_refused(name: str, wrong: object) -> None:
     feature_map, _ = STREAMS[name]
     state = dataclasses.replace(stream(name), apart=wrong)

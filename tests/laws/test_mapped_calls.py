@@ -12,16 +12,17 @@ from torch.utils import _pytree as pytree
 
 import linattn
 from grid import CAUSAL_MAPS, MAPS, build, qkv, sums, tokens, total
-from linattn import Exact, nn, positions
+from linattn import MergedKV, nn, positions
+from merged_rows import MergedLayer
 
 COUNT, LENGTH = 2, 13
 SUBSETS = [subset for size in range(1, 6) for subset in itertools.combinations(range(5), size)]
 ALONE = [*((place,) for place in range(5)), (0, 3), (1, 2), (0, 1, 2, 3, 4)]
-WITHOUT_MAP = {
-    "causal": (Exact(4, num_merged=6), True),
-    "4 bits": (Exact(4, num_merged=6, bits=4), True),
-    "bidirectional": (Exact(4, num_merged=6), False),
-    "no window": (Exact(num_merged=6), False),
+MERGED = {
+    "causal": (MergedKV(4, 6, bits=None), True),
+    "4 bits": (MergedKV(4, 6, bits=4), True),
+    "bidirectional": (MergedKV(4, 6), False),
+    "no window": (MergedKV(None, 6), False),
 }
 # torch says so of its own operators that it maps one by one.
 SLOWLY = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -51,25 +52,23 @@ def agrees(function: Callable[..., object], subset: Sequence[int], dim: int = 0)
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
-def attention(name: str, is_causal: bool, exact: Exact | None = None) -> Callable[..., Tensor]:
-    """A call without a map under a name of WITHOUT_MAP, or with one."""
-    feature_map = None
-    if name in WITHOUT_MAP:
-        exact, is_causal = WITHOUT_MAP[name]
+def attention(name: str, is_causal: bool) -> Callable[..., Tensor]:
+    """A call with merged keys under a name of MERGED, or by a map."""
+    if name in MERGED:
+        how, is_causal = MERGED[name]
+        call: Callable[..., Tensor] = linattn.merged_attention
     else:
-        feature_map = build(name).requires_grad_(False)
+        how, call = build(name).requires_grad_(False), linattn.linear_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor, key_bias: Tensor) -> Tensor:
-        return linattn.linear_attention(
-            query, key, value, feature_map, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, exact=exact,
-            enable_gqa=True,
-        )  # fmt: skip
+        options = {"key_mask": key_mask, "key_bias": key_bias, "is_causal": is_causal, "enable_gqa": True}
+        return call(query, key, value, how, **options)
 
     return attend
 
 
-@pytest.mark.parametrize("name", WITHOUT_MAP)
-def test_without_a_map_any_tensors_are_mapped(name: str) -> None:
+@pytest.mark.parametrize("name", MERGED)
+def test_with_merged_keys_any_tensors_are_mapped(name: str) -> None:
     for subset in SUBSETS:
         agrees(attention(name, True), subset)
 
@@ -83,7 +82,7 @@ def test_with_any_map_each_tensor_is_mapped_alone(name: str, is_causal: bool) ->
         agrees(attention(name, is_causal), subset)
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_MAP, "FavorPlus", "Expansion", "Centred-Taylor"])
+@pytest.mark.parametrize("name", [*MERGED, "FavorPlus", "Expansion", "Centred-Taylor"])
 def test_mapped_along_any_dimension_and_twice(name: str) -> None:
     attend = attention(name, True)
     for subset, dim in (((0,), 1), ((1, 2), 2), ((3,), 1), ((4,), 2)):
@@ -99,7 +98,7 @@ def test_mapped_along_any_dimension_and_twice(name: str) -> None:
 
 
 @SLOWLY
-@pytest.mark.parametrize("name", [*WITHOUT_MAP, "FavorPlus", "Expansion", "Centred-Taylor"])
+@pytest.mark.parametrize("name", [*MERGED, "FavorPlus", "Expansion", "Centred-Taylor"])
 @pytest.mark.parametrize("place", [0, 1, 2, 4])
 def test_gradients_go_through_mapped_calls(name: str, place: int) -> None:
     """Of the mapped tensor and of those that are shared: summed over all calls, and call by call."""
@@ -119,11 +118,10 @@ def test_gradients_go_through_mapped_calls(name: str, place: int) -> None:
     agrees(torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=floating), (place,))
 
 
-@pytest.mark.parametrize("name", ["FavorPlus", "Taylor", "Expansion", "merged"])
+@pytest.mark.parametrize("name", ["FavorPlus", "Taylor", "Expansion"])
 def test_gradients_go_through_mapped_gates(name: str) -> None:
     """A state's decay among them, which the second part of a stream makes."""
-    exact = Exact(4, num_merged=6) if name == "merged" else None
-    feature_map = None if name == "merged" else build(name)
+    feature_map = build(name)
     query, key, value = (x[0] for x in stacks()[:3])
 
     def attend(log_forget: Tensor) -> Tensor:
@@ -131,7 +129,7 @@ def test_gradients_go_through_mapped_gates(name: str) -> None:
         for at in (slice(0, 8), slice(8, LENGTH)):
             part = positions.gated_attention_with_state(
                 *(x[:, :, at] for x in (query, key, value)), feature_map, positions.Gates(log_forget[..., at]), state,
-                enable_gqa=True, exact=exact,
+                enable_gqa=True,
             )  # fmt: skip
             state = part.state
             outs.append(part.out)
@@ -147,12 +145,12 @@ def test_gradients_go_through_mapped_gates(name: str) -> None:
 @pytest.mark.parametrize("length", [1, LENGTH])
 def test_states_and_tokens_are_mapped_apart(name: str, length: int) -> None:
     """A state of several streams under one token, one state under several tokens, and both."""
-    exact = WITHOUT_MAP[name][0] if name in WITHOUT_MAP else None
-    feature_map = None if name in WITHOUT_MAP else build(name)
+    how = MERGED[name][0] if name in MERGED else build(name)
+    attend = linattn.merged_attention_with_state if name in MERGED else linattn.linear_attention_with_state
     given = stacks()[:3]
 
-    def step(state: linattn.State | None, query: Tensor, key: Tensor, value: Tensor) -> linattn.attention.Attended:
-        return linattn.linear_attention_with_state(query, key, value, feature_map, state, enable_gqa=True, exact=exact)
+    def step(state: object, query: Tensor, key: Tensor, value: Tensor) -> linattn.Attended | linattn.MergedAttended:
+        return attend(query, key, value, how, state, enable_gqa=True)
 
     states = [step(None, *(x[i] for x in given)).state for i in range(COUNT)]
     stacked = pytree.tree_map(lambda *x: torch.stack(x), *states)
@@ -167,10 +165,11 @@ def test_states_and_tokens_are_mapped_apart(name: str, length: int) -> None:
             wanted = step(*call)
             state = pytree.tree_map(lambda x, i=i: x[i], found.state)
             torch.testing.assert_close(found.out[i], wanted.out, rtol=1e-11, atol=1e-11)
-            # A token alone may have another m.
-            torch.testing.assert_close(total(state, wanted.state.m), sums(wanted.state), rtol=1e-11, atol=1e-11)
-            leaves = (pytree.tree_leaves(each.exact) for each in (state, wanted.state))
-            for x, y in zip(*leaves, strict=True):
+            if isinstance(state, linattn.State):
+                # A token alone may have another m.
+                torch.testing.assert_close(total(state, wanted.state.m), sums(wanted.state), rtol=1e-11, atol=1e-11)
+                continue
+            for x, y in zip(*map(pytree.tree_leaves, (state, wanted.state)), strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
@@ -181,7 +180,7 @@ def test_layers_are_mapped_whose_parameters_require_gradients(name: str) -> None
     torch.manual_seed(0)
     gate = positions.ForgetGate(16, 2)
     layer = {
-        "merged": lambda: nn.LinearAttention(16, 2, None, is_causal=True, exact=Exact(4, num_merged=6)),
+        "merged": lambda: MergedLayer(is_causal=True),
         "softmax": lambda: nn.SoftmaxAttention(16, 2, is_causal=True),
         "gated softmax": lambda: nn.SoftmaxAttention(16, 2, is_causal=True, gate=gate),
         "map": lambda: nn.LinearAttention(16, 2, build("FavorPlus"), is_causal=True, gate=gate),

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import linattn
 from grid import HEAD_DIM, MAPS, build, tokens
-from linattn import Exact, nn, positions
+from linattn import MergedKV, nn, positions
 from linattn.feature_maps import FavorPlus, FittedMap
 from linattn.feature_maps._base import features
 
@@ -51,10 +51,13 @@ def layer(is_causal: bool = False, **options: object) -> nn.LinearAttention:
 GATES = positions.Gates(torch.zeros(2, 2, 9))
 CALLS: dict[str, Callable[[list[Tensor]], object]] = {
     "linear_attention": lambda x: linattn.linear_attention(*x, MAP),
-    "causal": lambda x: linattn.linear_attention(*x, MAP, is_causal=True, exact=Exact(4)),
+    "causal": lambda x: linattn.linear_attention(*x, MAP, is_causal=True, window=4),
     **{f"alone-{place}": in_place(place, lambda *x: linattn.linear_attention(*x, MAP)) for place in range(3)},
     **{f"softmax-alone-{place}": in_place(place, linattn.softmax_attention) for place in range(3)},
-    "merged": lambda x: linattn.linear_attention(*x, None, exact=Exact(4, num_merged=4)),
+    "merged": lambda x: linattn.merged_attention(*x, MergedKV(4, 4)),
+    "merged_partial": lambda x: linattn.merged_partial(*x, MergedKV(4, 4)),
+    "merged_with_state": lambda x: linattn.merged_attention_with_state(*x, MergedKV(4, 4)),
+    "merged_read": lambda x: linattn.merged_attention_with_state(*dense(), MergedKV(4, 4)).state.read(x[0]),
     "linear_partial": lambda x: linattn.linear_partial(*x, MAP),
     "with_state": lambda x: linattn.linear_attention_with_state(*x, MAP),
     "packed": lambda x: linattn.linear_attention_packed(*x, MAP, STARTS),
@@ -68,7 +71,6 @@ CALLS: dict[str, Callable[[list[Tensor]], object]] = {
     "gates": lambda x: positions.gate_bias(positions.Gates(x[0])),
     "relative_bias": lambda x: positions.relative_bias_attention(*x, MAP, torch.zeros(1, 2, 99)),
     "rotary": lambda x: positions.rotary(*x[:2], torch.arange(9)),
-    "plan": lambda x: linattn.plan(*x, target_error=0.1),
     "key_mask": lambda x: linattn.linear_attention(*dense(), MAP, key_mask=x[0]),
     "key_bias": lambda x: linattn.linear_attention(*dense(), MAP, key_bias=x[0]),
 }

@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 import layers
 import linattn
 from grid import CAUSAL_MAPS, HEAD_DIM, MAPS, build, qkv, tokens
-from linattn import Exact, nn, positions
+from linattn import MergedKV, nn, positions
+from merged_rows import MergedLayer
 
-EXACT_PARTS = (Exact(4), Exact(4, 3))
-WITHOUT_MAP = (Exact(4, num_merged=6), Exact(4, num_merged=6, bits=4), Exact(num_merged=6))
+MERGED = (MergedKV(4, 6, bits=None), MergedKV(4, 6, bits=4), MergedKV(None, 6, bits=None))
 LENGTH = 20
 WIDTH = 2 * HEAD_DIM
 
@@ -54,9 +54,8 @@ def test_calls_with_any_map(name: str, is_causal: bool) -> None:
     if is_causal and name not in CAUSAL_MAPS:
         return
     feature_map = build(name).requires_grad_(False)
-    exact_parts = (None, *EXACT_PARTS) if feature_map.softmax_kernel and feature_map.positive_normalizer else (None,)
-    for exact in exact_parts:
-        options = {"is_causal": is_causal, "enable_gqa": True, "exact": exact}
+    for window in (None, 4) if feature_map.softmax_kernel and feature_map.positive_normalizer else (None,):
+        options = {"is_causal": is_causal, "enable_gqa": True, "window": window}
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, options=options) -> object:
             plain = linattn.linear_attention(query, key, value, feature_map, **options)
@@ -66,37 +65,36 @@ def test_calls_with_any_map(name: str, is_causal: bool) -> None:
         has_the_shapes_of_a_real_call(attend, given())
 
 
-def streamed(feature_map: object, exact: Exact | None) -> Callable[..., object]:
-    """A stream of a text and a token after it, its state with them."""
+def streamed(call: Callable[..., object], how: object) -> Callable[..., object]:
+    """A stream of a text and a token after it, its state with them, by a map or with merged keys."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> object:
-        first = linattn.linear_attention_with_state(query, key, value, feature_map, enable_gqa=True, exact=exact)
+        first = call(query, key, value, how, enable_gqa=True)
         token = [x[:, :, :1] for x in (query, key, value)]
-        return linattn.linear_attention_with_state(*token, feature_map, first.state, enable_gqa=True, exact=exact)
+        return call(*token, how, first.state, enable_gqa=True)
 
     return attend
 
 
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
 def test_streams_with_any_map(name: str) -> None:
-    has_the_shapes_of_a_real_call(streamed(build(name).requires_grad_(False), None), given()[:3])
+    attend = streamed(linattn.linear_attention_with_state, build(name).requires_grad_(False))
+    has_the_shapes_of_a_real_call(attend, given()[:3])
 
 
-@pytest.mark.parametrize("exact", WITHOUT_MAP, ids=lambda exact: exact.label)
-def test_merged_keys(exact: Exact) -> None:
+@pytest.mark.parametrize("config", MERGED, ids=str)
+def test_merged_keys(config: MergedKV) -> None:
     query, key, value, mask, bias = given()
-    # Codes are of streams alone.
-    directions = [*([] if exact.bits else [False]), *([True] if exact.window else [])]
-    for is_causal in directions:
+    for is_causal in (False, True) if config.window else (False,):
 
         def attend(*x: Tensor, is_causal: bool = is_causal) -> Tensor:
-            return linattn.linear_attention(
-                *x[:3], None, key_mask=x[3], key_bias=x[4], is_causal=is_causal, enable_gqa=True, exact=exact
+            return linattn.merged_attention(
+                *x[:3], config, key_mask=x[3], key_bias=x[4], is_causal=is_causal, enable_gqa=True
             )
 
         has_the_shapes_of_a_real_call(attend, [query, key, value, mask, bias])
-    if exact.window:
-        has_the_shapes_of_a_real_call(streamed(None, exact), [query, key, value])
+    if config.window:
+        has_the_shapes_of_a_real_call(streamed(linattn.merged_attention_with_state, config), [query, key, value])
 
 
 MAP = build("FavorPlus")
@@ -178,10 +176,16 @@ def test_layers_of_any_map_are_exported(name: str, kind: str) -> None:
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("kind", layers.LAYERS)
 def test_layers_with_padding_are_exported(kind: str, is_causal: bool) -> None:
-    if not is_causal and kind not in (*layers.BIDIRECTIONAL, "window-merged"):
+    if not is_causal and kind not in layers.BIDIRECTIONAL:
         return
     layer = layers.LAYERS[kind](is_causal=is_causal)
     exported_is_eager(layer, layers.tokens(2, 7), key_mask=padding(2, 7))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_merged_keys_with_padding_are_exported(is_causal: bool) -> None:
+    torch.manual_seed(0)
+    exported_is_eager(MergedLayer(is_causal=is_causal).double(), tokens(2, 13, 16), key_mask=padding(2, 13))
 
 
 def test_models_with_padding_are_exported() -> None:

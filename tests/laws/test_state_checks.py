@@ -12,31 +12,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import linattn
-from linattn import Exact, State
+from linattn import State
 from linattn.feature_maps import FavorPlus, FeatureMap, Relu
 
-STREAMS: dict[str, tuple[FeatureMap | None, Exact | None]] = {
+STREAMS: dict[str, tuple[FeatureMap, int | None]] = {
     "map": (FavorPlus(8, 16), None),
-    "window": (FavorPlus(8, 16), Exact(4)),
-    "heavy": (FavorPlus(8, 16), Exact(4, 3)),
-    "merged": (None, Exact(4, num_merged=8)),
-    "merged in 4 bits": (None, Exact(4, num_merged=8, bits=4)),
+    "window": (FavorPlus(8, 16), 4),
 }
-SUMS, EXACT, MERGED = (
-    ["S", "z", "m"],
-    [*["exact.heavy"] * 4, *["exact.recent"] * 4],
-    ["exact.sample"] * 2 + ["exact.recent"] * 3,
-)
+SUMS = ["S", "z", "m"]
 # Which record each tensor belongs to, as errors name it.
-RECORDS = {
-    "map": SUMS,
-    "window": SUMS + EXACT,
-    "heavy": SUMS + EXACT,
-    "merged": SUMS + ["exact.merged"] * 3 + MERGED,
-    "merged in 4 bits": SUMS + ["exact.merged"] * 11 + MERGED,
-}
-# Sizes are read from S and, without a map, from the latest keys: where these are wrong, others differ.
-OTHERS = r"the state's (z|m|exact[\w.]+)"
+RECORDS = {"map": SUMS, "window": [*SUMS, *["window.recent"] * 3]}
+# Sizes are read from S: where it is wrong, others differ.
+OTHERS = r"the state's (z|m|window[\w.]+)"
 CHANGES = {
     "shorter": lambda x: x[..., :-1],
     "longer": lambda x: torch.cat((x, x), -1),
@@ -52,25 +39,33 @@ def tokens(length: int = 30) -> list[Tensor]:
     return [torch.randn(1, 2, length, 8, generator=generator) for _ in range(3)]
 
 
+def read_again(state: State) -> State:
+    """What torch.load makes of what torch.save writes."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", STREAMS)
 def test_every_tensor_of_a_state_is_checked(name: str, change: str) -> None:
-    feature_map, exact = STREAMS[name]
-    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state
+    feature_map, window = STREAMS[name]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, window=window).state
     leaves, tree = pytree.tree_flatten(state)
     for number, (leaf, record) in enumerate(zip(leaves, RECORDS[name], strict=True)):
         # Tokens of a window are kept in the dtype they came in, and keys and values alike.
         match = rf"the state's {record}[\w.]* must be .*, got "
         if number == 0:
             match = f"{match}|{OTHERS} must be|the state (holds|is kept in|is on)"
-        elif leaf.ndim == 4 and record == "exact.recent":
+        elif leaf.ndim == 4 and record == "window.recent":
             match = f"{match}|{OTHERS} must be"
         # None of no tokens is shorter, and a value width is known by tokens alone.
         if change in ("shorter", "longer") and (leaf.shape[-1] == 0 or (name == "map" and number == 0)):
             continue
         wrong = pytree.tree_unflatten([*leaves[:number], CHANGES[change](leaf), *leaves[number + 1 :]], tree)
         with pytest.raises(ValueError, match=match):
-            linattn.linear_attention_with_state(*tokens(1), feature_map, wrong, exact=exact)
+            linattn.linear_attention_with_state(*tokens(1), feature_map, wrong, window=window)
         with pytest.raises(ValueError, match=match):
             wrong.read(feature_map, tokens(1)[0])
 
@@ -86,53 +81,51 @@ def test_sums_of_another_number_of_features_are_refused() -> None:
 def test_a_file_does_not_say_that_its_state_was_looked_at() -> None:
     feature_map, _ = STREAMS["map"]
     state = linattn.linear_attention_with_state(*tokens(), feature_map).state
-    wrong = dataclasses.replace(state, z=state.z[..., :1]).known_to_fit((8, 1))
-    file = io.BytesIO()
-    torch.save(wrong, file)
-    file.seek(0)
+    wrong = dataclasses.replace(state, z=state.z[..., :1]).known_to_fit(8)
     with pytest.raises(ValueError, match=r"the state's z must be torch.float32 of shape \(1, 2, 16\)"):
-        linattn.linear_attention_with_state(*tokens(1), feature_map, torch.load(file))
+        linattn.linear_attention_with_state(*tokens(1), feature_map, read_again(wrong))
 
 
-@pytest.mark.parametrize("name", ["merged", "merged in 4 bits"])
-def test_tokens_of_another_width_or_fewer_query_heads_are_refused(name: str) -> None:
-    _, exact = STREAMS[name]
-    query, key, value = tokens()
-    state = linattn.linear_attention_with_state(query, key, value, None, exact=exact).state
-    with pytest.raises(ValueError, match=r"the state's exact.recent.key must be torch.float32 of shape \(1, 2, 6, 4\)"):
-        linattn.linear_attention_with_state(query[..., :4], key[..., :4], value, None, state, exact=exact)
-    many = query.repeat_interleave(20, 1)
-    state = linattn.linear_attention_with_state(many, key, value, None, exact=exact, enable_gqa=True).state
-    with pytest.raises(ValueError, match=r"the state's exact.sample.there must be of shape \(B, H, n ≤ 16\)"):
-        linattn.linear_attention_with_state(query, key, value, None, state, exact=exact)
+@pytest.mark.parametrize("width", [4.0, 0, 3, True, -4, 2**31])
+def test_a_window_s_width_that_is_read_from_a_file_is_checked(width: object) -> None:
+    feature_map, window = STREAMS["window"]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, window=window).state
+    vars(state.window)["width"] = width
+    wrong = read_again(state)
+    for use in (
+        lambda: linattn.linear_attention_with_state(*tokens(1), feature_map, wrong, window=width),
+        lambda: wrong.read(feature_map, tokens(1)[0]),
+        lambda: wrong.flush(feature_map),
+        lambda: wrong.decay(-1.0),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"window must be (an integer or None|a power of two)"):
+            use()
 
 
-def test_merged_keys_beyond_the_rule_are_refused() -> None:
-    _, exact = STREAMS["merged"]
-    state = linattn.linear_attention_with_state(*tokens(), None, exact=exact).state
-    many = dataclasses.replace(state.exact, merged=state.exact.merged.then(state.exact.merged))
-    state = State(state.S, state.z, state.m, state.built_with, many)
-    for backend in ("auto", "blocked"):
-        with pytest.raises(ValueError, match=r"exact.merged.bias must be of shape \(B, H, n ≤ 8\)"):
-            linattn.linear_attention_with_state(*tokens(100), None, state, exact=exact, backend=backend)
+@pytest.mark.parametrize("window", [4, "window", torch.zeros(1)], ids=str)
+def test_what_holds_no_window_s_keys_is_refused(window: object) -> None:
+    feature_map, _ = STREAMS["map"]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map).state
+    wrong = dataclasses.replace(state, window=window)
+    for use in (
+        lambda: linattn.linear_attention_with_state(*tokens(1), feature_map, wrong, window=4),
+        lambda: wrong.read(feature_map, tokens(1)[0]),
+        lambda: wrong.decay(-1.0),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"the state('s window must be a WindowKeys| was built with)"):
+            use()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"window": 4.0}, {"window": 0}, {"window": 3}, {"num_heavy": -1}, {"num_heavy": True}, {"num_merged": 2**62}],
-    ids=str,
-)
-def test_a_rule_that_is_read_from_a_file_is_checked(wrong: dict[str, object]) -> None:
-    feature_map, exact = FavorPlus(8, 16), Exact(4, 3)
-    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state
-    state.exact.rule.__dict__.update(wrong)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    with pytest.raises(ValueError, match=rf"{next(iter(wrong))} must be"):
-        torch.load(file)
-    with pytest.raises(ValueError, match="must be a non-negative integer below 2³¹, got 2147483648"):
-        Exact(4, num_merged=2**31)
+def test_a_state_without_a_window_is_read_as_an_earlier_version_wrote_it() -> None:
+    feature_map, _ = STREAMS["map"]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map).state
+    earlier = dataclasses.replace(state)
+    del vars(earlier)["window"]
+    vars(earlier)["exact"] = None
+    found = read_again(earlier)
+    assert vars(found).keys() == vars(dataclasses.replace(state)).keys()
+    after, wanted = (linattn.linear_attention_with_state(*tokens(7), feature_map, one).out for one in (found, state))
+    assert torch.equal(after, wanted)
 
 
 @pytest.mark.parametrize("field", ["S", "z", "m"])
@@ -152,8 +145,8 @@ def test_no_verb_heals_sums_that_do_not_belong_together(field: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_selection_heals_no_state(name: str) -> None:
-    feature_map, exact = STREAMS[name]
-    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state
+    feature_map, window = STREAMS[name]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, window=window).state
     leaves, tree = pytree.tree_flatten(state)
     for number, leaf in enumerate(leaves):
         wrong = pytree.tree_unflatten([*leaves[:number], torch.cat((leaf, leaf)), *leaves[number + 1 :]], tree)
@@ -161,44 +154,31 @@ def test_a_selection_heals_no_state(name: str) -> None:
             wrong.select(torch.tensor([0]))
 
 
-@pytest.mark.parametrize("name", ["window", "heavy", "merged"])
-def test_a_decay_heals_no_exact_keys(name: str) -> None:
-    feature_map, exact = STREAMS[name]
-    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state
-    recent = state.exact.recent
-    wrong = dataclasses.replace(state.exact, recent=recent._replace(bias=recent.bias[:, :1]))
-    with pytest.raises(ValueError, match=r"the state's exact.recent.bias must be torch.float32 of shape \(1, 2, 6\)"):
-        dataclasses.replace(state, exact=wrong).decay(-1.0)
+def test_a_decay_heals_no_window() -> None:
+    feature_map, window = STREAMS["window"]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, window=window).state
+    recent = state.window.recent
+    wrong = dataclasses.replace(state.window, recent=recent._replace(bias=recent.bias[:, :1]))
+    with pytest.raises(ValueError, match=r"the state's window.recent.bias must be torch.float32 of shape \(1, 2, 6\)"):
+        dataclasses.replace(state, window=wrong).decay(-1.0)
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_decay_by_minus_infinity_is_the_empty_state(name: str) -> None:
-    feature_map, exact = STREAMS[name]
-    state = linattn.linear_attention_with_state(*tokens(), feature_map, exact=exact).state.decay(-math.inf)
+    feature_map, window = STREAMS[name]
+    state = linattn.linear_attention_with_state(*tokens(), feature_map, window=window).state.decay(-math.inf)
     query, key, value = tokens(1)
     part = state.read(feature_map, query)
     assert not part.out.any()
     assert bool((part.log_normalizer == -math.inf).all())
     masked = linattn.linear_attention_with_state(
-        query, key, value, feature_map, state, exact=exact, key_mask=torch.zeros(1, 1, dtype=torch.bool)
+        query, key, value, feature_map, state, window=window, key_mask=torch.zeros(1, 1, dtype=torch.bool)
     )
     assert not masked.out.any()
     for before in (state, masked.state):
-        out = linattn.linear_attention_with_state(query, key, value, feature_map, before, exact=exact).out
-        # One token alone gives its value: a product and a division in float32, beside rounding to 4 bits none.
+        out = linattn.linear_attention_with_state(query, key, value, feature_map, before, window=window).out
+        # One token alone gives its value: a product and a division in float32.
         torch.testing.assert_close(out, value, rtol=1e-5, atol=1e-5)
-
-
-def test_after_a_decay_by_minus_infinity_new_keys_are_the_heavy_ones() -> None:
-    feature_map, exact = STREAMS["heavy"]
-    # Whole blocks, so that the next one begins as a stream does.
-    state = linattn.linear_attention_with_state(*tokens(32), feature_map, exact=exact).state.decay(-math.inf)
-    after, fresh = (
-        linattn.linear_attention_with_state(*tokens(20), feature_map, before, exact=exact).out
-        for before in (state, None)
-    )
-    # The map's exponents of some tens, rounded in float32.
-    torch.testing.assert_close(after, fresh, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf, torch.tensor([[0.0, math.inf]])], ids=str)

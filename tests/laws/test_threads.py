@@ -71,12 +71,12 @@ def test_threads_share_a_map(map_name: str, backend: str) -> None:
             linattn.linear_attention(*qkv(), feature_map, is_causal=True, enable_gqa=True, backend=backend)
 
 
-def test_threads_share_a_map_beside_exact_keys_and_rows() -> None:
+def test_threads_share_a_map_beside_a_window_and_rows() -> None:
     feature_map = linattn.feature_maps.Expansion(8, 4)
 
     def call(number: int) -> list[Tensor]:
         query, key, value = qkv(num_queries=12, num_keys=12, seed=7 * number)
-        part = linattn.linear_partial(query, key, value, feature_map, enable_gqa=True, exact=linattn.Exact(2, 2))
+        part = linattn.linear_partial(query, key, value, feature_map, enable_gqa=True, window=2)
         rows = linattn.attention_rows(query, key, feature_map, torch.tensor([0, 5]), enable_gqa=True)
         return [*part, rows]
 

@@ -30,15 +30,9 @@ STACK = 128
 KERNELS = {
     "key_offsets", "key_states", "row_outputs", "row_gradients", "state_gradients", "query_gradients", "key_gradients"
 }  # fmt: skip
-# Those of expansions.
-CENTRE_KERNELS = {
-    "centre_states", "centre_rows", "centre_query_gradients", "centre_state_gradients", "centre_key_gradients",
-    "centre_step",
-}  # fmt: skip
-# Whose sums are no products, or products in full precision: one token's, which takes longer to be read than computed.
-EXACT_KERNELS = ("row_gradients", "key_offsets", "centre_step")
+# Whose sums are no products.
+EXACT_KERNELS = ("row_gradients", "key_offsets")
 IN_FULL = {
-    ("float16", 128, 89, "centre_key_gradients"),
     ("float16", 256, 80, "query_gradients"),
     ("float16", 256, 80, "key_gradients"),
 }
@@ -64,15 +58,6 @@ CALLS = [
     (100, "float32", 256, "FavorPlus"),
     (90, "bfloat16", 64, "LearnedExponential"),
     (90, "bfloat16", 64, "Relu"),
-    (80, "bfloat16", 64, "Expansion"),
-    (89, "bfloat16", 64, "Expansion"),
-    (90, "bfloat16", 64, "Expansion"),
-    (100, "bfloat16", 64, "Expansion"),
-    (90, "bfloat16", 128, "Expansion"),
-    (89, "float16", 128, "Expansion"),
-    (90, "float16", 128, "Expansion"),
-    (90, "float32", 64, "Expansion"),
-    (89, "float32", 128, "Expansion"),
 ]
 
 
@@ -97,12 +82,12 @@ def test_kernels_compile_within_a_gpu(compiled: list[dict[str, int | str]], call
     rows = [row for row in compiled if row["call"] == name(call)]
     # One token has a kernel of its own, unless a linear map or followed parameters leave it to the others.
     own = {"token_step"} if call[-1] == "FavorPlus" else set()
-    assert {row["kernel"] for row in rows} == (CENTRE_KERNELS if call[-1] == "Expansion" else KERNELS | own)
+    assert {row["kernel"] for row in rows} == KERNELS | own
     for row in rows:
         assert row["stack"] <= STACK, row
         assert row["shared"] <= SHARED[capability], row
         # float32 is multiplied exactly, which no matrix instruction does; given features are not multiplied first.
-        # TF32 finds no room for a wide expansion's keys on 8.9, nor for the gradients of rows 256 wide on 8.0 and 8.9.
+        # TF32 finds no room for the gradients of rows 256 wide on 8.0 and 8.9.
         is_exact = (dtype, width, capability, row["kernel"]) in IN_FULL
         if dtype != "float32" and not is_exact and row["kernel"] not in EXACT_KERNELS:
             assert row["products"] > 0, row

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import linattn
 from grid import relative_error
-from linattn.feature_maps import Expansion, FavorPlus, FeatureMap
+from linattn.feature_maps import FavorPlus, FeatureMap
 
 # Races, real sizes and addresses beyond 2**31 do not exist in the interpreter, which runs the laws everywhere else.
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -29,25 +29,13 @@ def gradients(given: list[Tensor], feature_map: FeatureMap, backend: str, *, is_
     return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
 
 
-def built(kind: str, width: int, num_features: int = 256) -> FeatureMap:
-    """A map with features in its kernels; of an expansion those of 16 centres, or of as many as have these features."""
-    if kind == "FavorPlus":
-        return FavorPlus(width, num_features).cuda()
-    centres = torch.randn(max(num_features // 16, 2), width, generator=torch.Generator().manual_seed(1))
-    return Expansion(width, len(centres), centres=centres).cuda()
-
-
-KINDS = pytest.mark.parametrize("kind", ["FavorPlus", "Expansion"])
-
-
-@KINDS
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("width", [16, 64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_real_sizes_are_right(dtype: torch.dtype, width: int, is_causal: bool, kind: str) -> None:
-    if width > 128 and (dtype != torch.bfloat16 or kind == "Expansion"):
+def test_real_sizes_are_right(dtype: torch.dtype, width: int, is_causal: bool) -> None:
+    if width > 128 and dtype != torch.bfloat16:
         return
-    given, feature_map = tokens(4109, width, dtype), built(kind, width)
+    given, feature_map = tokens(4109, width, dtype), FavorPlus(width, 256).cuda()
     truth = gradients([x.double() for x in given], feature_map, "blocked", is_causal=is_causal)
     # Products of float16 are TF32's; those of bfloat16, and the weights, are rounded once each.
     allowed = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}[dtype]
@@ -57,36 +45,32 @@ def test_real_sizes_are_right(dtype: torch.dtype, width: int, is_causal: bool, k
         assert relative_error(x, y) < allowed, f"item {index}"
 
 
-@KINDS
-def test_twenty_runs_are_equal_to_the_bit(kind: str) -> None:
-    given, feature_map = tokens(2100, 64, torch.bfloat16), built(kind, 64)
+def test_twenty_runs_are_equal_to_the_bit() -> None:
+    given, feature_map = tokens(2100, 64, torch.bfloat16), FavorPlus(64, 256).cuda()
     first = gradients(given, feature_map, "triton", is_causal=True)
     for _ in range(19):
         again = gradients(given, feature_map, "triton", is_causal=True)
         assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
 
 
-@KINDS
-def test_no_later_token_reaches_an_earlier_row(kind: str) -> None:
-    given, feature_map = tokens(2100, 64, torch.bfloat16), built(kind, 64)
+def test_no_later_token_reaches_an_earlier_row() -> None:
+    given, feature_map = tokens(2100, 64, torch.bfloat16), FavorPlus(64, 256).cuda()
     expected = gradients(given, feature_map, "triton", is_causal=True)[0][:, :, :1000]
     changed = [torch.cat((x[:, :, :1000], -30 * x[:, :, 1000:]), 2) for x in given]
     assert torch.equal(gradients(changed, feature_map, "triton", is_causal=True)[0][:, :, :1000], expected)
 
 
-@KINDS
-def test_few_heads_are_summed_side_by_side(kind: str) -> None:
-    given, feature_map = tokens(30_000, 64, torch.float32, batch=1, heads=2), built(kind, 64, 64)
+def test_few_heads_are_summed_side_by_side() -> None:
+    given, feature_map = tokens(30_000, 64, torch.float32, batch=1, heads=2), FavorPlus(64, 64).cuda()
     truth = gradients([x.double() for x in given], feature_map, "blocked", is_causal=True)
     for x, y in zip(gradients(given, feature_map, "triton", is_causal=True), truth, strict=True):
         assert relative_error(x, y) < 1e-5
 
 
-@KINDS
 @torch.no_grad()
-def test_more_than_two_to_the_thirty_first_elements(kind: str) -> None:
+def test_more_than_two_to_the_thirty_first_elements() -> None:
     """The last rows, beside those of a call that resumes from the state of the others."""
-    length, last, feature_map = 2**25 + 4096, 4096, built(kind, 64, 32)
+    length, last, feature_map = 2**25 + 4096, 4096, FavorPlus(64, 32).cuda()
     given = [x.detach() for x in tokens(length, 64, torch.bfloat16, batch=1, heads=2)]
     given[0] = given[0][:, :1]
     whole = linattn.linear_attention(*given, feature_map, is_causal=True, backend="triton")[:, :, -last:]

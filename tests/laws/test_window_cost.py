@@ -1,4 +1,4 @@
-"""Rows beside an exact window cost by the keys they see: numbers written are counted, no time is taken."""
+"""Rows beside a window cost by the keys they see: numbers written are counted, no time is taken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import linattn
-from linattn import Exact
+from linattn import MergedKV
 from linattn.feature_maps import Expansion, FavorPlus, FeatureMap
 
 HEAD_DIM, HEADS = 4, 2
@@ -48,32 +48,30 @@ def written(attend: Callable[..., object], *given: object, **options: object) ->
     return count.numbers
 
 
-def of_a_token(feature_map: FeatureMap, exact: Exact, num_kept: int) -> int:
+def of_a_token(feature_map: FeatureMap, window: int, num_kept: int) -> int:
     """Numbers written for one token after so many."""
-    attend = partial(linattn.linear_attention_with_state, feature_map=feature_map, exact=exact, backend="blocked")
+    attend = partial(linattn.linear_attention_with_state, feature_map=feature_map, window=window, backend="blocked")
     return written(attend, *tokens(1), state=attend(*tokens(num_kept)).state)
 
 
-@pytest.mark.parametrize("num_heavy", [0, 3])
 @pytest.mark.parametrize("place", [1, 2], ids=["a block that begins", "a block that ends"])
-def test_a_token_costs_in_proportion_to_the_window(place: int, num_heavy: int) -> None:
+def test_a_token_costs_in_proportion_to_the_window(place: int) -> None:
     """Of costs a + b·w, four times as wide a window costs four times as much at most."""
     feature_map, width = MAPS["FavorPlus"](), 32
-    narrow, wide = (of_a_token(feature_map, Exact(w, num_heavy), place * w - (place > 1)) for w in (width, 4 * width))
+    narrow, wide = (of_a_token(feature_map, w, place * w - (place > 1)) for w in (width, 4 * width))
     assert wide <= 4 * narrow
 
 
 @pytest.mark.parametrize("num_queries", [1, 5])
-@pytest.mark.parametrize("num_heavy", [0, 3])
-def test_the_last_rows_of_a_call_cost_no_others(num_heavy: int, num_queries: int) -> None:
+def test_the_last_rows_of_a_call_cost_no_others(num_queries: int) -> None:
     """Of a call whose keys are all in the neighbourhood: a + b·L, whatever the window."""
     feature_map = MAPS["FavorPlus"]()
 
     def last(length: int, window: int) -> int:
         """Numbers written for the last rows."""
         query, key, value = tokens(length)
-        given, exact = (query[:, :, -num_queries:], key, value, feature_map), Exact(window, num_heavy)
-        return written(linattn.linear_attention, *given, is_causal=True, exact=exact, backend="blocked")
+        given = (query[:, :, -num_queries:], key, value, feature_map)
+        return written(linattn.linear_attention, *given, is_causal=True, window=window, backend="blocked")
 
     assert last(64, 64) == last(64, 4096)
     assert last(256, 256) <= 4 * last(64, 64)
@@ -85,18 +83,17 @@ def test_the_last_rows_of_a_call_cost_no_others(num_heavy: int, num_queries: int
     [("FavorPlus", False), ("Expansion", False), ("FavorPlus", True)],
     ids=["FavorPlus", "Expansion", "FavorPlus causal"],
 )
-@pytest.mark.parametrize("num_heavy", [0, 3])
-def test_a_short_text_costs_the_same_beside_any_window(name: str, num_heavy: int, is_causal: bool, length: int) -> None:
+def test_a_short_text_costs_the_same_beside_any_window(name: str, is_causal: bool, length: int) -> None:
     """Rows are never padded to the window."""
     given = *tokens(length), MAPS[name]()
     options = {"is_causal": is_causal, "backend": "blocked"}
-    narrow, wide = (written(linattn.linear_attention, *given, exact=Exact(w, num_heavy), **options) for w in (16, 4096))
+    narrow, wide = (written(linattn.linear_attention, *given, window=w, **options) for w in (16, 4096))
     assert wide == narrow
 
 
-@pytest.mark.parametrize("attend", [linattn.linear_attention, linattn.linear_partial], ids=["rows", "partial"])
+@pytest.mark.parametrize("attend", [linattn.merged_attention, linattn.merged_partial], ids=["rows", "partial"])
 @pytest.mark.parametrize("length", [10, 16, 32])
 def test_a_short_text_costs_the_same_beside_merged_keys(attend: Callable[..., object], length: int) -> None:
     """Within two blocks no key is merged: the rows are softmax attention."""
-    narrow, wide = (written(attend, *tokens(length), None, exact=Exact(w, num_merged=4)) for w in (16, 4096))
+    narrow, wide = (written(attend, *tokens(length), MergedKV(w, 4)) for w in (16, 4096))
     assert wide == narrow

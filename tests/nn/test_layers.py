@@ -73,8 +73,8 @@ def test_a_gate_makes_old_tokens_fade(kind: str) -> None:
 
 
 def test_with_every_key_exact_a_gated_layer_is_the_gated_softmax_layer() -> None:
-    exact, gate = linattn.Exact(window=8), ForgetGate(WIDTH, 2)
-    layer, x = wake(linear(FavorPlus(HEAD_DIM, 8), exact=exact, gate=gate, is_causal=True)), tokens(2, 7)
+    gate = ForgetGate(WIDTH, 2)
+    layer, x = wake(linear(FavorPlus(HEAD_DIM, 8), window=8, gate=gate, is_causal=True)), tokens(2, 7)
     twin = softmax(gate=gate, is_causal=True)
     twin.load_state_dict(layer.state_dict(), strict=False)
     torch.testing.assert_close(layer(x), twin(x), **CLOSE)
@@ -205,8 +205,8 @@ REFUSED = {
     "not relative": lambda: linear(EluPlusOne(4), positions=Rotary(4)),
     "the gate is one of 4 heads": lambda: linear(EluPlusOne(4), gate=FixedDecay.alibi(4), is_causal=True),
     "a gate makes earlier tokens fade": lambda: linear(EluPlusOne(4), gate=FixedDecay.alibi(2)),
-    "need a map whose weights share": lambda: linear(EluPlusOne(4), exact=linattn.Exact(window=2)),
-    "give window too": lambda: linear(FavorPlus(4, 8), exact=linattn.Exact(num_heavy=2), is_causal=True),
+    "needs a map whose weights share": lambda: linear(EluPlusOne(4), window=2),
+    "the window must be a power of two": lambda: linear(FavorPlus(4, 8), window=3),
     "widens queries and keys": lambda: softmax(positions=LearnedCodes(4, 2, max_length=8)),
 }
 

@@ -53,11 +53,9 @@ def test_separate_weights_of_a_memory_are_taken_over() -> None:
 
 def test_with_every_key_exact_it_is_torchs_own() -> None:
     mha, x = multihead(), tokens(2, 6)
-    layer = LinearAttention.from_multihead_attention(mha, FavorPlus(4, 8), exact=linattn.Exact(window=8))
+    layer = LinearAttention.from_multihead_attention(mha, FavorPlus(4, 8), window=8)
     torch.testing.assert_close(layer(x), mha(x, x, x, need_weights=False)[0], rtol=1e-12, atol=1e-12)
-    causal = LinearAttention.from_multihead_attention(
-        mha, FavorPlus(4, 8), exact=linattn.Exact(window=8), is_causal=True
-    )
+    causal = LinearAttention.from_multihead_attention(mha, FavorPlus(4, 8), window=8, is_causal=True)
     future = torch.ones(6, 6, dtype=torch.bool).triu(1)
     expected = mha(x, x, x, attn_mask=future, need_weights=False)[0]
     torch.testing.assert_close(causal(x), expected, rtol=1e-12, atol=1e-12)

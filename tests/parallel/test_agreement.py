@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from linattn import Exact
 from split_disagreements import CHANGES, call_told, compiled_told, layer_told, trained_told, ways_told
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -23,7 +22,7 @@ def check(messages: list[str], *wanted: str) -> None:
     [
         *((name, way, "feature_map") for name in ("seed", "scale", "features", "class") for way in ("states", "heads")),
         *((name, way, "is_causal (") for name in ("direction",) for way in ("states", "heads")),
-        *((name, way, "exact (") for name in ("window",) for way in ("states", "heads")),
+        *((name, way, "window (") for name in ("window",) for way in ("states", "heads")),
         *((name, way, "key dtype (") for name in ("dtype",) for way in ("states", "heads", "absorb")),
         *((name, way, "query heads (") for name in ("heads",) for way in ("states", "heads")),
         *((name, way, "key heads (") for name in ("groups",) for way in ("states", "heads", "absorb")),
@@ -54,7 +53,7 @@ def test_weights_that_differ_are_named(on_ranks, way):
 
 @pytest.mark.parametrize("change", ["no window", "seed", "direction", "value width"])
 def test_a_call_with_a_window(on_ranks, change):
-    check(on_ranks(2, call_told, "states", {"exact": Exact(window=4)}, CHANGES[change]), "rank 1 has")
+    check(on_ranks(2, call_told, "states", {"window": 4}, CHANGES[change]), "rank 1 has")
 
 
 def test_ranks_in_different_functions_meet(on_ranks):

@@ -25,14 +25,14 @@ def test_a_layer_sends_a_state_whatever_the_length(on_ranks, length):
 def test_a_window_sends_its_neighbours_tokens_too(on_ranks, length):
     # Both parts begin with a block: the last block of 16 tokens goes to the next rank, keys, values and biases.
     halo = 4 * 2 * 16 * (4 + 4 + 1)
-    for rank, (forward, backward) in enumerate(on_ranks(2, counted, length, "window 16")):
+    for rank, (forward, backward) in enumerate(on_ranks(2, counted, length, 16)):
         sent = [("alltoall_base_", halo * (rank == 0)), ("_allgather_base_", EXPONENTIAL_STATE)]
         assert forward == [CALL, *sent]
         assert backward == [("_reduce_scatter_base_", 2 * EXPONENTIAL_STATE), ("alltoall_base_", halo * (rank == 1))]
 
 
 def test_lengths_that_are_not_given_come_with_the_call(on_ranks):
-    for forward, backward in on_ranks(2, counted, 64, "window 16", asks=True):
+    for forward, backward in on_ranks(2, counted, 64, 16, asks=True):
         assert forward[0] == CALL
         assert [name for name, _ in forward[1:]] == ["alltoall_base_", "_allgather_base_"]
         assert len(backward) == 2
@@ -55,9 +55,10 @@ def test_heads_send_tokens(on_ranks):
         ("in order", "nothing"),
         ("no mesh", "must be a torch.distributed.device_mesh.DeviceMesh, got str"),
         ("statistics", "takes query_mean, key_mean from all tokens of a call"),
-        ("heavy", "call parallel.linear_attention_by_heads"),
-        ("merged", "call parallel.linear_attention_by_heads"),
+        ("merged", "window must be an integer or None"),
+        ("merged by heads", "window must be an integer or None"),
         ("lengths", "rank 0 holds 6, got (5, 5)"),
+        ("left padding", "got rows [1] that begin with a masked token: pad on the right"),
         ("queries", "got 3 queries and 6 keys"),
         ("gates and bias", "with gates give is_causal=True and no key_bias"),
         ("heads", "use a mesh whose size divides them"),

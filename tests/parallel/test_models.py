@@ -10,11 +10,9 @@ from split_models import layer_errors, losses, refused_layer
 
 pytestmark = pytest.mark.xdist_group("ranks")
 PARTS = {2: (9, 14), 3: (11, 0, 12), 4: (1, 9, 6, 7)}
-# Heavy and merged keys are chosen over all of a sequence.
-KINDS = [kind for kind in LAYERS if kind not in ("window", "window-merged")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYERS)
 def test_layers(on_ranks, kind):
     for size in SIZES:
         for is_causal in (True, False) if kind in BIDIRECTIONAL else (True,):
@@ -24,23 +22,15 @@ def test_layers(on_ranks, kind):
         assert max(found.values()) <= 1e-12, found
 
 
-@pytest.mark.parametrize("kind", ["window", "window-merged", "rotary"])
+@pytest.mark.parametrize("kind", ["window", "rotary"])
 def test_layers_by_heads(on_ranks, kind):
     for is_causal in (True, False) if kind in BIDIRECTIONAL else (True,):
         for found in on_ranks(2, layer_errors, kind, is_causal, kind in PADDABLE, PARTS[2], by_heads=True):
             assert max(found.values()) <= 1e-12, (is_causal, found)
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_heads", "message"),
-    [
-        ("window", False, "give by_heads=True"),
-        ("window-merged", False, "give by_heads=True"),
-        ("gated", True, "give by_heads=False for layers with a gate"),
-    ],
-)
-def test_layers_that_are_refused(on_ranks, kind, by_heads, message):
-    assert message in on_ranks(2, refused_layer, kind, by_heads)[0]
+def test_a_gate_is_refused_by_heads(on_ranks):
+    assert "give by_heads=False for layers with a gate" in on_ranks(2, refused_layer, "gated", True)[0]
 
 
 def test_a_model_trains_alike_however_it_is_split(on_ranks):

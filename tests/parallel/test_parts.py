@@ -25,7 +25,7 @@ def check(on_ranks, calls: list[Whole], which: int | None = None, sizes: tuple[i
 
 
 ADDED = tuple(name for name in MAPS if not takes_statistics_from_the_call(name))
-EXACT = tuple(name for name in ADDED if name in SOFTMAX_MAPS and build(name).positive_normalizer)
+WINDOWED = tuple(name for name in ADDED if name in SOFTMAX_MAPS and build(name).positive_normalizer)
 
 
 @pytest.mark.parametrize("number", range(len(ADDED)), ids=ADDED)
@@ -42,24 +42,24 @@ def test_named_backends_and_all_layouts(on_ranks, name, backend):
     check(on_ranks, [Whole(name, is_causal=is_causal, backend=backend) for is_causal in (True, False)])
 
 
-@pytest.mark.parametrize("number", range(len(EXACT)), ids=EXACT)
+@pytest.mark.parametrize("number", range(len(WINDOWED)), ids=WINDOWED)
 def test_windows(on_ranks, number):
-    name = EXACT[number]
-    check(on_ranks, [Whole(name, number % 2 == 0, exact="window 4")], number)
-    check(on_ranks, [Whole(name, number % 2 == 1, "mask", exact="window 2")], number + 1, SIZES[number % 3 :][:1])
+    name = WINDOWED[number]
+    check(on_ranks, [Whole(name, number % 2 == 0, window=4)], number)
+    check(on_ranks, [Whole(name, number % 2 == 1, "mask", window=2)], number + 1, SIZES[number % 3 :][:1])
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_windows_on_all_layouts(on_ranks, is_causal):
-    check(on_ranks, [Whole("FavorPlus", is_causal, exact=f"window {width}") for width in (1, 32)])
-    check(on_ranks, [Whole("FavorPlus", is_causal, "bias", exact="window 4")])
+    check(on_ranks, [Whole("FavorPlus", is_causal, window=width) for width in (1, 32)])
+    check(on_ranks, [Whole("FavorPlus", is_causal, "bias", window=4)])
 
 
 @pytest.mark.parametrize("weights", ["gates", "input gates"])
-@pytest.mark.parametrize("exact", [None, "window 4"])
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("name", ["FavorPlus", "Expansion"])
-def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, name, weights, exact):
-    check(on_ranks, [Whole(name, weights=weights, exact=exact)])
+def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, name, weights, window):
+    check(on_ranks, [Whole(name, weights=weights, window=window)])
 
 
 @pytest.mark.parametrize("name", ["Centred-call-FavorPlus", "Centred-call-Taylor", "Expansion-call"])
@@ -68,10 +68,9 @@ def test_statistics_of_the_call_by_heads(on_ranks, name):
     check(on_ranks, [call], sizes=(2,))
 
 
-@pytest.mark.parametrize("exact", ["window 4 + heavy 3", "window 3 + merged 5", "window 4"])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_heavy_and_merged_keys_by_heads(on_ranks, exact, is_causal):
-    call = Whole("FavorPlus", is_causal, "bias", exact, by_heads=True)
+def test_windows_by_heads(on_ranks, is_causal):
+    call = Whole("FavorPlus", is_causal, "bias", 4, by_heads=True)
     check(on_ranks, [call], sizes=(2,))
 
 
@@ -84,9 +83,9 @@ def test_every_rank_has_the_state_of_all(on_ranks, name, weights):
                 assert max(found.values()) <= BOUND, (size, lengths, found)
 
 
-@pytest.mark.parametrize("exact", [None, "window 4"])
-def test_a_compiled_call_is_one_graph(on_ranks, exact):
-    for found in on_ranks(2, compiled_errors, Whole("FavorPlus", exact=exact)):
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_compiled_call_is_one_graph(on_ranks, window):
+    for found in on_ranks(2, compiled_errors, Whole("FavorPlus", window=window)):
         assert max(found.values()) <= BOUND, found
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import linattn
-from linattn.lab.audit.moments import logit_std, pair_moments, predicted_ratio
 from linattn.planning import measures
+from linattn_lab.audit.moments import logit_std, pair_moments, predicted_ratio
 
 # float64 throughout; sums of at most a few hundred terms.
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}

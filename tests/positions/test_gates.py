@@ -14,7 +14,7 @@ from grid import BACKENDS, CAUSAL_MAPS, build, qkv, relative_error, tokens
 from linattn.positions import Gates, gate_bias, gated_attention_with_state
 
 LENGTH = 23
-EXACT = (None, linattn.Exact(window=4), linattn.Exact(window=4, num_heavy=3))
+WINDOWS = (None, 4)
 
 
 def gates(*shape: int, scale: float = 1.0) -> Gates:
@@ -84,15 +84,15 @@ def test_the_definition(map_name: str, backend: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-7 if signed else 1e-10, atol=1e-7 if signed else 1e-10)
 
 
-@pytest.mark.parametrize("exact", EXACT, ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("map_name", CAUSAL_MAPS)
-def test_no_gate_is_the_plain_op(map_name: str, exact: linattn.Exact | None) -> None:
+def test_no_gate_is_the_plain_op(map_name: str, window: int | None) -> None:
     """f = 1, forward and backward, and the state's next call."""
     feature_map = build(map_name)
-    if exact and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
+    if window and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
         return
     leaves = [x.requires_grad_() for x in qkv(num_queries=LENGTH, num_keys=LENGTH)]
-    one, options = Gates(torch.zeros(2, 2, LENGTH)), {"enable_gqa": True, "exact": exact}
+    one, options = Gates(torch.zeros(2, 2, LENGTH)), {"enable_gqa": True, "window": window}
     results = []
     for call in (
         lambda state: linattn.linear_attention_with_state(*leaves, feature_map, state, **options),
@@ -105,16 +105,16 @@ def test_no_gate_is_the_plain_op(map_name: str, exact: linattn.Exact | None) -> 
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("exact", EXACT, ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("map_name", CAUSAL_MAPS)
-def test_any_cut_gives_the_same(map_name: str, exact: linattn.Exact | None) -> None:
+def test_any_cut_gives_the_same(map_name: str, window: int | None) -> None:
     """Prefill, chunks and steps, outputs and gradients of gates."""
     feature_map = build(map_name).requires_grad_(False)
-    if exact and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
+    if window and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
         return
     q, k, v = qkv(num_queries=LENGTH, num_keys=LENGTH)
     given = Gates(*(x.requires_grad_() for x in gates(2, 2, LENGTH)))
-    options = {"enable_gqa": True, "exact": exact}
+    options = {"enable_gqa": True, "window": window}
     whole = gated_attention_with_state(q, k, v, feature_map, given, **options).out
     expected = torch.autograd.grad(whole.square().sum(), given)
     for cuts in ((0, 9, 9, 10, 16, LENGTH), tuple(range(LENGTH + 1))):
@@ -238,11 +238,11 @@ def test_padding_and_batch_change_nothing(map_name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("exact", [None, linattn.Exact(window=2)], ids=str)
+@pytest.mark.parametrize("window", [None, 2], ids=str)
 @pytest.mark.parametrize("map_name", CAUSAL_MAPS)
-def test_gradients(map_name: str, exact: linattn.Exact | None) -> None:
+def test_gradients(map_name: str, window: int | None) -> None:
     feature_map = build(map_name).requires_grad_(False)
-    if exact and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
+    if window and not (feature_map.softmax_kernel and feature_map.positive_normalizer):
         return
     q, k, v = qkv(batch=1, heads=2, kv_heads=2, num_queries=5, num_keys=5, value_dim=2)
     leaves = [x.requires_grad_() for x in (q, k, v, *gates(1, 2, 5))]
@@ -252,7 +252,7 @@ def test_gradients(map_name: str, exact: linattn.Exact | None) -> None:
         outs = []
         for a, b in ((0, 3), (3, 5)):
             part = (x[:, :, a:b] for x in (q, k, v))
-            out, state = gated_attention_with_state(*part, feature_map, cut(given, a, b), state, exact=exact)
+            out, state = gated_attention_with_state(*part, feature_map, cut(given, a, b), state, window=window)
             outs.append(out)
         return torch.cat(outs, 2)
 
@@ -293,7 +293,7 @@ def test_the_window_is_the_forgetting_transformers() -> None:
     """A window over everything is softmax attention with F_t - F_j on its logits."""
     q, k, v = qkv(num_queries=LENGTH, num_keys=LENGTH)
     given, feature_map = gates(2, 2, LENGTH), build("FavorPlus")
-    found = gated_attention_with_state(q, k, v, feature_map, given, enable_gqa=True, exact=linattn.Exact(window=32)).out
+    found = gated_attention_with_state(q, k, v, feature_map, given, enable_gqa=True, window=32).out
     F = given.log_forget.cumsum(-1)
     logits = feature_map.scale * (q @ k.repeat_interleave(2, 1).mT)
     logits += (F.unsqueeze(-1) - F.unsqueeze(-2) + given.log_input.unsqueeze(-2)).repeat_interleave(2, 1)

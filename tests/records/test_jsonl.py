@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.lab.audit.records import AUDIT, Header, ModelRow
+from linattn_lab.audit.records import AUDIT, Header, ModelRow
 
 HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)
 ROWS = [ModelRow("Relu", 2, draw, 0.25, 0.125) for draw in range(4)]
@@ -90,6 +90,6 @@ def test_fields_with_defaults_may_be_missing(tmp_path):
     AUDIT.write(path, HEADER, ROWS)
     line, *others = path.read_text().splitlines(keepends=True)
     values = json.loads(line)
-    del values["target"], values["calibration"]
+    del values["left_out"], values["longest"]
     path.write_text(json.dumps(values) + "\n" + "".join(others))
     assert AUDIT.read(path) == (HEADER, ROWS)

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 import typer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import linattn.hf
-from linattn.attention.exact import exact_words, rule
+from linattn.cli.app import app, subcommands
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS
-from linattn.lab.commands.app import COMMANDS, app
 from linattn.planning.methods import parse_method
 from public_names import ROOMS, exported, identity
 from snippets import ROOT, fences, inline, pages, python_blocks, run
 
 PUBLIC = {name: identity(f"{room}.{name}") for room in ROOMS for name in exported(room)}
 # A map's name with options or a part beside it, or a part with its number.
-WRITTEN = re.compile(rf"({'|'.join((*FEATURE_MAPS, *WRAPPERS))})(\(| \+ )|({'|'.join(exact_words())}) \d")
+WRITTEN = re.compile(rf"({'|'.join((*FEATURE_MAPS, *WRAPPERS))})(\(| \+ )|(window|merged) \d")
 WITH_CODE = [page for page in pages() if python_blocks(page)]
 
 
@@ -34,14 +34,23 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files go to a folder of the test, and rules of eviction that a page defines end with it."""
+    """Files go to a folder of the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rule, "RULES", dict(rule.RULES))
+
+
+def a_language_model() -> dict[str, Any]:
+    """What README.md has of transformers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
+    return {"model": model, "inputs": {"input_ids": torch.tensor([[5, 7, 9]])}}
+
+
+GIVEN = {"README.md": a_language_model}
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = run(page)
+    names = run(page, **GIVEN.get(name_of(page), dict)())
     CHECKS.get(name_of(page), lambda *_: None)(names, capsys.readouterr().out)
 
 
@@ -108,13 +117,13 @@ def called(code: str) -> tuple[Any, inspect.BoundArguments] | None:
 def test_calls_in_sentences_have_the_options_that_are_written(page: Path) -> None:
     for code in inline(page):
         call = called(code)
-        if call is not None and call[0] is linattn.Exact:
-            eval(code, {"Exact": linattn.Exact})
+        if call is not None and call[0] is linattn.MergedKV:
+            eval(code, {"MergedKV": linattn.MergedKV, "linattn": linattn})
 
 
 def test_calls_in_sentences_are_found() -> None:
     found = [code for page in pages() for code in inline(page) if called(code)]
-    assert {"linearize_(…, calibrate=batches)", "Exact(window=64, num_merged=512, bits=4)"} <= set(found)
+    assert {"linearize_(…, calibrate=batches)", "linattn.MergedKV(64, 512, 4)"} <= set(found)
     with pytest.raises(TypeError):
         called("linearize_(model, rule=3)")
 
@@ -143,6 +152,6 @@ def options(command: str) -> set[str]:
 def test_the_commands_of_a_page_exist(page: Path) -> None:
     for command in commands(page):
         words = shlex.split(re.sub(r"[\[\]|…]", " ", command))
-        assert words[1] in COMMANDS, command
+        assert words[1] in subcommands(), command
         asked = {word for word in words[2:] if word.startswith("--")}
         assert asked <= options(words[1]), command

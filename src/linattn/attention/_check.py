@@ -1,21 +1,16 @@
-"""What the public functions refuse, and in which words; limits of one backend live with that backend.
+"""Checks of calls with a feature map, and their words; limits of one backend live with that backend.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._dense import check_dense
 from linattn.feature_maps._swapping import named_tensors
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from linattn.softmax.checking import checked
 
 
 def check_map(feature_map: object) -> None:
@@ -32,102 +27,18 @@ def check_map(feature_map: object) -> None:
         )
 
 
-def checked(
+def checked_for(
+    feature_map: FeatureMap,
     tokens: tuple[Tensor, Tensor, Tensor],
-    feature_map: FeatureMap | None,
     key_mask: Tensor | None,
     key_bias: Tensor | None,
     *,
     enable_gqa: bool,
-    takes_jagged: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Query, key and value in one dtype, and mask and bias as one: (B, Hkv or 1, Lk), -inf for masked keys, or None."""
-    # torch.jit's own function for this has no annotation.
-    if torch._C._get_tracing_state() is not None:
-        raise ValueError(
-            "torch.jit.trace records the branches that its example takes, and other masks, lengths or values would be "
-            "computed by them; record attention with torch.export.export, or compile it with torch.compile"
-        )
-    if not (takes_jagged and all(isinstance(x, Tensor) and x.layout == torch.jagged for x in tokens)):
-        query, key, value = tokens
-        check_dense(query=query, key=key, value=value, key_mask=key_mask, key_bias=key_bias)
-    query, key, value = _in_one_dtype(*tokens)
-    _check_tensors(query, key, value)
-    _check_shapes(query, key, value, enable_gqa=enable_gqa)
-    if feature_map is not None:
-        _check_fits_map(query, key, feature_map)
-    return query, key, value, _as_bias(key_mask, key_bias, key)
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse what is no four-dimensional floating tensor, and tensors of several dtypes or devices."""
-    named = {"query": query, "key": key, "value": value}
-    for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} must be (B, H, L, width) like scaled_dot_product_attention's, got {x.ndim} dimensions "
-                f"{tuple(x.shape)}; add dimensions with unsqueeze, or transpose(1, 2) from (B, L, H, width)"
-            )
-        if x.dtype not in _DTYPES:
-            raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it with {name}.float()"
-            )
-    if len({x.dtype for x in named.values()}) > 1:
-        raise TypeError(
-            f"query, key and value must share one dtype, got {query.dtype}, {key.dtype}, {value.dtype}; "
-            "convert with .to()"
-        )
-    if len({x.device for x in named.values()}) > 1:
-        raise ValueError(
-            f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}; "
-            "move with .to()"
-        )
-    if query.is_meta:
-        raise ValueError(
-            "query, key and value are on the meta device, which holds shapes without values; attention needs values: "
-            "move the tensors to a real device, or trace shapes under torch's FakeTensorMode"
-        )
-
-
-def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, which mixes dtypes (float32 from rotary positions, bfloat16), in the widest; else as they are."""
-    # Asked first, since most calls and every decoding step end here.
-    first = tensors[0]
-    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    if any(not isinstance(x, Tensor) or x.is_meta or x.dtype not in _DTYPES for x in tensors):
-        return tensors
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
-    return tuple(x.to(dtype) for x in tensors)
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> None:
-    """Refuse shapes that do not belong together."""
-    if query.shape[0] != key.shape[0]:
-        raise ValueError(
-            f"query and key must share the batch size, got {query.shape[0]} and {key.shape[0]}; "
-            "expand the smaller one along its first dimension"
-        )
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must share the head width, got {query.shape[-1]} and {key.shape[-1]}")
-    if key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"key and value must share (batch, heads, length), got {tuple(key.shape[:3])} and {tuple(value.shape[:3])}"
-        )
-    if query.shape[1] == key.shape[1]:
-        return
-    if not enable_gqa:
-        raise ValueError(
-            f"query has {query.shape[1]} heads, key and value have {key.shape[1]}; pass enable_gqa=True if groups of "
-            "query heads share a key/value head"
-        )
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"with enable_gqa the query heads must be a multiple of the key/value heads, got {query.shape[1]} and "
-            f"{key.shape[1]}"
-        )
+    """`linattn.softmax.checking.checked`, and tensors the map was not built for refused."""
+    query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa)
+    _check_fits_map(query, key, feature_map)
+    return query, key, value, bias
 
 
 def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None:
@@ -148,44 +59,6 @@ def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None
         raise ValueError(
             f"the feature map is on {held.device}, the tensors on {query.device}; move it with feature_map.to(…)"
         )
-
-
-def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> Tensor | None:
-    """Mask and bias as one, in the accumulation dtype."""
-    batch, heads, length = key.shape[:3]
-    if key_mask is not None:
-        _check_kind(
-            "key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", "convert 1/0 masks with mask.bool()"
-        )
-        if tuple(key_mask.shape) != (batch, length):
-            raise ValueError(
-                f"key_mask must be (B, Lk) = {(batch, length)}, got {tuple(key_mask.shape)}; a kernel cannot mask "
-                "single pairs, only keys"
-            )
-    if key_bias is not None:
-        wanted = "a floating tensor, the logarithm of a factor on each key's weight"
-        _check_kind("key_bias", key_bias, _DTYPES, wanted, "a bool mask goes into key_mask")
-        if tuple(key_bias.shape) not in ((batch, heads, length), (batch, 1, length)):
-            raise ValueError(
-                f"key_bias must be (B, Hkv or 1, Lk) = {(batch, heads, length)} or {(batch, 1, length)}, got "
-                f"{tuple(key_bias.shape)}; expand it along the batch, or unsqueeze(1) for all heads"
-            )
-    for name, x in (("key_mask", key_mask), ("key_bias", key_bias)):
-        if x is not None and x.device != key.device:
-            raise ValueError(f"{name} is on {x.device}, the keys on {key.device}; move it with .to()")
-    dtype = accumulation_dtype(key.dtype)
-    bias = None if key_bias is None else key_bias.to(dtype)
-    if key_mask is None:
-        return bias
-    bias = torch.zeros((), dtype=dtype, device=key.device) if bias is None else bias
-    return torch.where(key_mask.unsqueeze(1), bias, -torch.inf)
-
-
-def _check_kind(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: str, remedy: str) -> None:
-    """Refuse what is no tensor of these dtypes."""
-    if not isinstance(x, Tensor) or x.dtype not in dtypes:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be {wanted}, got {got}; {remedy}")
 
 
 def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None:

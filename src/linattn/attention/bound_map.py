@@ -6,7 +6,6 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.feature_maps._swapping import named_tensors, with_swapped_tensors
+from linattn.softmax.precision import outside_autocast
 
 
 class BoundMap(NamedTuple):
@@ -27,21 +27,26 @@ class BoundMap(NamedTuple):
         """Whether a query reads one group of the features."""
         return isinstance(self.feature_map, GroupedFeatureMap)
 
+    @property
+    def swapped(self) -> FeatureMap:
+        """The map with the call's tensors in place of its own."""
+        return with_swapped_tensors(self.feature_map, self.tensors)
+
     def run(self, function: Callable[..., Any], device: torch.device, *arguments: Any) -> Any:
         """function(map with the call's tensors, *arguments), outside autocast."""
         with outside_autocast(device):
-            return function(with_swapped_tensors(self.feature_map, self.tensors), *arguments)
+            return function(self.swapped, *arguments)
 
     def query_log_weight(self, query: Tensor) -> Tensor | None:
         """The map's logarithmic weights (B, H, G, L) of queries (B, H, G, L, D), in plain differentiable torch."""
         if self.feature_map.exponential:
             return None
-        found = self.run(lambda feature_map, x: feature_map.query_log_weight(x), query.device, query.flatten(2, 3))
-        weight: Tensor | None = found
+        log_weight = self.run(lambda feature_map, x: feature_map.query_log_weight(x), query.device, query.flatten(2, 3))
+        weight: Tensor | None = log_weight
         return None if weight is None else weight.unflatten(-1, query.shape[2:4])
 
     def detach(self) -> BoundMap:
-        """The same, cut from the graph of its tensors."""
+        """The map, cut from the graph of its tensors."""
         return BoundMap(self.feature_map, {name: x.detach() for name, x in self.tensors.items()})
 
 
@@ -58,13 +63,6 @@ def bind(
         call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
     followed = {name: tensor for name, tensor in named_tensors(feature_map) if _is_followed(tensor)}
     return BoundMap(feature_map, followed | dict(call))
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context without autocast; entering one where none is at work would cost a single token a tenth of its time."""
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _is_followed(tensor: Tensor) -> bool:

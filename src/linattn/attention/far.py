@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.exact import ExactKeys
-from linattn.attention.following import is_traced, is_transformed
 from linattn.attention.sums import lowest
+from linattn.softmax.tracing import is_traced, is_transformed
 
 if TYPE_CHECKING:
     from linattn.attention.state import State
@@ -64,8 +63,8 @@ def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, 
     near = replace(state.without(apart), apart=None)
     if not bool(apart.any()):
         return near, bias, None
-    given = apart.new_zeros(1, 1, length) if bias is None else bias
-    return near, (given - apart.unsqueeze(-1)).to(near.m.dtype), apart
+    biases = apart.new_zeros(1, 1, length) if bias is None else bias
+    return near, (biases - apart.unsqueeze(-1)).to(near.m.dtype), apart
 
 
 def larger(first: State, second: State) -> Tensor | None:
@@ -79,10 +78,7 @@ def larger(first: State, second: State) -> Tensor | None:
 def _peak(state: State) -> Tensor:
     """The largest exponent of what a state holds, (B, H); -inf where it holds nothing."""
     m = state.m.detach()
-    found = torch.where(m <= lowest(m.dtype), -torch.inf, m)[..., : state.S.shape[2]]
-    keys = state.exact
-    biases = (
-        [] if keys is None else [keys.recent.bias, (keys.heavy if isinstance(keys, ExactKeys) else keys.merged).bias]
-    )
+    exponents = torch.where(m <= lowest(m.dtype), -torch.inf, m)[..., : state.S.shape[2]]
+    biases = [] if state.window is None else [state.window.tokens().bias]
     none = m.new_full((*m.shape[:2], 1), -torch.inf)
-    return torch.cat([none, found, *(x.detach() for x in biases)], -1).amax(-1)
+    return torch.cat([none, exponents, *(x.detach() for x in biases)], -1).amax(-1)

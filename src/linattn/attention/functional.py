@@ -9,21 +9,23 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn.attention._check import check_map, checked, live_keys
+from linattn.attention._check import check_map, checked_for, live_keys
 from linattn.attention._check_state import check_continues
 from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
-from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact import Exact, ExactKeys, attend_bidirectional, attend_causal, check_exact
+from linattn.attention.bound_map import bind
 from linattn.attention.far import relative_to
-from linattn.attention.partial import Partial, as_partial
+from linattn.attention.map_rows import as_partial
 from linattn.attention.state import State
-from linattn.attention.sums import Sums, accumulation_dtype, no_sums
-from linattn.attention.without_map import checked_merging
+from linattn.attention.sums import Sums, no_sums
+from linattn.attention.window import WindowKeys, attend_with_window, check_window
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.partial import Partial
+from linattn.softmax.precision import accumulation_dtype, outside_autocast
+from linattn.softmax.row_groups import RowGroups
 
 
 class Attended(NamedTuple):
-    """What `linear_attention_with_state` returns.
+    """Result of `linear_attention_with_state`.
 
     Attributes:
         out: (B, H, Lq, Dv), in the query's dtype.
@@ -34,17 +36,29 @@ class Attended(NamedTuple):
     state: State
 
 
+class AttendedPartial(NamedTuple):
+    """Result of `linear_partial_with_state`.
+
+    Attributes:
+        partial: the outputs (B, H, Lq, Dv) and their log-normalisers (B, H, Lq).
+        state: the state after the last key.
+    """
+
+    partial: Partial
+    state: State
+
+
 def linear_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap | None,
+    feature_map: FeatureMap,
     *,
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
-    exact: Exact | None = None,
+    window: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention with the kernel of a feature map, in linear time.
@@ -54,31 +68,30 @@ def linear_attention(
     Time O((Lq + Lk)·R·(D + Dv)) per head; memory beyond inputs and output O(R·Dv) per head and one block of features,
     forward and backward: features are recomputed, never stored for the whole sequence. Exponents, sums and the
     division run in at least float32, outside autocast. No epsilon enters; a row that sees no key is 0, and so is one
-    whose features are all 0 (a rectifier without a floor). `Exact` says what an exact part adds.
+    whose features are all 0 (a rectifier without a floor).
 
     Args:
         query: (B, H, Lq, D), float16, bfloat16, float32 or float64, any strides. All three share one dtype; under
             autocast they may differ, and are taken in the widest.
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
-        feature_map: the kernel; the temperature is the map's `scale`, there is none here. None where merged keys take
-            its place (`Exact(num_merged=…)`), at the temperature D**-0.5.
+        feature_map: the kernel; the temperature is the map's `scale`, there is none here.
         key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, NaN and inf
             included, forward and backward. A query whose every key is masked gets 0.
-        key_bias: (B, Hkv or 1, Lk), floating: b, the logarithm of a factor on each key's weight, exact keys included;
+        key_bias: (B, Hkv or 1, Lk), floating: b, the logarithm of a factor on each key's weight, near keys included;
             -inf is a masked key, whatever it holds. A constant added to all of a head's changes no output.
             Differentiable.
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns
             top-left, which differs when Lq ≠ Lk.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one state per key/value head.
-        exact: which keys are attended to by softmax, without the map: near ones, heavy ones or both, as
-            `Exact(window=32, num_heavy=32)`; or near ones, and all others merged, without a map, as
-            `Exact(window=128, num_merged=256)`. None: the map takes all keys.
-        backend: "blocked" (plain torch, linear), "triton" (fused kernels on a CUDA GPU, not for float64 nor an
-            `Expansion` of order 2), "compiled" (on a CPU and without gradients causal calls of one token of maps such
-            as `FavorPlus`, and merged keys; from the wheel linattn-compiled), "reference" (quadratic, for checking) or
-            "auto", which takes "triton" or "compiled" where they can run the call and are faster, else "blocked". A
-            named backend runs or raises.
+        window: w, a power of two: near keys are attended to by softmax and all others by the map. Tokens are cut into
+            blocks of w; a query sees its own block and both neighbours exactly, causally its own up to itself and the
+            one before. O(L·3·w·(D + Dv)) time more, and without causality the map's part twice. None for no window.
+        backend: "blocked" (plain torch, linear, on any device), "compiled" (on a CPU and without gradients causal
+            calls of one token of maps such as `FavorPlus`; from the wheel linattn-compiled), "triton" (experimental:
+            fused kernels on a CUDA GPU, not for float64 nor `Expansion`), "reference" (quadratic, for checking) or
+            "auto", which takes "compiled" where it can run the call and is faster, else "blocked". A named backend
+            runs or raises.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.
@@ -88,9 +101,8 @@ def linear_attention(
             `key_mask` is not bool.
         ValueError: shapes, devices, the map's width or heads do not fit; tensors are on the meta device; unknown
             `backend`, or one that cannot run the call, with every reason; a map that takes statistics from the call is
-            used causally; an exact part beside a map that is not one for the softmax kernel with a positive normaliser;
-            a window where queries and keys differ in number; merged keys beside a map or on the backend "triton" or
-            "reference", or no map without them.
+            used causally; a window beside a map that is not one for the softmax kernel with a positive normaliser;
+            a window where queries and keys differ in number.
 
     Example:
         >>> import torch, linattn
@@ -105,24 +117,21 @@ def linear_attention(
         section 2.
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
-    if feature_map is None:
-        merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=is_causal)
-        return merging.read(with_log=False).out.flatten(1, 2)
-    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=is_causal)
-    return _attend(call, chosen, exact, None)[0].out.flatten(1, 2)
+    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
+    return _attend(call, chosen, window, None)[0].out.flatten(1, 2)
 
 
 def linear_partial(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap | None,
+    feature_map: FeatureMap,
     *,
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
-    exact: Exact | None = None,
+    window: int | None = None,
     backend: str = "auto",
 ) -> Partial:
     """`linear_attention` with its log-normaliser, to be combined with attention over other keys.
@@ -142,25 +151,22 @@ def linear_partial(
         4.0
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
-    if feature_map is None:
-        merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=is_causal)
-        return merging.read(with_log=True).partial().ungrouped()
-    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=is_causal)
-    found, *_ = _attend(call, chosen, exact, None)
-    return (found if isinstance(found, Partial) else as_partial(call, found)).ungrouped()
+    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
+    rows, *_ = _attend(call, chosen, window, None)
+    return (rows if isinstance(rows, Partial) else as_partial(call, rows)).ungrouped()
 
 
 def linear_attention_with_state(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap | None,
+    feature_map: FeatureMap,
     state: State | None = None,
     *,
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
     enable_gqa: bool = False,
-    exact: Exact | None = None,
+    window: int | None = None,
     backend: str = "auto",
 ) -> Attended:
     """Causal attention over the state's keys and these, and the state after them.
@@ -176,15 +182,15 @@ def linear_attention_with_state(
         feature_map: the kernel; maps that take statistics from the call must be fitted first.
         state: what was seen before, from an earlier call or `State`; None is the empty one. It is not changed.
         key_mask, key_bias, enable_gqa, backend: as in `linear_attention`; masked keys do not enter the state.
-        exact: as in `linear_attention`, the same for all calls of a stream, wherever it is cut: the state keeps the
-            keys of the window's last two blocks, and the heavy ones.
+        window: as in `linear_attention`, the same for all calls of a stream, wherever it is cut: the state keeps the
+            keys of the window's last two blocks.
 
     Returns:
         Attended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new State.
 
     Raises:
         TypeError, ValueError: as `linear_attention`; `state` is not a State, or was built with another map or draw, for
-            other shapes, or with another exact part.
+            other shapes, or with another window.
 
     Example:
         >>> import torch, linattn
@@ -197,20 +203,66 @@ def linear_attention_with_state(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
-    if feature_map is None:
-        merging = checked_merging(tokens, weights, enable_gqa, exact, backend, is_causal=True)
-        _check_state(state, None, merging.key, merging.value, exact, merging.query.shape[2])
-        state, bias, apart = _relative(state, merging.bias, merging.key)
-        rows, merged = merging._replace(bias=bias).advance(state)
-        after = merging.state_of(merged, apart)
-        return Attended(rows.out.flatten(1, 2), after.known_to_fit((merging.key.shape[-1], merging.query.shape[2])))
-    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, exact, backend, is_causal=True)
-    _check_state(state, feature_map, call.key, call.value, exact, call.query.shape[2])
+    _, rows, after = _advance(tokens, feature_map, state, weights, enable_gqa, window, backend)
+    return Attended(rows.out.flatten(1, 2), after)
+
+
+def linear_partial_with_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    state: State | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    enable_gqa: bool = False,
+    window: int | None = None,
+    backend: str = "auto",
+) -> AttendedPartial:
+    """`linear_attention_with_state` with log-normalisers: over the state's keys and, causally, these.
+
+        log_normalizer_t = log φ(q_t)ᵀz_t
+
+    Cost, arguments and errors are those of `linear_attention_with_state`.
+
+    Returns:
+        AttendedPartial(partial, state): `linear_partial`'s result of the queries, and a new State.
+
+    Example:
+        >>> import torch, linattn
+        >>> relu = linattn.feature_maps.Relu(1, floor=0.0)
+        >>> q, k, v = (torch.tensor(x).view(1, 1, -1, 1) for x in ([1.0], [1.0], [8.0]))
+        >>> first = linear_partial_with_state(q, k, v, relu)
+        >>> partial, _ = linear_partial_with_state(q, 3 * k, v / 2, relu, first.state)
+        >>> partial.out.item(), round(partial.log_normalizer.exp().item(), 4)
+        (5.0, 4.0)
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
+    """
+    tokens, weights = (query, key, value), (key_mask, key_bias)
+    call, rows, after = _advance(tokens, feature_map, state, weights, enable_gqa, window, backend)
+    part = rows if isinstance(rows, Partial) else as_partial(call, rows)
+    return AttendedPartial(part.times(after.apart).ungrouped(), after)
+
+
+def _advance(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    feature_map: FeatureMap,
+    state: State | None,
+    weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
+    enable_gqa: bool,
+    window: int | None,
+    backend: str,
+) -> tuple[Call, Rows | Partial, State]:
+    """The call by a map, its rows (B, Hkv, G, Lq, ·) over the state's keys and these, and the state after them."""
+    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=True)
+    _check_state(state, feature_map, call.key, call.value, window)
     state, bias, apart = _relative(state, call.bias, call.key)
-    found, sums, kept = _attend(call._replace(bias=bias), chosen, exact, state)
+    rows, sums, window_keys = _attend(call._replace(bias=bias), chosen, window, state, is_stream=True)
     built_with = feature_map.fingerprint() if state is None else state.built_with
-    after = State(*sums, built_with, kept, apart).known_to_fit((call.key.shape[-1], call.query.shape[2]))
-    return Attended(found.out.flatten(1, 2), after)
+    after = State(*sums, built_with, window_keys, apart).known_to_fit(call.key.shape[-1])
+    return call, rows, after
 
 
 def _relative(
@@ -224,11 +276,10 @@ def _relative(
 
 def _check_state(
     state: State | None,
-    feature_map: FeatureMap | None,
+    feature_map: FeatureMap,
     key: Tensor,
     value: Tensor,
-    exact: Exact | None,
-    num_groups: int,  # query heads of a key/value head
+    window: int | None,
 ) -> None:
     """Refuse what is no state, and one of another stream."""
     if state is None:
@@ -236,7 +287,7 @@ def _check_state(
     if not isinstance(state, State):
         raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
     state.check_built_with(feature_map)
-    check_continues(state, key, value, feature_map, exact, num_groups)
+    check_continues(state, key, value, feature_map, window)
 
 
 def _checked(
@@ -244,16 +295,16 @@ def _checked(
     feature_map: FeatureMap,
     weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
     enable_gqa: bool,
-    exact: Exact | None,
+    window: int | None,
     backend: str,
     *,
     is_causal: bool,
 ) -> tuple[Call, Backend]:
     """The call and what runs it, wrong input refused."""
     check_map(feature_map)
-    query, key, value, bias = checked(tokens, feature_map, *weights, enable_gqa=enable_gqa)
-    if exact is not None:
-        check_exact(exact, feature_map, query, key, is_causal=is_causal)
+    query, key, value, bias = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
+    if window is not None:
+        check_window(window, feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
     check_backend(backend)
     bound = bind(feature_map, query, key, live_keys(*weights), is_causal=is_causal)
     call = Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
@@ -261,9 +312,9 @@ def _checked(
 
 
 def _attend(
-    call: Call, backend: Backend, exact: Exact | None, state: State | None
-) -> tuple[Rows | Partial, Sums, ExactKeys | None]:
-    """Rows (B, Hkv, G, Lq, ·) over the state's keys and these, the sums after them, and a stream's exact keys."""
+    call: Call, backend: Backend, window: int | None, state: State | None, *, is_stream: bool = False
+) -> tuple[Rows | Partial, Sums, WindowKeys | RowGroups[WindowKeys] | None]:
+    """Rows (B, Hkv, G, Lq, ·) over the state's keys and these, the sums after them, and a window's keys."""
     key, value = call.key, call.value
     with outside_autocast(key.device):
         if state is None:
@@ -271,11 +322,7 @@ def _attend(
             before = no_sums(call.bound.feature_map, *sizes, accumulation_dtype(key.dtype), key.device)
         else:
             before = state.sums
-        if exact is None:
+        if window is None:
             return *backend.attend(call, before), None
-        if not call.is_causal:
-            return attend_bidirectional(call, backend, exact, before), before, None
-        kept = None if state is None else state.exact
-        # A state that keeps merged keys has no map, and was refused.
-        assert kept is None or isinstance(kept, ExactKeys)
-        return attend_causal(call, backend, before, kept or ExactKeys.empty(exact, key, value))
+        keys = None if state is None else state.window
+        return attend_with_window(call, backend, window, before, keys, is_stream=is_stream)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_map, checked
-from linattn.attention.following import is_fake
+from linattn.attention._check import check_map, checked_for
 from linattn.attention.functional import Attended, linear_attention, linear_attention_with_state
 from linattn.attention.state import State
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.tracing import is_fake
 
 
 def linear_attention_packed(
@@ -90,7 +90,7 @@ def linear_attention_packed_with_state(
     enable_gqa: bool = False,
     backend: str = "auto",
 ) -> Attended:
-    """The same causally, and the state after each sequence: prompts of any lengths, to be continued as one batch.
+    """Causal attention to packed sequences, and the state after each: prompts of any lengths, continued as one batch.
 
     Cost, arguments and errors are those of `linear_attention_packed`; a map that takes statistics from the call must be
     fitted first.
@@ -113,9 +113,9 @@ def linear_attention_packed_with_state(
             *rows.tokens, feature_map, key_mask=rows.mask, key_bias=rows.bias, enable_gqa=enable_gqa, backend=backend
         )
 
-    found = [attend(batch) for batch in packing.batches()]
-    S, z, m = (packing.in_turn([getattr(one.state, name) for one in found]) for name in ("S", "z", "m"))
-    return Attended(packing.packed([one.out for one in found]), State(S, z, m, found[0].state.built_with))
+    attended = [attend(batch) for batch in packing.batches()]
+    S, z, m = (packing.in_turn([getattr(one.state, name) for one in attended]) for name in ("S", "z", "m"))
+    return Attended(packing.packed([one.out for one in attended]), State(S, z, m, attended[0].state.built_with))
 
 
 class _Batch(NamedTuple):
@@ -139,7 +139,7 @@ class _Packing:
         enable_gqa: bool,
     ) -> None:
         check_map(feature_map)
-        *self._tokens, _ = checked(tokens, feature_map, *weights, enable_gqa=enable_gqa)
+        *self._tokens, _ = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
         self._mask, self._bias = weights
         self._starts = _checked_starts(cu_seqlens, *self._tokens[:2])
         groups: dict[int, list[int]] = {}
@@ -148,7 +148,7 @@ class _Packing:
         self._groups = list(groups.values())
 
     def batches(self) -> Iterator[_Batch]:
-        """Those of each power of two."""
+        """Batches of each power of two."""
         for group in self._groups:
             longest = max(map(self._length, group))
             starts, lengths = (self._index([of(x) for x in group]).unsqueeze(-1) for of in (self._start, self._length))
@@ -158,8 +158,8 @@ class _Packing:
             query, key, value = (_rows(x, index, shape) for x in self._tokens)
             mask = None if self._mask is None else self._mask[0].index_select(0, index).view(shape)
             if any(self._length(x) < longest for x in group):
-                own = numbers < lengths
-                mask = own if mask is None else own & mask
+                in_sequence = numbers < lengths
+                mask = in_sequence if mask is None else in_sequence & mask
             bias = None if self._bias is None else _rows(self._bias.unsqueeze(-1), index, shape).squeeze(-1)
             yield _Batch((query, key, value), mask, bias)
 
@@ -185,7 +185,7 @@ class _Packing:
         return torch.cat(list(rows)).index_select(0, self._index(places))
 
     def _start(self, sequence: int) -> int:
-        """Its first token."""
+        """First token of a sequence."""
         return self._starts[sequence]
 
     def _length(self, sequence: int) -> int:
@@ -199,8 +199,8 @@ class _Packing:
 
 def _rows(x: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
     """Tokens (1, heads, T, ·) as rows (n, heads, L, ·)."""
-    found: Tensor = x[0].index_select(1, index).unflatten(1, shape)
-    return found.transpose(0, 1)
+    rows: Tensor = x[0].index_select(1, index).unflatten(1, shape)
+    return rows.transpose(0, 1)
 
 
 def _checked_starts(cu_seqlens: Tensor, query: Tensor, key: Tensor) -> list[int]:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_map, checked, live_keys
+from linattn.attention._check import check_map, checked_for, live_keys
 from linattn.attention.bound_map import bind
-from linattn.attention.following import is_fake
-from linattn.attention.softmax import causal_mask, exponentials, inert
-from linattn.attention.sums import accumulation_dtype, lowest
+from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.softmax.attention import causal_mask, exponentials, inert
+from linattn.softmax.precision import accumulation_dtype
+from linattn.softmax.tracing import is_fake
 
 # Exponents held at once when rows are formed one weight at a time.
 _BUDGET = 2**24
@@ -57,7 +58,7 @@ def attention_rows(
         [0.25, 0.75]
     """
     check_map(feature_map)
-    query, key, _, bias = checked((query, key, key), feature_map, key_mask, key_bias, enable_gqa=enable_gqa)
+    query, key, _, bias = checked_for(feature_map, (query, key, key), key_mask, key_bias, enable_gqa=enable_gqa)
     rows = _check_index(query_index, query.shape[2])
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
     bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
@@ -110,7 +111,7 @@ def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Te
 
 
 def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
-    """The same from log Σ_f φ_f(q)φ_f(k), which no later key can underflow."""
+    """Weights from log Σ_f φ_f(q)φ_f(k), which no later key can underflow."""
     lq, lk = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
     step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
     parts = [torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, dim=-2)]
@@ -119,12 +120,12 @@ def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias
 
 
 def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
-    """The same where a query reads one group, with features that depend on the keys it sees."""
+    """Weights where a query reads one group, with features that depend on the keys it sees."""
     shape, query = query.shape[2:4], query.flatten(2, 3)
     number = feature_map.group(query).unsqueeze(-1)
     logs = torch.take_along_dim(feature_map.key_log_weight(key).mT, number, -2).unflatten(2, shape)
     weights, psi = exponentials(logs + logit_bias)[0].flatten(2, 3), feature_map.key(key)
     places = feature_map.places().to(query.dtype).expand(*number.shape[:2], -1, -1)
     phi_q, _ = feature_map.local_query(query, torch.take_along_dim(places, number, -2), weights @ psi)
-    found: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)
-    return found
+    products: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)
+    return products

@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.attention._check import check_map, checked
-from linattn.attention._check_state import check_apart, check_continues, check_of_any_map, check_whole, width_of
+from linattn.attention._check import check_map, checked_for
+from linattn.attention._check_state import check_apart, check_continues, check_of_any_map, check_whole
 from linattn.attention.backends import Call, choose
-from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact import ExactKeys, MergedKeys, attend_to_all
-from linattn.attention.exact.keys import with_places
+from linattn.attention.bound_map import bind
 from linattn.attention.far import larger, relative_to, split_factor
-from linattn.attention.partial import Partial, as_partial, combine
-from linattn.attention.sums import Sums, accumulation_dtype, no_sums
+from linattn.attention.map_rows import as_partial
+from linattn.attention.sums import Sums, no_sums
+from linattn.attention.window import WindowKeys, decayed, width_of
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._dense import check_dense
-
-NO_MAP = "no map"
-"""What a state without sums was built with."""
+from linattn.softmax.dense import check_dense
+from linattn.softmax.partial import Partial, combine
+from linattn.softmax.precision import accumulation_dtype, outside_autocast
+from linattn.softmax.row_groups import RowGroups
+from linattn.softmax.tokens import with_places
+from linattn.softmax.weighted import attend_to_all
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +48,8 @@ class State:
         z: Σ φ(k)·exp(-m): (B, H, R).
         m: (B, H, M): the exponents both are relative to, each for R/M features; a constant for gradients.
         built_with: the feature map's `fingerprint()`: its settings, draw and weights; a map with another is refused.
-        exact: the latest and the heavy keys of a stream with a window, which are attended to exactly and are not in the
-            sums, or the latest and the merged ones of a stream without a map, whose sums have R = 0; None without a
-            window.
+        window: the latest keys of a stream with a window, which are attended to exactly and are not in the sums, by
+            groups of rows where these began at different tokens; None without a window.
         apart: (B, H) float64: the logarithm of a large factor on all weights, as `decay` leaves it; None for 1.
 
     Example:
@@ -67,11 +67,11 @@ class State:
     z: Tensor
     m: Tensor
     built_with: str
-    exact: ExactKeys | MergedKeys | None = None
+    window: WindowKeys | RowGroups[WindowKeys] | None = None
     apart: Tensor | None = None
 
-    # The width of keys, and the query heads of each, that its tensors were seen to fit: no field, so no file says it.
-    _fits: ClassVar[tuple[int, int] | None] = None
+    # The width of keys that its tensors were seen to fit: no field, so no file says it.
+    _fits: ClassVar[int | None] = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields that a file or a copy has; they are checked where the state is used."""
@@ -96,8 +96,8 @@ class State:
             device: where the sums live.
         """
         check_map(feature_map)
-        kept = accumulation_dtype(dtype)
-        sums = no_sums(feature_map, batch_size, num_heads, value_dim, kept, torch.device(device))
+        sum_dtype = accumulation_dtype(dtype)
+        sums = no_sums(feature_map, batch_size, num_heads, value_dim, sum_dtype, torch.device(device))
         return cls(*sums, feature_map.fingerprint())
 
     def absorb(
@@ -122,27 +122,27 @@ class State:
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, key)
-        _, key, value, bias = checked((key, key, value), feature_map, key_mask, key_bias, enable_gqa=False)
-        if self.exact is not None:
+        _, key, value, bias = checked_for(feature_map, (key, key, value), key_mask, key_bias, enable_gqa=False)
+        if self.window is not None:
             raise ValueError(
-                "a state with a window chooses its heavy keys by what queries attend to, and absorb has no queries; "
-                "call linear_attention_with_state, or flush the state first"
+                "a state with a window keeps the latest keys of a stream apart from its sums, and absorb is of sums "
+                "alone; call linear_attention_with_state, or flush the state first"
             )
         check_continues(self, key, value, feature_map, None)
         near, bias, apart = relative_to(self, bias, key.shape[2])
         return near._absorbed(feature_map, key, value, bias, apart)
 
     def flush(self, feature_map: FeatureMap) -> State:
-        """The state with its exact keys in the sums too, hence one that merges; O((w + g)·R·(D + Dv)).
+        """The state with the keys of its window in the sums too, hence one that merges; O(w·R·(D + Dv)).
 
         Raises:
-            ValueError: another map or draw than the state was built with, or merged keys, which have no map.
+            ValueError: another map or draw than the state was built with.
         """
-        if self.exact is None:
+        if self.window is None:
             return self
         self._check_map(feature_map)
         self.check_tensors(feature_map, feature_map.head_dim)
-        return self._absorbed(feature_map, *self.exact.tokens(), self.apart)
+        return self._absorbed(feature_map, *self.window.tokens(), self.apart)
 
     def decay(self, log_factor: float | Tensor) -> State:
         """The state with all its keys' weights times exp(log_factor); O(R·Dv), a shift of m, hence without underflow.
@@ -182,18 +182,13 @@ class State:
         """The state of both sets of keys; O(R·Dv).
 
         Raises:
-            ValueError: the states were built with different maps or draws, differ in shape, or hold exact keys: two
+            ValueError: the states were built with different maps or draws, differ in shape, or have windows: two
                 streams have no common window; `flush` them first.
         """
-        if isinstance(self.exact, MergedKeys) or isinstance(other.exact, MergedKeys):
-            raise ValueError(
-                "states with merged keys do not merge: their windows are the ends of two streams, and there is no map "
-                "to flush them into; attend to one stream's tokens after the other's"
-            )
-        if self.exact is not None or other.exact is not None:
+        if self.window is not None or other.window is not None:
             raise ValueError(
                 "states of streams with a window do not merge, since a window is the end of one stream; merge "
-                "state.flush(feature_map) of each, which puts their exact keys into the sums"
+                "state.flush(feature_map) of each, which puts the keys of their windows into the sums"
             )
         if self.built_with != other.built_with:
             raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
@@ -210,13 +205,13 @@ class State:
         first, second = (x.without(apart)._relative_sums for x in (self, other))
         return State(*first.merge(second), self.built_with, apart=apart)
 
-    def read(self, feature_map: FeatureMap | None, query: Tensor) -> Partial:
+    def read(self, feature_map: FeatureMap, query: Tensor) -> Partial:
         """Attention of queries over all keys in the state; O(L·R·(D + Dv)).
 
             out = φ(q)ᵀS / φ(q)ᵀz
 
         Args:
-            feature_map: the map the state was built with; None for merged keys.
+            feature_map: the map the state was built with.
             query: (B, Hq, L, D), Hq a multiple of H: query heads share key/value heads in consecutive groups.
 
         Returns:
@@ -229,19 +224,14 @@ class State:
         grouped, heads = self._checked_query(feature_map, query), self.S.shape[1]
         with outside_autocast(query.device):
             parts = []
-            if self.exact is not None:
-                scale = query.shape[-1] ** -0.5 if feature_map is None else feature_map.scale
-                parts.append(attend_to_all(grouped, self.exact.tokens(), scale))
-            if feature_map is not None:
-                bound = bind(feature_map, query, query, is_causal=True)
-                # Backends are asked about a call: one with no keys but the state's.
-                call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
-                parts.append(as_partial(call, choose("auto", call).read(call, self._relative_sums)))
+            if self.window is not None:
+                parts.append(attend_to_all(grouped, self.window.tokens(), feature_map.scale))
+            bound = bind(feature_map, query, query, is_causal=True)
+            # Backends are asked about a call: one with no keys but the state's.
+            call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
+            parts.append(as_partial(call, choose("auto", call).read(call, self._relative_sums)))
             part = parts[0] if len(parts) == 1 else combine(*parts)
-            if self.apart is not None:
-                log = part.log_normalizer + self.apart[..., None, None]
-                part = part._replace(log_normalizer=log.to(part.log_normalizer.dtype))
-        return part.ungrouped()
+        return part.times(self.apart).ungrouped()
 
     def select(self, indices: Tensor) -> State:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
@@ -251,14 +241,15 @@ class State:
                 "turn a mask into indices with mask.nonzero().squeeze(1)"
             )
         self._check_whole()
-        return self._each(lambda x: x.index_select(0, indices))
+        groups = self.window.select(indices.tolist()) if isinstance(self.window, RowGroups) else None
+        return self._each(lambda x: x.index_select(0, indices), groups)
 
     def detach(self) -> State:
-        """The same state, cut from the graph that built it."""
+        """The state, cut from the graph that built it."""
         return self._each(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
-        """The same state on another device.
+        """The state on another device.
 
         Raises:
             TypeError: a dtype was given: sums keep float32, or float64 for float64 tokens, whatever the tokens' dtype.
@@ -273,21 +264,21 @@ class State:
     def __repr__(self) -> str:
         """Shapes, dtype, device and the map, on one line."""
         batch, heads, num_features, value_dim = self.S.shape
-        exact = "" if self.exact is None else f", exact={self.exact.rule}"
+        window = "" if self.window is None else f", window={width_of(self.window)}"
         return (
-            f"State(batch={batch}, heads={heads}, features={num_features}, value_dim={value_dim}{exact}, "
+            f"State(batch={batch}, heads={heads}, features={num_features}, value_dim={value_dim}{window}, "
             f"{self.S.dtype}, {self.S.device}, built_with={self.built_with})"
         )
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> State:
-        """The state with each of its tensors changed alike."""
-        exact = None if self.exact is None else self.exact.each(change)
+    def _each(self, change: Callable[[Tensor], Tensor], window: Any = None) -> State:
+        """The state with each of its tensors changed alike, the keys of its window unless others are given."""
+        window = window or (self.window and self.window.each(change))
         apart = None if self.apart is None else change(self.apart)
         S, z, m = (change(x) for x in self._relative_sums)
-        return State(S, z, m, self.built_with, exact, apart).known_to_fit(self._fits)
+        return State(S, z, m, self.built_with, window, apart).known_to_fit(self._fits)
 
     def without(self, apart: Tensor | None) -> State:
-        """The same state, of whose factor exponents take all but so much, (B, H)."""
+        """Move all but so much, (B, H), of the factor into exponents."""
         if self.apart is None and apart is None:
             return self
         rest = (0 if self.apart is None else self.apart) - (0 if apart is None else apart)
@@ -295,9 +286,9 @@ class State:
 
     def _decayed(self, log_factor: Tensor, apart: Tensor | None) -> State:
         """All weights times exp(log_factor), by the exponents; what is apart is given."""
-        exact = None if self.exact is None else self.exact.decay(log_factor)
+        window = None if self.window is None else decayed(self.window, log_factor)
         sums = self._relative_sums.decay(log_factor)
-        return State(*sums, self.built_with, exact, apart).known_to_fit(self._fits)
+        return State(*sums, self.built_with, window, apart).known_to_fit(self._fits)
 
     @property
     def sums(self) -> Sums:
@@ -306,20 +297,20 @@ class State:
 
     @property
     def _relative_sums(self) -> Sums:
-        """Those beside which a factor may stand apart."""
+        """Sums beside which a factor may stand apart."""
         return Sums(self.S, self.z, self.m)
 
-    def check_built_with(self, feature_map: FeatureMap | None) -> None:
+    def check_built_with(self, feature_map: FeatureMap) -> None:
         """Refuse another map, draw or weights than those the state was built with."""
-        fingerprint = NO_MAP if feature_map is None else feature_map.fingerprint()
+        fingerprint = feature_map.fingerprint()
         if self.built_with != fingerprint:
             raise ValueError(
                 f"the state was built with {self.built_with}, got {fingerprint}; features of different maps, draws or "
                 "weights do not mix: use the map it was built with, or rebuild the state"
             )
 
-    def known_to_fit(self, fits: tuple[int, int] | None) -> State:
-        """The state itself, whose tensors need no other look before tokens of such a width and so many heads."""
+    def known_to_fit(self, fits: int | None) -> State:
+        """The state itself, whose tensors need no other look before tokens of such a width."""
         if not torch.compiler.is_compiling():
             object.__setattr__(self, "_fits", fits)
         return self
@@ -327,27 +318,27 @@ class State:
     def _check_whole(self) -> None:
         """Refuse a state whose tensors do not belong together, whatever its map."""
         if torch.compiler.is_compiling() or self._fits is None:
-            check_of_any_map(self._relative_sums, self.exact)
+            check_of_any_map(self._relative_sums, self.window)
             check_apart(self.S, self.apart)
 
-    def check_tensors(self, feature_map: FeatureMap | None, head_dim: int, num_groups: int | None = None) -> None:
-        """Refuse a state whose tensors are not those of a map, a width of keys and so many query heads of each."""
-        if torch.compiler.is_compiling() or self._fits != (head_dim, num_groups):
-            check_whole(self._relative_sums, self.exact, feature_map, head_dim, num_groups)
+    def check_tensors(self, feature_map: FeatureMap, head_dim: int) -> None:
+        """Refuse a state whose tensors are not those of a map and a width of keys."""
+        if torch.compiler.is_compiling() or self._fits != head_dim:
+            check_whole(self._relative_sums, self.window, feature_map, head_dim)
             check_apart(self.S, self.apart)
 
     def _absorbed(
         self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None, apart: Tensor | None
     ) -> State:
-        """The state with these keys in the sums, and none kept exactly; a factor apart is on all of them."""
+        """The state with these keys in the sums, and no window; a factor apart is on all of them."""
         bound = bind(feature_map, key, key, is_causal=True)
         call = Call(bound, key.unsqueeze(2), key, value, bias, is_causal=True)
         with outside_autocast(key.device):
             return State(*choose("auto", call).absorb(call, self._relative_sums), self.built_with, apart=apart)
 
-    def _checked_query(self, feature_map: FeatureMap | None, query: Tensor) -> Tensor:
+    def _checked_query(self, feature_map: FeatureMap, query: Tensor) -> Tensor:
         """Queries by key/value head (B, H, G, L, D), refused where they or the state's tensors do not fit."""
-        head_dim = width_of(self.exact) if feature_map is None else feature_map.head_dim
+        head_dim = feature_map.head_dim
         self.check_tensors(feature_map, head_dim)
         batch, heads = self.S.shape[:2]
         fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
@@ -362,13 +353,12 @@ class State:
         grouped: Tensor = query.unflatten(1, (heads, -1))
         return grouped
 
-    def _check_map(self, feature_map: FeatureMap | None) -> None:
+    def _check_map(self, feature_map: FeatureMap) -> None:
         """Refuse another map."""
-        if feature_map is not None:
-            check_map(feature_map)
+        check_map(feature_map)
         self.check_built_with(feature_map)
 
-    def _check(self, feature_map: FeatureMap | None, x: Tensor) -> None:
+    def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map, and what is no tensor."""
         self._check_map(feature_map)
         if not isinstance(x, Tensor):
@@ -377,15 +367,15 @@ class State:
 
 
 def _leaves(state: State) -> tuple[list[Any], str]:
-    """Its tensors and its exact keys, with no factor apart, and what it was built with."""
+    """The tensors and the keys of the window, with no factor apart, and the map's fingerprint."""
     near = state.without(None)
-    return [near.S, near.z, near.m, *([near.exact] if near.exact else [])], near.built_with
+    return [near.S, near.z, near.m, *([near.window] if near.window else [])], near.built_with
 
 
 def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:
     """A state from what torch's tree utilities took out of one."""
-    S, z, m, *exact = leaves
-    return State(S, z, m, built_with, *exact)
+    S, z, m, *window = leaves
+    return State(S, z, m, built_with, *window)
 
 
 # Read by torch.load under weights_only: a state is tensors, numbers and a string.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.following import is_followed
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.tracing import is_followed
 
 
 class Sums(NamedTuple):
@@ -42,11 +42,6 @@ class Sums(NamedTuple):
             one = torch.exp(torch.where(gone, 0, shift - shift.detach()))
             S, z = S * one.unsqueeze(-1), z * one
         return Sums(torch.where(gone.unsqueeze(-1), 0, S), torch.where(gone, 0, z), torch.where(gone, none, m))
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums, exponents and divisions run in at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def lowest(dtype: torch.dtype) -> float:

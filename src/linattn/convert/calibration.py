@@ -1,4 +1,4 @@
-"""Maps and plans for the layers of a model, fitted to its attention on sample texts.
+"""Maps for the layers of a model, fitted to its attention on sample texts.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width.
 """
@@ -13,13 +13,9 @@ from torch import Tensor
 from linattn.convert.running import Batch, to_device
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
-from linattn.hf.calibrating import live_tokens
-from linattn.planning import Plan, plan
+from linattn.kv_cache import MergedKV
 from linattn.planning.methods import Method
 from linattn.processes import Processes
-
-# Texts that methods are chosen on, all of one length; maps are fitted to every text.
-_MOST_TEXTS = 4
 
 
 def record(model: PreTrainedModel, batch: Batch) -> dict[str, AttentionCall]:
@@ -43,24 +39,31 @@ def build_maps(
     *,
     num_features: int | None,
     seed: int,
-) -> list[FeatureMap]:
+) -> list[FeatureMap | MergedKV]:
     """Every layer's map by its method, on its call's device, with trainable weights where it has any; not yet fitted.
+
+    Merged keys where the method has no map.
 
     Layer n's map is drawn from seed + n; draws and weights are separate for each key/value head where the map has such.
     """
-    found = []
+    found: list[FeatureMap | MergedKV] = []
     for method, layer in zip(methods, layers, strict=True):
         call = calls[layer.module_name]
         width, heads = call.query.shape[-1], call.key.shape[1]
-        feature_map = method.build(
+        kernel = method.build_kernel(
             width, num_features=num_features, scale=width**-0.5, seed=seed + layer.layer, num_heads=heads
         )
-        found.append(feature_map.to(call.query.device).requires_grad_(True))
+        if isinstance(kernel, FeatureMap):
+            kernel = kernel.to(call.query.device).requires_grad_(True)
+        found.append(kernel)
     return found
 
 
 def fit_maps(
-    maps: Sequence[FeatureMap], layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch]
+    maps: Sequence[FeatureMap | MergedKV],
+    layers: Sequence[LayerReport],
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
 ) -> None:
     """Fit every map that takes statistics, in place, to its layer's unpadded queries and keys over all batches.
 
@@ -74,51 +77,6 @@ def fit_maps(
     for name, state in zip(names, processes.each(names, lambda name: fitted[name].state_dict()), strict=True):
         if name not in own:
             fitted[name].load_state_dict(state)
-
-
-def make_plans(
-    layers: Sequence[LayerReport],
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    *,
-    target_error: float | None,
-    even_if_slower: bool = False,
-) -> list[Plan]:
-    """A plan for every layer: methods chosen on the longest texts, maps fitted to all.
-
-    While methods are chosen, maps are fitted to half of each text's tokens and measured on the others (`fixed_maps`).
-    Of several processes each plans some layers, and all get all plans.
-    """
-    recorded = [record(model, batch) for batch in batches]
-
-    def made(layer: LayerReport) -> Plan:
-        """One layer's plan."""
-        return _made([found[layer.module_name] for found in recorded], target_error, even_if_slower)
-
-    return Processes.of_this_run().each(layers, made)
-
-
-def _made(calls: Sequence[AttentionCall], target_error: float | None, even_if_slower: bool) -> Plan:
-    """One layer's plan."""
-    made = plan(
-        *_longest(calls),
-        target_error=target_error,
-        is_causal=calls[0].is_causal,
-        scale=calls[0].scale,
-        fixed_maps=True,
-        even_if_slower=even_if_slower,
-    )
-    queries, keys = ([live_tokens(getattr(call, name), call.key_mask) for call in calls] for name in ("query", "key"))
-    return made.fit(torch.cat(queries, 2), torch.cat(keys, 2))
-
-
-def _longest(calls: Sequence[AttentionCall]) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of the longest texts, which are as long as each other: (B, H or Hkv, L, D)."""
-    found = [text for call in calls for text in texts(call)]
-    length = max(text[0].shape[2] for text in found)
-    chosen = [text for text in found if text[0].shape[2] == length][:_MOST_TEXTS]
-    query, key, value = (torch.cat(each) for each in zip(*chosen, strict=True))
-    return query, key, value
 
 
 def texts(call: AttentionCall) -> list[tuple[Tensor, Tensor, Tensor]]:

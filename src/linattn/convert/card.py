@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 from linattn.convert.course import Conversion
 from linattn.convert.stages import Stage
 from linattn.planning.paying import from_where
-from linattn.planning.plans import EXACT
 from linattn.records.tables import Table
 
 _WORDS = {
@@ -96,13 +92,6 @@ def speed_in_words(conversion: Conversion) -> str:
     return " ".join(parts)
 
 
-def method_table(conversion: Conversion) -> Table:
-    """How many heads have which method, exact attention first, then the most frequent; empty where all share one."""
-    counts = Counter(method for layer in conversion.heads for method in layer)
-    rows = sorted(counts.items(), key=lambda row: (row[0] != EXACT, -row[1], row[0]))
-    return Table(("method", "heads"), tuple((method, str(count)) for method, count in rows))
-
-
 def kept_layers(conversion: Conversion) -> list[str]:
     """The layers whose softmax stays: those of one reason together, with the reason."""
     names: dict[str, list[str]] = {}
@@ -112,11 +101,10 @@ def kept_layers(conversion: Conversion) -> list[str]:
     return [f"{', '.join(same)}: {reason}" for reason, same in names.items()]
 
 
-def model_card(conversion: Conversion, name: str, more: Sequence[str] = (), *, is_plain: bool = False) -> str:
+def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> str:
     """The model card of a converted model, as Markdown; `name` is that of the model it was made from.
 
-    A plain model's folder is one that transformers' own classes read as the linear model it is. `more` paragraphs come
-    after the figures of the whole model.
+    A plain model's folder is one that transformers' own classes read as the linear model it is.
     """
     steps = ", ".join(
         f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
@@ -125,32 +113,18 @@ def model_card(conversion: Conversion, name: str, more: Sequence[str] = (), *, i
     layers = conversion.linearization
     parts = [
         f"# {name} with linear attention",
-        f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by {method_in_words(conversion)}. "
+        f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by `{conversion.method}`. "
         f"Training: {steps or 'none'}. {_LOADING[is_plain]}",
         f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
         "nothing was fitted to or trained on, against the original model:",
         stage_table(conversion).markdown(),
         " ".join(filter(None, (f"{kept_in_words(conversion)}.", speed_in_words(conversion)))),
-        *more,
         "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
         layer_table(conversion).markdown(),
     ]
-    if conversion.heads:
-        parts += ["The methods of the heads (exact is softmax attention):", method_table(conversion).markdown()]
     if kept:
         parts += ["Layers that keep softmax:", "\n".join(kept)]
     return "\n\n".join(parts) + "\n"
-
-
-def method_in_words(conversion: Conversion) -> str:
-    """What the converted layers attend by, as Markdown within a sentence: one method, or how many heads stay exact."""
-    if not conversion.heads:
-        return f"`{conversion.method}`"
-    methods = [method for layer in conversion.heads for method in layer]
-    return (
-        f"a method for each head, {conversion.method}: {methods.count(EXACT)} of {len(methods)} heads stay exact, "
-        "which is quadratic"
-    )
 
 
 def _layer_row(stages: list[Stage], result: Stage, number: int) -> tuple[str, ...]:

@@ -15,11 +15,8 @@ class ConvertConfig:
 
     Attributes:
         feature_map: the method in its written form, as "Expansion(num_centres=64)", "LearnedExponential" or
-            "FavorPlus + window 32 + heavy 64", for all heads, or one for each converted layer, in order; None for
-            `DEFAULT_MAP`, or for a target error.
-        target_error: relative error of a head's attention, > 0, to be met by a method for each head (`linattn.plan`);
-            heads stay exact where none meets it, or where exact attention takes fewer operations at the length of the
-            longest calibration text. None for one method.
+            "FavorPlus + window 32", for all layers, or one for each converted layer, in order; None for
+            `DEFAULT_MAP`.
         num_features: R, for a map whose width is free and not written.
         layers: numbers of the attention modules to convert, as in `linattn.hf.linearize_`; None for its choice.
         texts: what a tokenizer is to read; to be left empty when batches are given.
@@ -36,13 +33,13 @@ class ConvertConfig:
         learning_rate: of the model's weights, at its largest; times the relative error that is left before training.
         map_learning_rate: of the maps' weights in attention transfer, at its largest; a tenth of it in distillation.
         seed: of the draws and of the order of texts.
-        even_if_slower: whether the default method, or a target's, may be neither faster nor smaller than exact
-            attention at the longest text that the model takes (for an encoder, which keeps no state between calls: not
-            faster); a method that is named is taken whatever it costs.
+        even_if_slower: whether the default method may be neither faster nor smaller than exact attention at the longest
+            text that the model takes (for an encoder, which keeps no state between calls: not faster); a method that is
+            named is taken whatever it costs.
 
     Raises:
         ValueError: if a number is not positive (`minutes`, `seed`: negative) or not finite, `feature_map` is empty,
-            `target_error` comes with a map, or adapters without distillation.
+            or adapters come without distillation.
 
     Example:
         >>> ConvertConfig(minutes=-1)
@@ -52,7 +49,6 @@ class ConvertConfig:
     """
 
     feature_map: str | tuple[str, ...] | None = None
-    target_error: float | None = None
     num_features: int | None = None
     layers: tuple[int, ...] | None = None
     texts: tuple[str, ...] = ()
@@ -88,14 +84,3 @@ class ConvertConfig:
             )
         if self.feature_map is not None and not self.feature_map:
             raise ValueError(f"feature_map must name a method, got {self.feature_map!r}; None is {DEFAULT_MAP!r}")
-        if self.target_error is None:
-            return
-        if not (math.isfinite(self.target_error) and self.target_error > 0):
-            raise ValueError(f"target_error must be a positive number, got {self.target_error}")
-        if self.feature_map is not None or self.num_features is not None:
-            given = {"feature_map": self.feature_map, "num_features": self.num_features}
-            others = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-            raise ValueError(
-                f"target_error={self.target_error} chooses a method for each head, and {others} one for all; give one "
-                "or the other"
-            )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import linattn
 from linattn.convert.config import DEFAULT_MAP, ConvertConfig
-from linattn.convert.course import Conversion, Course, label
+from linattn.convert.course import Conversion, Course
 from linattn.convert.running import Batch
 from linattn.convert.samples import Samples, from_batches, from_texts
 from linattn.convert.sharing import check_shared
@@ -21,7 +21,7 @@ from linattn.convert.stages import Measured, in_silence
 from linattn.hf import LinearLMForCausalLM, is_linearized
 from linattn.hf.linear_twin import check_twin
 from linattn.hf.linearization import choose_layers
-from linattn.planning.methods import Method, parse_method
+from linattn.planning.methods import Method, parse_method, together
 from linattn.processes import Processes
 from linattn.training import Notify, WorkFolder, alone_in, weights_digest
 
@@ -37,16 +37,15 @@ def convert_(
 ) -> Conversion:
     """Turn a softmax model into a linear one, in place, and repair the damage as far as time allows.
 
-    Every layer's map is fitted to the queries and keys that sample texts give (`fit`), or, for a target error, a method
-    for each of its heads is chosen and fitted there (`linattn.plan`); maps with weights are trained until their
-    attention rows are those of softmax (`transfer`); then the whole model is distilled against its original
+    Every layer's map is fitted to the queries and keys that sample texts give (`fit`); maps with weights are trained
+    until their attention rows are those of softmax (`transfer`); then the whole model is distilled against its original
     outputs (`distil`). The best weights on validation texts are kept. How wrong the model is, layer by layer and
     end to end, is measured before, between and after on texts held out from all of that, and the model is left at the
     stage that was least wrong: training that is too short may do harm.
 
-    Inside `linattn.training.launched` every process has the model and the samples: the layers to fit or plan, the texts
-    of each step and the batches of audits are dealt out, and the first process writes. Every figure but a time is that
-    of one process, to the bit before training and, but for the rounding of gradients' sums, after it.
+    Inside `linattn.training.launched` every process has the model and the samples: the layers to fit, the texts of each
+    step and the batches of audits are dealt out, and the first process writes. Every figure but a time is that of one
+    process, to the bit before training and, but for the rounding of gradients' sums, after it.
 
     Cost: `config.minutes` of training; two copies of the model, and of its optimiser's moments; audits on at most 32
     texts. In `work` two checkpoints of each training, each as large as three to four models.
@@ -70,7 +69,7 @@ def convert_(
 
     Raises:
         ValueError: if the model, its dtype or the method cannot be used (a `LinearLMForCausalLM` with a gate or linear
-            blocks, or for a target error), the texts are too short, the processes do not divide a step's texts, or
+            blocks), the texts are too short, the processes do not divide a step's texts, or
             `work` holds another conversion, or nothing but damaged checkpoints of a training.
         OSError: if `work` cannot be written, or another process works in it (`linattn.records.locks.InUseError`).
         RuntimeError: if the layers' attention is more than softmax (`linattn.hf.capture`), or a loss or gradient is not
@@ -114,9 +113,7 @@ def convert_(
 
 
 def _methods(config: ConvertConfig) -> tuple[Method, ...]:
-    """The method of all layers, or of each; none where one is to be planned for each head."""
-    if config.target_error is not None:
-        return ()
+    """The method of all layers, or of each."""
     written = DEFAULT_MAP if config.feature_map is None else config.feature_map
     return tuple(map(parse_method, (written,) if isinstance(written, str) else written))
 
@@ -179,7 +176,7 @@ def _identity(
     settings = {name: value for name, value in asdict(config).items() if name not in ("texts", "minutes")}
     return {
         **settings,
-        "feature_map": label(methods, config),
+        "feature_map": together([method.label for method in methods]),
         "model": type(model).__name__,
         "weights": weights_digest(model),
         "samples": samples.digest,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from linattn.convert.adapting import RATE as ADAPTER_RATE
 from linattn.convert.adapting import adapted
-from linattn.convert.calibration import build_maps, fit_maps, make_plans
+from linattn.convert.calibration import build_maps, fit_maps
 from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import Weights, distil, teacher_outputs
 from linattn.convert.running import Outputs, to_device
@@ -22,7 +22,6 @@ from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import (
     AttentionCall,
-    LayerAttention,
     Linearization,
     PreTrainedModel,
     capture,
@@ -32,7 +31,7 @@ from linattn.hf import (
 )
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.hf.linearization import choose_layers
-from linattn.planning import Plan, read_plans, write_plans
+from linattn.kv_cache import MergedKV
 from linattn.planning.methods import Method, together
 from linattn.processes import Processes
 from linattn.training import Notify, Trained, Training, WorkFolder, train
@@ -47,8 +46,7 @@ class Conversion:
     """What a conversion did, and how wrong the model is at each stage of it, on texts it never trained on.
 
     Attributes:
-        method: written form of the map and its exact part, those of the converted layers in order where they differ, or
-            the error that the methods of all heads were planned for.
+        method: written form of the map and its exact part, those of the converted layers in order where they differ.
         linearization: which layers were replaced, and why others were not.
         stages: "uniform" (every converted layer averages), "unconverted" (the map as drawn), "calibrated" (fitted, or
             trained by attention transfer) and "converted" (distilled): those that took place, in order.
@@ -56,8 +54,6 @@ class Conversion:
         num_held_out: texts behind every figure.
         num_held_out_tokens: their tokens.
         stopped: whether an interrupt ended it early.
-        heads: by converted layer, the written form of each head's method, "exact" for softmax; none where the heads of
-            a layer share one.
         kept: name of the stage that the model was left at, the best of them (`linattn.convert.stages.best`); empty for
             the last.
         speed: its time beside the original's; None where it was not measured. Of no account in comparisons.
@@ -72,7 +68,6 @@ class Conversion:
     num_held_out: int
     num_held_out_tokens: int
     stopped: bool
-    heads: tuple[tuple[str, ...], ...] = ()
     kept: str = ""
     speed: Speed | None = field(default=None, compare=False)
     paying: Paying | None = field(default=None, compare=False)
@@ -84,7 +79,7 @@ class Conversion:
 
 
 class Course:
-    """A conversion under way; without methods one is planned for each head, and without a folder nothing is kept."""
+    """A conversion under way; without a folder nothing is kept."""
 
     def __init__(
         self,
@@ -103,7 +98,6 @@ class Course:
         self._processes = Processes.of_this_run()
         self._stages: list[Stage] = []
         self._trainings: list[Trained] = []
-        self._plans: list[Plan] = []
         # Copies of the layers' kernels by stage; with the original weights they restore the model of that stage.
         self._kernels: dict[str, list[nn.Module]] = {}
 
@@ -121,24 +115,20 @@ class Course:
         first = to_device(self._samples.calibration[0], teacher.device)
         calls = {call.module_name: call for call in capture(teacher, first).calls}
         is_causal = any(calls[layer.module_name].is_causal for layer in self._layers)
-        if self._methods:
-            maps, fitted, linearization = self._by_methods(calls, is_causal=is_causal)
-        else:
-            maps, fitted, linearization = self._by_plans(is_causal=is_causal)
+        maps, fitted, linearization = self._linearize(calls, is_causal=is_causal)
         self._train(maps, fitted)
         kept = self._keep_the_best()
         live = self._processes.each(numbers, lambda number: self._exact[number].live.sum(1).tolist())
         # While the other processes wait.
         speed, paying = self._processes.first_does(lambda: self._times(calls))
         return Conversion(
-            method=label(self._methods, self._config),
+            method=together([method.label for method in self._methods]),
             linearization=linearization,
             stages=tuple(self._stages),
             trainings=tuple(training for training in self._trainings if training.steps),
             num_held_out=sum(map(len, live)),
             num_held_out_tokens=sum(map(sum, live)),
             stopped=self._stopped,
-            heads=tuple(tuple(head.method for head in made.heads) for made in self._plans),
             kept=kept,
             speed=speed,
             paying=paying,
@@ -149,10 +139,10 @@ class Course:
         speed = measure_speed(self._model, self._teacher, self._samples.held_out)
         return speed, self._paying(calls, speed.num_tokens)
 
-    def _by_methods(
+    def _linearize(
         self, calls: dict[str, AttentionCall], *, is_causal: bool
-    ) -> tuple[list[FeatureMap], bool, Linearization]:
-        """Every layer by its method, as drawn and as fitted: the maps, and whether there was anything to fit."""
+    ) -> tuple[list[FeatureMap | MergedKV], bool, Linearization]:
+        """Every layer by its method: the maps and merged keys, and whether any map takes statistics."""
         config, calibration, methods = self._config, self._samples.calibration, self._methods
         if config.feature_map is None and not config.even_if_slower:
             self._check_pays(methods[0], calls)
@@ -167,41 +157,15 @@ class Course:
         following = iter(maps)
         linearization = linearize_(
             self._model,
-            feature_map=lambda head_dim: next(following),
+            lambda head_dim: next(following),
             layers=config.layers,
-            exact=[method.exact for method in methods],
+            window=[method.window for method in methods],
         )
         self._begin()
         if measurable:
             self._audit("unconverted")
             fit_maps(maps, self._layers, self._teacher, calibration)
         return maps, fitted, linearization
-
-    def _by_plans(self, *, is_causal: bool) -> tuple[list[FeatureMap], bool, Linearization]:
-        """A method for every head, its maps learning from each call and as fitted; none has weights to train."""
-        # Kept where there is a folder: a checkpoint's tensors are those of these methods.
-        file = None if self._work is None else self._work.path / "plan.json"
-        kept = self._processes.from_first(read_plans(file) if file is not None and file.is_file() else None)
-        if kept is not None:
-            self._plans = kept
-        else:
-            self._plans = make_plans(
-                self._layers,
-                self._teacher,
-                self._samples.calibration,
-                target_error=self._config.target_error,
-                even_if_slower=self._config.even_if_slower,
-            )
-        drawn = self._plans if is_causal else [replace(made, fitted={}) for made in self._plans]
-        linearization = linearize_(self._model, plans=drawn, layers=self._config.layers)
-        self._begin()
-        if file is not None:
-            write_plans(file, self._plans)
-        if not is_causal:
-            self._audit("unconverted")
-            named = zip(self._plans, self._layers, strict=True)
-            self._put([LayerAttention(made, layer.module_name) for made, layer in named])
-        return [], True, linearization
 
     def _begin(self) -> None:
         """Take the folder, now that nothing is refused any more, and measure the baseline."""
@@ -219,10 +183,11 @@ class Course:
             restore_(self._model)
         self._model.load_state_dict(self._teacher.state_dict())
 
-    def _train(self, maps: list[FeatureMap], fitted: bool) -> None:
+    def _train(self, kernels: list[FeatureMap | MergedKV], fitted: bool) -> None:
         """Attention transfer and distillation, each where there is something to train and time for it."""
-        config, held = self._config, zip(maps, self._layers, strict=bool(maps))
-        learning = [(feature_map, layer) for feature_map, layer in held if any(True for _ in feature_map.parameters())]
+        config, layers = self._config, zip(kernels, self._layers, strict=True)
+        maps = [(kernel, layer) for kernel, layer in layers if isinstance(kernel, FeatureMap)]
+        learning = [(feature_map, layer) for feature_map, layer in maps if any(True for _ in feature_map.parameters())]
         seconds = config.minutes * 60
         transferring = seconds * (_TRANSFER_SHARE if config.distil else 1) * bool(learning)
         transferred = False
@@ -246,7 +211,7 @@ class Course:
                     distil(
                         self._model,
                         weights,
-                        maps,
+                        [feature_map for feature_map, _ in maps],
                         self._teacher,
                         self._samples,
                         seconds=seconds - transferring,
@@ -302,8 +267,7 @@ class Course:
         first = self._layers[0].module_name
         attention = attention_of(self._model.get_submodule(first))
         assert attention is not None
-        method = self._methods[0] if self._methods else self._plans[0]
-        return measure_paying(attention, method, calls[first], num_tokens=num_tokens, longest=self._longest)
+        return measure_paying(attention, self._methods[0], calls[first], num_tokens=num_tokens, longest=self._longest)
 
     @property
     def _stopped(self) -> bool:
@@ -339,10 +303,3 @@ class Course:
             if lasting is not None:
                 lasting.remember(name, stage)
         self._stages.append(stage)
-
-
-def label(methods: Sequence[Method], config: ConvertConfig) -> str:
-    """The methods in words: once where all are alike."""
-    if not methods:
-        return f"planned for an error of {config.target_error:g}"
-    return together([method.label for method in methods])

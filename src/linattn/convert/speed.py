@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from linattn.convert.calibration import texts
 from linattn.convert.running import Batch, run
-from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
-from linattn.planning import Plan
 from linattn.planning.costs import exact_state_numbers, state_numbers
-from linattn.planning.methods import Method, fit
+from linattn.planning.methods import BuiltMethod, Method
 from linattn.planning.paying import Crossover, Standing, find_crossover, pays_not, time_lengths
 from linattn.planning.timing import seconds
 
@@ -85,10 +83,11 @@ def time_ratio(
         """Softmax in the other layers."""
         if call.module_name not in layers:
             return call.softmax()
-        feature_map = method.build(call.query.shape[-1], num_features=num_features, scale=call.scale, seed=0)
-        fit(feature_map.to(call.query.device), call.query, call.key)
+        built = method.build(call.query.shape[-1], num_features=num_features, scale=call.scale, seed=0)
+        built = built.to(call.query.device)
+        built.fit(call.query, call.key)
         tokens = call.query, call.key, call.value
-        return method.attend(feature_map, *tokens, key_mask=call.key_mask, is_causal=call.is_causal)
+        return built.attend(*tokens, key_mask=call.key_mask, is_causal=call.is_causal)
 
     def replaced() -> None:
         """A pass under the method."""
@@ -106,8 +105,8 @@ class Paying:
 
     Attributes:
         num_tokens: L, of the exact cache.
-        state_numbers: numbers that a head keeps, mean over the layer's heads.
-        exact_numbers: numbers of the exact cache, for as many heads.
+        state_numbers: numbers that a key/value head keeps.
+        exact_numbers: numbers of the exact cache for it.
         lengths: at which the layer's attention was timed, ascending.
         seconds: of its calls, medians.
         exact_seconds: of softmax.
@@ -116,8 +115,8 @@ class Paying:
     """
 
     num_tokens: int
-    state_numbers: float
-    exact_numbers: float
+    state_numbers: int
+    exact_numbers: int
     lengths: tuple[int, ...]
     seconds: tuple[float, ...]
     exact_seconds: tuple[float, ...]
@@ -136,7 +135,7 @@ class Paying:
 
 
 def measure_paying(
-    attention: LayerAttention, method: Method | Plan, call: AttentionCall, *, num_tokens: int, longest: int | None
+    attention: LayerAttention, method: Method, call: AttentionCall, *, num_tokens: int, longest: int | None
 ) -> Paying | None:
     """One converted layer's state and times, on what the layer was given; None where queries and keys differ."""
     tokens = texts(call)[0]
@@ -144,13 +143,8 @@ def measure_paying(
     if query.shape[2] != key.shape[2]:
         return None
     exact = exact_state_numbers(num_tokens, head_dim=key.shape[-1], value_dim=value.shape[-1])
-    if isinstance(method, Plan):
-        # Heads of a group have states of their own, and would share the cache.
-        exact = exact * key.shape[1] // query.shape[1]
-        kept = statistics.fmean(head.state_numbers for head in method.heads)
-    else:
-        feature_map = _map_of(method, attention, call)
-        kept = state_numbers(method, feature_map, value_dim=value.shape[-1], is_causal=call.is_causal)
+    built = BuiltMethod(method, attention.feature_map, call.query.shape[-1], call.scale)
+    kept = state_numbers(built, value_dim=value.shape[-1], is_causal=call.is_causal)
     times = time_lengths(
         partial(attention, scale=call.scale, is_causal=call.is_causal),
         lambda q, k, v: replace(call, query=q, key=k, value=v, key_mask=None).softmax(),
@@ -162,19 +156,11 @@ def measure_paying(
 def check_pays(method: Method, num_features: int | None, call: AttentionCall, longest: int) -> Standing | None:
     """A method that saves nothing at a model's longest text, with its figures: for an encoder, no time."""
     tokens = texts(call)[0]
-    feature_map = method.build(tokens[0].shape[-1], num_features=num_features, scale=call.scale, seed=0)
-    feature_map.to(tokens[0].device)
+    built = method.build(tokens[0].shape[-1], num_features=num_features, scale=call.scale, seed=0)
     if tokens[0].shape[2] != tokens[1].shape[2]:
         return None
     causal = call.is_causal
-    return pays_not(method, feature_map, tokens, num_tokens=longest, is_causal=causal, by_time_alone=not causal)
-
-
-def _map_of(method: Method, attention: LayerAttention, call: AttentionCall) -> FeatureMap:
-    """The layer's map, for its sizes; a `NoMap` beside merged keys."""
-    if attention.feature_map is not None:
-        return attention.feature_map
-    return method.build(call.query.shape[-1], num_features=None, scale=call.scale, seed=0)
+    return pays_not(built.to(tokens[0].device), tokens, num_tokens=longest, is_causal=causal, by_time_alone=not causal)
 
 
 def _finished(model: nn.Module, batch: Batch) -> None:

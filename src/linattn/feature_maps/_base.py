@@ -14,9 +14,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps._dense import check_dense
 from linattn.feature_maps._digest import digest_of_weights
 from linattn.feature_maps._powers import Powers
+from linattn.softmax.dense import check_dense
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
@@ -62,7 +62,7 @@ class FeatureMap(nn.Module, ABC):
         _LIVE[self.handle] = self
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """As `nn.Module`, with a tensor that serves training too when the map is built under inference mode."""
+        """`nn.Module.register_buffer`; a tensor of a map built under inference mode serves training too."""
         super().register_buffer(name, None if tensor is None else outside_inference(tensor), persistent)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class FeatureMap(nn.Module, ABC):
         return self.num_features if self.exponential else 1
 
     def fingerprint(self, followed: Collection[str] = ()) -> str:
-        """What tells this map from every other one: its `repr`, and a digest of its parameters and random draws.
+        """A name that tells this map from every other one: its `repr`, and a digest of its parameters and random draws.
 
         A `State` keeps it and refuses a map with another one, so a step of an optimiser or other weights loaded end the
         life of a state. Trainable parameters are read at each call, frozen ones (`requires_grad_(False)`) once, until
@@ -95,8 +95,8 @@ class FeatureMap(nn.Module, ABC):
             # Imported here: torch's marks for its compiler import the compiler.
             from linattn.feature_maps._constants import constant_fingerprint
 
-            found: str = constant_fingerprint(self.handle, *followed)
-            return found
+            fingerprint: str = constant_fingerprint(self.handle, *followed)
+            return fingerprint
         return self.read_fingerprint(followed)
 
     def read_fingerprint(self, followed: Collection[str]) -> str:
@@ -110,8 +110,8 @@ class FeatureMap(nn.Module, ABC):
 
     def _tensor_digest(self, names: Collection[str]) -> str:
         """The digest of the parameters of these names and of the map's draws; "" where there are none."""
-        found = dict(self.named_parameters()) if names else {}
-        weights, draws = digest_of_weights(found[name] for name in names) if names else "", self.draw_digest()
+        parameters = dict(self.named_parameters()) if names else {}
+        weights, draws = digest_of_weights(parameters[name] for name in names) if names else "", self.draw_digest()
         return f"{weights}-{draws}" if weights and draws else weights + draws
 
     def draw_digest(self) -> str:
@@ -147,7 +147,7 @@ class FeatureMap(nn.Module, ABC):
         return _pulled_back(self.query, x, grad)
 
     def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The same for `key`."""
+        """The gradient of `key`'s input, given that of its output; shapes and use are those of `query_vjp`."""
         return self.query_vjp(x, grad) if type(self).key is FeatureMap.key else _pulled_back(self.key, x, grad)
 
     def query_log_weight(self, x: Tensor) -> Tensor | None:
@@ -170,7 +170,7 @@ class FeatureMap(nn.Module, ABC):
 
     @abstractmethod
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
-        """What φ(q)·φ(k) equals, or estimates without bias: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
+        """The kernel that φ(q)·φ(k) equals, or estimates without bias: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
 
     def call_tensors(
         self, query: Tensor, key: Tensor, *, key_mask: Tensor | None, is_causal: bool
@@ -210,8 +210,8 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) 
     """The gradient of a function's input, by autograd, with a graph of its own."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad(function(leaf), leaf, grad, allow_unused=True, materialize_grads=True)
-    return found
+        (gradient,) = torch.autograd.grad(function(leaf), leaf, grad, allow_unused=True, materialize_grads=True)
+    return gradient
 
 
 def outside_inference(tensor: Tensor) -> Tensor:

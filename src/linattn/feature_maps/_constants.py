@@ -1,4 +1,4 @@
-"""What a compiled graph holds as a constant: functions that read values, which a graph may not."""
+"""Constants of a compiled graph: functions that read values, which a graph may not."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ def digest(*tensors: Tensor) -> str:
 
 
 def _of_values(tensors: list[Tensor]) -> str:
-    """The same, of tensors that have values."""
-    found = hashlib.sha256()
+    """A digest of the shapes and values of tensors that have values."""
+    hasher = hashlib.sha256()
     for tensor in tensors:
         values = _bare(tensor.detach().to(device="cpu", dtype=torch.float64).contiguous())
-        found.update(repr(tuple(values.shape)).encode())
-        found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
-    return found.hexdigest()[:16]
+        hasher.update(repr(tuple(values.shape)).encode())
+        hasher.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
+    return hasher.hexdigest()[:16]
 
 
 def digest_of_weights(weights: Iterable[Tensor]) -> str:

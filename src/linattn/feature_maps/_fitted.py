@@ -1,4 +1,4 @@
-"""What maps that learn from sample queries and keys share: fitted tensors, their digest, their life in checkpoints.
+"""Maps that learn from sample queries and keys: fitted tensors, their digest, their life in checkpoints.
 
 Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width.
 """
@@ -50,10 +50,10 @@ class FittedMap(FeatureMap):
         if self._fingerprint is not None:
             return self._fingerprint
         held = [t for t in (getattr(self, name) for name in self.fitted_buffers) if t is not None]
-        found = digest(*held) if held else str(None)
+        fingerprint = digest(*held) if held else str(None)
         # Another time there may be values.
-        self._fingerprint = None if found == UNREAD else found
-        return found
+        self._fingerprint = None if fingerprint == UNREAD else fingerprint
+        return fingerprint
 
     def _refresh(self) -> None:
         """Forget or derive anew what depends on the fitted tensors; called after each change of them."""

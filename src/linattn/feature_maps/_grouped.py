@@ -45,7 +45,7 @@ class GroupedFeatureMap(FeatureMap):
 
     @abstractmethod
     def places(self) -> Tensor:
-        """What χ needs to know of each group, such as its centre: (C, W), (Hkv, C, W) or (B, Hkv, C, W), any W."""
+        """Statistics that χ needs of each group, such as its centre: (C, W), (Hkv, C, W) or (B, Hkv, C, W), any W."""
 
     @abstractmethod
     def group(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class GroupedFeatureMap(FeatureMap):
 
     @abstractmethod
     def least_normalizer(self, z: Tensor) -> Tensor:
-        """What χ·z is at least, in exact arithmetic: (..., F) -> (...)."""
+        """A lower bound of χ·z in exact arithmetic: (..., F) -> (...)."""
 
     def normalizer(self, chi: Tensor, z: Tensor) -> Tensor:
         """χ·z, (..., F) and (..., F) -> (...); its least value where cancellation has left nothing of it."""

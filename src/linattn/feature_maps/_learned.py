@@ -1,4 +1,4 @@
-"""What learned maps share: trainable exponents for queries and for keys.
+"""Trainable exponents of learned maps, for queries and for keys.
 
 Letters: H heads, L tokens (Lq, Lk), D head width, R features, m rows of W.
 """
@@ -62,11 +62,11 @@ class Exponents(nn.Module):
     def pull(self, x: Tensor, grad: Tensor) -> Tensor:
         """√scale·grad·W - scale·x·(grad·c): from the gradient of `forward`'s output to that of its input."""
         x, weights = self._operands(x)
-        found = torch.matmul(grad, weights.mT)
+        gradient = torch.matmul(grad, weights.mT)
         if self.curvature is None:
-            return found
+            return gradient
         curved = torch.matmul(grad, self._rows(self.curvature, x).mT)
-        return found.addcmul_(x, curved, value=-self.scale)
+        return gradient.addcmul_(x, curved, value=-self.scale)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and √scale·W in its dtype, (D, m) or (H, D, m)."""
@@ -137,7 +137,7 @@ class LearnedMap(FeatureMap):
 
 
 def _at_least_float32(before: Tensor, after: Tensor) -> Tensor:
-    """What a module's cast or move made of a tensor, undone where it narrowed one below float32."""
+    """A tensor after a module's cast or move, brought back to float32 where that narrowed it below."""
     if not after.is_floating_point() or torch.finfo(after.dtype).bits >= 32:
         return after
     return before.to(device=after.device, dtype=torch.promote_types(before.dtype, torch.float32))

@@ -30,7 +30,7 @@ from linattn.feature_maps._hypergeometric import damped_1f1, log_0f1, log_1f1, s
 
 
 class Rows(NamedTuple):
-    """What the moments need to know of a draw."""
+    """Numbers of a draw that its moments depend on."""
 
     num_rows: int
     num_pairs: int

@@ -1,4 +1,4 @@
-"""What all random feature maps share: the projection W, its seed, its life in checkpoints and on devices.
+"""The base of random feature maps: the projection W, its seed, its life in checkpoints and on devices.
 
 Letters: B batch, H heads, L tokens, D head width, R features, m rows of W.
 """
@@ -142,10 +142,10 @@ class RandomFeatureMap(FeatureMap):
 
     def draw_digest(self) -> str:
         """A digest of W, which may have been loaded beside another draw's seed; read once after each change of W."""
-        found = self._draw_digest or digest(self.projection)
+        draw_digest = self._draw_digest or digest(self.projection)
         # Another time there may be values.
-        self._draw_digest = None if found == UNREAD else found
-        return found
+        self._draw_digest = None if draw_digest == UNREAD else draw_digest
+        return draw_digest
 
     def _weights(self, projection: Tensor) -> Tensor:
         """W as it multiplies inputs from the right, (D, ·) or (H, D, ·), in float64."""
@@ -179,7 +179,7 @@ class RandomFeatureMap(FeatureMap):
         return torch.add(constant, lengths.square(), alpha=self.scale / 2)
 
     def _rows(self) -> Rows:
-        """What the moments need to know of this draw."""
+        """Numbers of this draw that its moments depend on."""
         pairs = orthogonal_pairs(self.num_rows, self.head_dim) if self.draw == "orthogonal" else 0
         return Rows(self.num_rows, pairs, self.head_dim, self.lengths)
 

@@ -1,4 +1,4 @@
-"""What the random maps that estimate the softmax kernel share: kernel and variance, and exponents of a projection.
+"""Random maps that estimate the softmax kernel: kernel and variance, and exponents of a projection.
 
 Letters: L tokens (Lq, Lk), D head width, R features.
 """
@@ -75,9 +75,9 @@ class ExponentialEstimator(SoftmaxEstimator):
             return None
         if dtype not in self._powers:
             with torch.inference_mode(False), torch.no_grad():
-                weights, own = self._prepared[torch.float64], self._own_constants()
+                weights, constants = self._prepared[torch.float64], self._own_constants()
                 is_paired = self.features_per_row == 2
-                self._powers[dtype] = Powers.of(weights, own, self.scale, self._constant(), is_paired, dtype)
+                self._powers[dtype] = Powers.of(weights, constants, self.scale, self._constant(), is_paired, dtype)
         return self._powers[dtype]
 
     def _prepare(self) -> None:
@@ -90,7 +90,7 @@ class ExponentialEstimator(SoftmaxEstimator):
         return exponents.sub_(self._half_square(x, -self._constant()))
 
     def _own_constants(self) -> Tensor | None:
-        """What differs from feature to feature in b, (1, R) or (H, 1, R) in float64; None for nothing."""
+        """The part of b that differs between features, (1, R) or (H, 1, R) in float64; None for nothing."""
         return None
 
     def _constant(self) -> float:

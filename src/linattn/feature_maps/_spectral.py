@@ -14,8 +14,8 @@ from torch import Tensor
 def spectral(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """U f(λ) Uᵀ of symmetric U diag(λ) Uᵀ, (..., D, D): a function of the matrix, whichever eigenvectors are found."""
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-    found: Tensor = (vectors * function(values).unsqueeze(-2)) @ vectors.mT
-    return (found + found.mT) / 2
+    product: Tensor = (vectors * function(values).unsqueeze(-2)) @ vectors.mT
+    return (product + product.mT) / 2
 
 
 def floor_eigenvalues(matrix: Tensor, floor: float) -> Tensor:

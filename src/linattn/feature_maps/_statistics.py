@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._dense import check_dense
+from linattn.softmax.dense import check_dense
 
 
 def check_fit(query: Tensor, key: Tensor, head_dim: int) -> None:
@@ -56,10 +56,10 @@ def token_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
         return x.sum(dim=-2, keepdim=True) / max(x.shape[-2], 1)
-    kept = by_head(mask).unsqueeze(-1)
+    visible = by_head(mask).unsqueeze(-1)
     # Chosen, not multiplied: 0·inf and 0·nan would spread. Chosen before the sum, so that gradients are 0 there too.
-    total = torch.where(kept, x, 0).sum(dim=-2, keepdim=True)
-    return total / kept.sum(dim=-2, keepdim=True).clamp(min=1).to(x.dtype)
+    total = torch.where(visible, x, 0).sum(dim=-2, keepdim=True)
+    return total / visible.sum(dim=-2, keepdim=True).clamp(min=1).to(x.dtype)
 
 
 def second_moment(x: Tensor) -> Tensor:

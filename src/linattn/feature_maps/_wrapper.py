@@ -1,4 +1,4 @@
-"""What maps around a map for the softmax kernel share: the inner map, what it is given, how it is fitted.
+"""Maps around a map for the softmax kernel: the inner map, its inputs, its fit.
 
 Letters: L tokens (Lq, Lk), D head width.
 """

@@ -171,16 +171,16 @@ class Centred(Wrapper):
         if self.exponential:
             return None
         centred, log_weight = self._centre_query(x)
-        own = self.inner.query_log_weight(centred)
-        return log_weight.squeeze(-1) if own is None else log_weight.squeeze(-1) + own
+        inner_weight = self.inner.query_log_weight(centred)
+        return log_weight.squeeze(-1) if inner_weight is None else log_weight.squeeze(-1) + inner_weight
 
     def key_log_weight(self, x: Tensor) -> Tensor | None:
         """scale·q̄·k and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
         if self.exponential:
             return None
         centred, log_weight = self._centre_key(x)
-        own = self.inner.key_log_weight(centred)
-        return log_weight.squeeze(-1) if own is None else log_weight.squeeze(-1) + own
+        inner_weight = self.inner.key_log_weight(centred)
+        return log_weight.squeeze(-1) if inner_weight is None else log_weight.squeeze(-1) + inner_weight
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """The inner kernel of centred inputs times both weights, in float64: -> (..., Lq, Lk)."""
@@ -197,8 +197,8 @@ class Centred(Wrapper):
         x, query_mean, key_mean = self._operands(x)
         mean, other = (query_mean, key_mean) if side == "query" else (key_mean, query_mean)
         total = grad.sum(-1, keepdim=True) if self.exponential else None
-        found = pull(x - mean, grad)
-        return found if total is None else found.addcmul_(total, other, value=self.scale)
+        gradient = pull(x - mean, grad)
+        return gradient if total is None else gradient.addcmul_(total, other, value=self.scale)
 
     def _centre_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """q - q̄ and scale·(q - q̄)·k̄, (..., L, 1)."""

@@ -151,10 +151,10 @@ class Expansion(GroupedFeatureMap, FittedMap):
             # The samples of a batch are one sample.
             queries = group_queries(query, key.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
             keys = key.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-            found = self._find(queries, keys, None, None, seed)
+            fitted = self._find(queries, keys, None, None, seed)
             # Those of one head serve any number.
             one = key.shape[1] == 1
-            self._set(*(found[name][0, 0] if one else found[name][0] for name in self.fitted_buffers))
+            self._set(*(fitted[name][0, 0] if one else fitted[name][0] for name in self.fitted_buffers))
         return self
 
     def next_order(self) -> Expansion:
@@ -169,10 +169,10 @@ class Expansion(GroupedFeatureMap, FittedMap):
         """
         if self.order == 2:
             raise ValueError("order 2 is the highest; an expansion of order 2 has no next one")
-        found = Expansion(self.head_dim, self.num_centres, order=self.order + 1, scale=self.scale)
+        expansion = Expansion(self.head_dim, self.num_centres, order=self.order + 1, scale=self.scale)
         if self.centres is not None:
-            found._set(*self._fitted())
-        return found
+            expansion._set(*self._fitted())
+        return expansion
 
     def call_tensors(
         self, query: Tensor, key: Tensor, *, key_mask: Tensor | None, is_causal: bool
@@ -343,8 +343,8 @@ class Expansion(GroupedFeatureMap, FittedMap):
     def _set(self, *held: Tensor) -> None:
         """Take copies of centres, probes, mean key and spread, in at least float32."""
         for name, x in zip(self.fitted_buffers, held, strict=True):
-            kept = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
-            setattr(self, name, kept.to(self.pairs.device))
+            copy = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
+            setattr(self, name, copy.to(self.pairs.device))
         self._refresh()
 
 

@@ -77,7 +77,7 @@ class Hedgehog(LearnedMap):
         return self.of_query.pull(x, _difference(grad))
 
     def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The same for `key`."""
+        """By one product, where the parameters are frozen."""
         return self.of_key.pull(x, _difference(grad))
 
 
@@ -87,7 +87,7 @@ def _both_signs(exponents: Tensor) -> Tensor:
 
 
 def _write_both_signs(exponents: Exponents, x: Tensor, out: Tensor) -> Tensor:
-    """The same, written into `out`."""
+    """[e, -e] of the exponents e of x, written into `out`."""
     positive, negative = out.chunk(2, -1)
     torch.neg(exponents.write(x, positive), out=negative)
     return out

@@ -107,5 +107,5 @@ class LearnedExponential(LearnedMap):
         return self.of_query.pull(x, grad)
 
     def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The same for `key`."""
+        """By two products, where the parameters are frozen."""
         return self.of_key.pull(x, grad)

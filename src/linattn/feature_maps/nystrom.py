@@ -198,8 +198,8 @@ class Nystrom(FittedMap):
     def _inverse_root(self, eigenvalues: Tensor) -> Tensor:
         """(λ + ridge)^-½, 0 where that is rounding."""
         raised = eigenvalues.clamp(min=0) + self.ridge
-        kept = raised > self.num_features * torch.finfo(raised.dtype).eps * raised.amax(-1, keepdim=True)
-        return torch.where(kept, raised, math.inf).rsqrt()
+        is_resolved = raised > self.num_features * torch.finfo(raised.dtype).eps * raised.amax(-1, keepdim=True)
+        return torch.where(is_resolved, raised, math.inf).rsqrt()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load, and take the seed over."""

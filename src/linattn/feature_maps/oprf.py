@@ -113,7 +113,7 @@ class Oprf(ExponentialEstimator, FittedMap):
         return self
 
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-        """The same, and A|w|² where lengths differ."""
+        """W·x̃ - |x̃|²/2 + b, written over W·x̃; and A|w|² where lengths differ."""
         self._fitted()
         exponents = super()._shifted_(exponents, x, weights)
         # D·R operations, nothing beside the product with x.

@@ -131,7 +131,7 @@ class RandomRelu(RandomFeatureMap):
         return x, y, 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
 
     def _moment(self, degree: int) -> float:
-        """What the lengths make of a Gaussian moment of this degree: a factor."""
+        """The factor by which the lengths change a Gaussian moment of this degree."""
         return 1.0 if self.lengths == "chi" else chi_moment_ratio(self.head_dim, degree)
 
     def _mean(self, x: Tensor, y: Tensor, theta: Tensor) -> Tensor:

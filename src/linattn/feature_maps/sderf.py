@@ -145,11 +145,11 @@ class Sderf(ExponentialEstimator, FittedMap):
         return f"{super().extra_repr()}, second_moment={self._fitted_digest()}"
 
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-        """The same, and wᵀA w + ¼·log det(I - 4A)."""
+        """W·x̃ - |x̃|²/2 + b, written over W·x̃; and wᵀA w + ¼·log det(I - 4A)."""
         self._check_heads(x, self.tilt.shape[0] if self.tilt.dim() == 3 else 1)
         swapped = self._prepared_from is not self.projection
-        own = self._constants_of(self.projection).to(x.dtype) if swapped else self._constants[x.dtype]
-        return super()._shifted_(exponents, x, weights).add_(own)
+        constants = self._constants_of(self.projection).to(x.dtype) if swapped else self._constants[x.dtype]
+        return super()._shifted_(exponents, x, weights).add_(constants)
 
     def _own_constants(self) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A)."""

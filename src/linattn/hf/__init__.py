@@ -11,7 +11,10 @@ if find_spec("transformers") is None:
 
 from transformers import PreTrainedModel as PreTrainedModel
 
+from linattn.hf._bounded_layers import BoundedLayer as BoundedLayer
 from linattn.hf._cache_layers import cache_bytes as cache_bytes
+from linattn.hf.bounded_cache import BoundedCache as BoundedCache
+from linattn.hf.bounded_cache import BoundedLayerReport as BoundedLayerReport
 from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer
 from linattn.hf.caches import new_cache as new_cache
 from linattn.hf.context_parallel import context_parallel as context_parallel
@@ -23,10 +26,7 @@ from linattn.hf.interception import intercept as intercept
 from linattn.hf.language_model import LinearLMForCausalLM as LinearLMForCausalLM
 from linattn.hf.language_model import RedrawCallback as RedrawCallback
 from linattn.hf.language_model_config import LinearLMConfig as LinearLMConfig
-from linattn.hf.layer_attention import HeadGroup as HeadGroup
-from linattn.hf.layer_attention import LayerAttended as LayerAttended
 from linattn.hf.layer_attention import LayerAttention as LayerAttention
-from linattn.hf.layer_attention import LayerState as LayerState
 from linattn.hf.linearization import LayerReport as LayerReport
 from linattn.hf.linearization import Linearization as Linearization
 from linattn.hf.linearization import is_linearized as is_linearized

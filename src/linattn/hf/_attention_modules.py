@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,8 @@ class AttentionModule:
     """One attention module of a model: its number, from 0, in the order of the model's modules, and qualified name.
 
     A pass over the model shows the `width` and `device` of its queries, and whether it `reads_another_text`: its
-    queries are tokens of a causal text, its keys those of another, as in a decoder's cross attention.
+    queries are tokens of a causal text, its keys those of another, as in a decoder's cross attention. It `has_sinks`
+    where its calls bring logits of one more key of value 0.
     """
 
     number: int
@@ -40,6 +42,7 @@ class AttentionModule:
     width: int | None = None
     device: torch.device | None = None
     reads_another_text: bool = False
+    has_sinks: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -98,7 +101,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
         cure = "load one with transformers" if place is None else f"pass the one within, model.get_submodule({place!r})"
     else:
         cure = "load one with transformers, as AutoModel.from_pretrained(name), and pass that"
-    raise TypeError(f"linearize_ and restore_ take a transformers model, got {kind}; {cure}")
+    raise TypeError(f"a transformers model is wanted, got {kind}; {cure}")
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[AttentionModule]:
@@ -141,6 +144,10 @@ _LOOKUP = re.compile(r"(\w+)\.get_interface\(\s*[\w.]+,\s*(\w+)")
 _LOOKUPS: dict[type[nn.Module], tuple[Any, Any]] = {}
 
 
+# What each class attends by where a model was loaded with linattn's implementation.
+_DEFAULTS: dict[type[nn.Module], str] = {}
+
+
 def attention_function(kind: type[nn.Module], implementation: str | None) -> Callable[..., Any]:
     """The function that a class of attention modules would look up by the name of an implementation."""
     if kind not in _LOOKUPS:
@@ -148,6 +155,54 @@ def attention_function(kind: type[nn.Module], implementation: str | None) -> Cal
     functions, eager = _LOOKUPS[kind]
     attend: Callable[..., Any] = functions.get_interface(implementation, eager)
     return attend
+
+
+class Implementation(str):
+    """The name of an attention implementation that stands in another's place, and what that was."""
+
+    former: str | None = None
+
+
+def put_before(model: PreTrainedModel, name: str) -> None:
+    """Make a model attend by a registered function that hands calls on to the implementation that the model has."""
+    for config, former in switch_to(model, name):
+        if former == name:
+            config._attn_implementation_internal = former
+        else:
+            config._attn_implementation_internal = Implementation(name)
+            config._attn_implementation_internal.former = former
+
+
+def take_away(model: PreTrainedModel, name: str) -> None:
+    """Undo `put_before`, and a loading by that name; configurations shared with a linearized model are refused."""
+    for part in _parts(model):
+        for config in _configs(part):
+            own = config._attn_implementation
+            if own == name and vars(config).get(_WRITTEN) == MARK:
+                raise ValueError(
+                    f"{type(model).__name__} has its configuration in common with a linearized model, which says by "
+                    "what that attends; build it from a copy, copy.deepcopy(config)"
+                )
+            if own == name:
+                default = "sdpa" if part._supports_sdpa else "eager"
+                config._attn_implementation_internal = own.former if isinstance(own, Implementation) else default
+
+
+def former_of(module: nn.Module) -> str | None:
+    """What an attention module attended by before `put_before`, or would by itself where it was loaded so."""
+    config: Any = module.config
+    name = config._attn_implementation
+    return name.former if isinstance(name, Implementation) else _default_implementation(type(module))
+
+
+def _default_implementation(kind: type[nn.Module]) -> str:
+    """What transformers has a class of attention modules attend by where nothing is said."""
+    if kind not in _DEFAULTS:
+        names = vars(sys.modules[kind.__module__]).values()
+        models = [each for each in names if isinstance(each, type) and issubclass(each, PreTrainedModel)]
+        own = [model for model in models if model.__module__ == kind.__module__]
+        _DEFAULTS[kind] = "sdpa" if all(model._supports_sdpa for model in own) else "eager"
+    return _DEFAULTS[kind]
 
 
 def _read_lookup(kind: type[nn.Module]) -> tuple[Any, Any]:

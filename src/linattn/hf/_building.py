@@ -1,50 +1,32 @@
-"""What takes the place of each chosen layer's softmax: built from plans, methods or maps, and tried."""
+"""What takes the place of each chosen layer's softmax: built from methods or maps, and tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from transformers import PreTrainedModel
 
-from linattn.attention import Exact
-from linattn.feature_maps import FeatureMap, FittedMap
+from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
 from linattn.hf._attention_modules import AttentionModule
-from linattn.hf.calibrating import Sample, calibrate_plans
+from linattn.hf._calls import SINKS
 from linattn.hf.layer_attention import LayerAttention
-from linattn.planning import Plan
-from linattn.planning.methods import Method
+from linattn.kv_cache import MergedKV
+from linattn.planning.methods import Method, parse_method
 
 Attending = tuple[AttentionModule, LayerAttention]
 """An attention module and what attends in its place."""
 
 
-def attend_by_plans(
-    model: PreTrainedModel, chosen: list[AttentionModule], plans: Sequence[Plan], calibrate: Iterable[Sample] | None
-) -> list[Attending]:
-    """The attention of each layer by its plan."""
-    pairs = list(zip(chosen, plans, strict=True))
-    for found, plan in pairs:
-        if plan.head_dim != found.head_dim or plan.is_causal != found.is_causal:
-            kinds = ("bidirectional", "causal")
-            raise ValueError(
-                f"{found.name} (layer {found.number}) has heads of width {found.head_dim} and is "
-                f"{kinds[found.is_causal]}, its plan is for heads of width {plan.head_dim} and "
-                f"{kinds[plan.is_causal]}; give the plans of this model's layers, in order"
-            )
-    if calibrate is not None:
-        plans = calibrate_plans(model, pairs, calibrate)
-    return [(found, LayerAttention(plan, found.name)) for found, plan in zip(chosen, plans, strict=True)]
-
-
-def written_form(written: object) -> str:
-    """A layer's written form."""
-    if not isinstance(written, str):
-        raise TypeError(
-            f"feature_map must hold a written form for each layer, got {type(written).__name__}; give maps by a "
-            "function, called once for each layer, as in feature_map=lambda head_dim: next(maps)"
-        )
-    return written
+def as_method(method: object) -> Method:
+    """A layer's method, read where it is in writing."""
+    if isinstance(method, MergedKV):
+        return Method(None, merged=method)
+    if isinstance(method, str):
+        return parse_method(method)
+    raise TypeError(
+        f"method must be text, a MergedKV, one of these for each layer, or a function that builds a map from a head "
+        f"width, got {type(method).__name__}; write method=lambda head_dim: FavorPlus(head_dim, 256)"
+    )
 
 
 def attend_by_methods(
@@ -54,27 +36,31 @@ def attend_by_methods(
     built = []
     for found, method in zip(chosen, methods, strict=True):
         # At the default scale whatever the module's: LayerAttention makes up the difference with each call.
-        options = {"num_features": num_features, "scale": found.head_dim**-0.5, "seed": seed + found.number}
-        # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
-        feature_map = method.build(found.head_dim, **options).requires_grad_(True)
-        built.append((found, LayerAttention(feature_map, found.name, exact=method.exact)))
+        scale, drawn = found.head_dim**-0.5, seed + found.number
+        kernel = method.build_kernel(found.head_dim, num_features=num_features, scale=scale, seed=drawn)
+        if isinstance(kernel, FeatureMap):
+            # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
+            kernel.requires_grad_(True)
+        built.append((found, LayerAttention(kernel, found.name, window=method.window)))
     return built
 
 
 def attend_by_function(
     chosen: list[AttentionModule],
-    feature_map: Callable[[int], FeatureMap] | None,
-    exact: Exact | Sequence[Exact | None] | None,
+    kernel: Callable[[int], FeatureMap | MergedKV],
+    window: int | Sequence[int | None] | None,
 ) -> list[Attending]:
-    """The attention of each layer by a map that a function builds."""
-    if isinstance(feature_map, FeatureMap) or not callable(feature_map):
-        raise TypeError(
-            f"feature_map must be text, or a function that builds a map from a head width, got "
-            f"{type(feature_map).__name__}; write feature_map=lambda head_dim: FavorPlus(head_dim, 256)"
-        )
-    rules = [exact] * len(chosen) if exact is None or isinstance(exact, Exact) else exact
-    pairs = zip(chosen, rules, strict=True)
-    return [(found, LayerAttention(feature_map(found.head_dim), found.name, exact=rule)) for found, rule in pairs]
+    """The attention of each layer by what a function returns."""
+    windows = window if isinstance(window, Sequence) else [window] * len(chosen)
+    pairs = zip(chosen, windows, strict=True)
+    return [(found, LayerAttention(kernel(found.head_dim), found.name, window=width)) for found, width in pairs]
+
+
+def take_sinks(methods: Sequence[Method]) -> bool:
+    """Whether there are methods and each is on the softmax kernel's scale, as far as its written form says."""
+    return bool(methods) and all(
+        method.map is None or FEATURE_MAPS[method.map.name].softmax_kernel for method in methods
+    )
 
 
 def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> None:
@@ -83,21 +69,23 @@ def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> No
     attention.to(device)
     # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
     held = (x.shape[0] for x in (*attention.parameters(), *attention.buffers()) if x.ndim == 3)
-    plan = attention.plan
-    heads, value_dim = (max(held, default=1), found.head_dim) if plan is None else (len(plan.heads), plan.value_dim)
-    token = torch.zeros(1, heads, 1, found.head_dim, device=device)
-    value = token.new_zeros(1, heads, 1, value_dim)
-    if found.reads_another_text and attention.rules:
+    token = torch.zeros(1, max(held, default=1), 1, found.head_dim, device=device)
+    if found.reads_another_text and (attention.window is not None or attention.merged is not None):
         raise ValueError(
             f"{found.name} (layer {found.number}) cannot attend by {label}: its queries are a decoder's and its keys "
-            "another text's, so that keys chosen or merged by all queries let earlier ones learn of later ones, and "
+            "another text's, so that keys merged by all queries let earlier ones learn of later ones, and "
             "a window has no place; give it a feature map alone, or leave it out of `layers`"
+        )
+    if found.has_sinks and not attention.takes_sinks:
+        raise ValueError(
+            f"{found.name} (layer {found.number}) asks for {SINKS}, and {label} has no positive normaliser that they "
+            "could share; give merged keys, or another map, as FavorPlus"
         )
     is_ordered = found.is_causal or found.reads_another_text
     try:
         with torch.no_grad():
             # One query and one key: causality hides nothing, and refuses maps that would learn from later queries.
-            attention(token, token, value, scale=found.head_dim**-0.5, is_causal=is_ordered)
+            attention(token, token, token, scale=found.head_dim**-0.5, is_causal=is_ordered)
     except ValueError as error:
         fitted = [part for part in attention.modules() if isinstance(part, FittedMap)]
         is_unfitted = any(all(getattr(part, name) is None for name in part.fitted_buffers) for part in fitted)

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from linattn.softmax.row_groups import RowGroups
+
 
 class Selectable(Protocol):
-    """A state, the first dimension of whose tensors is the batch: a `LayerState`, or a `Stream`."""
+    """A state, the first dimension of whose tensors is the batch: a `linattn.State`, or a `Stream`."""
 
     def select(self, indices: Tensor) -> Self:
         """The given rows of the batch, in that order."""
@@ -81,8 +83,8 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.state is not None:
-            first = _first(self.state)
-            self.state = self.state.select(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
+            rows = torch.arange(_num_rows(self.state), device=_first(self.state).device)
+            self.state = self.state.select(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a sum does not say what it was before."""
@@ -141,6 +143,12 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def _first(state: Any) -> Tensor:
-    """One of a state's tensors, (B, …)."""
+    """One of a state's tensors."""
     leaf: Tensor = pytree.tree_leaves(state)[0]
     return leaf
+
+
+def _num_rows(state: Any) -> int:
+    """B of a state, whose tensors may be those of groups of rows."""
+    first = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
+    return sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,15 @@ from transformers.utils.import_utils import is_tracing
 
 from linattn.hf._attention_modules import attention_function
 
+SINKS = "attention sinks"
+"""In words, logits s (H,) that are learned: each stands for one more key, of value 0."""
+
 # Keywords of transformers' attention functions that change the weights in a way φ(q)·φ(k) cannot express.
 _INEXPRESSIBLE = {
     "position_bias": "a position bias added to the logits",
     "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "s_aux": SINKS,
+    "sinks": SINKS,
     "cu_seq_lens_q": "packed sequences",
     "cu_seq_lens_k": "packed sequences",
     "indices": "a sparse choice of keys",
@@ -52,12 +55,38 @@ class RefusedMask:
 Mask = Tensor | PlainMask | RefusedMask | None
 
 
+class Cached(Protocol):
+    """A cache that is told of every call before its layers are."""
+
+    def begin(self, attention_mask: Tensor | None) -> None:
+        """Refuse a call that cannot go on from here."""
+        ...
+
+    def refuse_plain_keys(self, module: nn.Module) -> None:
+        """Refuse a module whose keys did not come by this cache, if they should have."""
+        ...
+
+
+class CachedTokens(int):
+    """A number of tokens in a cache, which a mask is asked for with, and the cache itself."""
+
+    number: int
+    cache: Cached
+
+    def __new__(cls, number: int, cache: Cached) -> Self:
+        """A number that knows its cache."""
+        tokens = super().__new__(cls, number)
+        tokens.number, tokens.cache = number, cache
+        return tokens
+
+
 @dataclass(frozen=True, eq=False)
 class AskedMask:
     """What transformers asks a mask function for; layers build of it what they read, once in a forward pass."""
 
     sizes: tuple[int, int, int, int, int]  # B, Lq, Lk, and the positions of the first query and of the first key
     options: dict[str, Any]
+    cache: Cached | None = None  # that it was asked for, if one of ours
     part: Any = None  # of the mask (B, 1, Lq, Lk), as an index; None for all of it
     built: dict[Any, Any] = field(default_factory=dict)
 
@@ -159,6 +188,12 @@ class InterfaceCall:
         scaling = self.options.get("scaling")
         return self.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
+    @property
+    def sinks(self) -> Tensor | None:
+        """The logits (H,) of one more key of value 0 in each head; None where the call asks for none."""
+        sinks = self.options.get("s_aux")
+        return self.options.get("sinks") if sinks is None else sinks
+
     def hides_keys(self, num_keys: int) -> bool:
         """True if the call asks for a window, or for chunks, that so many keys do not fit in."""
         mask = self.mask
@@ -172,9 +207,9 @@ class InterfaceCall:
         # Qwen 2 MoE writes 0 for none.
         return window is not None and window != 0 and (not isinstance(window, int) or window < num_keys)
 
-    def refuse_options(self, name: str, num_keys: int) -> None:
-        """Refuse what the call asks for beyond q, k, v, a padding mask and causality."""
-        found, dropout = inexpressible(self.options), self.options.get("dropout")
+    def refuse_options(self, name: str, num_keys: int, *, takes_sinks: bool = False) -> None:
+        """Refuse what the call asks for beyond q, k, v, a padding mask and causality, and perhaps sinks."""
+        found, dropout = inexpressible(self.options, takes_sinks=takes_sinks), self.options.get("dropout")
         if self._exceeds_window(num_keys):
             found.append(f"a sliding window of {self.options['sliding_window']} over {num_keys} keys")
         if dropout:
@@ -206,14 +241,18 @@ class InterfaceCall:
         return None if mask is None else mask.bool(), bool(is_causal)
 
     def by_former(self) -> Tensor:
-        """(B, Lq, H, Dv) by the function that the module attended by before linattn's, with the mask it takes."""
+        """(B, Lq, H, Dv) by the function that the module attended by before linattn's."""
+        return self.answer_of_former()[0]
+
+    def answer_of_former(self) -> tuple[Tensor, Tensor | None]:
+        """The output (B, Lq, H, Dv) of the former function, with the mask it takes, and its weights if it has any."""
         mask = self.mask
         if isinstance(mask, AskedMask):
             mask = mask.build(self.former, self.key.shape[-2])
         attend = attention_function(type(self.module), self.former)
         out: Tensor
-        out, _ = attend(self.module, self.query, self.key, self.value, mask, **self.options)
-        return out
+        out, weights = attend(self.module, self.query, self.key, self.value, mask, **self.options)
+        return out, weights
 
 
 def refuse_weights(part: Any, args: Any, options: dict[str, Any]) -> None:
@@ -231,9 +270,12 @@ def by_token(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous()
 
 
-def inexpressible(options: dict[str, Any]) -> list[str]:
-    """In words, the options that change the weights of single pairs."""
-    return [words for option, words in _INEXPRESSIBLE.items() if options.get(option) is not None]
+def inexpressible(options: dict[str, Any], *, takes_sinks: bool = False) -> list[str]:
+    """In words, the options that change the weights of single pairs; sinks of another shape than (H,) in any case."""
+    asked = {option: words for option, words in _INEXPRESSIBLE.items() if options.get(option) is not None}
+    if takes_sinks:
+        asked = {option: words for option, words in asked.items() if words != SINKS or options[option].ndim != 1}
+    return list(asked.values())
 
 
 def _refusal(name: str, asked: str) -> str:
@@ -311,7 +353,12 @@ def ask_mask(
     if isinstance(options.get("attention_mask"), AskedMask):
         mask: AskedMask = options["attention_mask"]
         return mask
-    return AskedMask((batch_size, q_length, kv_length, q_offset, kv_offset), options)
+    cache = None
+    if isinstance(kv_offset, CachedTokens):
+        # Compilers know plain numbers alone.
+        cache, kv_offset = kv_offset.cache, kv_offset.number
+        cache.begin(options.get("attention_mask"))
+    return AskedMask((batch_size, q_length, kv_length, q_offset, kv_offset), options, cache)
 
 
 def last_keys(mask: Mask, num_keys: int) -> Mask:

@@ -31,8 +31,13 @@ def choose(
     layers: Iterable[int] | None,
     example: Mapping[str, Any] | None,
     sample: Mapping[str, Any] | None = None,
+    *,
+    takes_sinks: bool = False,
 ) -> Choice:
-    """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be."""
+    """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be.
+
+    What speaks against some depends on what takes their place: whether that takes sinks.
+    """
     kind = type(model).__name__
     modules = list(attention_modules(model))
     if not modules:
@@ -40,12 +45,7 @@ def choose(
             f"no layer of {kind} would be replaced: it does not take its attention from transformers' "
             "AttentionInterface; choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
         )
-    is_offloaded = any(hasattr(part, "_hf_hook") for part in model.modules())
-    if not is_offloaded and any(weight.is_meta for weight in model.parameters()):
-        raise ValueError(
-            f"{kind} has weights on the meta device, which hold no numbers, so that no pass shows what its layers ask "
-            "for; load its weights first"
-        )
+    check_weights(model)
     wanted = range(len(modules)) if layers is None else list(layers)
     wrong = [layer for layer in wanted if isinstance(layer, bool) or layer not in range(len(modules))]
     if wrong:
@@ -54,7 +54,7 @@ def choose(
         raise ValueError(f"no layer of {kind} would be replaced: not among `layers`")
     probed = probe(model, example, sample)
     modules = probed.placed(modules)
-    objections = _objections(model, modules, probed)
+    objections = objections_to(model, modules, probed, takes_sinks=takes_sinks)
     if layers is None:
         cautions = {part.number: _caution(part, probed) for part in modules if part.number not in objections}
         reasons = objections | {number: words for number, words in cautions.items() if words is not None}
@@ -71,9 +71,24 @@ def choose(
     return Choice(tuple(modules), {n: "not among `layers`" for n in range(len(modules)) if n not in wanted})
 
 
-def _objections(model: PreTrainedModel, modules: list[AttentionModule], probed: Probe) -> dict[int, str]:
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot run."""
+    is_offloaded = any(hasattr(part, "_hf_hook") for part in model.modules())
+    if not is_offloaded and any(weight.is_meta for weight in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no pass shows what "
+            "its layers ask for; load its weights first"
+        )
+
+
+def objections_to(
+    model: PreTrainedModel, modules: list[AttentionModule], probed: Probe, *, takes_sinks: bool
+) -> dict[int, str]:
     """Why layers cannot be replaced."""
-    words = {part.number: probed.objection(part.module, is_cached=part.cache_place is not None) for part in modules}
+    words = {
+        part.number: probed.objection(part.module, is_cached=part.cache_place is not None, takes_sinks=takes_sinks)
+        for part in modules
+    }
     objections = {number: objection for number, objection in words.items() if objection is not None}
     cached = [part for part in modules if part.cache_place is not None and part.number not in objections]
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers if cached else []

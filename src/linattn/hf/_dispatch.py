@@ -17,7 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 
-from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token
+from linattn.hf._attention_modules import former_of
+from linattn.hf._bounded_layers import HandedKeys
+from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import attention_of
 from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StateLayer
@@ -36,28 +38,30 @@ CACHES = ("past_key_values", "layer_past")
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: AnyMask, **options: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: transformers passes the options by keyword and wants (B, Lq, H, Dv)."""
+    if type(key) is HandedKeys:
+        call = InterfaceCall(module, query, key.key, value, attention_mask, options, None)
+        return key.layer.attend(key, call), None
     layer: StateLayer | None = options.pop(_LAYER, None)
-    former: Any = getattr(module, FORMER, NAME)
-    if former == NAME:
-        raise RuntimeError(
-            f"{type(module).__name__} names {NAME!r} as its attention implementation, and linearize_ did not put it "
-            "there: load the model with its own attention and call linattn.hf.linearize_ on it, or read a saved one by "
-            "linattn.hf.from_pretrained"
-        )
+    if isinstance(attention_mask, AskedMask) and attention_mask.cache is not None:
+        attention_mask.cache.refuse_plain_keys(module)
     if isinstance(attention_mask, Tensor):
         attention_mask = attention_mask[..., -key.shape[-2] :]
+    former: str | None = getattr(module, FORMER) if hasattr(module, FORMER) else former_of(module)
     call = InterfaceCall(module, query, key, value, attention_mask, options, former)
     attention = attention_of(module)
     if attention is None:
-        return call.by_former(), None
+        return call.answer_of_former()
     name = attention.module_name
-    call.refuse_options(name, key.shape[-2] + (0 if layer is None else layer.num_tokens))
+    num_keys = key.shape[-2] + (0 if layer is None else layer.num_tokens)
+    call.refuse_options(name, num_keys, takes_sinks=attention.takes_sinks)
     key_mask, is_causal = call.read_mask(name)
     if layer is None:
         with _weights_present(attention):
-            out: Tensor = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
+            sinks = {} if call.sinks is None else {"sinks": call.sinks}
+            options = {"scale": call.scale, "key_mask": key_mask, "is_causal": is_causal, **sinks}
+            out: Tensor = attention(query, key, value, **options)
         return by_token(out), None
     # A single query sees all keys, causal or not.
     if not is_causal and query.shape[-2] > 1:

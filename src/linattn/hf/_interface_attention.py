@@ -16,7 +16,7 @@ from linattn.attention import State
 from linattn.hf._calls import ask_mask
 from linattn.hf._dispatch import NAME as LINEARIZED
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.layer_attention import ALL_HEADS, LayerState, attention_of
+from linattn.hf.layer_attention import attention_of
 from linattn.nn import KeptTokens, SoftmaxAttention, Stream
 from linattn.nn.attention import Heads
 from linattn.nn.streams import kind_of
@@ -63,15 +63,16 @@ class InterfaceAttention(SoftmaxAttention):
         if attention is None or heads.gates is not None:
             assert not isinstance(kept, State)
             return super()._attend_with_state(heads, kept)
-        if attention.plan is not None:
+        if attention.merged is not None:
             raise ValueError(
-                "a layer that attends by a plan keeps a state for each method, and the streams of a LinearLM have one "
-                "for all heads; pass use_cache=False, or linearize_ the model by one feature_map"
+                f"a LinearLM's streams have states of feature maps, and this layer attends by {attention.summary}; "
+                "pass use_cache=False, or linearize_ the model by a feature map"
             )
-        before = None if kept is None else LayerState({ALL_HEADS: kept})
+        assert kept is None or isinstance(kept, State)
         tensors = heads.query, heads.key, heads.value
-        out, after = attention.advance(*tensors, before, scale=self.head_dim**-0.5, key_mask=heads.key_mask)
-        return out, after.parts[ALL_HEADS]
+        out, after = attention.advance(*tensors, kept, scale=self.head_dim**-0.5, key_mask=heads.key_mask)
+        assert isinstance(after, State)
+        return out, after
 
     def _checked_kept(self, state: Stream) -> State | KeptTokens:
         """Keys and values, or a linearized layer's state."""

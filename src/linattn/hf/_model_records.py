@@ -11,12 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linattn.attention import Exact
-from linattn.attention.exact.rule import RULES
-from linattn.hf.layer_attention import ALL_HEADS, LayerAttention
-from linattn.planning.map_records import check_size, describe, rebuild
-from linattn.planning.methods import parse_method
-from linattn.planning.plans import EXACT, Plan, plan_from_record, plan_record
+from linattn.attention.window import check_width
+from linattn.hf.layer_attention import LayerAttention
+from linattn.kv_cache import MergedKV
+from linattn.planning.map_records import describe, rebuild
+from linattn.planning.methods import HEAVY_KEYS_REMOVED
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
 
@@ -25,8 +24,6 @@ REMEDY = "save the model again, with linattn.hf.save_pretrained"
 _KIND, _VERSION = "linattn model", 1
 # Keys in a window, keys attended to exactly, numbers in a value: no model has more.
 _MOST = 2**20
-# Characters of a method's written form.
-_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,14 @@ def read(folder: Path) -> ModelRecord:
     record = Reading(str(path), REMEDY).record(ModelRecord, read_record(path, _KIND, _VERSION, REMEDY))
     if not record.layers:
         raise ValueError(f"{path}: layers must be a list of at least one layer; {REMEDY}")
+    planned = [each for each in record.layers if isinstance(each.kernel, dict) and "plan" in each.kernel]
+    if planned:
+        names = ", ".join(each.module_name for each in planned)
+        raise ValueError(
+            f"{path} has a method for each head of {names}, which this version does not read; linearize_ the softmax "
+            "model by one method for each layer and save that, or read the folder with a version of linattn that has "
+            "linattn.plan"
+        )
     return record
 
 
@@ -101,78 +106,51 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
 class _MapRecord:
     """A method for all heads, without a map beside merged keys.
 
-    The rule of its exact part is not written where it is `Exact` itself, nor are merged keys where there are none, nor
-    bits where these are whole.
+    Merged keys are not written where there are none, nor bits where these are whole. Earlier versions wrote the number
+    of heavy keys, and another rule of choosing them.
     """
 
     feature_map: Any
     window: int | None
-    num_heavy: int
-    rule: str = Exact.word
+    num_heavy: int = 0
+    rule: str | None = None
     num_merged: int = 0
     bits: int | None = None
 
-    @property
-    def exact(self) -> Exact | None:
-        """The exact part; None where both sizes say that there is none."""
-        if self.rule not in RULES:
-            raise ValueError(f"there is no exact part {self.rule!r}, but {', '.join(RULES)}")
-        sizes = self.window, self.num_heavy, self.num_merged
-        return None if sizes == (None, 0, 0) else RULES[self.rule](*sizes, self.bits)
-
-
-@dataclass(frozen=True)
-class _PlanRecord:
-    """A plan."""
-
-    plan: Any
+    def attention(self, module_name: str) -> LayerAttention:
+        """What attends, as its constructor leaves it."""
+        if self.num_heavy or self.rule is not None:
+            raise ValueError(f"got num_heavy={self.num_heavy}, rule={self.rule!r}; {HEAVY_KEYS_REMOVED}")
+        _check_counts(window=self.window, num_merged=self.num_merged)
+        if self.num_merged:
+            if self.feature_map is not None:
+                raise ValueError("there are a feature_map and num_merged, of which one takes the keys")
+            return LayerAttention(MergedKV(self.window, self.num_merged, self.bits), module_name)
+        if self.feature_map is None:
+            raise ValueError("feature_map is null and num_merged is missing or 0, so nothing takes the keys")
+        if self.window is not None:
+            check_width(self.window)
+        return LayerAttention(rebuild(self.feature_map), module_name, window=self.window)
 
 
 def describe_attention(attention: LayerAttention) -> dict[str, Any]:
     """The record of a layer's attention."""
-    if attention.plan is not None:
-        return vars(_PlanRecord(plan_record(attention.plan)))
-    group = attention.groups[ALL_HEADS]
-    assert group is not None
-    exact = group.exact
-    sizes = {"window": exact and exact.window, "num_heavy": exact.num_heavy if exact else 0}
-    rule = {} if exact is None or exact.word == Exact.word else {"rule": exact.word}
-    merged = {"num_merged": exact.num_merged} if exact is not None and exact.num_merged else {}
-    bits = {"bits": exact.bits} if exact is not None and exact.bits else {}
-    feature_map = None if attention.feature_map is None else describe(attention.feature_map)
-    return {"feature_map": feature_map, **sizes, **rule, **merged, **bits}
+    merged = attention.merged
+    if merged is None:
+        assert attention.feature_map is not None
+        return {"feature_map": describe(attention.feature_map), "window": attention.window}
+    bits = {} if merged.bits is None else {"bits": merged.bits}
+    return {"feature_map": None, "window": merged.window, "num_merged": merged.num_merged, **bits}
 
 
 def rebuild_attention(record: Any, module_name: str, *, place: str, remedy: str) -> LayerAttention:
     """The attention of a record, as its constructor leaves it; `place` and `remedy` are for errors."""
-    reading, is_plan = Reading(place, remedy), isinstance(record, dict) and "plan" in record
-    found: Any = reading.record(_PlanRecord if is_plan else _MapRecord, record)
-    plan = plan_from_record(found.plan, f"{place}, plan", remedy) if is_plan else None
+    kernel = Reading(place, remedy).record(_MapRecord, record)
     try:
-        if plan is not None:
-            _check_methods(plan)
-            return LayerAttention(plan, module_name)
-        _check_counts(window=found.window, num_heavy=found.num_heavy, num_merged=found.num_merged)
-        if found.feature_map is None and not found.num_merged:
-            raise ValueError("feature_map is null and num_merged is missing or 0, so nothing takes the keys")
-        feature_map = None if found.feature_map is None else rebuild(found.feature_map)
-        return LayerAttention(feature_map, module_name, exact=found.exact)
+        return kernel.attention(module_name)
     # RecursionError, a RuntimeError: a record may hold a map in a map in a map.
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{place}: {error}; {remedy}") from error
-
-
-def _check_methods(plan: Plan) -> None:
-    """Refuse methods that would hold more than any model's, before they are built."""
-    _check_counts(value_dim=plan.value_dim)
-    for label in plan.groups:
-        if len(label) > _LONGEST:
-            raise ValueError(f"a method of {len(label)} characters is none of linattn's")
-        if label != EXACT:
-            method = parse_method(label)
-            _check_counts(**(vars(method.exact) if method.exact else {}))
-            if method.map is not None:
-                check_size(method.map.name, {"head_dim": plan.head_dim, **dict(method.map.options)})
 
 
 def _check_counts(**counts: int | None) -> None:

@@ -6,23 +6,27 @@ Letters: B batch, H query heads, L tokens (Lq, Lk), D head width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function
 
 from linattn.hf._attention_modules import AttentionModule
-from linattn.hf._calls import AskedMask, InterfaceCall, RefusedMask, inexpressible
+from linattn.hf._calls import SINKS, AskedMask, InterfaceCall, RefusedMask, inexpressible
 from linattn.hf._dispatch import CACHES
 from linattn.hf._example_inputs import Inputs, example_inputs, padded
 from linattn.hf.interception import answering
 
+# The attribute of keys that a probe's cache gave.
+_GIVEN = "linattn_given"
 # Tokens of a text that is longer than any window in use.
 _FAR = 2**17
 
@@ -32,10 +36,13 @@ class ProbedCall(NamedTuple):
 
     head_dim: int
     num_queries: int
+    num_heads: int
+    value_dim: int
     key: Tensor  # (B, Hkv, Lk, D); held, so that no other tensor takes its place in memory
     mask: AskedMask | Tensor | None
     is_paired: bool  # a value for each key, and as many heads of both
-    options: tuple[str, ...]  # in words, what changes the weights of single pairs
+    options: tuple[str, ...]  # in words, what changes the weights of single pairs, but for sinks
+    has_sinks: bool
     says_causality: bool
 
 
@@ -49,6 +56,7 @@ class Probe:
         inputs: names of what the passes were given.
         cached: the modules that were given a cache, in a pass as `generate` makes them.
         refused_cache: the kind of that pass's error; None where there was none.
+        reached: the modules whose attention functions were given what their cache gave them, in that pass.
     """
 
     calls: dict[nn.Module, list[ProbedCall]] = field(default_factory=dict)
@@ -56,6 +64,7 @@ class Probe:
     inputs: tuple[str, ...] = ()
     cached: frozenset[nn.Module] = frozenset()
     refused_cache: str | None = None
+    reached: frozenset[nn.Module] = frozenset()
 
     def placed(self, parts: Iterable[AttentionModule]) -> list[AttentionModule]:
         """Modules with what their calls tell of their queries and keys; as they are where no pass called them."""
@@ -67,13 +76,14 @@ class Probe:
                 width=self.calls[part.module][0].head_dim,
                 device=self.calls[part.module][0].key.device,
                 reads_another_text=has_order and not part.is_causal and self._is_crossed(part.module),
+                has_sinks=any(call.has_sinks for call in self.calls[part.module]),
             )
             if part.module in self.calls
             else part
             for part in parts
         ]
 
-    def objection(self, module: nn.Module, *, is_cached: bool) -> str | None:
+    def objection(self, module: nn.Module, *, is_cached: bool, takes_sinks: bool) -> str | None:
         """Why no kernel can take a module's place; None where nothing speaks against it."""
         calls = self.calls.get(module)
         if calls is None:
@@ -84,6 +94,11 @@ class Probe:
         words = dict.fromkeys(words for call in calls for words in call.options)
         if words:
             return f"it asks for {', '.join(words)}, which a kernel φ(q)·φ(k) cannot express"
+        if not takes_sinks and any(call.has_sinks for call in calls):
+            return (
+                f"it asks for {SINKS}, which linearize_ gives to written forms of merged keys, as 'window 128 + merged "
+                "256', and of maps for the softmax kernel, as FavorPlus, alone"
+            )
         if any(isinstance(call.mask, Tensor) and call.mask.ndim != 2 for call in calls):
             return "its model gives it a mask of pairs, or a bias on them, that a kernel φ(q)·φ(k) cannot express"
         if any(isinstance(call.mask, AskedMask) and call.mask.part is not None for call in calls):
@@ -190,10 +205,10 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: dict[nn.Module, list[Pro
         """Keep what the call asks for."""
         causality = call.options.get("is_causal", getattr(call.module, "is_causal", None))
         says_causality = causality is not None or isinstance(call.mask, AskedMask)
-        sizes = call.query.shape[-1], call.query.shape[-2]
+        sizes = call.query.shape[-1], call.query.shape[-2], call.query.shape[1], call.value.shape[-1]
         is_paired = call.key.shape[:3] == call.value.shape[:3] and call.query.shape[1] % call.key.shape[1] == 0
-        words = tuple(inexpressible(call.options))
-        made = ProbedCall(*sizes, call.key, call.mask, is_paired, words, says_causality)
+        words = tuple(inexpressible(call.options, takes_sinks=True))
+        made = ProbedCall(*sizes, call.key, call.mask, is_paired, words, call.sinks is not None, says_causality)
         calls.setdefault(call.module, []).append(made)
         return call.by_former()
 
@@ -218,29 +233,46 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: dict[nn.Module, list[Pro
 
 def _run_with_cache(
     model: PreTrainedModel, inputs: Inputs, modules: Iterable[nn.Module]
-) -> tuple[frozenset[nn.Module], str | None]:
-    """The modules that a model which generates gives its cache to, and the kind of error of one that takes none."""
+) -> tuple[frozenset[nn.Module], str | None, frozenset[nn.Module]]:
+    """The modules that a model which generates gives its cache to, an error's kind if it takes none, and `reached`."""
     if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return frozenset(), None
-    cached = set()
+        return frozenset(), None, frozenset()
+    cached, reached = set(), set()
 
     def note(module: nn.Module, args: Any, options: dict[str, Any]) -> None:
         """Forward pre-hook of an attention module."""
         if any(options.get(name) is not None for name in CACHES):
             cached.add(module)
 
+    def answer(call: InterfaceCall) -> Tensor:
+        """Note whether a cache gave these keys."""
+        if hasattr(call.key, _GIVEN):
+            reached.add(call.module)
+        return call.by_former()
+
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
     try:
         cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
         if model.config.is_encoder_decoder:
             cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
-        model(**{**inputs, "past_key_values": cache})
+        for layer in (cache.self_attention_cache if model.config.is_encoder_decoder else cache).layers:
+            if isinstance(layer, DynamicLayer):
+                vars(layer)["update"] = partial(_marked, layer.update)
+        with answering(model, answer):
+            model(**{**inputs, "past_key_values": cache})
     except Exception as error:
-        return frozenset(), type(error).__name__
+        return frozenset(), type(error).__name__, frozenset()
     finally:
         for hook in hooks:
             hook.remove()
-    return frozenset(cached if model.can_generate() else ()), None
+    return frozenset(cached if model.can_generate() else ()), None, frozenset(reached)
+
+
+def _marked(update: Callable[..., tuple[Tensor, Tensor]], *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """A cache layer's keys and values, the keys marked as such."""
+    key, value = update(*tensors, **options)
+    setattr(key, _GIVEN, True)
+    return key, value
 
 
 def _on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Inputs:

@@ -33,7 +33,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
         >>> type(new_cache(model)).__name__
         'DynamicCache'
-        >>> _ = linearize_(model, feature_map="EluPlusOne")
+        >>> _ = linearize_(model, method="EluPlusOne")
         >>> type(new_cache(model)).__name__
         'StateCache'
 

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.feature_maps import FeatureMap, FittedMap
+from linattn.feature_maps import FittedMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._calls import InterfaceCall
 from linattn.hf.interception import answering
 from linattn.hf.layer_attention import LayerAttention, rescale_query
-from linattn.planning import Plan
-from linattn.planning.methods import fit
 
 Sample = Mapping[str, Any] | Tensor
 """Keyword arguments of a model's forward pass, or a tensor (B, L) of input ids."""
@@ -30,14 +28,14 @@ Sample = Mapping[str, Any] | Tensor
 _MOST_TOKENS = 16384
 
 
-def fit_maps(model: PreTrainedModel, maps: Mapping[str, FeatureMap], batches: Iterable[Mapping[str, Any]]) -> None:
+def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Iterable[Mapping[str, Any]]) -> None:
     """Fit maps, by the name of their attention module and in place, to what a softmax model attends with on batches."""
     modules = [found for found in attention_modules(model) if found.name in maps]
     for name, observed in observe(model, modules, batches).items():
         query, key, scale = observed.tokens()
         with torch.no_grad():
             feature_map = maps[name].to(query.device)
-            fit(feature_map, rescale_query(feature_map, query, scale), key)
+            feature_map.fit(rescale_query(feature_map, query, scale), key)
 
 
 def calibrate_maps(
@@ -45,7 +43,7 @@ def calibrate_maps(
 ) -> None:
     """Fit the maps that take statistics, each to what its own layer attends with."""
     maps = {found.name: attention.feature_map for found, attention in attentions}
-    fitted: dict[str, FeatureMap] = {name: each for name, each in maps.items() if isinstance(each, FittedMap)}
+    fitted = {name: each for name, each in maps.items() if isinstance(each, FittedMap)}
     if not fitted:
         names = ", ".join(sorted({attention.summary for _, attention in attentions}))
         raise ValueError(f"there is nothing to calibrate: {names} takes no statistics of samples; leave calibrate out")
@@ -54,32 +52,6 @@ def calibrate_maps(
             "several layers have one map, which cannot be fitted to each of them; let the function build one per call"
         )
     fit_maps(model, fitted, _checked(batches))
-
-
-def calibrate_plans(
-    model: PreTrainedModel, plans: Sequence[tuple[AttentionModule, Plan]], batches: Iterable[Sample]
-) -> list[Plan]:
-    """The plans with fitted maps, each on what its own layer attends with; those fitted already stay as they are."""
-    open_plans = {found.name: (found, plan) for found, plan in plans if _takes_samples(plan)}
-    if not open_plans:
-        raise ValueError(
-            "there is nothing to calibrate: no plan has a map that takes statistics of samples and has none yet; leave "
-            "calibrate out"
-        )
-    observed = observe(model, [found for found, _ in open_plans.values()], _checked(batches))
-    return [_fitted_plan(plan, observed[found.name]) if found.name in open_plans else plan for found, plan in plans]
-
-
-def _takes_samples(plan: Plan) -> bool:
-    """True if a plan has maps to be fitted, and no tensors of theirs."""
-    return not plan.fitted and any(isinstance(feature_map, FittedMap) for _, feature_map in plan.build().values())
-
-
-def _fitted_plan(plan: Plan, observed: Observed) -> Plan:
-    """The plan with maps fitted to one layer's queries, at the temperature the plan was made for, and keys."""
-    query, key, scale = observed.tokens()
-    with torch.no_grad():
-        return plan.fit(query if scale == plan.scale else query * (scale / plan.scale), key)
 
 
 def first_sample(batches: Iterable[Sample] | None) -> tuple[Mapping[str, Any] | None, Iterable[Sample] | None]:
@@ -154,8 +126,8 @@ class Observed:
                 "leave this layer its softmax"
             )
         self._scale = scale
-        self._queries.add(live_tokens(query, key_mask))
-        self._keys.add(live_tokens(key, key_mask))
+        self._queries.add(_live_tokens(query, key_mask))
+        self._keys.add(_live_tokens(key, key_mask))
 
     def tokens(self) -> tuple[Tensor, Tensor, float]:
         """Queries (1, H, N, D) and keys (1, Hkv, N, D), evenly spread over all samples, and the factor of q·k."""
@@ -179,7 +151,7 @@ def observe(
         """By its own attention, after the call is added to what is observed."""
         observed = found.get(call.module)
         if observed is not None:
-            call.refuse_options(observed.module_name, call.key.shape[-2])
+            call.refuse_options(observed.module_name, call.key.shape[-2], takes_sinks=True)
             key_mask, _ = call.read_mask(observed.module_name)
             observed.add(call.query, call.key, key_mask, call.scale)
         return call.by_former()
@@ -192,7 +164,7 @@ def observe(
     return {observed.module_name: observed for observed in found.values()}
 
 
-def live_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
+def _live_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """The unpadded tokens of all samples in a row: (B, H, L, D) -> (1, H, N, D)."""
     tokens = x.transpose(1, 2)
     # Queries over other tokens than the keys' have no mask of their own.

@@ -46,14 +46,14 @@ def context_parallel(
         model: as `linearize_` left it; not the wrapper, but what was wrapped.
         mesh: one dimension, whose ranks hold the parts.
         equal_lengths: whether all parts have the same number of tokens, so that none needs to be asked for.
-        by_heads: as in `linattn.parallel.ContextParallel`: for heavy and merged keys.
+        by_heads: as in `linattn.parallel.ContextParallel`.
 
     Returns:
         A context manager.
 
     Raises:
         TypeError: `mesh` is no mesh; the model takes no position_ids.
-        ValueError: a layer keeps softmax, or has heavy or merged keys and `by_heads` is false; the ranks' maps or
+        ValueError: a layer keeps softmax, or has merged keys; the ranks' maps or
             calls differ.
             In the block: a call with a cache, or with labels, which the model would shift within
             its part; a call without position_ids of a model that does not number its tokens 0, 1, 2, …
@@ -64,7 +64,7 @@ def context_parallel(
         >>> from linattn.hf import linearize_
         >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
         >>> model = LlamaModel(LlamaConfig(**sizes)).eval()
-        >>> _ = linearize_(model, feature_map="Taylor")
+        >>> _ = linearize_(model, method="Taylor")
         >>> text = torch.tensor([[1, 2, 3]])
         >>> whole = model(text, use_cache=False)[0]
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more
@@ -78,7 +78,7 @@ def context_parallel(
     ranks = Ranks.of(mesh)
     split: Fields = {"call": "context_parallel", "equal_lengths": str(equal_lengths), "by_heads": str(by_heads)}
     (layers, numbered), _ = agreed(ranks, split, lambda: (_splittable(model, by_heads=by_heads), _numbered(model)))
-    maps = [feature_map for layer in layers for feature_map in layer.feature_maps]
+    maps = [layer.feature_map for layer in layers if layer.feature_map is not None]
     exchange_fields(ranks, {f"feature map {number}": each.fingerprint() for number, each in enumerate(maps)})
     parts = _Parts(mesh, ranks, equal_lengths, by_heads)
     numberings = [(part, _Numbering(parts, counts=_counts_from_zero(part))) for part in numbered]
@@ -103,15 +103,12 @@ class _Parts:
     equal_lengths: bool
     by_heads: bool
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap | None, **options: Any
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, **options: Any) -> Tensor:
         """This part's rows of the whole attention."""
         if self.by_heads:
             if self.equal_lengths:
                 exchange_fields(self.ranks, {"call": "by_heads", "tokens of equal_lengths": key.shape[2]})
             return linear_attention_by_heads(query, key, value, feature_map, mesh=self.mesh, **options)
-        assert feature_map is not None
         lengths = (key.shape[2],) * self.ranks.size if self.equal_lengths else None
         return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=lengths, **options)
 
@@ -158,16 +155,13 @@ def _splittable(model: PreTrainedModel, *, by_heads: bool) -> list[LayerAttentio
     found, kept = [], []
     for part in attention_modules(model):
         attention = attention_of(part.module)
-        if attention is None or None in attention.groups.values():
+        if attention is None:
             kept.append(part.name)
             continue
-        exact = [group.exact for group in attention.groups.values() if group is not None and group.exact is not None]
-        chosen = [each.label for each in exact if each.num_heavy or each.num_merged]
-        if chosen and not by_heads:
+        if attention.merged is not None:
             raise ValueError(
-                f"{part.name} attends by {', '.join(chosen)}: which keys are heavy, or merged, is decided over all of "
-                "a sequence, and a rank has some of it; give by_heads=True, which sends each rank all tokens of some "
-                "heads"
+                f"{part.name} attends by {attention.summary}: which keys are merged is decided over all of a "
+                "sequence, and a rank has some of it; linearize_ the layers by maps"
             )
         found.append(attention)
     if kept or not found:

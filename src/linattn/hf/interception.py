@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from linattn.attention import softmax_attention
 from linattn.hf._attention_modules import attention_modules, hook_parts, implementations, restore, switch_to
 from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.planning.measures import uniform_average
+from linattn.softmax import softmax_attention
 
 NAME = "linattn_intercept"
 

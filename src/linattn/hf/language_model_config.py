@@ -155,11 +155,10 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     num_features = config.num_features if method.takes_features else None
     num_heads = num_kv_heads if config.per_head else None
     drawn = {"scale": head_dim**-0.5, "seed": config.seed + place, "num_heads": num_heads}
-    feature_map = method.build(width, num_features=num_features, **drawn)
+    feature_map = method.build_map(width, num_features=num_features, **drawn)
     # Methods are built frozen, to be measured; here a learned map trains with the model.
     feature_map.requires_grad_(True)
-    given = None if method.map is None else feature_map
-    return LinearAttention(config.hidden_size, config.num_attention_heads, given, exact=method.exact, **options)
+    return LinearAttention(config.hidden_size, config.num_attention_heads, feature_map, window=method.window, **options)
 
 
 def _written(field: str, text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.language_model_config import LinearLMConfig, taking_any_map
-from linattn.hf.layer_attention import ALL_HEADS, ATTRIBUTE, LayerAttention, attention_of
+from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.nn import LinearAttention
 from linattn.planning.map_records import written
 from linattn.planning.methods import Method
@@ -28,12 +28,7 @@ _LINEARIZE = "linearize_ it by one feature_map for all layers"
 
 
 def check_twin(model: LinearLMForCausalLM, methods: Sequence[Method]) -> None:
-    """Refuse, before any work, a model or methods of which no plain linear model would come; no methods are plans."""
-    if not methods:
-        raise ValueError(
-            "the heads of a LinearLM's block share one method, got a target error, for which each has its own; name "
-            "one method"
-        )
+    """Refuse, before any work, a model or methods of which no plain linear model would come."""
     first, *others = dict.fromkeys(methods)
     if others:
         given = ", ".join(method.label for method in (first, *others))
@@ -53,7 +48,7 @@ def linear_twin(model: LinearLMForCausalLM, state: Mapping[str, Tensor] | None =
     Rotary positions admit any map there, as linearize_ does. `state` is in the place of the model's `state_dict`.
     Cost: a copy of the weights.
 
-    Raises ValueError if the layers attend by plans, by maps of several forms or of another scale than the softmax's, or
+    Raises ValueError if the layers attend by maps of several forms or of another scale than the softmax's, or
     by ones of another number of heads; or if the model has linear blocks of its own, or a gate.
     """
     _check_model(model)
@@ -90,9 +85,6 @@ def _check_model(model: LinearLMForCausalLM) -> None:
 
 def _settings(model: LinearLMForCausalLM, attentions: Mapping[str, LayerAttention]) -> dict[str, Any]:
     """The config of the linear model, as a dictionary."""
-    planned = [name for name, attention in attentions.items() if attention.plan is not None]
-    if planned:
-        raise ValueError(f"{', '.join(planned)} attend by plans, which a LinearLM has not; {_LINEARIZE}")
     methods = {name: _method(attention) for name, attention in attentions.items()}
     if len(set(methods.values())) != 1:
         given = ", ".join(sorted(set(methods.values()))) or "none"
@@ -112,12 +104,13 @@ def _settings(model: LinearLMForCausalLM, attentions: Mapping[str, LayerAttentio
 
 
 def _method(attention: LayerAttention) -> str:
-    """The written form of a map and its exact part, or of merged keys."""
-    group, feature_map = attention.groups[ALL_HEADS], attention.feature_map
-    assert group is not None
+    """The written form of a map and its window."""
+    feature_map = attention.feature_map
     if feature_map is None:
-        assert group.exact is not None
-        return group.exact.label
+        raise ValueError(
+            f"{attention.module_name} attends by {attention.summary}, and linear blocks of a LinearLM have a feature "
+            f"map; {_LINEARIZE}"
+        )
     default = feature_map.head_dim**-0.5
     scale = getattr(feature_map, "scale", default)
     if scale != default:
@@ -126,7 +119,7 @@ def _method(attention: LayerAttention) -> str:
             f"softmax, D**-0.5 = {default}; build the map with that scale"
         )
     label = written(feature_map)
-    return label if group.exact is None else f"{label} + {group.exact.label}"
+    return label if attention.window is None else f"{label} + window {attention.window}"
 
 
 def _are_per_head(maps: list[FeatureMap], num_kv_heads: int) -> bool:

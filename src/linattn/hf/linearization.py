@@ -1,4 +1,4 @@
-"""Replace softmax attention in a transformers model by that of feature maps or plans, and undo it."""
+"""Replace softmax attention in a transformers model by that of feature maps, and undo it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from linattn.attention import Exact
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import (
     attends_by,
@@ -20,16 +19,17 @@ from linattn.hf._attention_modules import (
     mark,
     restore,
     switch_to,
+    take_away,
     unmark,
     unwrapped,
 )
 from linattn.hf._building import (
     Attending,
+    as_method,
     attend_by_function,
     attend_by_methods,
-    attend_by_plans,
+    take_sinks,
     try_out,
-    written_form,
 )
 from linattn.hf._calls import refuse_weights
 from linattn.hf._choosing import Choice, choose
@@ -47,8 +47,8 @@ from linattn.hf._folders import SAVE, SaveLinearized
 from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
-from linattn.planning import Plan
-from linattn.planning.methods import parse_method
+from linattn.kv_cache import MergedKV
+from linattn.planning.methods import Method
 
 # Where a model keeps what `restore_` needs, its former implementations and the hooks; copies and pickles have it too.
 _UNDO = "linattn_undo"
@@ -61,8 +61,7 @@ class LayerReport:
     Attributes:
         layer: its number, from 0, in the order of the model's modules.
         module_name: its qualified name.
-        feature_map: what took the softmax's place, in words: the map, or how many heads have which method; None where
-            softmax stays.
+        feature_map: what took the softmax's place, in words; None where softmax stays.
         reason: why softmax stays; None where it was replaced.
     """
 
@@ -84,7 +83,7 @@ class Linearization:
 
     @property
     def replaced(self) -> tuple[LayerReport, ...]:
-        """The layers that attend by a feature map, or by a plan."""
+        """The layers that attend by a feature map, or by merged keys."""
         return tuple(layer for layer in self.layers if layer.reason is None)
 
     @property
@@ -101,11 +100,10 @@ class Linearization:
 
 def linearize_(
     model: PreTrainedModel,
+    method: str | MergedKV | Sequence[str | MergedKV] | Callable[[int], FeatureMap | MergedKV],
     *,
-    feature_map: str | Sequence[str] | Callable[[int], FeatureMap] | None = None,
-    plans: Sequence[Plan] | None = None,
     layers: Iterable[int] | None = None,
-    exact: Exact | Sequence[Exact | None] | None = None,
+    window: int | Sequence[int | None] | None = None,
     num_features: int | None = None,
     seed: int = 0,
     calibrate: Iterable[Sample] | None = None,
@@ -115,50 +113,48 @@ def linearize_(
 
         softmax(c·q·k)  ->  φ(√c·q)·φ(√c·k) / Σ,   c the temperature the model itself asks for
 
-    or, with `plans`, by the method that its layer's plan has for each head, softmax for some. Each map becomes part of
-    its attention module, `module.linear_attention`: it moves and trains with the model, and its tensors are in
-    `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` of this very model keeps a
-    `StateCache`, constant in the number of tokens but for a plan's exact heads. Merged and heavy keys are chosen as a
-    text is read, so that a growing cache (DynamicCache) would be another model with them: it is refused after its first
-    call. Layers that are not replaced attend as before, by the attention implementation that the model has. This
-    changes what the model computes, without training it anew: `linattn audit` says beforehand by how much.
+    Each map becomes part of its attention module, `module.linear_attention`: it moves and trains with the model, and
+    its tensors are in `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` of this
+    very model keeps a `StateCache`, constant in the number of tokens. Keys are merged as a text is read, so that a
+    growing cache (DynamicCache) would be another model with them: it is refused after its first call. Layers that are
+    not replaced attend as before, by the attention implementation that the model has. This changes what the model
+    computes, without training it anew: `linattn audit` says beforehand by how much. To bound the KV cache of a
+    language model, give `generate` a `BoundedCache` and leave the model as it is; merged keys are for encoders here,
+    and for models that are trained or saved with them.
 
     Passes of a few tokens, without and with padding, and with a cache where the model generates, first show what each
     layer asks its attention for. A layer keeps its softmax, and the report says why, where φ(q)·φ(k) cannot express
-    that: position biases, soft-capped logits, attention sinks, masks of pairs that the model makes itself, keys that
-    other layers attend to as well, a module that attends several times in a pass, a cache of the model's own class. So
-    do, unless they are named in `layers`, sliding windows and chunks, masks by which tokens of a picture see later
-    ones, encoders that generate, and cross attention. What only some calls ask for is refused when
+    that: position biases, soft-capped logits, masks of pairs that the model makes itself, keys that other layers attend
+    to as well, a module that attends several times in a pass, a cache of the model's own class. So it does where it has
+    attention sinks, but for written forms of merged keys and of maps for the softmax kernel. So do, unless they are
+    named in `layers`, sliding windows and chunks, masks by which tokens of a picture see later ones, encoders that
+    generate, and cross attention. What only some calls ask for is refused when
     they do: packed sequences, a mask of pairs given by the caller, texts beyond a replaced layer's window, dropout on
     the weights (load the model with its attention dropout at 0), returned weights.
 
     Cost: three forward passes of two rows of a few tokens, or of a picture or sound; building the maps; with
     `calibrate` a forward pass per batch, and memory for at most 16384 tokens of each layer's queries and keys.
-    Afterwards a replaced layer takes time linear in the tokens, but for a plan's exact heads.
+    Afterwards a replaced layer takes time linear in the tokens.
 
     Args:
         model: any transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the model
             within.
-        feature_map: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion +
-            window 16 + heavy 32"; or one without a map, "window 128 + merged 256", whose merged keys take all that is
-            not near (`linattn.Exact`), and which an audit does not take; or a function from the head width to a map,
-            called once for each replaced layer, in order: the way to pass a map that was fitted. Of written forms one
-            for every replaced layer may be given, in order. Queries reach a map multiplied by c / map.scale, which is 1
-            but for models with a temperature of their own. A window's blocks, in causal layers and beside a
-            map, are counted from the first position, padding or not: left padding moves them. Give this or
-        plans: one per layer that is replaced, in order, as `linattn.plan` makes and `linattn.read_plans` reads them.
-            Maps without fitted tensors (`Plan.fit`) learn from each call.
+        method: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion + window
+            16"; or merged keys, as `MergedKV(window=32, num_merged=96)` or "window 32 + merged 96"; or a function from
+            the head width to a map, called once for each replaced layer, in order: the way to pass a map that was
+            fitted. Of the first two one for every replaced layer may be given, in order. Queries reach a map multiplied
+            by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks, in causal
+            layers, are counted from a text's first live token, padding or not.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all that can
             be, without those of the kinds above.
-        exact: as in `linattn.linear_attention`, for maps that a function builds, or one for each replaced layer, in
+        window: as in `linattn.linear_attention`, for maps that a function builds, or one for each replaced layer, in
             order; a written form has its own.
         num_features: R, for a written map whose width is free and not written.
         seed: layer n's map is drawn from seed + n; for written random maps.
         calibrate: batches of samples like what the model will read: mappings of its inputs, as a tokenizer returns, or
             tensors (B, L) of input ids. Maps that take statistics (Expansion, Nystrom, Oprf, Sderf, Centred, Balanced)
             are fitted to the queries and keys that the softmax model has there, each to its own layer's, padding left
-            out; so are those of plans that hold no fitted tensors. A causal layer needs such maps fitted. None for maps
-            that need no samples, or learn from each call.
+            out. A causal layer needs such maps fitted. None for maps that need no samples, or learn from each call.
         example: arguments of the model's forward pass for these passes, where none can be made from its
             configuration.
 
@@ -166,20 +162,20 @@ def linearize_(
         A `Linearization`: what was replaced by what, and what was not and why.
 
     Raises:
-        TypeError: if `model` is no such model, `feature_map` is neither text, or texts, nor a function that returns
+        TypeError: if `model` is no such model, `method` is neither a method, or methods, nor a function that returns
             maps, or a batch is no such thing.
-        ValueError: if not one of feature_map and plans is given, there are not as many plans, written forms or exact
-            parts as layers, the model ignores AttentionInterface, is linearized or intercepted already, has no such
-            layers, a named one cannot be replaced or none can, the model does not run on the example, or the map or
-            plan cannot be built or used: a causal layer needs maps that learn nothing from the call. Also if
-            `calibrate` holds no batches or nothing to calibrate is there.
+        ValueError: if there are not as many methods or windows as layers, the model
+            ignores AttentionInterface, is linearized or intercepted already, has no such layers, a named one cannot be
+            replaced or none can, the model does not run on the example, or the map cannot be built or used: a causal
+            layer needs maps that learn nothing from the call. Also if `calibrate` holds no batches or nothing to
+            calibrate is there.
 
     Example:
         >>> import torch
         >>> from transformers import BertConfig, BertModel
         >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
         >>> model = BertModel(BertConfig(**sizes))
-        >>> print(linearize_(model, feature_map="Taylor(order=2)", layers=[1]))
+        >>> print(linearize_(model, "Taylor(order=2)", layers=[1]))
           0 encoder.layer.0.attention.self: softmax (not among `layers`)
           1 encoder.layer.1.attention.self: Taylor(order=2)
         >>> model.encoder.layer[1].attention.self.linear_attention.feature_map
@@ -188,7 +184,7 @@ def linearize_(
         >>> from transformers import LlamaConfig, LlamaModel
         >>> causal = LlamaModel(LlamaConfig(**sizes))
         >>> batches = [torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])]
-        >>> _ = linearize_(causal, feature_map="Expansion(num_centres=3)", calibrate=batches)
+        >>> _ = linearize_(causal, "Expansion(num_centres=3)", calibrate=batches)
         >>> causal.layers[0].self_attn.linear_attention.feature_map.centres.shape  # heads, centres, their width
         torch.Size([2, 3, 2])
 
@@ -197,37 +193,41 @@ def linearize_(
     model = unwrapped(model)
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call restore_(model) first")
-    if attends_by(model, NAME):
-        raise ValueError(
-            f"{type(model).__name__} names {NAME!r} as its attention implementation, as linearized models alone do; "
-            "load it with its own, such as attn_implementation='sdpa'"
-        )
     if attends_by(model, INTERCEPTED):
         raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
+    methods = _methods(method)
+    take_away(model, NAME)
     sample, calibrate = first_sample(calibrate)
-    choice = choose(model, layers, example, sample)
+    choice = choose(model, layers, example, sample, takes_sinks=take_sinks(methods))
     chosen = choice.chosen
-    _check_surface(feature_map, plans, exact, len(chosen), has_width=num_features is not None)
+    _check_counts(method, window, len(chosen))
     labels: dict[int, str] = {}
-    if plans is not None:
-        attentions = attend_by_plans(model, chosen, plans, calibrate)
+    if methods:
+        methods = methods if len(methods) > 1 or isinstance(method, list | tuple) else methods * len(chosen)
+        # In exact names.
+        labels = {found.number: each.label for found, each in zip(chosen, methods, strict=True)}
+        attentions = attend_by_methods(chosen, methods, num_features, seed)
     else:
-        if isinstance(feature_map, str | Sequence):
-            written = [feature_map] * len(chosen) if isinstance(feature_map, str) else feature_map
-            methods = [parse_method(written_form(each)) for each in written]
-            # In exact names.
-            labels = {found.number: method.label for found, method in zip(chosen, methods, strict=True)}
-            attentions = attend_by_methods(chosen, methods, num_features, seed)
-        else:
-            attentions = attend_by_function(chosen, feature_map, exact)
-        if calibrate is not None:
-            calibrate_maps(model, attentions, calibrate)
+        # As `_methods` found.
+        assert callable(method)
+        attentions = attend_by_function(chosen, method, window)
+    if calibrate is not None:
+        calibrate_maps(model, attentions, calibrate)
     # Of the others with what was fitted.
     labels = labels or {found.number: attention.summary for found, attention in attentions}
     for found, attention in attentions:
         try_out(found, attention, labels[found.number])
     install(model, attentions)
     return _report(choice, labels)
+
+
+def _methods(method: object) -> list[Method]:
+    """The methods that are given as such, one for all layers or one for each; none where a function builds maps."""
+    # A map is an nn.Module, which is callable.
+    if callable(method) and not isinstance(method, FeatureMap):
+        return []
+    several = method if isinstance(method, Sequence) and not isinstance(method, str) else [method]
+    return [as_method(each) for each in several]
 
 
 def choose_layers(
@@ -305,27 +305,13 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     setattr(model, _UNDO, (former, tuple(hooks)))
 
 
-def _check_surface(
-    feature_map: object, plans: Sequence[Plan] | None, exact: object, num_layers: int, *, has_width: bool
-) -> None:
+def _check_counts(method: object, window: object, num_layers: int) -> None:
     """Refuse options that do not go together."""
-    if (feature_map is None) == (plans is None):
-        raise ValueError(
-            "give one of feature_map and plans: the map of all layers, as feature_map='Expansion', merged keys in its "
-            "place, as feature_map='window 32 + merged 96', or a plan for each"
-        )
-    if plans is not None and (exact is not None or has_width):
-        raise ValueError(
-            "a plan's methods have their own window, heavy keys and width; leave exact and num_features out"
-        )
-    for name, given in {"plans": plans, "written forms": feature_map, "exact parts": exact}.items():
-        if isinstance(given, Sequence) and not isinstance(given, str) and len(given) != num_layers:
+    for name, values in {"methods": method, "windows": window}.items():
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) != num_layers:
             raise ValueError(
-                f"got {len(given)} {name} for the {num_layers} layers to be replaced; give one for each, in order, or "
+                f"got {len(values)} {name} for the {num_layers} layers to be replaced; give one for each, in order, or "
                 "name their layers in `layers`"
             )
-    if isinstance(feature_map, str | Sequence) and exact is not None:
-        raise ValueError(
-            f"{feature_map!r} is a written form, whose exact part is written too; leave exact out, as in "
-            "'Expansion + window 16 + heavy 32'"
-        )
+    if window is not None and (isinstance(method, MergedKV | Sequence)):
+        raise ValueError(f"{method!r} says its own window; leave window out, as in 'Expansion + window 16'")

@@ -35,9 +35,9 @@ def save_pretrained(
     not have: its own classes refuse the folder and point here, or, told AutoModel.from_pretrained(folder,
     attn_implementation="sdpa"), load the softmax model. linattn.safetensors holds the tensors of the linear attention
     (draws, what was fitted, learned weights), and of the model buffers that are no part of `state_dict` and weights of
-    another dtype than the first one's. linattn.json says which layer attends by which map and exact part, or by which
-    plan, and which versions wrote it. A map that several layers share becomes one map for each. The model's own
-    `save_pretrained`, which trainers call, adds the same two files to what it writes, in a folder that may hold others.
+    another dtype than the first one's. linattn.json says which layer attends by which map and exact part, and which
+    versions wrote it. A map that several layers share becomes one map for each. The model's own `save_pretrained`,
+    which trainers call, adds the same two files to what it writes, in a folder that may hold others.
     Of a `LinearLMForCausalLM` the folder is a plain one, of a model whose replaced blocks are linear: transformers'
     AutoModelForCausalLM reads it, and `from_pretrained` here has nothing to read.
 
@@ -60,7 +60,7 @@ def save_pretrained(
         >>> from linattn.hf import linearize_
         >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
         >>> model = BertModel(BertConfig(**sizes))
-        >>> _ = linearize_(model, feature_map="Taylor(order=2)", layers=[1])
+        >>> _ = linearize_(model, method="Taylor(order=2)", layers=[1])
         >>> folder = Path(tempfile.mkdtemp()) / "linear"
         >>> save_pretrained(model, folder)
         >>> sorted(path.name for path in folder.iterdir())

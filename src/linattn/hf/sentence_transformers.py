@@ -141,7 +141,7 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
         >>> from linattn.hf import linearize_
         >>> from linattn.hf._packaged import default_folder
         >>> model = SentenceTransformer(str(default_folder()), device="cpu", local_files_only=True)
-        >>> _ = linearize_(model[0].auto_model, feature_map="Expansion(num_centres=4) + window 16")
+        >>> _ = linearize_(model[0].auto_model, method="Expansion(num_centres=4) + window 16")
         >>> folder = str(Path(tempfile.mkdtemp()) / "linear")
         >>> save_pretrained(model, folder)
         >>> loaded = SentenceTransformer(folder, trust_remote_code=True, device="cpu", local_files_only=True)

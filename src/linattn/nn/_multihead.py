@@ -1,4 +1,4 @@
-"""What a torch.nn.MultiheadAttention holds, in this room's words; what it has that no layer here has is refused."""
+"""Weights of a torch.nn.MultiheadAttention in this room's words; parts that no layer here has are refused."""
 
 from __future__ import annotations
 

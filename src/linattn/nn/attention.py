@@ -1,4 +1,4 @@
-"""What attention layers share: projections, positions, gates, and the way from tokens to heads and back.
+"""The base of attention layers: projections, positions, gates, and the way from tokens to heads and back.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of the layer, D head width.
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State
-from linattn.feature_maps._dense import check_dense
 from linattn.nn.streams import Attended, KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
+from linattn.softmax.dense import check_dense
 
 QkNorm = Literal["rms", "layer"]
 _NORMS: dict[str, type[nn.RMSNorm | nn.LayerNorm]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
@@ -149,23 +149,23 @@ class Attention(nn.Module, ABC):
                 "or load its weights into another"
             )
         self._check_tokens(x, None, key_mask)
-        kept = None if state is None else self._checked_kept(state)
+        past = None if state is None else self._checked_kept(state)
         x = _silenced(x, key_mask)
         before = None if state is None else state.num_before(x)
-        out, kept = self._attend_with_state(self._heads(x, x, key_mask, before), kept)
-        return Attended(self._merged(out, x), Stream(kept, _num_tokens(x, key_mask, state)))
+        out, past = self._attend_with_state(self._heads(x, x, key_mask, before), past)
+        return Attended(self._merged(out, x), Stream(past, _num_tokens(x, key_mask, state)))
 
     @abstractmethod
     def _attend(self, heads: Heads) -> Tensor:
         """Attention of a whole sequence: (B, H, Lq, D)."""
 
     @abstractmethod
-    def _attend_with_state(self, heads: Heads, kept: Any) -> tuple[Tensor, State | KeptTokens]:
+    def _attend_with_state(self, heads: Heads, past: Any) -> tuple[Tensor, State | KeptTokens]:
         """Attention after what was kept, None for nothing: (B, H, L, D), and what is kept now."""
 
     @abstractmethod
     def _checked_kept(self, state: Stream) -> State | KeptTokens:
-        """What a stream of this kind of layer kept; refuse others."""
+        """The State or tokens in a stream of this kind of layer; refuse others."""
 
     def _heads(self, x: Tensor, source: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Heads:
         """The call's tokens in heads, at their positions after so many (B,) before, with their gates."""
@@ -195,10 +195,10 @@ class Attention(nn.Module, ABC):
         if memory is not None:
             _check_shape("memory", memory, self.memory_dim)
             ordered = {"is_causal": self.is_causal, "positions": self.positions, "gate": self.gate}
-            if found := [name for name, value in ordered.items() if value not in (None, False)]:
+            if names := [name for name, value in ordered.items() if value not in (None, False)]:
                 raise ValueError(
                     f"a memory has no order in common with the tokens that attend to it, got a layer with "
-                    f"{' and '.join(found)}; build a layer without for it"
+                    f"{' and '.join(names)}; build a layer without for it"
                 )
             if memory.shape[0] != x.shape[0]:
                 raise ValueError(
@@ -270,9 +270,9 @@ def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_di
 def _checked_order(settings: Settings, head_dim: int, num_kv_heads: int) -> tuple[Position | None, Gate | None]:
     """Positions and gate, on the layer's device; those of another layer are refused."""
     positions, gate = settings.positions, settings.gate
-    for name, given, kind in (("positions", positions, Position), ("gate", gate, Gate)):
-        if given is not None and not isinstance(given, kind):
-            raise TypeError(f"{name} must be a linattn.positions.{kind.__name__} or None, got {type(given).__name__}")
+    for name, part, kind in (("positions", positions, Position), ("gate", gate, Gate)):
+        if part is not None and not isinstance(part, kind):
+            raise TypeError(f"{name} must be a linattn.positions.{kind.__name__} or None, got {type(part).__name__}")
     if positions is not None and positions.head_dim != head_dim:
         raise ValueError(
             f"positions were built for head_dim={positions.head_dim}, the layer has heads of width {head_dim}; build "

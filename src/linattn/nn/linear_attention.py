@@ -10,13 +10,14 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
-from linattn.attention import Exact, State, linear_attention, linear_attention_with_state
+from linattn.attention import State, linear_attention, linear_attention_with_state
 from linattn.attention._check import check_map
+from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
 from linattn.nn._multihead import fill_, multihead_projections
 from linattn.nn.attention import Attention, Heads, QkNorm, Settings
 from linattn.nn.streams import Stream, kind_of
-from linattn.positions import Gate, Position, Rotary, gated_attention_with_state
+from linattn.positions import Gate, Position, gated_attention_with_state
 
 
 @final
@@ -31,8 +32,7 @@ class LinearAttention(Attention):
     Args:
         embed_dim: E.
         num_heads: H.
-        feature_map: the kernel, for the head width D; a part of the layer, trained and moved with it. None where merged
-            keys take its place, as with exact=Exact(window=64, num_merged=128).
+        feature_map: the kernel, for the head width D; a part of the layer, trained and moved with it.
         num_kv_heads: Hkv, groups of H / Hkv consecutive query heads share a key/value head; H if None.
         head_dim: D; E / H if None.
         is_causal: whether a token sees itself and earlier ones alone.
@@ -43,7 +43,7 @@ class LinearAttention(Attention):
         qk_norm: "rms" or "layer", a norm with weights of its own on each head's queries, and one on its keys; None for
             none.
         output_gate: multiply what heads attended to by sigmoid(x W_g + b_g).
-        exact: which keys are attended to exactly, beside the map, or merged; None for none. The blocks of a window
+        window: width of an exact window beside the map, as in `linear_attention`; None for none. Its blocks
             hold masked tokens too: with one, padding changes which keys are near.
         bias: whether the four projections have biases.
         device: of the parameters; map, positions and gate are moved there. None for torch's default, and these as they
@@ -52,9 +52,8 @@ class LinearAttention(Attention):
 
     Raises:
         TypeError: `feature_map` is no FeatureMap, `positions` no Position, `gate` no Gate.
-        ValueError: sizes do not fit each other, the map, the positions or the gate; the positions do not admit the map,
-            or merged keys without one (only Rotary does); a gate in a layer that is not causal; unknown `qk_norm`;
-            `feature_map` is None without merged keys, or is not beside them.
+        ValueError: sizes do not fit each other, the map, the positions or the gate; the positions do not admit the map;
+            a gate in a layer that is not causal; unknown `qk_norm`.
 
     Example:
         >>> import torch
@@ -77,7 +76,7 @@ class LinearAttention(Attention):
         self,
         embed_dim: int,
         num_heads: int,
-        feature_map: FeatureMap | None,
+        feature_map: FeatureMap,
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -86,7 +85,7 @@ class LinearAttention(Attention):
         gate: Gate | None = None,
         qk_norm: QkNorm | None = None,
         output_gate: bool = False,
-        exact: Exact | None = None,
+        window: int | None = None,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -95,31 +94,29 @@ class LinearAttention(Attention):
             num_kv_heads, head_dim, is_causal, positions, gate, qk_norm, output_gate, bias, device, dtype
         )
         super().__init__(embed_dim, num_heads, settings)
-        if feature_map is None:
-            self._check_without_map(exact)
-        bound = None if feature_map is None else self._bound(feature_map)
-        self.feature_map = bound if bound is None or device is None else bound.to(device)
-        if exact is not None:
-            exact.check_call(bound, 1, 1, is_causal=is_causal)
-        self.exact = exact
+        bound = self._bound(feature_map)
+        self.feature_map = bound if device is None else bound.to(device)
+        if window is not None:
+            check_window(window, bound, 1, 1, is_causal=is_causal)
+        self.window = window
 
     @classmethod
     def from_multihead_attention(
         cls,
         mha: nn.MultiheadAttention,
-        feature_map: FeatureMap | None,
+        feature_map: FeatureMap,
         *,
         is_causal: bool = False,
-        exact: Exact | None = None,
+        window: int | None = None,
         batch_first: bool | None = None,
     ) -> Self:
         """A layer with the weights of torch's own, copied: the same projections, the map in the softmax's place.
 
         Args:
             mha: with one set of weights for queries, keys and values or with separate ones, with biases or without.
-            feature_map: the kernel, for the width mha.embed_dim / mha.num_heads; None as in the constructor.
+            feature_map: the kernel, for the width mha.embed_dim / mha.num_heads.
             is_causal: as in the constructor: torch's layer is told with each call.
-            exact: as in the constructor.
+            window: as in the constructor.
             batch_first: the layer takes (B, L, E) whatever torch's took. Where that was (L, B, E), say True here, and
                 transpose what you give it.
 
@@ -147,7 +144,7 @@ class LinearAttention(Attention):
             mha.num_heads,
             feature_map,
             is_causal=is_causal,
-            exact=exact,
+            window=window,
             bias=projections.biases is not None,
             device=weight.device,
             dtype=weight.dtype,
@@ -165,16 +162,16 @@ class LinearAttention(Attention):
             key_mask=heads.key_mask,
             is_causal=self.is_causal,
             enable_gqa=True,
-            exact=self.exact,
+            window=self.window,
         )
 
-    def _attend_with_state(self, heads: Heads, kept: State | None) -> tuple[Tensor, State]:
+    def _attend_with_state(self, heads: Heads, past: State | None) -> tuple[Tensor, State]:
         """By the op with a state, gated or not."""
         tokens = heads.query, heads.key, heads.value, self.feature_map
-        mask, exact = heads.key_mask, self.exact
+        mask, window = heads.key_mask, self.window
         if heads.gates is None:
-            return linear_attention_with_state(*tokens, kept, key_mask=mask, enable_gqa=True, exact=exact)
-        return gated_attention_with_state(*tokens, heads.gates, kept, key_mask=mask, enable_gqa=True, exact=exact)
+            return linear_attention_with_state(*tokens, past, key_mask=mask, enable_gqa=True, window=window)
+        return gated_attention_with_state(*tokens, heads.gates, past, key_mask=mask, enable_gqa=True, window=window)
 
     def _checked_kept(self, state: Stream) -> State:
         """The op's state."""
@@ -184,19 +181,6 @@ class LinearAttention(Attention):
                 "state that it returned"
             )
         return state.kept
-
-    def _check_without_map(self, exact: Exact | None) -> None:
-        """Refuse to be without a map where nothing takes its place, or positions that need one."""
-        if exact is None:
-            raise TypeError(
-                "feature_map is None and so is exact: a map, as Expansion, or merged keys must take the keys; give "
-                "exact=Exact(window=64, num_merged=128) for merged ones"
-            )
-        if self.positions is not None and not isinstance(self.positions, Rotary):
-            raise ValueError(
-                f"merged keys stand for the softmax of q·k, which Rotary positions leave one, got "
-                f"{type(self.positions).__name__} beside feature_map=None; take Rotary, or a map"
-            )
 
     def _bound(self, feature_map: FeatureMap) -> FeatureMap:
         """The map to attend with, under the layer's positions; one for other heads is refused."""

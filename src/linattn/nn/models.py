@@ -126,7 +126,7 @@ class Encoder(nn.Module):
 
 
 class Predicted(NamedTuple):
-    """What `LinearLM.forward_with_state` returns.
+    """Result of `LinearLM.forward_with_state`.
 
     Attributes:
         logits: (B, L, V).
@@ -192,7 +192,7 @@ class LinearLM(nn.Module):
         return Predicted(self.logits(x), streams)
 
     def vectors(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """What the last block gives, (B, L, E): `logits` of some of them costs less than of all."""
+        """Outputs of the last block, (B, L, E): `logits` of some of them costs less than of all."""
         x: Tensor = self.embedding(tokens)
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
@@ -204,7 +204,7 @@ class LinearLM(nn.Module):
     def vectors_with_state(
         self, tokens: Tensor, state: Sequence[Stream] | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[Stream, ...]]:
-        """The same for a text's next tokens, and each block's stream after them."""
+        """Outputs of the last block for a text's next tokens, and each block's stream after them."""
         if state is not None and len(state) != len(self.blocks):
             raise ValueError(f"state must hold a stream for each of {len(self.blocks)} blocks, got {len(state)}")
         x, streams = self.embedding(tokens), []
@@ -214,7 +214,7 @@ class LinearLM(nn.Module):
         return x, tuple(streams)
 
     def logits(self, x: Tensor) -> Tensor:
-        """What the last block gave, (B, L, E) -> (B, L, V)."""
+        """Logits of the last block's outputs, (B, L, E) -> (B, L, V)."""
         return nn.functional.linear(self.norm(x), self.embedding.weight)
 
 
@@ -245,7 +245,7 @@ def _checked(blocks: Iterable[Block], *, is_causal: bool) -> Sequence[Block]:
 
 
 def _ends(vocab_size: int, blocks: Sequence[Block]) -> tuple[nn.Embedding, nn.RMSNorm]:
-    """What stands before and after the blocks, made as they are."""
+    """The embedding before the blocks and the norm after them, of the blocks' width, device and dtype."""
     width, weight = blocks[0].attention.embed_dim, blocks[0].attention.q_proj.weight
     embedding = nn.Embedding(vocab_size, width, device=weight.device, dtype=weight.dtype)
     return embedding, nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)

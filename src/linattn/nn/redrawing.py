@@ -71,7 +71,7 @@ class RedrawSchedule:
         return is_due
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint needs: three numbers."""
+        """Three numbers for a checkpoint, to resume from."""
         return {"num_steps": self.num_steps, "every": self.every, "seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -81,8 +81,8 @@ class RedrawSchedule:
             ValueError: numbers are missing or negative.
         """
         names = ("num_steps", "every", "seed")
-        found = {name: state_dict.get(name) for name in names}
-        if not all(isinstance(value, int) and value >= 0 for value in found.values()) or found["every"] == 0:
+        numbers = {name: state_dict.get(name) for name in names}
+        if not all(isinstance(value, int) and value >= 0 for value in numbers.values()) or numbers["every"] == 0:
             raise ValueError(f"a schedule's state has the integers {', '.join(names)}, got {dict(state_dict)}")
         self.num_steps, self.every, self.seed = (int(state_dict[name]) for name in names)
         if self.num_steps >= self.every:

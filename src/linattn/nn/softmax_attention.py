@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention import State, softmax_attention
+from linattn.attention import State
 from linattn.nn.attention import Attention, Heads, QkNorm, Settings
 from linattn.nn.streams import KeptTokens, Stream, extended, kind_of
 from linattn.positions import Gate, Gates, Position, gate_bias
 from linattn.positions.gates import spans
+from linattn.softmax import softmax_attention
 
 
 class SoftmaxAttention(Attention):
@@ -84,30 +85,30 @@ class SoftmaxAttention(Attention):
         """By SDPA."""
         return self._attend_to(heads.query, KeptTokens(heads.key, heads.value, heads.key_mask))
 
-    def _attend_with_state(self, heads: Heads, kept: KeptTokens | None) -> tuple[Tensor, State | KeptTokens]:
+    def _attend_with_state(self, heads: Heads, past: KeptTokens | None) -> tuple[Tensor, State | KeptTokens]:
         """By SDPA over what was kept and the new tokens; under gates in spans, as `gated_attention_with_state`."""
         if heads.gates is None:
-            kept = extended(kept, KeptTokens(heads.key, heads.value, heads.key_mask))
-            return self._attend_to(heads.query, kept), kept
+            past = extended(past, KeptTokens(heads.key, heads.value, heads.key_mask))
+            return self._attend_to(heads.query, past), past
         outs = []
         for at in spans(heads.gates.log_forget):
             mask = None if heads.key_mask is None else heads.key_mask[:, at]
             key_bias, log_decay = gate_bias(_cut(heads.gates, at), key_mask=mask)
             key, value = heads.key[:, :, at], heads.value[:, :, at]
             new = KeptTokens(key, value, mask, key_bias.expand(key.shape[:3]))
-            kept = extended(kept, new, log_decay)
-            outs.append(self._attend_to(heads.query[:, :, at], kept))
-        assert kept is not None
-        return torch.cat(outs, 2), kept
+            past = extended(past, new, log_decay)
+            outs.append(self._attend_to(heads.query[:, :, at], past))
+        assert past is not None
+        return torch.cat(outs, 2), past
 
-    def _attend_to(self, query: Tensor, kept: KeptTokens) -> Tensor:
+    def _attend_to(self, query: Tensor, tokens: KeptTokens) -> Tensor:
         """SDPA of queries, the last ones if they are fewer than the keys."""
         return softmax_attention(
             query,
-            kept.key,
-            kept.value,
-            key_mask=kept.key_mask,
-            key_bias=kept.key_bias,
+            tokens.key,
+            tokens.value,
+            key_mask=tokens.key_mask,
+            key_bias=tokens.key_bias,
             # A single query is the last token, which sees all.
             is_causal=self.is_causal and query.shape[2] > 1,
             enable_gqa=True,

@@ -1,4 +1,4 @@
-"""What layers keep of a stream of tokens.
+"""Streams of tokens: the state of a layer between calls.
 
 Letters: B batch, Hkv key/value heads, L tokens kept, D head width, Dv value width.
 """
@@ -15,7 +15,7 @@ from linattn.attention import State
 
 
 class KeptTokens(NamedTuple):
-    """What softmax attention keeps: every key and value, so that it grows with the stream.
+    """KV cache of a softmax layer: every key and value, so that it grows with the stream.
 
     Attributes:
         key: (B, Hkv, L, D).
@@ -30,7 +30,7 @@ class KeptTokens(NamedTuple):
     key_bias: Tensor | None = None
 
     def decay(self, log_factor: Tensor) -> KeptTokens:
-        """The same with all weights times exp(log_factor), (B, Hkv)."""
+        """Multiply all weights by exp(log_factor), (B, Hkv)."""
         factor = log_factor.unsqueeze(-1)
         bias = factor.expand(self.key.shape[:3]) if self.key_bias is None else self.key_bias + factor
         return self._replace(key_bias=bias)
@@ -40,21 +40,21 @@ class KeptTokens(NamedTuple):
         return self._each(lambda x: x.index_select(0, indices))
 
     def detach(self) -> KeptTokens:
-        """The same tokens, cut from the graph that built them."""
+        """The tokens, cut from the graph that built them."""
         return self._each(Tensor.detach)
 
     def to(self, device: torch.device | str) -> KeptTokens:
-        """The same tokens on another device."""
+        """The tokens on another device."""
         return self._each(lambda x: x.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> KeptTokens:
-        """These tokens with each tensor changed alike."""
+        """Apply a change to every tensor."""
         mask, bias = (None if x is None else change(x) for x in (self.key_mask, self.key_bias))
         return KeptTokens(change(self.key), change(self.value), mask, bias)
 
 
 class Stream(NamedTuple):
-    """What a layer keeps of the tokens it has seen; immutable, so that holding an old one is a fork or a roll-back.
+    """State of a layer after the tokens it has seen; immutable, so that holding an old one is a fork or a roll-back.
 
     Attributes:
         kept: a `linattn.State`, of constant size, or the `KeptTokens` of a softmax layer.
@@ -80,16 +80,16 @@ class Stream(NamedTuple):
         return Stream(self.kept.select(indices), self.num_tokens.index_select(0, indices))
 
     def detach(self) -> Stream:
-        """The same stream, cut from the graph that built it."""
+        """The stream, cut from the graph that built it."""
         return Stream(self.kept.detach(), self.num_tokens)
 
     def to(self, device: torch.device | str) -> Stream:
-        """The same stream on another device."""
+        """The stream on another device."""
         return Stream(self.kept.to(device), self.num_tokens.to(device))
 
 
 class Attended(NamedTuple):
-    """What the `forward_with_state` of a layer or a block returns.
+    """Result of `forward_with_state` of a layer or a block.
 
     Attributes:
         out: (B, L, embed_dim).
@@ -101,38 +101,38 @@ class Attended(NamedTuple):
 
 
 def kind_of(state: object) -> str:
-    """What was given for a state, in words."""
+    """Name in words of an object passed as a state."""
     return f"a Stream of {type(state.kept).__name__}" if isinstance(state, Stream) else type(state).__name__
 
 
-def extended(kept: KeptTokens | None, new: KeptTokens, log_decay: Tensor | None = None) -> KeptTokens:
+def extended(past: KeptTokens | None, new: KeptTokens, log_decay: Tensor | None = None) -> KeptTokens:
     """The tokens kept, None for none, which may fade, then the new ones."""
-    if kept is None:
+    if past is None:
         return new
-    _check_kept(kept, new)
-    kept = kept if log_decay is None else kept.decay(log_decay)
-    key, value = torch.cat([kept.key, new.key], 2), torch.cat([kept.value, new.value], 2)
+    _check_kept(past, new)
+    past = past if log_decay is None else past.decay(log_decay)
+    key, value = torch.cat([past.key, new.key], 2), torch.cat([past.value, new.value], 2)
     mask = bias = None
-    if kept.key_mask is not None or new.key_mask is not None:
-        mask = torch.cat([_mask(kept), _mask(new)], -1)
-    if kept.key_bias is not None and new.key_bias is not None:
-        bias = torch.cat([kept.key_bias, new.key_bias], -1)
+    if past.key_mask is not None or new.key_mask is not None:
+        mask = torch.cat([_mask(past), _mask(new)], -1)
+    if past.key_bias is not None and new.key_bias is not None:
+        bias = torch.cat([past.key_bias, new.key_bias], -1)
     return KeptTokens(key, value, mask, bias)
 
 
-def _check_kept(kept: KeptTokens, new: KeptTokens) -> None:
+def _check_kept(past: KeptTokens, new: KeptTokens) -> None:
     """Refuse tokens kept whose tensors do not belong together, or that these do not continue."""
-    length = kept.key.shape[2] if isinstance(kept.key, Tensor) and kept.key.ndim == 4 else 0
+    length = past.key.shape[2] if isinstance(past.key, Tensor) and past.key.ndim == 4 else 0
     batch, heads = new.key.shape[:2]
     bias = None if new.key_bias is None else ((batch, heads, length), new.key_bias.dtype)
     wanted = {
         "key": ((batch, heads, length, new.key.shape[3]), new.key.dtype),
         "value": ((batch, heads, length, new.value.shape[3]), new.value.dtype),
-        "key_mask": None if kept.key_mask is None else ((batch, length), torch.bool),
+        "key_mask": None if past.key_mask is None else ((batch, length), torch.bool),
         "key_bias": bias,
     }
     for name, outline in wanted.items():
-        x = getattr(kept, name)
+        x = getattr(past, name)
         got = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
         if got != outline:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""That all ranks make one call, told before anything else is sent: ranks that disagree are named on all of them.
+"""Agreement of all ranks on one call, before anything else is sent: ranks that disagree are named on all of them.
 
 Each rank sends 24 bytes: a digest of its call, and how many queries and keys it holds. They are the first collective of
 every call, of one size whatever the call, so that ranks in different calls meet in it. Where digests differ, the ranks
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
 
-from linattn.attention import Exact
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.ranks import Ranks
 from linattn.positions import Gates
@@ -33,7 +32,7 @@ def fields_of_call(
     call: str,
     tokens: tuple[Tensor, Tensor, Tensor],
     feature_map: FeatureMap | None,
-    exact: Exact | None,
+    window: int | None,
     weights: Sequence[Tensor | None] = (),
     **options: object,
 ) -> Fields:
@@ -46,8 +45,7 @@ def fields_of_call(
     fields["batch size"] = tokens[1].shape[0]
     if isinstance(feature_map, FeatureMap):
         fields["feature_map"] = feature_map.fingerprint()
-    # A graph can say no more of a rule; a window has no more.
-    fields["exact"] = f"{type(exact).__name__} {exact.label}" if isinstance(exact, Exact) else str(exact)
+    fields["window"] = str(window)
     followed = [*tokens, *weights, *(feature_map.parameters() if isinstance(feature_map, FeatureMap) else ())]
     follows = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in followed)
     return fields | {"gradients": "followed" if follows else "not followed"}
@@ -121,10 +119,10 @@ def _exchanged(group: dist.ProcessGroup, fields: Fields, lengths: Sequence[int],
     """Digests there and back, and what they are of where they differ."""
     said = repr(sorted(fields.items())).encode()
     digest = int.from_bytes(blake2b(said, digest_size=8).digest(), "big", signed=True)
-    own = torch.tensor([digest, *lengths], dtype=torch.int64, device=device)
+    message = torch.tensor([digest, *lengths], dtype=torch.int64, device=device)
     size = dist.get_world_size(group)
-    every = own.new_empty(size * 3)
-    dist.all_gather_single(every, own, group=group)
+    every = message.new_empty(size * 3)
+    dist.all_gather_single(every, message, group=group)
     every = every.view(size, 3)
     if len(set(every[:, 0].tolist())) > 1:
         calls: list[Fields] = [{} for _ in range(size)]

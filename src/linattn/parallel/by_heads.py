@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import linattn.attention as whole
-from linattn.attention import Exact
-from linattn.attention._check import checked
+from linattn.attention._check import checked_for
 from linattn.attention.backends import check_backend
+from linattn.attention.window import check_width
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.agreement import agreed, fields_of_call
 from linattn.parallel.collectives import exchange
@@ -24,30 +24,30 @@ def linear_attention_by_heads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap | None,
+    feature_map: FeatureMap,
     *,
     mesh: DeviceMesh,
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
-    exact: Exact | None = None,
+    window: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`linattn.linear_attention` of a sequence of which each rank holds a part, by heads in place of states.
 
         tokens of all heads -> all tokens of Hkv/P heads -> attention -> tokens of all heads
 
-    For what is decided over all tokens: maps that take statistics from the call, heavy keys, merged keys. Two
-    all-to-alls forward and two backward, of B·L·(H·D + Hkv·(D + Dv) + H·Dv)/P numbers to each other rank: they grow
-    with the sequence, where `linear_attention` sends states of constant size. One all-gather of 24 bytes goes before.
-    A mask or a bias travels beside the keys, and 16-bit tokens with it in its own wider dtype.
+    For what is decided over all tokens: maps that take statistics from the call. Two all-to-alls forward and two
+    backward, of B·L·(H·D + Hkv·(D + Dv) + H·Dv)/P numbers to each other rank: they grow with the sequence, where
+    `linear_attention` sends states of constant size. One all-gather of 24 bytes goes before. A mask or a bias travels
+    beside the keys, and 16-bit tokens with it in its own wider dtype.
 
     Args:
         query, key, value, key_mask, key_bias, is_causal, enable_gqa: as in `parallel.linear_attention`.
-        feature_map: the kernel, the same on every rank, one set of parameters for all heads; None for merged keys.
+        feature_map: the kernel, the same on every rank, one set of parameters for all heads.
         mesh: one dimension, whose number of ranks divides the key/value heads.
-        exact, backend: as in `linattn.linear_attention`.
+        window, backend: as in `linattn.linear_attention`.
 
     Returns:
         (B, H, Lq, Dv): the rows of this rank's queries.
@@ -58,19 +58,21 @@ def linear_attention_by_heads(
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), section 3.
     """
-    ranks, given = Ranks.of(mesh), (query, key, value)
+    ranks, parts = Ranks.of(mesh), (query, key, value)
 
     def check() -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         check_backend(backend)
-        checked_tokens = checked(given, feature_map, key_mask, key_bias, enable_gqa=enable_gqa)
+        if window is not None:
+            check_width(window)
+        checked_tokens = checked_for(feature_map, parts, key_mask, key_bias, enable_gqa=enable_gqa)
         _check(ranks, key.shape[1], feature_map)
         return checked_tokens
 
     weights = [name for name, x in (("key_mask", key_mask), ("key_bias", key_bias)) if x is not None]
-    options = {"is_causal": is_causal, "enable_gqa": enable_gqa, "backend": backend, "rule": repr(exact)}
+    options = {"is_causal": is_causal, "enable_gqa": enable_gqa, "backend": backend}
     options["weights of keys"] = weights or None
-    fields = fields_of_call("parallel.linear_attention_by_heads", given, feature_map, exact, [key_bias], **options)
-    (query, key, value, bias), every = agreed(ranks, fields, check, given)
+    fields = fields_of_call("parallel.linear_attention_by_heads", parts, feature_map, window, [key_bias], **options)
+    (query, key, value, bias), every = agreed(ranks, fields, check, parts)
     num_queries, num_keys = (tuple(lengths) for lengths in every.T.tolist())
     tokens = [query, key, value]
     if bias is not None:
@@ -85,13 +87,13 @@ def linear_attention_by_heads(
         key_bias=rest[0].squeeze(-1) if rest else None,
         is_causal=is_causal,
         enable_gqa=True,
-        exact=exact,
+        window=window,
         backend=backend,
     )
     return _to_tokens(ranks, out, num_queries)
 
 
-def _check(ranks: Ranks, num_kv_heads: int, feature_map: FeatureMap | None) -> None:
+def _check(ranks: Ranks, num_kv_heads: int, feature_map: FeatureMap) -> None:
     """Refuse heads that cannot be dealt out, and a map that belongs to some of them."""
     if num_kv_heads % ranks.size:
         raise ValueError(

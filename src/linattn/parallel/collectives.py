@@ -18,17 +18,17 @@ from linattn.parallel.ranks import Ranks
 
 
 def gather(ranks: Ranks, x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
-    """What every rank sent, (B, …) -> (P, B, …), and the anchor; backward one reduce-scatter."""
-    found: tuple[Tensor, Tensor] = _Gather.apply(ranks, x, anchor)
-    return found
+    """Tensors of every rank, (B, …) -> (P, B, …), and the anchor; backward one reduce-scatter."""
+    gathered: tuple[Tensor, Tensor] = _Gather.apply(ranks, x, anchor)
+    return gathered
 
 
 def exchange(
     ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int], anchor: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Numbers (Σ sent,), so many to each rank, and the numbers (Σ received,) from each; backward the way back."""
-    found: tuple[Tensor, Tensor] = _Exchange.apply(ranks, tuple(sent), tuple(received), x, anchor)
-    return found
+    exchanged: tuple[Tensor, Tensor] = _Exchange.apply(ranks, tuple(sent), tuple(received), x, anchor)
+    return exchanged
 
 
 class _Gather(torch.autograd.Function):
@@ -38,17 +38,17 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, ranks: Ranks, x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
         """Send to all."""
         ctx.ranks = ranks
-        found = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_single(found, tied(x.contiguous(), anchor), group=ranks.group)
-        return found.unflatten(0, (ranks.size, -1)), anchor.view_as(anchor)
+        gathered = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
+        dist.all_gather_single(gathered, tied(x.contiguous(), anchor), group=ranks.group)
+        return gathered.unflatten(0, (ranks.size, -1)), anchor.view_as(anchor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Sum over the readers."""
         grad, of_anchor = tied(*grads), grads[1]
-        found = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_single(found, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)
-        return None, found, tied(of_anchor, found)
+        total = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter_single(total, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)
+        return None, total, tied(of_anchor, total)
 
 
 class _Exchange(torch.autograd.Function):
@@ -67,15 +67,15 @@ class _Exchange(torch.autograd.Function):
         """Send the gradients back."""
         grad, of_anchor = tied(*grads), grads[1]
         sent, received = ctx.sizes
-        found = _swapped(ctx.ranks, grad, received, sent)
-        return None, None, None, found, tied(of_anchor, found)
+        returned = _swapped(ctx.ranks, grad, received, sent)
+        return None, None, None, returned, tied(of_anchor, returned)
 
 
 def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """One all-to-all."""
-    found = x.new_empty(sum(received))
-    dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=ranks.group)
-    return found
+    numbers = x.new_empty(sum(received))
+    dist.all_to_all_single(numbers, x.contiguous(), list(received), list(sent), group=ranks.group)
+    return numbers
 
 
 def tied(x: Tensor, to: Tensor) -> Tensor:

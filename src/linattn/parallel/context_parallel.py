@@ -42,14 +42,13 @@ class ContextParallel(ParallelStyle):
         equal_lengths: whether all parts have the same number of tokens, so that layers with positions need not ask for
             them; with key masks they ask for a number per row from each rank. Others are refused.
         by_heads: whether linear layers give each rank all tokens of some heads (`parallel.linear_attention_by_heads`)
-            in place of states: for heavy and merged keys, which are chosen over all of a sequence as in one process. It
-            sends numbers that grow with the sequence, and the ranks must divide the key/value heads.
+            in place of states: for maps that take statistics from all of a sequence, as in one process. It sends
+            numbers that grow with the sequence, and the ranks must divide the key/value heads.
 
     Raises:
         TypeError: the module is no `LinearAttention` or `SoftmaxAttention`.
         ValueError: the mesh has several dimensions; the ranks' layers differ, or their maps: other draws, or other
-            weights, then or in a call; a layer has heavy or merged keys and `by_heads` is false,
-            or a gate and it is true.
+            weights, then or in a call; a layer has a gate and `by_heads` is true.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -95,12 +94,6 @@ class ContextParallel(ParallelStyle):
             )
         if isinstance(layer, SoftmaxAttention):
             return layer
-        exact = layer.exact
-        if not self.by_heads and exact is not None and (exact.num_heavy or exact.num_merged):
-            raise ValueError(
-                f"which keys are heavy, or merged, is decided over all of a sequence, and a rank has some of it, got "
-                f"{exact!r}; give by_heads=True, which sends each rank all tokens of some heads"
-            )
         if self.by_heads and layer.gate is not None:
             raise ValueError(
                 f"gates go with states, and by_heads=True sends tokens, got a {type(layer.gate).__name__}; give "
@@ -128,9 +121,9 @@ class SequenceParts:
         lengths = exchange_fields(self.ranks, fields, (length, length))
         if key_mask is None:
             return lengths[: self.ranks.rank, 0].sum().expand(batch)
-        own = key_mask.sum(1)
-        every = own.new_empty(self.ranks.size * batch)
-        dist.all_gather_single(every, own, group=self.ranks.group)
+        num_tokens = key_mask.sum(1)
+        every = num_tokens.new_empty(self.ranks.size * batch)
+        dist.all_gather_single(every, num_tokens, group=self.ranks.group)
         return every.view(self.ranks.size, batch)[: self.ranks.rank].sum(0)
 
     def attend(self, layer: Attention, heads: Heads) -> Tensor:
@@ -144,7 +137,7 @@ class SequenceParts:
             "key_mask": heads.key_mask,
             "is_causal": layer.is_causal,
             "enable_gqa": True,
-            "exact": layer.exact,
+            "window": layer.window,
         }
         if self.by_heads:
             if self.equal_lengths:
@@ -165,16 +158,16 @@ class SequenceParts:
         mask = None if heads.key_mask is None else _bias_of(heads.key_mask, heads.key)
         part = with_neighbours(self.ranks, Part(heads.query, heads.key, heads.value, mask, heads.gates), views)
         if not layer.is_causal:
-            kept = KeptTokens(part.key, part.value, None if mask is None else part.key_mask)
-            return layer._attend_to(part.query, kept)
+            past = KeptTokens(part.key, part.value, None if mask is None else part.key_mask)
+            return layer._attend_to(part.query, past)
         start = views.starts[self.ranks.rank]
         before = part.keys(slice(start))
         key_mask = None if mask is None else before.key_mask
         bias = None
         if before.gates is not None:
             bias = gate_bias(before.gates, key_mask=key_mask).key_bias.expand(before.key.shape[:3])
-        kept = KeptTokens(before.key, before.value, key_mask, bias)
-        return layer._attend_with_state(heads._replace(query=part.query), kept)[0]
+        past = KeptTokens(before.key, before.value, key_mask, bias)
+        return layer._attend_with_state(heads._replace(query=part.query), past)[0]
 
 
 def _bias_of(key_mask: Tensor, key: Tensor) -> Tensor:

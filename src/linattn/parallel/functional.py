@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from linattn.attention import Exact, State
+from linattn.attention import State
 from linattn.attention.backends import check_backend
-from linattn.attention.exact import check_exact
+from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.agreement import agreed, fields_of_call, kind_of_gates
 from linattn.parallel.collectives import tied
 from linattn.parallel.parts import Part
 from linattn.parallel.ranks import Ranks
 from linattn.parallel.states import gathered, joined
-from linattn.parallel.windows import attend_with_window
+from linattn.parallel.windows import attend_with_window, refuse_left_padding
 from linattn.positions import Gates
 
 
@@ -36,7 +36,7 @@ def linear_attention(
     gates: Gates | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
-    exact: Exact | None = None,
+    window: int | None = None,
     lengths: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -63,8 +63,9 @@ def linear_attention(
         gates: of these tokens; each rank's make all that came before fade. For causal calls without `key_bias`.
         is_causal: whether a query sees its own and earlier keys alone, those of earlier ranks among them.
         enable_gqa: as in `linattn.linear_attention`.
-        exact: a window, None for none. Its blocks are counted from the first token of rank 0; a rank is sent the blocks
-            next to its part by one collective more.
+        window: width of an exact window, None for none. Its blocks are counted from the first token of rank 0; a rank
+            is sent the blocks next to its part by one collective more. Rows are padded on the right: in a graph, which
+            cannot look at a mask, one that begins with masked tokens counts its blocks from them.
         lengths: how many keys each rank holds, in order, for a window; None: they come with the ranks' digests, which a
             graph without breaks cannot read.
         backend: as in `linattn.linear_attention`.
@@ -75,8 +76,8 @@ def linear_attention(
     Raises:
         TypeError, ValueError: as `linattn.linear_attention`; the mesh has several dimensions; queries and keys of a
             causal call differ in number; the ranks' calls, maps or weights differ, or one refuses its own, which is
-            told on all of them; the map takes statistics from the call, or the exact part has heavy or merged
-            keys, which `linear_attention_by_heads` takes.
+            told on all of them; the map takes statistics from the call,
+            which `linear_attention_by_heads` allows.
 
     Example:
         >>> import torch, linattn
@@ -95,43 +96,34 @@ def linear_attention(
 
     def check() -> Part:
         check_backend(backend)
-        _check_window_alone(exact)
         weights = key_mask, key_bias
         part = Part.checked(tokens, feature_map, weights, gates, is_causal=is_causal, enable_gqa=enable_gqa)
-        if exact is not None:
-            check_exact(exact, feature_map, part.query, part.key, is_causal=is_causal)
+        if window is not None:
+            check_window(window, feature_map, part.query.shape[2], part.key.shape[2], is_causal=is_causal)
         if lengths is not None:
             ranks.check_lengths(lengths, key)
+        if window is not None and not any((lengths or ())[: ranks.rank]) and (lengths or ranks.rank == 0):
+            refuse_left_padding(part)
         return part
 
     options = {"is_causal": is_causal, "enable_gqa": enable_gqa, "gates": kind_of_gates(gates), "backend": backend}
     options["lengths"] = "None" if lengths is None else "given"
     fields = fields_of_call(
-        "parallel.linear_attention", tokens, feature_map, exact, (key_bias, *(gates or ())), **options
+        "parallel.linear_attention", tokens, feature_map, window, (key_bias, *(gates or ())), **options
     )
     fields |= {f"lengths[{rank}]": int(length) for rank, length in enumerate(lengths or ())}
     part, lengths_of_ranks = agreed(ranks, fields, check, tokens)
     part = part._replace(query=tied(part.query, lengths_of_ranks), key=tied(part.key, lengths_of_ranks))
-    if exact is not None:
+    if window is not None:
         parts = lengths_of_ranks[:, 1].tolist() if lengths is None else lengths
-        return attend_with_window(ranks, part, feature_map, exact, parts, backend, is_causal=is_causal)
+        return attend_with_window(ranks, part, feature_map, window, parts, backend, is_causal=is_causal)
     # Nobody comes after the last rank.
-    own = part.keys(slice(0)) if is_causal and ranks.is_last else part
-    (every,), query = gathered(ranks, [own.absorbed(feature_map, backend)], part.query)
+    sent = part.keys(slice(0)) if is_causal and ranks.is_last else part
+    (every,), query = gathered(ranks, [sent.absorbed(feature_map, backend)], part.query)
     part, nothing = part._replace(query=query), part.nothing(feature_map)
     if is_causal:
         return part.attended(feature_map, joined(every[: ranks.rank], nothing), None, backend)
     return part.read(feature_map, joined(every, nothing), backend)
-
-
-def _check_window_alone(exact: Exact | None) -> None:
-    """Refuse keys that are chosen among all of a sequence's."""
-    if exact is not None and (exact.num_heavy or exact.num_merged):
-        raise ValueError(
-            f"which keys are heavy, or merged, is decided over all of a sequence, and a rank has some of it, got "
-            f"{exact!r}; give a window alone, or call parallel.linear_attention_by_heads, which gives each rank all "
-            "tokens of some heads"
-        )
 
 
 def absorb(

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention import Exact, State, linear_attention_with_state
-from linattn.attention._check import check_map, checked
+from linattn.attention import State, linear_attention_with_state
+from linattn.attention._check import check_map, checked_for
 from linattn.attention.backends import Call, choose
-from linattn.attention.bound_map import bind, outside_autocast
+from linattn.attention.bound_map import bind
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.states import Span
 from linattn.positions import Gates, gate_bias, gated_attention_with_state
 from linattn.positions.gates import spans
+from linattn.softmax.precision import outside_autocast
 
 
 class Part(NamedTuple):
@@ -42,7 +43,7 @@ class Part(NamedTuple):
     ) -> Part:
         """The tokens of a call, wrong ones refused."""
         check_map(feature_map)
-        query, key, value, bias = checked(tokens, feature_map, *weights, enable_gqa=enable_gqa)
+        query, key, value, bias = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
         if is_causal and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"causally a rank's queries stand beside its keys, got {query.shape[2]} queries and {key.shape[2]} "
@@ -90,16 +91,16 @@ class Part(NamedTuple):
             span = Span(state, span.log_decay + log_decay)
         return span
 
-    def attended(self, feature_map: FeatureMap, before: State, exact: Exact | None, backend: str) -> Tensor:
+    def attended(self, feature_map: FeatureMap, before: State, window: int | None, backend: str) -> Tensor:
         """The causal rows over a state's keys and these, (B, H, Lq, Dv)."""
         query, key, value, bias, gates = self
         tokens = query, key, value, feature_map
         if gates is None:
             return linear_attention_with_state(
-                *tokens, before, key_bias=bias, enable_gqa=True, exact=exact, backend=backend
+                *tokens, before, key_bias=bias, enable_gqa=True, window=window, backend=backend
             ).out
         return gated_attention_with_state(
-            *tokens, gates, before, key_mask=self.key_mask, enable_gqa=True, exact=exact, backend=backend
+            *tokens, gates, before, key_mask=self.key_mask, enable_gqa=True, window=window, backend=backend
         ).out
 
     def read(self, feature_map: FeatureMap, state: State, backend: str) -> Tensor:
@@ -139,10 +140,10 @@ def _joined(bias: Tensor, mask: Tensor | None) -> Tensor:
 def _refuse_statistics(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
     """Refuse a map whose features depend on tokens of other ranks."""
     with torch.no_grad():
-        found = feature_map.call_tensors(query.detach(), key.detach(), key_mask=None, is_causal=False)
-    if found:
+        statistics = feature_map.call_tensors(query.detach(), key.detach(), key_mask=None, is_causal=False)
+    if statistics:
         raise ValueError(
-            f"{type(feature_map).__name__} takes {', '.join(found)} from all tokens of a call, and a rank has some of "
-            "them; fit it first, or call parallel.linear_attention_by_heads, which gives each rank all tokens of some "
-            "heads"
+            f"{type(feature_map).__name__} takes {', '.join(statistics)} from all tokens of a call, and a rank has "
+            "some of them; fit it first, or call parallel.linear_attention_by_heads, which gives each rank all tokens "
+            "of some heads"
         )

@@ -24,7 +24,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Ranks:
-        """Those of a mesh of one dimension; others are refused, and sequences that torch has dealt out otherwise."""
+        """Ranks of a mesh of one dimension; others are refused, and sequences that torch has dealt out otherwise."""
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
                 f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}; make one with "
@@ -45,11 +45,11 @@ class Ranks(NamedTuple):
 
     def check_lengths(self, lengths: Sequence[int], key: Tensor) -> None:
         """Refuse lengths that are not those of the ranks' parts."""
-        own, given = key.shape[2], tuple(lengths)
-        if len(given) != self.size or given[self.rank] != own:
+        num_keys, lengths = key.shape[2], tuple(lengths)
+        if len(lengths) != self.size or lengths[self.rank] != num_keys:
             raise ValueError(
-                f"lengths must say how many keys each of {self.size} ranks holds, and rank {self.rank} holds {own}, "
-                f"got {given}"
+                f"lengths must say how many keys each of {self.size} ranks holds, and rank {self.rank} holds "
+                f"{num_keys}, got {lengths}"
             )
 
 

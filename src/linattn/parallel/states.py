@@ -1,4 +1,4 @@
-"""What ranks exchange: the state of each part, and by how much it makes earlier ones fade.
+"""Exchange of states between ranks: the state of each part, and by how much it makes earlier ones fade.
 
 Letters: B batch, H key/value heads, Dv value width, R features, M exponents kept per head, P ranks.
 """
@@ -22,7 +22,7 @@ class Span(NamedTuple):
     log_decay: Tensor | None  # (B or 1, H), what all earlier weights are multiplied by; None without gates
 
     def then(self, later: Span) -> Span:
-        """These tokens and those after them."""
+        """Span of these tokens and the later ones."""
         if later.log_decay is None or self.log_decay is None:
             return Span(self.state.merge(later.state), None)
         state = self.state.decay(later.log_decay).merge(later.state)
@@ -48,11 +48,11 @@ def _packed(span: Span) -> Tensor:
 
 
 def _unpacked(packed: Tensor, like: Span) -> Span:
-    """What `_packed` made of a span."""
+    """Inverse of `_packed`: a span."""
     S, z, m = like.state.sums
     sizes = [S.shape[2] * S.shape[3], z.shape[-1], m.shape[-1]]
-    found, of_z, of_m, decay = packed.split([*sizes, packed.shape[-1] - sum(sizes)], -1)
-    state = State(found.unflatten(-1, S.shape[2:]), of_z, of_m.detach(), like.state.built_with)
+    of_S, of_z, of_m, decay = packed.split([*sizes, packed.shape[-1] - sum(sizes)], -1)
+    state = State(of_S.unflatten(-1, S.shape[2:]), of_z, of_m.detach(), like.state.built_with)
     return Span(state, None if like.log_decay is None else decay.squeeze(-1))
 
 

@@ -16,18 +16,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention import Exact, State, combine
+from linattn.attention import State
 from linattn.attention.backends import Call, choose
-from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.exact import ExactKeys, attend_around
-from linattn.attention.softmax import inert
-from linattn.attention.sums import accumulation_dtype
+from linattn.attention.bound_map import bind
+from linattn.attention.window import WindowKeys, attend_around
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.collectives import exchange
 from linattn.parallel.parts import Part
 from linattn.parallel.ranks import Ranks, offsets
 from linattn.parallel.states import gathered, joined
 from linattn.positions import Gates
+from linattn.softmax import combine
+from linattn.softmax.attention import inert
+from linattn.softmax.precision import accumulation_dtype, outside_autocast
+from linattn.softmax.tracing import has_values
 
 
 class Views(NamedTuple):
@@ -62,40 +64,53 @@ class Views(NamedTuple):
         return slice(first, max(first, last))
 
 
+def refuse_left_padding(first: Part) -> None:
+    """Refuse rows whose sequence begins with a masked token, as its first part says where that may be looked at."""
+    bias = first.bias
+    if bias is None or not first.key.shape[2] or not has_values(bias):
+        return
+    rows = (bias[..., 0] == -torch.inf).all(1).nonzero().flatten().tolist()
+    if rows:
+        raise ValueError(
+            f"a window's blocks are counted from a row's first live token, and across ranks from the first one of all; "
+            f"got rows {rows[:8]} that begin with a masked token: pad on the right, or give each rank all tokens "
+            "of some heads: linear_attention_by_heads, or by_heads=True of ContextParallel"
+        )
+
+
 def attend_with_window(
     ranks: Ranks,
     part: Part,
     feature_map: FeatureMap,
-    exact: Exact,
+    window: int,
     lengths: Sequence[int],
     backend: str,
     *,
     is_causal: bool,
 ) -> Tensor:
     """Rows (B, H, L, Dv) with a window alone."""
-    assert exact.window is not None
-    views = Views.of(lengths, exact.window, is_causal=is_causal)
+    views = Views.of(lengths, window, is_causal=is_causal)
     attend = _causal if is_causal else _bidirectional
-    return attend(ranks, with_neighbours(ranks, part, views), views, feature_map, exact, backend)
+    return attend(ranks, with_neighbours(ranks, part, views), views, feature_map, window, backend)
 
 
-def _causal(ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, exact: Exact, backend: str) -> Tensor:
+def _causal(ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, window: int, backend: str) -> Tensor:
     """A stream goes on from the state of all tokens before the view, and reads the view's own."""
     rank, first = ranks.rank, views.firsts[ranks.rank]
-    own = view.keys(slice(0 if ranks.is_last else views.firsts[rank + 1] - first))
-    (every,), query = gathered(ranks, [own.absorbed(feature_map, backend)], view.query)
+    sent = view.keys(slice(0 if ranks.is_last else views.firsts[rank + 1] - first))
+    (every,), query = gathered(ranks, [sent.absorbed(feature_map, backend)], view.query)
     before = joined(every[:rank], view.nothing(feature_map))
-    before = replace(before, exact=ExactKeys.empty(exact, view.key, view.value))
+    before = replace(before, window=WindowKeys.empty(window, view.key, view.value))
     num_before = views.starts[rank] - first
     if view.gates is None:
-        return view._replace(query=query).attended(feature_map, before, exact, backend)
+        return view._replace(query=query).attended(feature_map, before, window, backend)
     # Gates want as many queries as keys: rows of the tokens before the part are dropped.
     query = torch.nn.functional.pad(query, (0, 0, num_before, 0))
-    return view._replace(query=query).attended(feature_map, before, exact, backend)[:, :, num_before:]
+    return view._replace(query=query).attended(feature_map, before, window, backend)[:, :, num_before:]
 
 
 def _bidirectional(
-    ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, exact: Exact, backend: str
+    ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, window: int, backend: str
 ) -> Tensor:
     """The view's tokens are read from the state before it and from the one after it."""
     rank, first, end = ranks.rank, views.firsts[ranks.rank], views.ends[ranks.rank]
@@ -106,11 +121,11 @@ def _bidirectional(
     (every_earlier, every_later), query = gathered(ranks, spans, view.query)
     nothing = view.nothing(feature_map)
     others = joined(every_earlier[:rank], nothing), joined(every_later[rank + 1 :], nothing)
-    return _read_around(view._replace(query=query), views.starts[rank] - first, others, feature_map, exact, backend)
+    return _read_around(view._replace(query=query), views.starts[rank] - first, others, feature_map, window, backend)
 
 
 def _read_around(
-    view: Part, num_before: int, others: tuple[State, State], feature_map: FeatureMap, exact: Exact, backend: str
+    view: Part, num_before: int, others: tuple[State, State], feature_map: FeatureMap, window: int, backend: str
 ) -> Tensor:
     """Rows (B, H, L, Dv) of the part's queries over its view and the states."""
     (key, value), length = inert(view.bias, view.key, view.value), view.query.shape[2]
@@ -119,23 +134,22 @@ def _read_around(
     query = torch.nn.functional.pad(view.query, (0, 0, num_before, num_after)).unflatten(1, (key.shape[1], -1))
     call = Call(bind(feature_map, key, key, is_causal=True), query, key, value, view.bias, is_causal=True)
     assert view.bias is not None
-    assert exact.window is not None
     with outside_autocast(key.device):
         sums = others[0].sums, others[1].sums
-        found = combine(*attend_around(call, view.bias, choose(backend, call), exact.window, sums))
-    return found.out.flatten(1, 2)[:, :, num_before : num_before + length]
+        partial = combine(*attend_around(call, view.bias, choose(backend, call), window, sums))
+    return partial.out.flatten(1, 2)[:, :, num_before : num_before + length]
 
 
 def with_neighbours(ranks: Ranks, part: Part, views: Views) -> Part:
     """The part's queries with the keys of its view, by one all-to-all."""
-    rank, own = ranks.rank, _packed(part)
-    per_token = own.shape[0] * own.shape[1] * own.shape[3]
-    sent = [own[:, :, views.shared(rank, reader)].flatten() for reader in range(ranks.size)]
+    rank, packed = ranks.rank, _packed(part)
+    per_token = packed.shape[0] * packed.shape[1] * packed.shape[3]
+    sent = [packed[:, :, views.shared(rank, reader)].flatten() for reader in range(ranks.size)]
     shared = [views.shared(holder, rank) for holder in range(ranks.size)]
     received = [per_token * (at.stop - at.start) for at in shared]
     flat, query = exchange(ranks, torch.cat(sent), [len(piece) for piece in sent], received, part.query)
-    pieces = [piece.view(*own.shape[:2], -1, own.shape[3]) for piece in flat.split(received)]
-    pieces[rank] = own
+    pieces = [piece.view(*packed.shape[:2], -1, packed.shape[3]) for piece in flat.split(received)]
+    pieces[rank] = packed
     return _unpacked(torch.cat(pieces, 2), part._replace(query=query))
 
 
@@ -148,7 +162,7 @@ def _packed(part: Part) -> Tensor:
 
 
 def _unpacked(packed: Tensor, like: Part) -> Part:
-    """What `_packed` made of a part's tokens, with that part's queries."""
+    """Inverse of `_packed`: a part's tokens, with the queries of `like`."""
     widths = like.key.shape[-1], like.value.shape[-1]
     key, value, columns = packed.split((*widths, packed.shape[-1] - sum(widths)), -1)
     key, value = key.to(like.key.dtype), value.to(like.value.dtype)

@@ -69,8 +69,8 @@ def written(feature_map: FeatureMap) -> str:
     record = describe(feature_map)
     wrappers = []
     while record["name"] in WRAPPERS:
-        if own := sorted(_chosen(record).keys() - {"inner"}):
-            raise ValueError(f"{record['name']} has no written form with {', '.join(own)}; build it without")
+        if names := sorted(_chosen(record).keys() - {"inner"}):
+            raise ValueError(f"{record['name']} has no written form with {', '.join(names)}; build it without")
         wrappers.append(record["name"])
         record = record["options"]["inner"]
     options = {name: x for name, x in _chosen(record).items() if name not in (*SET_ELSEWHERE, "scale")}

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from linattn.attention.exact import did_you_mean, exact_words
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
+from linattn.softmax.spelling import did_you_mean
 
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
 SET_ELSEWHERE = ("head_dim", "seed", "num_heads", "second_moment", "landmarks")
@@ -157,11 +157,11 @@ def _no_form(text: str) -> ValueError:
 
 def _no_map(name: str, text: str) -> ValueError:
     """Say that there is no map of a name, and which name is near, an exact part's among them."""
-    nearest = did_you_mean(name, (*FEATURE_MAPS, *WRAPPERS, *exact_words()))
+    nearest = did_you_mean(name, (*FEATURE_MAPS, *WRAPPERS, "window", "merged"))
     return ValueError(f"{text.strip()!r}: there is no feature map {name!r}{nearest}; {_forms()}")
 
 
 def _forms() -> str:
-    """What may be written."""
+    """Forms of a written map."""
     around = " or ".join(f"{wrapper}(…)" for wrapper in WRAPPERS)
     return f"write one of {', '.join(FEATURE_MAPS)}, with options as in Taylor(order=2), or {around} around one"

@@ -1,9 +1,9 @@
-"""Methods by their written form: a feature map, and the keys attended to exactly beside it.
+"""Methods by their written form: a feature map, with an exact window or without, or merged keys in its place.
 
-"Expansion(num_centres=16) + window 16 + heavy 32" attends through the expansion, except to near keys and to the 32
-heaviest, which get their softmax weights. "window 128 + merged 256" has no map: merged keys take its place.
+"Expansion(num_centres=16) + window 16" attends through the expansion, except to near keys, which get their softmax
+weights. "window 128 + merged 256" has no map: a window of exact keys, and 256 merged keys for all others.
 
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width.
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, R features.
 """
 
 from __future__ import annotations
@@ -12,34 +12,46 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from linattn.attention import Exact, linear_attention
-from linattn.attention.exact import begins_exact, parse_exact
+from linattn.attention import linear_attention
+from linattn.attention.window import check_width, check_window, shares_normalizer
 from linattn.feature_maps import FeatureMap, FittedMap
+from linattn.kv_cache import MergedKV, merged_attention
+from linattn.kv_cache.config import begins_merged
 from linattn.planning.map_specs import MapSpec, parse_map
-from linattn.planning.no_map import NoMap
+from linattn.softmax.spelling import did_you_mean
 
 # A plus outside brackets: "scale=1e+2" holds one inside.
 _PLUS = re.compile(r"\+(?![^(]*\))")
+_WINDOW = re.compile(r"window\s+([1-9][0-9]*)", re.IGNORECASE)
+# Files and written forms of earlier versions may have them.
+HEAVY_KEYS_REMOVED = "heavy keys were removed: use 'window W + merged C' without a map, or the window alone"
+"""What to do about a folder or a written form of an earlier version."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A feature map still to be built, and the keys attended to exactly or merged.
+    """A way to attend, still to be built for a head width.
 
     Attributes:
-        map: the map; None where merged keys take its place.
-        exact: the exact part; None where the map takes all keys.
+        map: the feature map; None where merged keys take its place.
+        window: width of the exact window beside the map; None for none.
+        merged: the merged keys; None beside a map.
     """
 
     map: MapSpec | None
-    exact: Exact | None = None
+    window: int | None = None
+    merged: MergedKV | None = None
 
     @property
     def label(self) -> str:
         """The written form, with exact names."""
-        return " + ".join(part.label for part in (self.map, self.exact) if part is not None)
+        if self.merged is not None:
+            return self.merged.label
+        assert self.map is not None
+        return self.map.label if self.window is None else f"{self.map.label} + window {self.window}"
 
     @property
     def takes_features(self) -> bool:
@@ -51,42 +63,120 @@ class Method:
         """Whether the map is drawn from a seed."""
         return self.map is not None and self.map.is_random
 
-    def build(
+    def build_map(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
     ) -> FeatureMap:
-        """The map, not yet fitted, from `MapSpec.build`; a `NoMap` where merged keys take its place.
+        """The map, not yet fitted, from `MapSpec.build`.
 
-        Raises ValueError if the map's weights cannot share a normaliser with exact attention, or as `MapSpec.build`.
+        Raises ValueError if the method has no map, its weights cannot share a normaliser with a window, or as
+        `MapSpec.build`.
 
         Example:
-            >>> parse_method("Taylor(order=2)").build(4, num_features=None, scale=0.5, seed=0).num_features
+            >>> parse_method("Taylor(order=2)").build_map(4, num_features=None, scale=0.5, seed=0).num_features
             15
         """
         if self.map is None:
-            if num_features is not None:
-                raise ValueError(f"{self.label} has no map, got num_features={num_features}; leave it out")
-            return NoMap(head_dim, scale)
+            raise ValueError(f"{self.label} has no map; give a method with one, as FavorPlus")
         feature_map = self.map.build(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
-        if self.exact is not None and not self.exact.takes(feature_map):
+        if self.window is not None and not shares_normalizer(feature_map):
             raise ValueError(
                 f"{self.label}: {self.map.name} cannot share a normaliser with exact attention; take a map for the "
-                "softmax kernel with positive weights, as Expansion or FavorPlus, or leave window and heavy out"
+                "softmax kernel with positive weights, as Expansion or FavorPlus, or leave the window out"
             )
         return feature_map
 
-    def check_call(self, feature_map: FeatureMap, num_tokens: int, *, is_causal: bool) -> None:
-        """Refuse self-attention that the exact part cannot have: causal heavy or merged keys without a window.
+    def build_kernel(
+        self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
+    ) -> FeatureMap | MergedKV:
+        """The map of `build_map`, or the merged keys, which have no features.
 
         Example:
-            >>> parse_method("merged 8").check_call(NoMap(4), 16, is_causal=False)
+            >>> parse_method("merged 8").build_kernel(4, num_features=None, scale=0.5, seed=0)
+            MergedKV(window=None, num_merged=8, bits=None)
         """
-        if self.exact is not None:
-            taken = None if isinstance(feature_map, NoMap) else feature_map
-            self.exact.check_call(taken, num_tokens, num_tokens, is_causal=is_causal)
+        if self.merged is None:
+            return self.build_map(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
+        if num_features is not None:
+            raise ValueError(f"{self.label} has no map, got num_features={num_features}; leave it out")
+        return self.merged
+
+    def build(
+        self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
+    ) -> BuiltMethod:
+        """The method for heads of a width and a temperature; errors as those of `build_map`.
+
+        Example:
+            >>> parse_method("merged 8").build(4, num_features=None, scale=0.5, seed=0).num_features
+            0
+        """
+        kernel = self.build_kernel(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
+        return BuiltMethod(self, kernel if isinstance(kernel, FeatureMap) else None, head_dim, scale)
+
+
+@dataclass(frozen=True)
+class BuiltMethod:
+    """A method that attends in heads of one width.
+
+    Attributes:
+        method: what was built.
+        feature_map: its map; None for merged keys.
+        head_dim: D.
+        scale: the temperature, the factor of q·k.
+    """
+
+    method: Method
+    feature_map: FeatureMap | None
+    head_dim: int
+    scale: float
+
+    @property
+    def num_features(self) -> int:
+        """R; 0 for merged keys."""
+        return 0 if self.feature_map is None else self.feature_map.num_features
+
+    @property
+    def softmax_kernel(self) -> bool:
+        """Whether it stands for the softmax kernel, on its scale."""
+        return self.feature_map is None or self.feature_map.softmax_kernel
+
+    @property
+    def nonnegative(self) -> bool:
+        """Whether its weights are a convex combination."""
+        return self.feature_map is None or self.feature_map.nonnegative
+
+    def to(self, device: torch.device | str) -> BuiltMethod:
+        """The method itself, its map moved to a device."""
+        if self.feature_map is not None:
+            self.feature_map.to(device)
+        return self
+
+    def fit(self, query: Tensor, key: Tensor) -> None:
+        """Fit the map to queries (B, H, L, D) and keys (B, Hkv, L, D), in place, if it takes statistics.
+
+        Example:
+            >>> import torch
+            >>> centred = parse_method("Centred(Taylor)").build(1, num_features=None, scale=1.0, seed=0)
+            >>> centred.fit(torch.zeros(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1))
+            >>> centred.feature_map.key_mean.tolist()
+            [[[2.0]]]
+        """
+        if isinstance(self.feature_map, FittedMap):
+            self.feature_map.fit(query, key)
+
+    def check_call(self, num_tokens: int, *, is_causal: bool) -> None:
+        """Refuse self-attention that the method cannot have, as causal merged keys without a window.
+
+        Example:
+            >>> parse_method("merged 8").build(4, num_features=None, scale=1.0, seed=0).check_call(16, is_causal=False)
+        """
+        if self.method.merged is not None:
+            self.method.merged.check_call(num_tokens, num_tokens, is_causal=is_causal)
+        elif self.method.window is not None:
+            assert self.feature_map is not None
+            check_window(self.method.window, self.feature_map, num_tokens, num_tokens, is_causal=is_causal)
 
     def attend(
         self,
-        feature_map: FeatureMap,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -95,70 +185,90 @@ class Method:
         is_causal: bool,
         backend: str = "auto",
     ) -> Tensor:
-        """`linattn.linear_attention` with this method's exact part and a map of `build`, fitted if it takes statistics.
+        """`linattn.linear_attention` or `linattn.merged_attention`, which has no other backend than "auto" here.
 
-        Keys and values may have fewer heads than queries. Without a map the temperature is that of the `NoMap`, and
-        there is no other backend than "auto".
+        Keys and values may have fewer heads than queries.
 
         Example:
             >>> import torch
-            >>> method = parse_method("Exponential")
+            >>> built = parse_method("Exponential").build(4, num_features=None, scale=1.0, seed=0)
             >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
-            >>> feature_map = method.build(4, num_features=None, scale=1.0, seed=0)
-            >>> method.attend(feature_map, zero, zero, v, is_causal=False).flatten().tolist()
+            >>> built.attend(zero, zero, v, is_causal=False).flatten().tolist()
             [2.0, 2.0]
         """
-        if isinstance(feature_map, NoMap):
-            # The op has its own temperature there.
-            own = feature_map.head_dim**-0.5
-            query = query if feature_map.scale == own else query * (feature_map.scale / own)
+        if self.method.merged is not None:
+            # The op has its own temperature.
+            op_scale = self.head_dim**-0.5
+            query = query if self.scale == op_scale else query * (self.scale / op_scale)
+            return merged_attention(
+                query, key, value, self.method.merged, key_mask=key_mask, is_causal=is_causal, enable_gqa=True
+            )
+        assert self.feature_map is not None
         return linear_attention(
             query,
             key,
             value,
-            None if isinstance(feature_map, NoMap) else feature_map,
+            self.feature_map,
             key_mask=key_mask,
             is_causal=is_causal,
             enable_gqa=True,
-            exact=self.exact,
+            window=self.method.window,
             backend=backend,
         )
 
 
 def parse_method(text: str) -> Method:
-    """Read a method's written form: that of a map, or merged keys in its place, and the parts of an exact rule.
+    """Read a method's written form: that of a map, with "+ window W" or without, or that of merged keys.
 
-    In any case; the exact part's parts in any order.
-
-    Raises ValueError if the map's part is no map (`parse_map` says why), another part is no window and of no rule, a
-    part is written twice, the window is no power of two beside a map, or keys are merged beside a map, which leaves
-    none to it.
+    Raises ValueError if the map's part is no map (`parse_map` says why), another part is no window, the window is no
+    power of two beside a map, or keys are merged beside a map, which leaves none to it.
 
     Example:
-        >>> parse_method("expansion(num_centres=4)+HEAVY 8+window 16").label
-        'Expansion(num_centres=4) + window 16 + heavy 8'
+        >>> parse_method("expansion(num_centres=4)+window 16").label
+        'Expansion(num_centres=4) + window 16'
         >>> parse_method("merged 128 + Window 32").label
         'window 32 + merged 128'
     """
-    written, *parts = _PLUS.split(text, maxsplit=1)
-    feature_map = None if begins_exact(written) else parse_map(written)
-    has_map = feature_map is not None
+    parts = [part.strip() for part in _PLUS.split(text)]
+    if any(_word(part) == "heavy" for part in parts):
+        raise ValueError(f"{text!r}: {HEAVY_KEYS_REMOVED}")
+    if begins_merged(text) or _word(parts[0]) == "window":
+        return Method(None, merged=_parse_merged(text, parts))
+    feature_map = parse_map(parts[0])
+    if len(parts) == 1:
+        return Method(feature_map)
+    if len(parts) > 2:
+        raise ValueError(f"{text!r} has {len(parts)} parts; write a map and a window, as {parts[0]} + window 32")
+    match = _WINDOW.fullmatch(parts[1])
+    if match is None:
+        word = _word(parts[1])
+        why = " (the word and a positive whole number)" if word == "window" else did_you_mean(word, ["window"])
+        raise ValueError(f"{text!r}: {parts[1]!r} is no window{why}; write, for example, {parts[0]} + window 32")
     try:
-        exact = None if has_map and not parts else parse_exact(parts[0] if has_map else text)
+        check_width(int(match[1]))
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
-    merging = exact is not None and exact.num_merged > 0
-    if exact is not None and merging and has_map:
+    return Method(feature_map, int(match[1]))
+
+
+def _parse_merged(text: str, parts: Sequence[str]) -> MergedKV:
+    """Merged keys, refused beside a map."""
+    if _word(parts[0]) not in ("window", "merged"):
+        # A word that is no map's is named first.
+        parse_map(parts[0])
         raise ValueError(
             f"{text!r}: merged keys take every key that is not near and leave none to a map; leave the map out, as in "
-            f"{exact.label!r}, or write heavy in place of merged"
+            "'window 32 + merged 128', or the merged keys"
         )
-    if not has_map and not merging:
-        raise ValueError(
-            f"{text!r} leaves the keys that are not exact to nobody; write merged keys, as in "
-            "'window 32 + merged 128', or a map, as in 'Expansion + window 32'"
-        )
-    return Method(feature_map, exact)
+    try:
+        return MergedKV.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+
+
+def _word(part: str) -> str:
+    """The word that a part begins with."""
+    return part.partition(" ")[0].lower()
 
 
 def together(labels: Sequence[str]) -> str:
@@ -169,18 +279,3 @@ def together(labels: Sequence[str]) -> str:
         ('merged 8', 'merged 8; merged 4')
     """
     return "; ".join(labels if len(set(labels)) > 1 else labels[:1])
-
-
-def fit(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
-    """Fit a map to queries (B, H, L, D) and keys (B, Hkv, L, D), in place, if it takes statistics.
-
-    Example:
-        >>> import torch
-        >>> from linattn.feature_maps import Centred, Taylor
-        >>> centred = Centred(Taylor(1))
-        >>> fit(centred, torch.zeros(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1))
-        >>> centred.key_mean.tolist()
-        [[[2.0]]]
-    """
-    if isinstance(feature_map, FittedMap):
-        feature_map.fit(query, key)

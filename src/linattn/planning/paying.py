@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention import softmax_attention
-from linattn.feature_maps import FeatureMap
 from linattn.planning.costs import exact_state_numbers, state_numbers
-from linattn.planning.methods import Method, fit
+from linattn.planning.methods import BuiltMethod
 from linattn.planning.timing import seconds, spread
+from linattn.softmax import softmax_attention
 
 LINEAR, EXACT = "linear", "exact"
 Tokens = tuple[Tensor, Tensor, Tensor]
@@ -98,13 +97,11 @@ cache 32,768'
 
 
 def pays_not(
-    method: Method,
-    feature_map: FeatureMap,
+    built: BuiltMethod,
     tokens: Tokens,
     *,
     num_tokens: int,
     is_causal: bool,
-    num_sharing: int = 1,
     by_time_alone: bool = False,
 ) -> Standing | None:
     """A method that is neither faster nor smaller than exact attention at a length, with its figures.
@@ -117,12 +114,10 @@ def pays_not(
     Cost: none, or four calls of each kind over `num_tokens` tokens, at most 4,096.
 
     Args:
-        method: its exact part.
-        feature_map: its map, which is fitted to the tokens if it takes statistics.
+        built: the method, which is fitted to the tokens if it takes statistics.
         tokens: of one layer; repeated to the length.
         num_tokens: L.
         is_causal: whether later keys are hidden.
-        num_sharing: how many heads with states of their own share one head of the exact cache.
         by_time_alone: whether a smaller state is of no use, as in an encoder, which keeps nothing between calls.
 
     Returns:
@@ -130,20 +125,20 @@ def pays_not(
 
     Example:
         >>> from linattn.planning.methods import parse_method
-        >>> method, x = parse_method("Taylor(order=1)"), torch.zeros(1, 1, 4, 1)
-        >>> feature_map = method.build(1, num_features=None, scale=1.0, seed=0)
-        >>> pays_not(method, feature_map, (x, x, x), num_tokens=64, is_causal=False)  # 4 numbers of 128
+        >>> built = parse_method("Taylor(order=1)").build(1, num_features=None, scale=1.0, seed=0)
+        >>> x = torch.zeros(1, 1, 4, 1)
+        >>> pays_not(built, (x, x, x), num_tokens=64, is_causal=False)  # 4 numbers of 128
     """
-    dims = feature_map.head_dim, tokens[2].shape[-1]
-    kept = state_numbers(method, feature_map, value_dim=dims[1], is_causal=is_causal)
-    exact = exact_state_numbers(num_tokens, head_dim=dims[0], value_dim=dims[1]) // num_sharing
-    if kept < exact and not by_time_alone:
+    dims = built.head_dim, tokens[2].shape[-1]
+    state_size = state_numbers(built, value_dim=dims[1], is_causal=is_causal)
+    exact = exact_state_numbers(num_tokens, head_dim=dims[0], value_dim=dims[1])
+    if state_size < exact and not by_time_alone:
         return None
-    fit(feature_map, tokens[0], tokens[1])
+    built.fit(tokens[0], tokens[1])
 
     def linear(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The method's call."""
-        return method.attend(feature_map, query, key, value, is_causal=is_causal)
+        return built.attend(query, key, value, is_causal=is_causal)
 
     def softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Exact attention."""
@@ -152,7 +147,7 @@ def pays_not(
     timed = min(num_tokens, _LONG_TEXT)
     ours, theirs = _medians(linear, softmax, _repeated(tokens, timed), _REPEATS)
     ours, theirs = ours * num_tokens / timed, theirs * (num_tokens / timed) ** 2
-    return None if ours < theirs else Standing(num_tokens, kept, exact, ours, theirs)
+    return None if ours < theirs else Standing(num_tokens, state_size, exact, ours, theirs)
 
 
 def time_lengths(linear: Callable[..., object], exact: Callable[..., object], tokens: Tokens) -> Times:
@@ -255,8 +250,8 @@ def _medians(
             torch.cuda.synchronize(tokens[0].device)
 
     with torch.no_grad():
-        found = seconds({LINEAR: partial(waited, linear), EXACT: partial(waited, exact)}, repeats=repeats)
-    return spread(found[LINEAR])["median"], spread(found[EXACT])["median"]
+        samples = seconds({LINEAR: partial(waited, linear), EXACT: partial(waited, exact)}, repeats=repeats)
+    return spread(samples[LINEAR])["median"], spread(samples[EXACT])["median"]
 
 
 def _repeated(tokens: Tokens, length: int) -> Tokens:

@@ -37,15 +37,15 @@ def seconds(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     for run in contenders.values():
         run()
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats):
         for name, run in contenders.items():
             if rehearse:
                 run()
             start = time.perf_counter()
             run()
-            found[name].append(time.perf_counter() - start)
-    return found
+            samples[name].append(time.perf_counter() - start)
+    return samples
 
 
 def spread(samples: list[float]) -> dict[str, float]:

@@ -11,10 +11,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linattn.attention.following import is_traced
-from linattn.attention.sums import accumulation_dtype
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._dense import check_dense
+from linattn.softmax.dense import check_dense
+from linattn.softmax.precision import accumulation_dtype
+from linattn.softmax.tracing import is_traced
 
 
 class Properties(NamedTuple):

@@ -1,4 +1,4 @@
-"""What codes concatenated to queries and keys share.
+"""Codes concatenated to queries and keys.
 
 Letters: B batch, H heads, L tokens (Lq, Lk), D head width, P code width.
 """

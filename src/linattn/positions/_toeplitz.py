@@ -22,7 +22,7 @@ _CHUNK, _BLOCK = 2**20, 1024
 
 
 class Tokens(NamedTuple):
-    """What is attended to and by whom, in float64."""
+    """Queries, and the keys and values that they attend to, in float64."""
 
     query: Tensor  # (B, H, G, Lq, D)
     key: Tensor  # (B, H, Lk, D), attended ones first
@@ -70,14 +70,16 @@ class Columns:
 
     def of_keys(self, columns: slice) -> Tensor:
         """(B, H, L, C)."""
-        found = self._blocks(_key_columns, self._tokens.key, (self._peak,), columns)
-        return found if self._tokens.alive is None else found * self._tokens.alive[:, None, :, None]
+        features = self._blocks(_key_columns, self._tokens.key, (self._peak,), columns)
+        return features if self._tokens.alive is None else features * self._tokens.alive[:, None, :, None]
 
     def of_queries(self, columns: slice) -> Tensor:
         """(B, H, G, L, C)."""
         query, peaks = self._tokens.query, (self._peak, self._row_peak)
-        found: Tensor = self._blocks(_query_columns, query.flatten(2, 3), peaks, columns).unflatten(2, query.shape[2:4])
-        return found
+        features: Tensor = self._blocks(_query_columns, query.flatten(2, 3), peaks, columns).unflatten(
+            2, query.shape[2:4]
+        )
+        return features
 
     def _blocks(
         self, function: Callable[..., Tensor], x: Tensor, peaks: tuple[Tensor | None, ...], columns: slice
@@ -92,12 +94,12 @@ class Columns:
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """With the map's tensors of the call, recomputed by backward."""
-        return recomputed(lambda *given: self._bound.run(function, self._device, *given), *arguments)
+        return recomputed(lambda *inputs: self._bound.run(function, self._device, *inputs), *arguments)
 
     def _key_peak(self) -> Tensor | None:
         """The largest exponent over attended keys of each feature, (B, H, 1, R or 1); None where there are none."""
         feature_map, key, alive = self._bound.feature_map, self._tokens.key, self._tokens.alive
-        found = None
+        highest = None
         for start in range(0, key.shape[2], _BLOCK):
             at = slice(start, start + _BLOCK)
             exponents = self._bound.run(_key_exponents, self._device, key[:, :, at])
@@ -106,10 +108,10 @@ class Columns:
             if alive is not None:
                 exponents = exponents.masked_fill(~alive[:, None, at, None], -torch.inf)
             peak = exponents.amax(2, keepdim=True)
-            found = peak if found is None else torch.maximum(found, peak)
-        if found is None:
+            highest = peak if highest is None else torch.maximum(highest, peak)
+        if highest is None:
             return key.new_zeros(*key.shape[:2], 1, feature_map.num_exponents)
-        return torch.where(found == -torch.inf, 0, found)
+        return torch.where(highest == -torch.inf, 0, highest)
 
     def _query_peak(self) -> Tensor | None:
         """The largest exponent of each row of queries, (B, H, G·L, 1); None where features are no exponentials."""
@@ -167,8 +169,8 @@ def _column_sums(value: Tensor, phi_k: Tensor, phi_q: Tensor, at: Tensor | None,
         sums = sums[..., value.shape[-1] - phi_q.shape[-1] : value.shape[-1]]
     else:
         sums = sums.gather(-1, at[:, None, None, None, None].expand(-1, *sums.shape[1:-1], -1))
-    found: Tensor = (phi_q * sums).sum(3)
-    return found
+    products: Tensor = (phi_q * sums).sum(3)
+    return products
 
 
 def _chunks(num_features: int, query: Tensor, value: Tensor, kernel: Kernel) -> list[slice]:

@@ -98,8 +98,8 @@ class Reweighted(FeatureMap):
     @property
     def num_heads(self) -> int | None:
         """The inner map's, where it has one."""
-        found: int | None = getattr(self.inner, "num_heads", None)
-        return found
+        num_heads: int | None = getattr(self.inner, "num_heads", None)
+        return num_heads
 
     def query(self, x: Tensor) -> Tensor:
         """Features of queries: (..., L, D + 2) -> (..., L, 2·R)."""
@@ -127,8 +127,8 @@ class Reweighted(FeatureMap):
     ) -> Mapping[str, Tensor]:
         """The inner map's."""
         content = (self._content(query), self._content(key))
-        found = self.inner.call_tensors(*content, key_mask=key_mask, is_causal=is_causal)
-        return {f"inner.{name}": tensor for name, tensor in found.items()}
+        tensors = self.inner.call_tensors(*content, key_mask=key_mask, is_causal=is_causal)
+        return {f"inner.{name}": tensor for name, tensor in tensors.items()}
 
     def _content(self, x: Tensor) -> Tensor:
         """The input without its wave."""

@@ -10,10 +10,10 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from linattn.attention.bound_map import outside_autocast
 from linattn.feature_maps._arguments import check_count, check_number
 from linattn.positions._base import Properties, wide
 from linattn.positions.gates import Gate, Gates
+from linattn.softmax.precision import outside_autocast
 
 InputGate = Literal["none", "exponential", "complement"]
 # At the start heads forget with time constants of 20 to 400 tokens, whatever the token.

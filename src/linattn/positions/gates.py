@@ -12,11 +12,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linattn.attention import Attended, Exact, State, linear_attention_with_state
-from linattn.attention.following import is_traced
+from linattn.attention import Attended, State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._dense import check_dense
 from linattn.positions._base import Properties
+from linattn.softmax.dense import check_dense
+from linattn.softmax.tracing import is_traced
 
 # Exponents lose digits with their size: to 2^10, float32 keeps 6e-5 of a weight and float64 1e-13.
 _LONGEST_FALL = 2.0**10
@@ -49,7 +49,7 @@ class GateBias(NamedTuple):
 
 
 class Gate(nn.Module, ABC):
-    """What computes gates of tokens.
+    """A module that computes gates of tokens.
 
     Attributes:
         properties: the gate's row of the table.
@@ -101,13 +101,13 @@ def gated_attention_with_state(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    feature_map: FeatureMap | None,
+    feature_map: FeatureMap,
     gates: Gates,
     state: State | None = None,
     *,
     key_mask: Tensor | None = None,
     enable_gqa: bool = False,
-    exact: Exact | None = None,
+    window: int | None = None,
     backend: str = "auto",
 ) -> Attended:
     """`linear_attention_with_state` with gates: earlier keys fade by each token's forget gate.
@@ -122,12 +122,12 @@ def gated_attention_with_state(
         query: (B, H, L, D): as many queries as keys.
         key: (B, Hkv, L, D).
         value: (B, Hkv, L, Dv).
-        feature_map: the kernel; None where merged keys take its place.
+        feature_map: the kernel.
         gates: of these tokens, as a `Gate` gives them; differentiable.
         state: what was seen before, as it was returned.
         key_mask: (B, L) bool, True = attend; a masked token neither enters nor makes others fade.
         enable_gqa: as in `linear_attention`.
-        exact: as in `linear_attention_with_state`; exact keys fade by the same gates.
+        window: as in `linear_attention_with_state`; near keys fade by the same gates.
         backend: as in `linear_attention`.
 
     Returns:
@@ -171,7 +171,7 @@ def gated_attention_with_state(
             key_mask=None if key_mask is None else key_mask[:, at],
             key_bias=key_bias.expand(key.shape[0], -1, -1),
             enable_gqa=enable_gqa,
-            exact=exact,
+            window=window,
             backend=backend,
         )
         outs.append(part.out)

@@ -11,13 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_map, checked
-from linattn.attention.bound_map import bind, outside_autocast
-from linattn.attention.following import is_traced
-from linattn.attention.softmax import inert
+from linattn.attention._check import check_map, checked_for
+from linattn.attention.bound_map import bind
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.positions._base import Properties
 from linattn.positions._toeplitz import Columns, Kernel, Tokens, convolved
+from linattn.softmax.attention import inert
+from linattn.softmax.precision import outside_autocast
+from linattn.softmax.tracing import is_traced
 
 RELATIVE_BIAS = Properties("φ(q_i)·φ(k_j)·e^{b(i - j)}", "O(L·log L·R·Dv)", "both", "no", "yes")
 
@@ -81,7 +82,7 @@ def relative_bias_attention(
     Source: Luo et al. 2021 (arXiv 2106.12566), section 3.2.
     """
     check_map(feature_map)
-    query, key, value, _ = checked((query, key, value), feature_map, key_mask, None, enable_gqa=enable_gqa)
+    query, key, value, _ = checked_for(feature_map, (query, key, value), key_mask, None, enable_gqa=enable_gqa)
     _check_call(query, key, feature_map)
     table = _checked_bias(bias, query, key, is_causal=is_causal)
     if not key.shape[2]:

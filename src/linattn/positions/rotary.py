@@ -107,9 +107,9 @@ class Rotary(Position):
 def keeps_rotations(feature_map: FeatureMap) -> bool:
     """Whether the kernel that the map equals or estimates is the same for rotated q and k, by the map's own oracle."""
     generator = torch.Generator().manual_seed(0)
-    own = [*feature_map.buffers(), *feature_map.parameters()]
-    heads = max((x.shape[-3] for x in own if x.ndim > 2), default=1)  # Of maps with tensors of each head.
-    shape, device = (2, heads, 5, feature_map.head_dim), own[0].device if own else torch.device("cpu")
+    tensors = [*feature_map.buffers(), *feature_map.parameters()]
+    heads = max((x.shape[-3] for x in tensors if x.ndim > 2), default=1)  # Of maps with tensors of each head.
+    shape, device = (2, heads, 5, feature_map.head_dim), tensors[0].device if tensors else torch.device("cpu")
     q, k = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     turn = torch.randn(feature_map.head_dim, feature_map.head_dim, generator=generator, dtype=torch.float64)
     turn = torch.linalg.qr(turn)[0].to(device)

@@ -11,9 +11,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from linattn.attention.bound_map import outside_autocast
 from linattn.feature_maps._arguments import check_count, check_seed
 from linattn.positions._base import Position, Properties, wide
+from linattn.softmax.precision import outside_autocast
 
 # Frequencies start near σ(-4)/2 cycles per token, one in about a hundred tokens.
 _SLOW = -4.0

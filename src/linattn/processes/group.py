@@ -31,7 +31,7 @@ class Processes:
 
     @classmethod
     def of_this_run(cls) -> Processes:
-        """Those of torch.distributed's default group; this one alone where there is none.
+        """Processes of torch.distributed's default group; this one alone where there is none.
 
         Example:
             >>> Processes.of_this_run()
@@ -60,7 +60,7 @@ class Processes:
                 x.detach().copy_(mean.view_as(x))
 
     def from_first(self, value: T) -> T:
-        """What the first process gives; it travels pickled."""
+        """Value of the first process, on all of them; it travels pickled."""
         if self.size == 1:
             return value
         held = [value]
@@ -98,15 +98,15 @@ class Processes:
                 raise kind(f"process {rank} of {self.size}: {words}")
 
     def gather(self, value: T) -> list[T]:
-        """What every process gives, in the order of the ranks, on all of them; it travels pickled."""
+        """Values of all processes, in the order of the ranks, on all of them; they travel pickled."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def each(self, items: Sequence[T], do: Callable[[T], R]) -> list[R]:
-        """What is done to each item, in the items' order, on all processes: each does its share, every size-th of them.
+        """Results for each item, in the items' order, on all processes: each does its share, every size-th of them.
 
         Example:
             >>> Processes(0, 1).each([1, 2, 3], lambda number: number**2)

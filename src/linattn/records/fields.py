@@ -153,7 +153,7 @@ class Reading:
         return float(value) if wanted is float else value
 
     def _refused(self, value: Any, wanted: Any, path: str) -> ValueError:
-        """What is wrong, without repeating more of a damaged value than a reader can use."""
+        """Error that says what is wrong, without repeating more of a damaged value than a reader can use."""
         plain = isinstance(value, str | int | float | NoneType)
         shown = ascii(value)[:_SHOWN] if plain else type(value).__name__
         words = _in_words(wanted, finite=self.finite)

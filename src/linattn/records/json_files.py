@@ -32,7 +32,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def read_json(path: Path, kind: str, remedy: str) -> Any:
-    """What a JSON file holds.
+    """Values of a JSON file.
 
     Args:
         path: the file, which exists.
@@ -84,9 +84,9 @@ def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, A
         >>> read_record(path, "cake", 2, "bake it again")
         {'eggs': 3}
     """
-    found = read_json(path, kind, remedy)
-    if not isinstance(found, dict) or found.get("kind") != kind:
+    values = read_json(path, kind, remedy)
+    if not isinstance(values, dict) or values.get("kind") != kind:
         raise ValueError(f'{path} is not a {kind}: it wants "kind": "{kind}"; {remedy}')
-    if type(found.get("version")) is not int or found["version"] != version:
-        raise ValueError(f"{path} is a {kind} of version {found.get('version')!r}, this reads {version}; {remedy}")
-    return {name: value for name, value in found.items() if name not in ("kind", "version")}
+    if type(values.get("version")) is not int or values["version"] != version:
+        raise ValueError(f"{path} is a {kind} of version {values.get('version')!r}, this reads {version}; {remedy}")
+    return {name: value for name, value in values.items() if name not in ("kind", "version")}

@@ -26,7 +26,7 @@ _REMEDY = "move the file away and measure again"
 
 @dataclass(frozen=True)
 class Form(Generic[H, R]):
-    """What one sort of file holds, and its reader and writer.
+    """Form of one sort of file, with its reader and writer.
 
     Attributes:
         subject: what the file is, with its article, for messages.
@@ -91,7 +91,7 @@ class Form(Generic[H, R]):
         return self._records(_lines(content[: content.rfind(b"\n") + 1], path), path)
 
     def unfinished(self, path: Path) -> tuple[H, list[R]] | None:
-        """What an early end has left of a file written by `extend`.
+        """Header and rows that an early end has left of a file written by `extend`.
 
         Args:
             path: the unfinished file.
@@ -180,7 +180,7 @@ def _lines(content: bytes, path: Path) -> list[str]:
 
 
 def _parsed(line: str, place: str) -> Any:
-    """What a line of JSON holds."""
+    """Values of a line of JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -43,17 +43,17 @@ def json_schema(kind: type, *, finite: bool = True) -> dict[str, Any]:
     Source: JSON Schema, draft 2020-12.
     """
     kinds: dict[str, type] = {}
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     top = _value(kind, kinds, finite=finite)
     # Describing one record finds others.
-    while missing := [name for name in kinds if name not in found]:
+    while missing := [name for name in kinds if name not in records]:
         for name in missing:
-            found[name] = _record(kinds[name], kinds, finite=finite)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **top, "$defs": found}
+            records[name] = _record(kinds[name], kinds, finite=finite)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **top, "$defs": records}
 
 
 def field_words(kind: type) -> dict[str, str]:
-    """What a record's docstring says of each field, under Attributes.
+    """Words of a record's docstring on each field, under Attributes.
 
     Args:
         kind: the dataclass.

@@ -57,10 +57,10 @@ class WorkFolder:
         self._identity = now = json.loads(json.dumps(identity))
         if not self._identity_file.is_file():
             return
-        found = read_json(self._identity_file, f"{kind}'s settings", f"remove {path} to begin anew")
-        if found != now:
-            names = sorted(name for name in {*found, *now} if found.get(name) != now.get(name))
-            changes = ", ".join(f"{name}: {found.get(name)!r}, now {now.get(name)!r}" for name in names)
+        identity_before = read_json(self._identity_file, f"{kind}'s settings", f"remove {path} to begin anew")
+        if identity_before != now:
+            names = sorted(name for name in {*identity_before, *now} if identity_before.get(name) != now.get(name))
+            changes = ", ".join(f"{name}: {identity_before.get(name)!r}, now {now.get(name)!r}" for name in names)
             raise ValueError(
                 f"{path} holds an unfinished {kind} with other settings ({changes}); go on with those, or remove "
                 "the folder to begin anew"
@@ -97,10 +97,10 @@ class WorkFolder:
             yield draft
             write_json(draft / _PROGRESS, to_json(progress, finite=False))
             write_json(draft / _DIGESTS, {path.name: _digest(path) for path in draft.iterdir() if path.is_file()})
-        kept = self._checkpoints(training)[-_GENERATIONS:]
+        latest = self._checkpoints(training)[-_GENERATIONS:]
         # Older ones, and what a kill has left of one.
         for other in self._place(training).iterdir():
-            if other not in kept:
+            if other not in latest:
                 _remove(other)
 
     def last(self, training: str) -> tuple[Path, Progress] | None:
@@ -159,11 +159,11 @@ def alone_in(work: Path | None) -> Iterator[None]:
 
 def weights_digest(model: nn.Module) -> str:
     """SHA-256 of the names and bytes of a model's `state_dict`."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(name.encode())
+        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ _ALONE = Processes(0, 1)
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """What is to be trained.
+    """A model to train, with its parameters, losses and budget.
 
     Attributes:
         name: what it is called, as "distillation".
@@ -73,7 +73,7 @@ class Trained:
     stopped: bool
 
 
-_Found = tuple[Progress, dict[str, Tensor]]
+_Start = tuple[Progress, dict[str, Tensor]]
 
 Notify = Callable[[str, float, Progress], None]
 """Called after each step with the training's name, the share of its budget that is spent, and how far it has come."""
@@ -162,22 +162,22 @@ class _Run:
         accelerator.prepare_model(training.model, evaluation_mode=True)
         self._optimizer = accelerator.prepare_optimizer(optimizer)
         self._is_sharded = is_sharded(training.model)
-        found = self._resumed()
+        start = self._resumed()
         # Curves of steps that are lost are taken back.
-        logging = {} if found is None else {"purge_step": found[0].step + 1}
+        logging = {} if start is None else {"purge_step": start[0].step + 1}
         accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
-        if found is None:
+        if start is None:
             loss = self._processes.from_first(training.validate())
             if not math.isfinite(loss):
                 raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
-            found = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
+            start = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
             accelerator.log({"validation loss": loss}, step=0)
-        self.progress, self.best = found
+        self.progress, self.best = start
         # A divergence of next to nothing may be rounded below 0.
         lowered = min(1.0, math.sqrt(max(self.progress.first, 0.0)))
         self._rates = [rate * lowered for _, rate in training.parameters]
 
-    def _resumed(self) -> _Found | None:
+    def _resumed(self) -> _Start | None:
         """The last checkpoint, in model and optimiser of all processes; None without one.
 
         Whole tensors are read by the first process, which may have the only disk, sharded ones by all.

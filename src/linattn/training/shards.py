@@ -56,9 +56,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], processes: Processes) -> 
         OSError: a file could not be written.
         ValueError: a tensor's dtype is none of safetensors, or its processes' parts overlap or leave gaps.
     """
-    own = {name: _own_part(x, processes.rank) for name, x in tensors.items()}
-    own = {name: part for name, part in own.items() if not part.is_empty}
-    every = processes.gather({name: part for name, part in own.items() if _is_written(tensors[name], processes)})
+    parts = {name: _own_part(x, processes.rank) for name, x in tensors.items()}
+    parts = {name: part for name, part in parts.items() if not part.is_empty}
+    every = processes.gather({name: part for name, part in parts.items() if _is_written(tensors[name], processes)})
     processes.all_do(lambda: _write(folder, tensors, every, processes))
 
 
@@ -100,10 +100,10 @@ def fill_(rooms: Mapping[str, Tensor], folder: Path, stored: Mapping[str, Stored
     for process, parts in _by_process({name: stored[name] for name in rooms}).items():
         with _opened(folder, process) as shard, torch.no_grad():
             for name, part in parts.items():
-                own = _own_part(rooms[name])
-                both = own.overlap(part)
+                room = _own_part(rooms[name])
+                both = room.overlap(part)
                 if not both.is_empty:
-                    _local(rooms[name])[both.within(own)] = shard.get_tensor(name)[both.within(part)]
+                    _local(rooms[name])[both.within(room)] = shard.get_tensor(name)[both.within(part)]
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], every: list[dict[str, Pa
         wrong = f"are of {one.dtype}" if one.dtype not in _DTYPES else one.wrong()
         if wrong:
             raise ValueError(f"{name} cannot be kept in a checkpoint: its parts {wrong}; take another dtype or layout")
-    own = _by_process(stored).get(processes.rank)
-    if own:
+    parts_here = _by_process(stored).get(processes.rank)
+    if parts_here:
         try:
-            save_file(_apart({name: _local(tensors[name]) for name in own}), folder / _shard(processes.rank))
+            save_file(_apart({name: _local(tensors[name]) for name in parts_here}), folder / _shard(processes.rank))
         except SafetensorError as error:
             raise OSError(str(error)) from error
     if processes.is_first:

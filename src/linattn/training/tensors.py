@@ -35,8 +35,8 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, best: Mapping[str, 
         **{f"{_BEST}{name}": x for name, x in best.items()},
         **{
             f"{_OPTIMIZER}{names[parameter]}.{what}": x
-            for parameter, kept in optimizer.state.items()
-            for what, x in kept.items()
+            for parameter, moments in optimizer.state.items()
+            for what, x in moments.items()
         },
         _RANDOM: torch.get_rng_state(),
     }

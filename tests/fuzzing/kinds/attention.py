@@ -1,4 +1,4 @@
-"""linear_attention and linear_partial, bidirectional and causal, with and without an exact part."""
+"""linear_attention and linear_partial, bidirectional and causal, with and without a window."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 import linattn
 from fuzzing.dice import Dice
-from fuzzing.limits import Limit, exact_limits, map_limits
+from fuzzing.limits import Limit, map_limits, window_limits
 from fuzzing.machine import draw_machine, sums_dtype
 from fuzzing.maps import draw_map
 from fuzzing.oracle import Rows
 from fuzzing.task import Result, Task
 from fuzzing.tokens import DTYPES, Sizes, draw_mask, draw_sizes, draw_values, draw_vectors, fill_masked, laid_out
-from fuzzing.truth import Exactly, Tokens, parts_of
+from fuzzing.truth import Tokens, parts_of
 from fuzzing.weights import Noise, Weigher, in_call
 
 BACKENDS = {"blocked": 6.0, "auto": 1.0, "reference": 2.0}
@@ -48,12 +48,9 @@ def draw_given(dice: Dice, sizes: Sizes, num_queries: int, num_keys: int, dtype:
     return Given(*(laid_out(dice, x) for x in (query, key, value)), mask)
 
 
-def draw_exactly(dice: Dice, *, share: float = 0.35, is_causal: bool = False) -> Exactly:
-    """An exact part, more often none."""
-    if not dice.chance(share):
-        return Exactly()
-    window = None if dice.chance(0.03 if is_causal else 0.3) else dice.pick(1, 1, 2, 2, 4, 4, 8, 16, 64)
-    return Exactly(window, dice.pick(0, 0, 1, 2, 3, 5, 50) if window else dice.pick(1, 2, 5, 50))
+def draw_window(dice: Dice, *, share: float = 0.35) -> int | None:
+    """A window, more often none."""
+    return dice.pick(1, 1, 2, 2, 4, 4, 8, 16, 64) if dice.chance(share) else None
 
 
 def draw(
@@ -61,39 +58,39 @@ def draw(
 ) -> Task:
     """Any call."""
     sizes, dtype, is_causal = draw_sizes(dice), dice.weighted(dtypes), dice.chance(0.5)
-    exactly = draw_exactly(dice, share=share, is_causal=is_causal)
-    drawn = draw_map(dice, sizes, dtype, softmax=bool(exactly) and dice.chance(0.97), fitted=fitted)
+    window = draw_window(dice, share=share)
+    drawn = draw_map(dice, sizes, dtype, softmax=window is not None and dice.chance(0.97), fitted=fitted)
     num_keys = dice.length(most)
-    if exactly.window is not None and dice.chance(0.4):
+    if window is not None and dice.chance(0.4):
         # Around the lengths where the first keys leave a neighbourhood.
-        num_keys = min(dice.integer(1, 4 * exactly.window + 1), most)
-    num_queries = num_keys if dice.chance(0.95 if exactly else 0.6) else dice.length(most)
+        num_keys = min(dice.integer(1, 4 * window + 1), most)
+    num_queries = num_keys if dice.chance(0.95 if window else 0.6) else dice.length(most)
     given = draw_given(dice, sizes, num_queries, num_keys, dtype)
     backend, name = dice.weighted(BACKENDS), dice.pick("linear_attention", "linear_partial")
     gqa = sizes.groups > 1 or dice.chance(0.5)
-    options = {"is_causal": is_causal, "exact": exactly.option, "backend": backend, "enable_gqa": gqa}
+    options = {"is_causal": is_causal, "window": window, "backend": backend, "enable_gqa": gqa}
     if gqa and dice.chance(0.01):
         options["enable_gqa"] = gqa = False
     # With a window the map may have no key to take.
-    has_tokens = min(sizes.batch, num_queries, num_keys) > 0 and exactly.window is None
+    has_tokens = min(sizes.batch, num_queries, num_keys) > 0 and window is None
     limits = map_limits(drawn, is_causal=is_causal, has_tokens=has_tokens)
-    limits += exact_limits(drawn, num_queries, num_keys, *exactly, is_causal=is_causal)
+    limits += window_limits(drawn, num_queries, num_keys, window, is_causal=is_causal)
     if sizes.groups > 1 and not gqa:
         limits.append(Limit(ValueError, "pass enable_gqa=True"))
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
         found = getattr(linattn, name)(query, key, value, drawn.map, key_mask=given.mask, **options)
         out, log = (found, None) if name == "linear_attention" else found
-        return [Result("out", out, log, roundings=4 if exactly else 1)]
+        return [Result("out", out, log, roundings=4 if window else 1)]
 
     def truth(query: Tensor, key: Tensor, value: Tensor, noise: Noise | None) -> list[Rows]:
         places = torch.arange(num_queries) + (num_keys - num_queries if is_causal else 0)
         used = drawn.map if is_causal else in_call(drawn.map, query, key, given.mask, dtype)
         tokens = Tokens(query, key, value, given.live, places)
         return [
-            parts_of(Weigher(used, sums_dtype(dtype)), tokens, exactly, is_causal=is_causal).rows(tokens, noise=noise)
+            parts_of(Weigher(used, sums_dtype(dtype)), tokens, window, is_causal=is_causal).rows(tokens, noise=noise)
         ]
 
     written = ", ".join(f"{key}={value!r}" for key, value in options.items())
     text = f"{name}({drawn}, key_mask={'None' if given.mask is None else 'mask'}, {written})"
-    return Task(text, [drawn], given[:3], given.live, call, truth, limits, draw_machine(dice), bool(exactly))
+    return Task(text, [drawn], given[:3], given.live, call, truth, limits, draw_machine(dice), window is not None)

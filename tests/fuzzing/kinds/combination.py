@@ -12,14 +12,14 @@ from torch import Tensor
 
 import linattn
 from fuzzing.dice import Dice
-from fuzzing.kinds.attention import BACKENDS, draw_exactly, draw_given
-from fuzzing.limits import Limit, exact_limits, map_limits
+from fuzzing.kinds.attention import BACKENDS, draw_given, draw_window
+from fuzzing.limits import Limit, map_limits, window_limits
 from fuzzing.machine import draw_machine, sums_dtype
 from fuzzing.maps import DrawnMap, draw_map
 from fuzzing.oracle import Part, Rows
 from fuzzing.task import Result, Task
 from fuzzing.tokens import DTYPES, draw_sizes
-from fuzzing.truth import Exactly, Parts, Tokens, parts_of
+from fuzzing.truth import Parts, Tokens, parts_of
 from fuzzing.weights import Noise, Weigher, in_call
 
 # A leaf's number, or branches.
@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
         kind: "map", "softmax" or "state".
         drawn: its map, None for softmax.
         scale: softmax's.
-        exactly: an exact part of its own.
+        window: beside its map.
         masked: whether its mask is given.
         backend: of a map.
     """
@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
     kind: str
     drawn: DrawnMap | None
     scale: float | None
-    exactly: Exactly
+    window: int | None
     masked: bool
     backend: str
 
@@ -62,7 +62,7 @@ class Leaf(NamedTuple):
                 dtype=key.dtype,
             )
             return empty.absorb(self.drawn.map, key, value, key_mask=mask).read(self.drawn.map, query)
-        options = {"key_mask": mask, "enable_gqa": True, "exact": self.exactly.option, "backend": self.backend}
+        options = {"key_mask": mask, "enable_gqa": True, "window": self.window, "backend": self.backend}
         return linattn.linear_partial(query, key, value, self.drawn.map, **options)
 
     def parts(self, tokens: Tokens, dtype: torch.dtype) -> Parts:
@@ -73,12 +73,12 @@ class Leaf(NamedTuple):
         rounding = sums_dtype(dtype)
         if self.drawn is None:
             scale = tokens.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-            found = Parts([Part(Weigher(None, rounding, scale), own.live[:, None, None, None])], _nobody(tokens))
+            found = Parts([Part(Weigher(None, rounding, scale), own.live[:, None, None, None])])
         else:
             mask = own.live if self.masked else None
             used = self.drawn.map
             used = used if self.kind == "state" else in_call(used, tokens.query, own.key, mask, dtype)
-            found = parts_of(Weigher(used, rounding), own, self.exactly, is_causal=False)
+            found = parts_of(Weigher(used, rounding), own, self.window, is_causal=False)
         return found._replace(parts=[part._replace(visible=self._spread(part.visible, tokens)) for part in found.parts])
 
     def _spread(self, visible: Tensor, tokens: Tokens) -> Tensor:
@@ -98,13 +98,8 @@ class Leaf(NamedTuple):
     def __str__(self) -> str:
         what = f"softmax(scale={self.scale})" if self.drawn is None else f"{self.kind} {self.drawn}"
         mask = " masked" if self.masked else ""
-        exactly = f" {self.exactly}" if self.exactly else ""
-        return f"{what} on {len(self.keys)} keys{mask}{exactly} {self.backend}"
-
-
-def _nobody(tokens: Tokens) -> Tensor:
-    """No query is unclear."""
-    return torch.zeros(tokens.query.shape[:3], dtype=torch.bool)
+        window = f" {self.window}" if self.window else ""
+        return f"{what} on {len(self.keys)} keys{mask}{window} {self.backend}"
 
 
 def draw(
@@ -121,20 +116,20 @@ def draw(
     for number in range(dice.integer(1, 5)):
         keys = (owners == number).nonzero().flatten()
         drawn = dice.pick(None, *maps)
-        exactly = draw_exactly(dice, share=share) if drawn is not None and drawn.positive_softmax else Exactly()
-        exactly = exactly if len(keys) == num_queries else Exactly(None, exactly.num_heavy)
+        window = draw_window(dice, share=share) if drawn is not None and drawn.positive_softmax else None
+        window = window if len(keys) == num_queries else None
         kind = "softmax" if drawn is None else dice.pick("map", "map", "state")
-        exactly = exactly if kind == "map" else Exactly()
+        window = window if kind == "map" else None
         # A part may be given without a mask where no key of it is masked.
         masked = bool(not given.live[:, keys].all()) or dice.chance(0.2)
         scale = dice.pick(None, 0.3)
-        leaves.append(Leaf(keys, kind, drawn, scale, exactly, masked, dice.weighted(BACKENDS)))
+        leaves.append(Leaf(keys, kind, drawn, scale, window, masked, dice.weighted(BACKENDS)))
     tree = _tree(dice, list(range(len(leaves))))
     used = [leaf.drawn for leaf in leaves if leaf.drawn is not None]
     limits = [limit for leaf in leaves for limit in leaf.limits]
     for leaf in leaves:
         if leaf.drawn is not None:
-            limits += exact_limits(leaf.drawn, num_queries, len(leaf.keys), *leaf.exactly, is_causal=False)
+            limits += window_limits(leaf.drawn, num_queries, len(leaf.keys), leaf.window, is_causal=False)
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
         partials = [leaf.call(query, key, value, given.live) for leaf in leaves]
@@ -143,8 +138,7 @@ def draw(
     def truth(query: Tensor, key: Tensor, value: Tensor, noise: Noise | None) -> list[Rows]:
         tokens = Tokens(query, key, value, given.live, torch.arange(num_queries))
         found = [leaf.parts(tokens, dtype) for leaf in leaves]
-        unclear = torch.stack([parts.unclear for parts in found]).any(0)
-        return [Parts([part for parts in found for part in parts.parts], unclear).rows(tokens, noise=noise)]
+        return [Parts([part for parts in found for part in parts.parts]).rows(tokens, noise=noise)]
 
     text = f"combine {tree} of [{'; '.join(str(leaf) for leaf in leaves)}]"
     return Task(text, used, given[:3], given.live, call, truth, limits, draw_machine(dice), is_exact=True)

@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 import linattn
 from fuzzing.case import Case
 from fuzzing.dice import Dice
-from fuzzing.kinds.attention import draw_exactly
+from fuzzing.kinds.attention import draw_window
 from fuzzing.maps import draw_map
 from fuzzing.oracle import MismatchError
 from fuzzing.tokens import Sizes, draw_sizes, laid_out
 
+Rows = linattn.Attended | linattn.MergedAttended | linattn.Partial
 _DTYPES = {torch.float32: 0.7, torch.float64: 0.15, torch.bfloat16: 0.15}
 _OTHERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 # Leaves' tensors are changed by these; "filled" and "laid out" leave a state that is one.
@@ -34,51 +35,86 @@ class Stream(NamedTuple):
     """A state, and what continues it.
 
     Attributes:
-        feature_map: of the state, None beside merged keys.
-        exact: its rule.
+        feature_map: of the state.
+        window: beside it.
         state: after some tokens.
         tokens: query, key and value of one or a few more.
     """
 
-    feature_map: linattn.feature_maps.FeatureMap | None
-    exact: linattn.Exact | None
+    feature_map: linattn.feature_maps.FeatureMap
+    window: int | None
     state: linattn.State
     tokens: tuple[Tensor, Tensor, Tensor]
 
-    def use(self, verb: str, state: linattn.State) -> linattn.Attended | linattn.attention.Partial:
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """What may be done with the state, backends of a step among it."""
+        return "auto", "auto", "blocked", "compiled", "read", "select", "decay", "flush", "merge", "merge, second"
+
+    def use(self, verb: str, state: linattn.State) -> Rows:
         """The rows of a state after a verb."""
         if verb in ("auto", "blocked", "compiled"):
-            options = {"enable_gqa": True, "exact": self.exact, "backend": verb}
+            options = {"enable_gqa": True, "window": self.window, "backend": verb}
             return linattn.linear_attention_with_state(*self.tokens, self.feature_map, state, **options)
         if verb == "select":
             state = state.select(torch.arange(self.tokens[0].shape[0]))
         elif verb == "decay":
             state = state.decay(-0.5 if len(self.tokens[0]) == 1 else 1e6)
-        elif verb == "flush" and self.feature_map is not None:
+        elif verb == "flush":
             state = state.flush(self.feature_map)
-        elif verb == "merge" and self.exact is None:
+        elif verb == "merge" and self.window is None:
             state = state.merge(self.state)
-        elif verb == "merge, second" and self.exact is None:
+        elif verb == "merge, second" and self.window is None:
             state = self.state.merge(state)
         return state.read(self.feature_map, self.tokens[0])
 
 
-_VERBS = ("auto", "auto", "blocked", "compiled", "read", "select", "decay", "flush", "merge", "merge, second")
+class MergedStream(NamedTuple):
+    """A state with merged keys, and what continues it.
+
+    Attributes:
+        config: of the state.
+        state: after some tokens.
+        tokens: query, key and value of one or a few more.
+    """
+
+    config: linattn.MergedKV
+    state: linattn.MergedState
+    tokens: tuple[Tensor, Tensor, Tensor]
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """What may be done with the state, backends of a step among it."""
+        return "auto", "auto", "torch", "compiled", "read", "select"
+
+    def use(self, verb: str, state: linattn.MergedState) -> Rows:
+        """The rows of a state after a verb."""
+        if verb in ("auto", "torch", "compiled"):
+            return linattn.merged_attention_with_state(*self.tokens, self.config, state, enable_gqa=True, backend=verb)
+        if verb == "select":
+            state = state.select(torch.arange(self.tokens[0].shape[0]))
+        return state.read(self.tokens[0])
 
 
-def _draw_stream(dice: Dice) -> Stream:
+def _draw_stream(dice: Dice) -> Stream | MergedStream:
     """A state of any kind, fitted and of one map."""
     sizes, dtype = draw_sizes(dice), dice.weighted(_DTYPES)
     sizes = Sizes(max(sizes.batch, 1), sizes.kv_heads, sizes.groups, sizes.head_dim, max(sizes.value_dim, 1))
     if dice.chance(0.45):
-        exact: linattn.Exact | None = linattn.Exact(
-            dice.pick(1, 2, 3, 4, 8), num_merged=dice.pick(1, 2, 4, 8, 16), bits=dice.pick(None, None, 2, 4, 8)
-        )
-        feature_map = None
-    else:
-        exact = draw_exactly(dice, share=0.5).option if dice.chance(0.7) else None
-        exact = None if exact is not None and exact.window is None else exact
-        feature_map = draw_map(dice, sizes, dtype, softmax=exact is not None, fitted=True).map
+        bits = dice.pick(None, None, 2, 4, 8)
+        config = linattn.MergedKV(dice.pick(1, 2, 3, 4, 8), dice.pick(1, 2, 4, 8, 16), bits)
+        before, after = _draw_tokens(dice, sizes, dtype)
+        begun = linattn.merged_attention_with_state(*before, config, enable_gqa=True)
+        return MergedStream(config, begun.state.detach(), after)
+    window = draw_window(dice, share=0.35)
+    feature_map = draw_map(dice, sizes, dtype, softmax=window is not None, fitted=True).map
+    before, after = _draw_tokens(dice, sizes, dtype)
+    state = linattn.linear_attention_with_state(*before, feature_map, enable_gqa=True, window=window).state
+    return Stream(feature_map, window, state.detach(), after)
+
+
+def _draw_tokens(dice: Dice, sizes: Sizes, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Query, key and value that a stream begins with, and those of one or a few tokens after."""
     cut = dice.integer(1, 3)
     length = dice.length() + cut
     query, key, value = (
@@ -89,11 +125,8 @@ def _draw_stream(dice: Dice) -> Stream:
             (sizes.kv_heads, sizes.value_dim),
         )
     )
-    begun = linattn.linear_attention_with_state(
-        *(x[:, :, :-cut] for x in (query, key, value)), feature_map, enable_gqa=True, exact=exact
-    )
-    cut = 1 if dice.chance(0.6) else cut
-    return Stream(feature_map, exact, begun.state.detach(), tuple(x[:, :, -cut:] for x in (query, key, value)))
+    later = 1 if dice.chance(0.6) else cut
+    return tuple(x[:, :, :-cut] for x in (query, key, value)), tuple(x[:, :, -later:] for x in (query, key, value))
 
 
 def _changed(dice: Dice, x: Tensor, damage: str) -> object:
@@ -131,13 +164,12 @@ def _outline(x: object) -> object:
     return (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else type(x)
 
 
-def _read_again(state: linattn.State) -> linattn.State:
+def _read_again(state: object) -> object:
     """A state that went through a file."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    found: linattn.State = torch.load(file)
-    return found
+    return torch.load(file)
 
 
 def run(case: Case) -> None:
@@ -146,7 +178,7 @@ def run(case: Case) -> None:
     stream = _draw_stream(dice)
     leaves, tree = pytree.tree_flatten(stream.state)
     damage = dice.weighted(_DAMAGES | _SOUND)
-    number, verb = dice.integer(0, len(leaves) - 1), dice.pick(*_VERBS)
+    number, verb = dice.integer(0, len(leaves) - 1), dice.pick(*stream.verbs)
     wrong = _changed(dice, leaves[number], damage)
     is_one = _outline(wrong) == _outline(leaves[number])
     case.note(
@@ -162,20 +194,21 @@ def run(case: Case) -> None:
     if dice.chance(0.3):
         damaged = _read_again(damaged)
     # Without keys beside them sums of another value width are those of other values.
-    is_one |= verb in ("read", "select", "decay", "flush") and _is_narrower(wrong, stream.state.S, number, stream.exact)
+    if isinstance(stream, Stream) and verb in ("read", "select", "decay", "flush"):
+        is_one |= _is_narrower(wrong, stream.state.S, number, stream.window)
     found = _rows(lambda: stream.use(verb, damaged), is_one=None if more else is_one)
     if found is not None and damage == "laid out":
         _same(found, stream.use(verb, stream.state))
 
 
-def _is_narrower(wrong: object, S: Tensor, number: int, exact: linattn.Exact | None) -> bool:
+def _is_narrower(wrong: object, S: Tensor, number: int, window: int | None) -> bool:
     """Whether sums are those of values of another width."""
-    if number or exact is not None or not isinstance(wrong, Tensor) or wrong.ndim != 4:
+    if number or window is not None or not isinstance(wrong, Tensor) or wrong.ndim != 4:
         return False
     return wrong.shape[:3] == S.shape[:3] and (wrong.dtype, wrong.device) == (S.dtype, S.device)
 
 
-def _rows(use: Callable[[], linattn.Attended | linattn.attention.Partial], *, is_one: bool | None) -> Tensor | None:
+def _rows(use: Callable[[], Rows], *, is_one: bool | None) -> Tensor | None:
     """The rows, or None where the state is refused in words of its own, as it must be or, if None, may be."""
     try:
         found = use()
@@ -193,7 +226,7 @@ def _rows(use: Callable[[], linattn.Attended | linattn.attention.Partial], *, is
     return found.out
 
 
-def _same(found: Tensor, wanted: linattn.Attended | linattn.attention.Partial) -> None:
+def _same(found: Tensor, wanted: Rows) -> None:
     """A layout of memory changes nothing but the order of sums."""
     rounding = 64 * torch.finfo(found.dtype).eps
     torch.testing.assert_close(found, wanted.out, rtol=rounding, atol=rounding)

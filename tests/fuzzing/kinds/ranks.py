@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-import linattn
 from fuzzing.case import Case
 from fuzzing.oracle import MismatchError
 from linattn.feature_maps import FavorPlus
@@ -19,7 +18,7 @@ _CHANGES = {
     "heads": "query heads",
     "width": "value width",
     "batch": "batch size",
-    "window": "exact",
+    "window": "window",
     "direction": "is_causal",
     "gradients": "gradients",
     "call": "call",
@@ -35,9 +34,9 @@ def _fields(sizes: tuple[int, int, int], change: str | None) -> Fields:
     value = torch.zeros(batch, heads, 3, width + (change == "width"), dtype=dtype)
     seed, scale, features = int(change == "seed"), 2.0 if change == "scale" else 1.0, 8 + 2 * (change == "features")
     feature_map = FavorPlus(width, features, seed=seed, scale=scale)
-    exact = linattn.Exact(4) if change == "window" else None
+    window = 4 if change == "window" else None
     name = "linear_partial" if change == "call" else "linear_attention"
-    return fields_of_call(name, (query, query, value), feature_map, exact, is_causal=change == "direction")
+    return fields_of_call(name, (query, query, value), feature_map, window, is_causal=change == "direction")
 
 
 def run(case: Case) -> None:

@@ -14,7 +14,7 @@ from fuzzing.maps import draw_map
 from fuzzing.oracle import Rows
 from fuzzing.task import Result, Task
 from fuzzing.tokens import DTYPES, draw_sizes
-from fuzzing.truth import Exactly, Tokens, parts_of
+from fuzzing.truth import Tokens, parts_of
 from fuzzing.weights import Noise, Weigher, in_call
 
 
@@ -44,7 +44,7 @@ def draw(dice: Dice, *, most: int = 40, dtypes: dict[torch.dtype, float] = DTYPE
         places = (torch.arange(num_queries) + (num_keys - num_queries if is_causal else 0))[rows]
         used = drawn.map if is_causal else in_call(drawn.map, query, key, given.mask, dtype)
         tokens = Tokens(query[:, :, rows], key, value, given.live, places)
-        parts = parts_of(Weigher(used, sums_dtype(dtype)), tokens, Exactly(), is_causal=is_causal)
+        parts = parts_of(Weigher(used, sums_dtype(dtype)), tokens, None, is_causal=is_causal)
         return [parts.rows(tokens, noise=noise)]
 
     text = f"attention_rows({drawn}, query_index={chosen}, is_causal={is_causal}, enable_gqa=True)"

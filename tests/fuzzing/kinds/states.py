@@ -12,15 +12,15 @@ from torch import Tensor
 
 import linattn
 from fuzzing.dice import Dice
-from fuzzing.kinds.attention import BACKENDS, draw_exactly, draw_given
+from fuzzing.kinds.attention import BACKENDS, draw_given, draw_window
 from fuzzing.kinds.streams import CUT, WHOLE, handled, seen_through
-from fuzzing.limits import Limit, exact_limits, map_limits
+from fuzzing.limits import Limit, map_limits, window_limits
 from fuzzing.machine import draw_machine, sums_dtype
 from fuzzing.maps import DrawnMap, draw_map
 from fuzzing.oracle import Rows
 from fuzzing.task import Result, Task
 from fuzzing.tokens import DTYPES, Sizes, draw_sizes
-from fuzzing.truth import Exactly, Tokens, parts_of
+from fuzzing.truth import Tokens, parts_of
 from fuzzing.weights import Noise, Weigher
 
 
@@ -105,7 +105,7 @@ class Program(NamedTuple):
 
     Attributes:
         drawn: the map.
-        exactly: the exact part of its streams.
+        window: of its streams.
         verbs: what happens.
         live: (B, M), False for masked keys.
         sizes: of the tensors.
@@ -114,7 +114,7 @@ class Program(NamedTuple):
     """
 
     drawn: DrawnMap
-    exactly: Exactly
+    window: int | None
     verbs: list[Verb]
     live: Tensor
     sizes: Sizes
@@ -139,7 +139,7 @@ class Program(NamedTuple):
                 out, first = self._step(piece, first, **options)
                 results.append(Result("step", out))
             elif verb.name == "stream":
-                first = self._step(piece, None, exact=self.exactly.option, **options).state.flush(own)
+                first = self._step(piece, None, window=self.window, **options).state.flush(own)
             else:
                 first = handled(first, verb.name)
             states.append(first)
@@ -164,7 +164,7 @@ class Program(NamedTuple):
         def rows(queries: Tensor, content: Content, first: int) -> Rows:
             picked = [x.transpose(1, 2)[content.source, content.place].transpose(1, 2) for x in (key, value)]
             held = Tokens(queries, *picked, content.live, torch.arange(queries.shape[2]) + first)
-            return parts_of(weigher, held, Exactly(), is_causal=True).rows(held, noise=noise)
+            return parts_of(weigher, held, None, is_causal=True).rows(held, noise=noise)
 
         held, found = contents(self.verbs, self.live), []
         for verb, content in zip(self.verbs, held, strict=True):
@@ -179,11 +179,11 @@ class Program(NamedTuple):
         """What it is refused for; states may be empty, merged and read without a look at a token."""
         found = map_limits(self.drawn, is_causal=True, has_tokens=False)
         if any(verb.name == "stream" for verb in self.verbs):
-            found += exact_limits(self.drawn, 1, 1, *self.exactly, is_causal=True)
+            found += window_limits(self.drawn, 1, 1, self.window, is_causal=True)
         return found
 
     def __str__(self) -> str:
-        return f"State of {self.drawn}: {', '.join(map(str, self.verbs))} ({self.backend}, {self.exactly})"
+        return f"State of {self.drawn}: {', '.join(map(str, self.verbs))} ({self.backend}, {self.window})"
 
 
 def draw(
@@ -198,12 +198,20 @@ def draw(
     sizes, dtype = draw_sizes(dice), dice.weighted(dtypes)
     verbs = draw_verbs(dice, sizes.batch, most, [name for name in (WHOLE if whole else WHOLE | CUT) if name])
     has_stream = any(verb.name == "stream" for verb in verbs)
-    exactly = draw_exactly(dice, share=0.7, is_causal=True) if has_stream else Exactly()
-    drawn = draw_map(dice, sizes, dtype, softmax=bool(exactly), fitted=fitted or dice.chance(0.97))
+    window = draw_window(dice, share=0.7) if has_stream else None
+    drawn = draw_map(dice, sizes, dtype, softmax=window is not None, fitted=fitted or dice.chance(0.97))
     num_keys = verbs[-1].keys.stop
     given = draw_given(dice, sizes, num_keys + 2, num_keys, dtype)
     given = seen_through(given, [verb.keys for verb in verbs if not verb.masked])
-    own = Program(drawn, exactly, verbs, given.live, sizes, dice.weighted(BACKENDS), dtype)
+    own = Program(drawn, window, verbs, given.live, sizes, dice.weighted(BACKENDS), dtype)
     return Task(
-        str(own), [drawn], given[:3], given.live, own.call, own.truth, own.limits, draw_machine(dice), bool(exactly)
+        str(own),
+        [drawn],
+        given[:3],
+        given.live,
+        own.call,
+        own.truth,
+        own.limits,
+        draw_machine(dice),
+        window is not None,
     )

@@ -14,16 +14,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import linattn
-from fuzzing import who
 from fuzzing.dice import Dice
-from fuzzing.kinds.attention import BACKENDS, Given, draw_exactly, draw_given
-from fuzzing.limits import Limit, exact_limits, map_limits
+from fuzzing.kinds.attention import BACKENDS, Given, draw_given, draw_window
+from fuzzing.limits import Limit, map_limits, window_limits
 from fuzzing.machine import draw_machine, sums_dtype
 from fuzzing.maps import DrawnMap, draw_map
-from fuzzing.oracle import Part, Rows
+from fuzzing.oracle import Rows
 from fuzzing.task import Result, Task
 from fuzzing.tokens import DTYPES, draw_sizes
-from fuzzing.truth import Exactly, Parts, Tokens, parts_of
+from fuzzing.truth import Tokens, parts_of
 from fuzzing.weights import Noise, Weigher
 
 
@@ -98,7 +97,7 @@ class Stream(NamedTuple):
 
     Attributes:
         drawn: the map.
-        exactly: its exact part.
+        window: beside it.
         chunks: its calls.
         live: (B, M), False for masked keys.
         last: how many queries read the state, after those of the chunks.
@@ -107,7 +106,7 @@ class Stream(NamedTuple):
     """
 
     drawn: DrawnMap
-    exactly: Exactly
+    window: int | None
     chunks: list[Chunk]
     live: Tensor
     last: int
@@ -121,7 +120,7 @@ class Stream(NamedTuple):
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> list[Result]:
         """Outputs, and the state read as it is and flushed."""
-        options = {"exact": self.exactly.option, "backend": self.backend, "enable_gqa": True}
+        options = {"window": self.window, "backend": self.backend, "enable_gqa": True}
         state, outs, own = None, [], self.drawn.map
         for chunk in self.chunks:
             piece = query[:, :, chunk.queries], key[:, :, chunk.keys], value[:, :, chunk.keys]
@@ -130,7 +129,7 @@ class Stream(NamedTuple):
             outs.append(out)
             state = handled(state, chunk.handling)
         assert state is not None
-        later, roundings = query[:, :, self.count :], 4 if self.exactly else 1
+        later, roundings = query[:, :, self.count :], 4 if self.window else 1
         return [
             Result("outs of the stream", torch.cat(outs, 2), roundings=roundings),
             Result("the state read", *state.read(own, later), roundings=roundings),
@@ -145,25 +144,25 @@ class Stream(NamedTuple):
         end = torch.full((self.last,), key.shape[2] - 1)
         after = Tokens(query[:, :, count:], key, value, self.live, end)
         return [
-            parts_of(weigher, stream, self.exactly, is_causal=True).rows(stream, noise=noise),
-            _after(weigher, stream, after, self.exactly).rows(after, noise=noise),
-            parts_of(weigher, after, Exactly(), is_causal=True).rows(after, noise=noise),
+            parts_of(weigher, stream, self.window, is_causal=True).rows(stream, noise=noise),
+            parts_of(weigher, after, self.window, is_causal=True).rows(after, noise=noise),
+            parts_of(weigher, after, None, is_causal=True).rows(after, noise=noise),
         ]
 
     @property
     def limits(self) -> list[Limit]:
         """What it is refused for."""
-        has_tokens = self.live.numel() > 0 and not self.exactly
+        has_tokens = self.live.numel() > 0 and not self.window
         found = map_limits(self.drawn, is_causal=True, has_tokens=has_tokens)
         for chunk in self.chunks:
             lengths = [part.stop - part.start for part in (chunk.queries, chunk.keys)]
-            found += exact_limits(self.drawn, *lengths, *self.exactly, is_causal=True)
+            found += window_limits(self.drawn, *lengths, self.window, is_causal=True)
         return found
 
     def __str__(self) -> str:
         chunks = ", ".join(str(chunk) for chunk in self.chunks)
         return (
-            f"linear_attention_with_state({self.drawn}, {self.exactly}, backend={self.backend!r}); queries/keys "
+            f"linear_attention_with_state({self.drawn}, {self.window}, backend={self.backend!r}); queries/keys "
             f"{chunks}; read by {self.last}"
         )
 
@@ -180,14 +179,16 @@ def draw(
 ) -> Task:
     """Any stream; `whole` is one graph from end to end."""
     sizes, dtype = draw_sizes(dice), dice.weighted(dtypes)
-    exactly = draw_exactly(dice, share=share, is_causal=True)
+    window = draw_window(dice, share=share)
     fitted = fitted or dice.chance(0.97)
-    drawn = draw_map(dice, sizes, dtype, softmax=bool(exactly) and dice.chance(0.97), fitted=fitted)
-    chunks = draw_chunks(dice, exactly.window, most, chunks_most, WHOLE if whole else WHOLE | CUT)
+    drawn = draw_map(dice, sizes, dtype, softmax=window is not None and dice.chance(0.97), fitted=fitted)
+    chunks = draw_chunks(dice, window, most, chunks_most, WHOLE if whole else WHOLE | CUT)
     last = dice.integer(0, 3)
     given = draw_given(dice, sizes, chunks[-1].queries.stop + last, chunks[-1].keys.stop, dtype)
-    given = seen_through(given, [chunk.keys for chunk in chunks if not chunk.masked])
-    stream = Stream(drawn, exactly, chunks, given.live, last, dice.weighted(BACKENDS), dtype)
+    unmasked = [chunk.keys for chunk in chunks if not chunk.masked]
+    # A graph cannot look where a row begins: a window's blocks are of positions there.
+    given = seen_through(given, [*unmasked, slice(1)] if whole and window is not None else unmasked)
+    stream = Stream(drawn, window, chunks, given.live, last, dice.weighted(BACKENDS), dtype)
     return Task(
         str(stream),
         [drawn],
@@ -197,7 +198,7 @@ def draw(
         stream.truth,
         stream.limits,
         draw_machine(dice),
-        bool(exactly),
+        window is not None,
     )
 
 
@@ -209,19 +210,3 @@ def seen_through(given: Given, unmasked: Sequence[slice]) -> Given:
     seen = live[:, None, :, None]
     key, value = (torch.where(seen, x.nan_to_num(1, 1, 1), x) for x in (given.key, given.value))
     return Given(given.query, key, value, live)
-
-
-def _after(weigher: Weigher, stream: Tokens, after: Tokens, exactly: Exactly) -> Parts:
-    """The parts of a query after the stream: the heavy keys are those that its last block's queries saw."""
-    if not exactly:
-        return parts_of(weigher, after, exactly, is_causal=True)
-    assert exactly.window is not None
-    assert weigher.map is not None
-    scale, num_keys = weigher.map.scale, stream.key.shape[2]
-    arguments = (stream.live, stream.places, exactly.window, exactly.num_heavy, scale, weigher.rounding)
-    heavy = who.heavy_so_far(stream.grouped.detach(), stream.key.detach(), *arguments)
-    exact = heavy.last[:, :, None, None] | who.near(after.places, num_keys, exactly.window, is_causal=True)
-    seen = after.live[:, None, None, None]
-    softmax = Weigher(None, weigher.rounding, scale)
-    unclear = heavy.last_unclear.repeat_interleave(after.grouped.shape[2], 1).unsqueeze(-1)
-    return Parts([Part(softmax, exact & seen), Part(weigher, ~exact & seen)], unclear.expand(after.query.shape[:3]))

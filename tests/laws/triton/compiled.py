@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import linattn
-from linattn.attention.backends.triton import centring, launching, tiles
+from linattn.attention.backends.triton import launching, tiles
 from linattn.attention.backends.triton.objections import objections
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -75,9 +75,8 @@ def compile_instead(call: str, capability: int) -> None:
         sys.stdout.write(json.dumps({"call": call, "kernel": kernel.__name__} | found) + "\n")
         sys.stdout.flush()
 
-    for module in (launching, centring):
-        module.launch = launch
-        module.capability = lambda _: divmod(capability, 10)
+    launching.launch = launch
+    launching.capability = lambda _: divmod(capability, 10)
 
 
 def compile_call(call: str) -> None:
@@ -87,12 +86,9 @@ def compile_call(call: str) -> None:
     driver.set_active(Driver(int(capability)))
     compile_instead(call, int(capability))
     kind = linattn.feature_maps.FEATURE_MAPS[name]
-    sizes = {"Relu": (), "Expansion": (16,)}
-    feature_map = kind(head_dim, *sizes.get(name, (256,)))
+    feature_map = kind(head_dim) if name == "Relu" else kind(head_dim, 256)
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randn(1, 2, LENGTH, head_dim, generator=generator) for _ in range(3)]
-    if isinstance(feature_map, linattn.feature_maps.FittedMap):
-        feature_map.fit(*tokens[:2])
     leaves = [x.to(getattr(torch, dtype)).requires_grad_() for x in tokens]
     linattn.linear_attention(*leaves, feature_map, is_causal=True, backend="triton").sum().backward()
     with torch.no_grad():

@@ -17,12 +17,10 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from linattn.attention.backends.triton import centring, tiles
+    from linattn.attention.backends.triton import tiles
 
     if tiles.IS_INTERPRETED:
         monkeypatch.setattr(tiles, "sizes", lambda *_, **__: (16, 16))
-        monkeypatch.setattr(tiles, "expanded_sizes", lambda *_, **__: (16, 16))
-        monkeypatch.setattr(centring, "group_length", lambda _, span: -(-8 // span) * span if span else 8)
 
 
 @pytest.fixture(autouse=True, scope="session")

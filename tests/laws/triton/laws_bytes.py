@@ -13,9 +13,9 @@ import torch
 from triton.runtime import interpreter
 
 import linattn
-from linattn.attention.backends.triton import centring, launching, tiles
+from linattn.attention.backends.triton import launching, tiles
 from linattn.attention.backends.triton.kernels.blocks import Side
-from linattn.feature_maps import Expansion, FavorPlus, FeatureMap
+from linattn.feature_maps import FavorPlus, FeatureMap
 
 WIDTH, FEATURES, BLOCK, SHORT = 64, 256, 64, 2
 TOKENS, SUMS = SHORT * WIDTH, SHORT * FEATURES * WIDTH / BLOCK
@@ -29,16 +29,6 @@ FLOOR = {
     "key_gradients": 6 * TOKENS + SUMS,
 }
 FORWARD = ("key_offsets", "key_states", "row_outputs")
-# Of an expansion: two centres, and a state for each group of tokens.
-CENTRES, GROUP = 2, 64
-PARTS = SHORT * CENTRES * (1 + WIDTH) * WIDTH / GROUP
-EXPANSION_FLOOR = {
-    "centre_states": 2 * TOKENS + PARTS,
-    "centre_rows": 4 * TOKENS + PARTS + 8,
-    "centre_query_gradients": 5 * TOKENS + PARTS,
-    "centre_state_gradients": 2 * TOKENS + PARTS + 8,
-    "centre_key_gradients": 6 * TOKENS + PARTS,
-}
 
 
 class Meter:
@@ -66,8 +56,7 @@ class Meter:
 
         monkeypatch.setattr(builder, "create_masked_load", counted_load)
         monkeypatch.setattr(builder, "create_masked_store", counted_store)
-        for module in (launching, centring):
-            monkeypatch.setattr(module, "launch", counted_launch)
+        monkeypatch.setattr(launching, "launch", counted_launch)
 
     def _note(self, pointers: Any, mask: Any) -> None:
         """The addresses of the lanes that are not masked."""
@@ -99,8 +88,6 @@ def measured(feature_map: FeatureMap, length: int, monkeypatch: pytest.MonkeyPat
     """The bytes of each kernel, forward and backward, of one head."""
     with monkeypatch.context() as patch:
         patch.setattr(tiles, "sizes", lambda *_, **__: (64, BLOCK))
-        patch.setattr(tiles, "expanded_sizes", lambda *_, **__: (32, BLOCK))
-        patch.setattr(centring, "group_length", lambda *_: GROUP)
         meter = Meter(patch)
         leaves = [torch.randn(1, 1, length, WIDTH, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
         linattn.linear_attention(*leaves, feature_map, is_causal=True, backend="triton").sum().backward()
@@ -109,21 +96,16 @@ def measured(feature_map: FeatureMap, length: int, monkeypatch: pytest.MonkeyPat
 
 # These laws run on a GPU as well, where the kernels' loads and stores are not functions that can be counted.
 @pytest.mark.skipif(not tiles.IS_INTERPRETED, reason="loads are counted in the interpreter")
-@pytest.mark.parametrize("kind", ["powers", "expansion"])
-def test_kernels_move_at_most_a_third_more_than_they_must(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_move_at_most_a_third_more_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two lengths the difference, so that what a call moves once does not count."""
-    feature_map, least, first, again = FavorPlus(WIDTH, FEATURES), FLOOR, FORWARD, ("key_offsets", "key_states")
-    if kind == "expansion":
-        centres = torch.randn(CENTRES, WIDTH, generator=torch.Generator().manual_seed(0))
-        feature_map, least = Expansion(WIDTH, CENTRES, centres=centres), EXPANSION_FLOOR
-        first, again = ("centre_states", "centre_rows"), ("centre_states",)
+    feature_map, again = FavorPlus(WIDTH, FEATURES), ("key_offsets", "key_states")
     short, long = (measured(feature_map, blocks * BLOCK, monkeypatch) for blocks in (2, 4))
     # What is found once more for the backward pass: the keys' offsets and the states.
     moved = {name: (long[name] - short[name]) / (2 * BLOCK) / (1 + (name in again)) for name in long}
-    assert set(moved) - {"row_gradients"} == set(least)
-    for name, floor in least.items():
+    assert set(moved) - {"row_gradients"} == set(FLOOR)
+    for name, floor in FLOOR.items():
         assert floor * 0.99 <= moved[name] <= 1.3 * floor, (name, moved[name], floor)
-    forward, needed = (sum(found[name] for name in first) for found in (moved, least))
+    forward, needed = (sum(found[name] for name in FORWARD) for found in (moved, FLOOR))
     assert forward <= 1.3 * needed
     backward = sum(moved.values()) - forward + sum(moved[name] for name in again)
-    assert backward <= 1.3 * (sum(least.values()) - needed + sum(least[name] for name in again[-1:]))
+    assert backward <= 1.3 * (sum(FLOOR.values()) - needed + FLOOR[again[-1]])

@@ -8,11 +8,9 @@ from torch import Tensor
 
 import linattn
 from grid import build, qkv, relative_error
-from linattn import Exact
 from linattn.attention.backends import BACKENDS, Call
 from linattn.attention.bound_map import BoundMap
 from linattn.attention.sums import no_sums
-from shared_maps import SHARED, built
 
 TOLERANCE = 40 * torch.finfo().eps
 
@@ -22,12 +20,12 @@ def tokens(device: str, length: int = 40, *, scale: float = 0.7) -> list[Tensor]
     return [x.float().to(device) for x in qkv(1, 2, 1, length, length, scale=scale)]
 
 
-@pytest.mark.parametrize("map_name", ["FavorPlus", "Relu", SHARED])
+@pytest.mark.parametrize("map_name", ["FavorPlus", "Relu"])
 def test_a_stream_cut_anywhere_is_one_call(map_name: str, device: str) -> None:
     """Gradients go through the states, one of which another backend made."""
     results = []
     for cuts in ((40,), (17, 1, 22)):
-        feature_map, state, outs = built(map_name).to(device), None, []
+        feature_map, state, outs = build(map_name).to(device), None, []
         leaves = [x.requires_grad_() for x in tokens(device)]
         for index, parts in enumerate(zip(*(x.split(cuts, 2) for x in leaves), strict=True)):
             backend = "blocked" if len(cuts) > 1 and index == 0 else "triton"
@@ -43,12 +41,12 @@ def test_a_stream_cut_anywhere_is_one_call(map_name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("span", [5, 16, 24])
-@pytest.mark.parametrize("map_name", ["FavorPlus", "Relu", SHARED])
+@pytest.mark.parametrize("map_name", ["FavorPlus", "Relu"])
 def test_rows_of_a_span_see_earlier_spans(map_name: str, span: int, device: str) -> None:
     results = []
     for backend, dtype in (("reference", torch.float64), ("triton", torch.float32)):
         leaves = [x.to(dtype).requires_grad_() for x in tokens(device)]
-        feature_map = built(map_name).to(device)
+        feature_map = build(map_name).to(device)
         before = no_sums(feature_map, 1, 1, 5, dtype, torch.device(device))
         call = Call(BoundMap(feature_map, {}), leaves[0].unflatten(1, (1, 2)), *leaves[1:], None, is_causal=True)
         rows, after = BACKENDS[backend].attend(call, before, span=span)
@@ -59,14 +57,10 @@ def test_rows_of_a_span_see_earlier_spans(map_name: str, span: int, device: str)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
-def test_segments_side_by_side_are_one_pass(
-    map_name: str, is_causal: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from linattn.attention.backends.triton import expanding, segments
+def test_segments_side_by_side_are_one_pass(is_causal: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linattn.attention.backends.triton import segments
 
-    feature_map, results = built(map_name).to(device), []
-    monkeypatch.setattr(expanding, "_FEWEST_ROWS", 8)
+    feature_map, results = build("FavorPlus").to(device), []
     for programs in (1, 1000):
         monkeypatch.setattr(segments, "_PROGRAMS", programs)
         monkeypatch.setattr(segments, "_FEWEST", 1)
@@ -78,14 +72,13 @@ def test_segments_side_by_side_are_one_pass(
         assert relative_error(many, one) < TOLERANCE, f"item {index}"
 
 
-@pytest.mark.parametrize(("exact", "is_causal"), [(Exact(4), False), (Exact(4), True), (Exact(4, 3), True)], ids=str)
-@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
-def test_exact_keys_stand_beside_it(map_name: str, exact: Exact, is_causal: bool, device: str) -> None:
-    feature_map = built(map_name).to(device)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_stands_beside_it(is_causal: bool, device: str) -> None:
+    window, feature_map = 4, build("FavorPlus").to(device)
     outs = [
         linattn.linear_attention(
             *(x.to(dtype) for x in tokens(device, 20)),
-            feature_map, is_causal=is_causal, enable_gqa=True, exact=exact, backend=backend,
+            feature_map, is_causal=is_causal, enable_gqa=True, window=window, backend=backend,
         )
         for backend, dtype in (("reference", torch.float64), ("triton", torch.float32))
     ]  # fmt: skip
@@ -93,14 +86,14 @@ def test_exact_keys_stand_beside_it(map_name: str, exact: Exact, is_causal: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("map_name", ["FavorPlus-per-head", "Centred-FavorPlus", "Relu", SHARED, "Expansion-0"])
+@pytest.mark.parametrize("map_name", ["FavorPlus-per-head", "Centred-FavorPlus", "Relu"])
 def test_token_by_token_is_the_whole(map_name: str, dtype: torch.dtype, device: str) -> None:
     """Masked tokens among them, one of which holds NaN; the last states are equal too."""
     given = [x.to(device, dtype) for x in qkv(1, 4, 2, 9, 9, value_dim=37)]
     mask = torch.ones(1, 9, dtype=torch.bool, device=device)
     mask[0, 0], mask[0, 4] = False, False
     given[1][:, :, 4] = torch.nan
-    feature_map, state, outs = built(map_name).to(device), None, []
+    feature_map, state, outs = build(map_name).to(device), None, []
     with torch.no_grad():
         whole = linattn.linear_attention_with_state(
             *given, feature_map, key_mask=mask, enable_gqa=True, backend="triton"
@@ -121,9 +114,8 @@ def test_token_by_token_is_the_whole(map_name: str, dtype: torch.dtype, device: 
     assert relative_error(last.log_normalizer, expected.log_normalizer) < allowed
 
 
-@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
-def test_it_compiles_into_one_graph(map_name: str, device: str) -> None:
-    feature_map, leaves = built(map_name).to(device), [x.requires_grad_() for x in tokens(device, 20)]
+def test_it_compiles_into_one_graph(device: str) -> None:
+    feature_map, leaves = build("FavorPlus").to(device), [x.requires_grad_() for x in tokens(device, 20)]
 
     def call(*x: Tensor) -> Tensor:
         return linattn.linear_attention(*x, feature_map, is_causal=True, enable_gqa=True, backend="triton")
@@ -135,10 +127,9 @@ def test_it_compiles_into_one_graph(map_name: str, device: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("map_name", ["FavorPlus", SHARED])
-def test_packed_sequences_are_each_alone(map_name: str, device: str) -> None:
+def test_packed_sequences_are_each_alone(device: str) -> None:
     """An empty one among them; states too."""
-    feature_map, given, lengths = built(map_name).to(device), tokens(device, 40), (17, 0, 3, 20)
+    feature_map, given, lengths = build("FavorPlus").to(device), tokens(device, 40), (17, 0, 3, 20)
     starts = torch.tensor([0, *lengths], device=device).cumsum(0)
     options = {"enable_gqa": True, "backend": "triton"}
     found = linattn.linear_attention_packed_with_state(*given, feature_map, starts, **options)

@@ -78,7 +78,7 @@ def test_the_search_box_finds_the_answers(visit):
 def test_the_search_box_takes_figures_and_code(visit):
     """Its console stays empty after each key; digits are left out."""
     page = visit("index.html")
-    for words in ["num_heavy=64", "13.10", "0.012", "float16"]:
+    for words in ["num_merged=96", "13.10", "0.012", "float16"]:
         page.locator(".md-search__input").fill("")
         page.locator(".md-search__input").click()
         page.keyboard.type(words, delay=20)

@@ -11,13 +11,13 @@ from linattn.attention.backends.compiled import Compiled
 from linattn.attention.backends.reference import Reference
 from linattn.attention.backends.triton import Triton
 
-# "auto" takes the first that has no objection; on a GPU its kernels, and for one token compiled code, if they can run
-# the call.
-_TRITON, _COMPILED = Triton(), Compiled()
+# "auto" takes the first that has no objection, and for one token compiled code, if it can run the call. Triton's
+# kernels run by name alone, until a GPU has run their laws.
+_COMPILED = Compiled()
 BACKENDS: dict[str, Backend] = {
     "blocked": Blocked(),
     "reference": Reference(),
-    "triton": _TRITON,
+    "triton": Triton(),
     "compiled": _COMPILED,
 }
 
@@ -35,8 +35,6 @@ def choose(name: str, call: Call) -> Backend:
         ValueError: the named backend cannot run the call; every reason is listed.
     """
     if name == "auto":
-        if call.query.is_cuda and BACKENDS.get("triton") is _TRITON and not _TRITON.objections(call):
-            return _TRITON
         is_token = call.key.shape[2] == call.query.shape[3] == 1
         if is_token and BACKENDS.get("compiled") is _COMPILED and not _COMPILED.objections(call):
             return _COMPILED

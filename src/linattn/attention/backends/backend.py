@@ -1,4 +1,4 @@
-"""What a backend is: how keys are folded into sums, and how queries read them.
+"""Interface of a backend: how keys are folded into sums, and how queries read them.
 
 Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width.
 """
@@ -15,7 +15,7 @@ from linattn.attention.sums import Sums
 
 
 class Rows(NamedTuple):
-    """What queries read: outputs, and denominators Σ φ(q)·φ(k)·exp(-reference); 0 and 0 where no key was seen."""
+    """Rows of queries: outputs, and denominators Σ φ(q)·φ(k)·exp(-reference); 0 and 0 where no key was seen."""
 
     out: Tensor  # (B, H, G, Lq, Dv), in the query's dtype
     den: Tensor  # (B, H, G, Lq)
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Backend(Protocol):
-    """Four functions of a call. Differentiable in all tensors but the mass, by whatever means.
+    """Three functions of a call. Differentiable in all tensors, by whatever means.
 
     A key's weight is φ(q)·φ(k)·exp(bias); one of bias -inf is inert, whatever it holds. The maximum m of the sums is
     a constant for gradients.
@@ -70,8 +70,4 @@ class Backend(Protocol):
 
     def read(self, call: Call, sums: Sums) -> Rows:
         """The call's queries over the sums' keys alone."""
-        ...
-
-    def column_mass(self, call: Call) -> Tensor:
-        """How much all queries attend to each key, (B, H, Lk), by the map's own estimate; a constant for gradients."""
         ...

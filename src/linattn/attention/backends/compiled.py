@@ -10,11 +10,12 @@ from torch import Tensor
 
 from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import Blocked
-from linattn.attention.backends.blocked.bounded import RISE
-from linattn.attention.compiled_code import IN_GRAPHS, objections_to
-from linattn.attention.following import is_followed
+from linattn.attention.backends.blocked.blocks import RISE
 from linattn.attention.sums import Sums
-from linattn.feature_maps._powers import LOG2_E, Powers
+from linattn.feature_maps._powers import Powers
+from linattn.softmax.compiled_code import IN_GRAPHS, objections_to
+from linattn.softmax.precision import LOG2_E
+from linattn.softmax.tracing import is_followed
 
 # Numbers of S from which several threads, which torch has and a compiled step has not, are the faster.
 _MANY = 2**20
@@ -29,18 +30,18 @@ class Compiled(Blocked):
             return [IN_GRAPHS]
         query, key, feature_map = call.query, call.key, call.bound.feature_map
         tokens = query, key, call.value
-        found = objections_to(tokens, is_followed=bool(call.bound.tensors) or is_followed(*tokens, call.bias))
+        objections = objections_to(tokens, is_followed=bool(call.bound.tensors) or is_followed(*tokens, call.bias))
         if not (call.is_causal and key.shape[2] == query.shape[3] == 1):
-            found.append(
+            objections.append(
                 f"it takes causal calls of one token, and this has {query.shape[3]} queries and {key.shape[2]} keys"
                 f"{'' if call.is_causal else ', not causal'}"
             )
-        if not found and _powers(call) is None:
-            found.append(f"it takes exponential maps that are one product of W and a token; not {feature_map}")
+        if not objections and _powers(call) is None:
+            objections.append(f"it takes exponential maps that are one product of W and a token; not {feature_map}")
         size = key.shape[0] * key.shape[1] * feature_map.num_features * call.value.shape[-1]
         if size >= _MANY and torch.get_num_threads() > 1:
-            found.append(f"it runs in one thread, and a state of {size:,} numbers is served sooner by several")
-        return found
+            objections.append(f"it runs in one thread, and a state of {size:,} numbers is served sooner by several")
+        return objections
 
     def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
         """The token's row, and the sums after it."""

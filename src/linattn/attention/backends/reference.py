@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Call, Rows, regular
-from linattn.attention.sums import Sums, accumulation_dtype, no_sums
+from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
 
@@ -40,18 +40,6 @@ class Reference:
     def read(self, call: Call, sums: Sums) -> Rows:
         """The rows, without a key."""
         return self.attend(call.with_keys(slice(0))._replace(is_causal=False), sums)[0]
-
-    def column_mass(self, call: Call) -> Tensor:
-        """Each key's column of the attention matrix, summed; the value of key j is the j-th unit vector."""
-        bound, query, key, _, bias, _ = call
-        batch, heads, length, _ = key.shape
-        # Outputs are rounded to the tokens' dtype, masses are not.
-        kept = accumulation_dtype(key.dtype)
-        unit = torch.eye(length, dtype=kept, device=key.device).expand(batch, heads, -1, -1)
-        before = no_sums(bound.feature_map, batch, heads, length, kept, key.device)
-        with torch.no_grad():
-            rows, _ = self.attend(Call(bound, query.to(kept), key.to(kept), unit, bias, is_causal=False), before)
-        return rows.out.sum((2, 3))
 
 
 def _attend(
@@ -117,14 +105,14 @@ def _grouped_rows(
     weights = torch.exp(exponents - reference.unsqueeze(-1))
     decay = torch.exp(state_exponent - reference).unsqueeze(-1)
     # The sums of each query's own group, as its keys leave them.
-    own = torch.take_along_dim(sums.unflatten(2, (num_groups, -1)), number.unsqueeze(-1), 2) * decay.unsqueeze(-1)
-    z = weights @ psi + own[..., -1]
+    former = torch.take_along_dim(sums.unflatten(2, (num_groups, -1)), number.unsqueeze(-1), 2) * decay.unsqueeze(-1)
+    z = weights @ psi + former[..., -1]
     phi_q, log_weight = feature_map.local_query(q, torch.take_along_dim(places, number, -2), z)
-    found = (weights * (phi_q @ psi.mT)) @ extended + (phi_q.unsqueeze(-2) @ own).squeeze(-2)
+    row_sums = (weights * (phi_q @ psi.mT)) @ extended + (phi_q.unsqueeze(-2) @ former).squeeze(-2)
     least = feature_map.least_normalizer(z)
-    den = torch.where(found[..., -1] < least / 2, least, found[..., -1])
-    found = torch.cat((found[..., :-1], den.unsqueeze(-1)), -1)
-    return found.unflatten(2, shape), (reference + log_weight).unflatten(2, shape)
+    den = torch.where(row_sums[..., -1] < least / 2, least, row_sums[..., -1])
+    row_sums = torch.cat((row_sums[..., :-1], den.unsqueeze(-1)), -1)
+    return row_sums.unflatten(2, shape), (reference + log_weight).unflatten(2, shape)
 
 
 def _visible(num_queries: int, num_keys: int, device: torch.device, *, is_causal: bool, span: int) -> Tensor:

@@ -6,22 +6,20 @@ value width, R features, M exponents kept per head (the map's num_exponents).
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from linattn.attention.backends.alignment import attend_aligned
 from linattn.attention.backends.backend import Call, Rows
-from linattn.attention.backends.blocked.blocks import exponential_, is_masked
-from linattn.attention.backends.blocked.bounded import RISE
-from linattn.attention.backends.blocked.causal import rows_alone
+from linattn.attention.backends.blocked.blocks import RISE, exponential_, is_masked
+from linattn.attention.backends.blocked.causal import sweep
 from linattn.attention.backends.blocked.fold import run
+from linattn.attention.backends.blocked.folds import ABSORB, CAUSAL, READ
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read
-from linattn.attention.bound_map import outside_autocast
-from linattn.attention.following import is_followed, is_traced
-from linattn.attention.sums import Sums, accumulation_dtype, no_sums
+from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.precision import outside_autocast
+from linattn.softmax.tracing import is_followed, is_traced
 
 
 class Blocked:
@@ -33,42 +31,36 @@ class Blocked:
 
     def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
         """One pass over the keys, one over the queries; or the causal fold, in one pass over both."""
-        return attend_aligned(self, call, before, partial(self._causal, span=span))
+        bound, query, key, value, bias, is_causal = call
+        if not is_causal:
+            after: Sums = run(ABSORB, bound, Absorb(key, value, *before, bias))
+            return run(READ, bound, Read(query, *after)), after
+        if key.shape[2] == query.shape[3]:
+            return self.fold(call, before, span)
+        return attend_aligned(self, call, before, span)
 
-    def _causal(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
-        """The fold over as many keys as queries."""
+    def fold(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
+        """Causal rows of as many queries as keys, and the sums after them."""
         bound, query, key, value, bias, _ = call
         inputs = Causal(query, key, value, *before, bias)
         if is_traced(key) or is_followed(*inputs, *bound.tensors.values()):
-            found: CausalOutputs = run("causal", bound, inputs, span)
-            return Rows(found.out, found.den, found.reference), Sums(found.S, found.z, found.m)
-        # The map must use its own tensors.
-        if key.shape[2] == 1 and not (span or bound.is_grouped or bound.tensors):
-            with outside_autocast(query.device):
+            outputs: CausalOutputs = run(CAUSAL, bound, inputs, span)
+            return Rows(outputs.out, outputs.den, outputs.reference), Sums(outputs.S, outputs.z, outputs.m)
+        with outside_autocast(query.device):
+            # The step's map must use its own tensors.
+            if key.shape[2] == 1 and not (span or bound.is_grouped or bound.tensors):
                 return _step(bound.feature_map, inputs)
-        rows, after = bound.run(rows_alone, query.device, inputs, span)
-        return rows, after
+            return sweep(bound.swapped, inputs, span)
 
     def absorb(self, call: Call, before: Sums) -> Sums:
         """One pass over the keys."""
-        after: Sums = run("absorb", call.bound, Absorb(call.key, call.value, *before, call.bias))
+        after: Sums = run(ABSORB, call.bound, Absorb(call.key, call.value, *before, call.bias))
         return after
 
     def read(self, call: Call, sums: Sums) -> Rows:
         """One pass over the queries."""
-        rows: Rows = run("read", call.bound, Read(call.query, *sums))
+        rows: Rows = run(READ, call.bound, Read(call.query, *sums))
         return rows
-
-    def column_mass(self, call: Call) -> Tensor:
-        """Two passes: the queries' features over their denominators are summed, then read by each key."""
-        bound, query, key, bias = call.bound.detach(), call.query.detach(), call.key.detach(), call.bias
-        bias = None if bias is None else bias.detach()
-        with torch.no_grad():
-            kept = accumulation_dtype(key.dtype)
-            before = no_sums(bound.feature_map, key.shape[0], key.shape[1], 0, kept, key.device)
-            after = self.absorb(Call(bound, query, key, key[..., :0], bias, is_causal=False), before)
-            mass: Tensor = run("mass", bound, Causal(query, key, key[..., :0], *after, bias)).mass
-        return mass
 
 
 def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
@@ -116,7 +108,7 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
 
 
 def _both(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """What the map says of queries (B, H, G, D), and of the key (B, H, 1, D) with its token dimension dropped."""
+    """Features or exponents of queries (B, H, G, D), and of the key (B, H, 1, D) with its token dimension dropped."""
     if type(feature_map).key is not FeatureMap.key:
         return feature_map.query(q), feature_map.key(k).squeeze(-2)
     x, powers = torch.cat((q, k), -2), feature_map.powers(q.dtype)

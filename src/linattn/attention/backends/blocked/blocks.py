@@ -14,6 +14,8 @@ from linattn.attention.sums import Sums, per_feature
 _CPU_BLOCK = 2**20
 _GPU_BLOCK = 2**24
 _LOG2_E = math.log2(math.e)
+# By how much the key of a lone token may exceed an exponent before the sums move to it.
+RISE = 20.0
 
 
 def exponential_(x: Tensor) -> Tensor:
@@ -41,30 +43,20 @@ class Running:
 
     def rescale(self, c: Tensor) -> None:
         """Make c (B, H, M) the exponent: S and z times exp(m - c)."""
-        self.own()
-        decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)
-        self.S.mul_(decay.unsqueeze(-1))
-        self.z.mul_(decay)
-        self.m.copy_(c)
-
-    def own(self) -> Sums:
-        """The sums, as views that follow them from now on; in memory of their own."""
         if not self._owned:
             self.S = by_columns(self.S)
             self.z, self.m = (x.clone(memory_format=torch.contiguous_format) for x in (self.z, self.m))
             self._owned = True
-        return self.views()
+        decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)
+        self.S.mul_(decay.unsqueeze(-1))
+        self.z.mul_(decay)
+        self.m.copy_(c)
 
     def fold_in(self, phi_k: Tensor, value: Tensor) -> None:
         """S <- S + φ(k)ᵀv and z <- z + Σ φ(k) of a block (B, H, n, ·), relative to the exponent."""
         phi_k = phi_k.flatten(0, 1)
         add_product_(self.S, phi_k, value.flatten(0, 1))
         self.z.add_(phi_k.sum(-2))
-
-    def fold_in_weighted(self, phi_k: Tensor, weight: Tensor, weighted: Tensor) -> None:
-        """The same of features (B·H, n, R) whose keys weigh u (B·H, n), and of u·v (B·H, n, Dv)."""
-        add_product_(self.S, phi_k, weighted)
-        self.z.unsqueeze(-2).baddbmm_(weight.unsqueeze(-2), phi_k)
 
     def views(self) -> Sums:
         """The sums now, as views."""
@@ -122,14 +114,14 @@ class Workspace:
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """A contiguous tensor of this shape, in the memory of the first block's."""
-        found = self._buffers.get(name)
-        if found is not None and found.shape == shape:
-            return found
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == shape:
+            return buffer
         size = math.prod(shape)
-        if found is None or found.numel() < size:
-            found = self._buffers[name] = self._like.new_empty(shape)
-            return found
-        return found.view(-1)[:size].view(shape)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = self._like.new_empty(shape)
+            return buffer
+        return buffer.view(-1)[:size].view(shape)
 
     def rows(self, name: str, x: Tensor, masked: Tensor | None = None) -> Tensor:
         """A block of tokens in the accumulation dtype, masked ones (B, H or 1, n) 0; copied only if needed."""

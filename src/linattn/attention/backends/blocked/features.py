@@ -10,8 +10,9 @@ from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Workspace, exponential_, is_masked
 from linattn.attention.backends.blocked.records import Absorb, Causal, KeyGradients
-from linattn.attention.sums import accumulation_dtype, lowest
+from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.softmax.precision import accumulation_dtype
 
 
 class Keys(NamedTuple):
@@ -26,7 +27,7 @@ class Keys(NamedTuple):
         return m.clamp(min=0) if self.log is None else torch.maximum(m, self.log.amax(-2))
 
     def own_peak(self) -> Tensor:
-        """These keys' own maximum (…, M), finite even where all are masked."""
+        """Maximum of these keys alone (…, M), finite even where all are masked."""
         assert self.log is not None
         return self.log.amax(-2).clamp(min=lowest(self.log.dtype))
 
@@ -45,7 +46,7 @@ class Keys(NamedTuple):
         return weight if self.linear is None else self.linear * weight
 
     def turned_relative_to(self, c: Tensor) -> Tensor:
-        """The same, written over the exponents of an exponential map: for the pass that needs them no more."""
+        """`relative_to`, written over the exponents of an exponential map: for the pass that needs them no more."""
         if self.linear is not None or self.log is None:
             return self.relative_to(c)
         return exponential_(self.log.sub_(c.unsqueeze(-2)))
@@ -112,7 +113,7 @@ def query_rows(query: Tensor, block: slice, space: Workspace) -> Tensor:
 
 
 def query_block(feature_map: FeatureMap, x: Tensor, space: Workspace) -> Tensor:
-    """What the map returns for queries x (B, H, n, D), to be written over."""
+    """Features or exponents of queries x (B, H, n, D), to be written over."""
     return feature_map.write_query(x, space.buffer("queries", *x.shape[:-1], feature_map.num_features))
 
 
@@ -128,7 +129,7 @@ def query_features(t: Tensor, c: Tensor, exponential: bool, *, over: bool = Fals
 def normalised_query_features(
     t: Tensor, c: Tensor, reference: Tensor, exponential: bool, *, over: bool = False
 ) -> Tensor:
-    """The same features relative to a row reference (B, H, n) that is already known; `over` writes over t."""
+    """`query_features` relative to a row reference (B, H, n) that is already known; `over` writes over t."""
     if not exponential:
         return t * (c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_()
     shifted = t.add_(c.unsqueeze(-2)) if over else t + c.unsqueeze(-2)
@@ -152,17 +153,13 @@ class BiasGradient:
 
     @property
     def total(self) -> Tensor | None:
-        """That of the biases as they were given."""
+        """Gradient of the biases as they were given."""
         if self.of_heads is None:
             return None
         return self.of_heads.sum(1, keepdim=True) if self._is_shared else self.of_heads
 
-    def of(self, block: slice) -> list[Tensor]:
-        """A view (B, H, n) of a block's, where any is wanted."""
-        return [] if self.of_heads is None else [self.of_heads[..., block]]
-
     def store(self, block: slice, masked: Tensor | None, of_log: Tensor) -> None:
-        """That of a block, from the gradient of its keys' exponents (B, H, n) or (B, H, n, M)."""
+        """Store the gradient of a block, from that of its keys' exponents (B, H, n) or (B, H, n, M)."""
         if self.of_heads is None:
             return
         if of_log.ndim > self.of_heads.ndim:
@@ -237,17 +234,17 @@ class MapGradients:
             weight = self._map.key_log_weight(leaf) if is_key and not self._map.exponential else None
             outputs += [] if weight is None else [weight]
         grads = [torch.cat(parts, 2) for parts in zip(*(block.grads for block in waiting), strict=True)]
-        found = self.pull(outputs, (leaf,), grads[: len(outputs)])[0]
-        for block, part in zip(waiting, found.split([block.x.shape[2] for block in waiting], 2), strict=True):
+        gradient = self.pull(outputs, (leaf,), grads[: len(outputs)])[0]
+        for block, part in zip(waiting, gradient.split([block.x.shape[2] for block in waiting], 2), strict=True):
             block.store(part)
         waiting.clear()
 
     def pull(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The leaves' gradients by autograd; those of the map's tensors are added up."""
-        found = pulled(outputs, (*leaves, *self._tensors), grads)
-        for total, grad in zip(self._totals, found[len(leaves) :], strict=True):
+        gradients = pulled(outputs, (*leaves, *self._tensors), grads)
+        for total, grad in zip(self._totals, gradients[len(leaves) :], strict=True):
             total += grad
-        return found[: len(leaves)]
+        return gradients[: len(leaves)]
 
 
 def pulled(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -255,5 +252,5 @@ def pulled(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[
     live = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
     if not live:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
-    reached, given = zip(*live, strict=True)
-    return torch.autograd.grad(reached, leaves, given, allow_unused=True, materialize_grads=True)
+    reached, live_grads = zip(*live, strict=True)
+    return torch.autograd.grad(reached, leaves, live_grads, allow_unused=True, materialize_grads=True)

@@ -1,4 +1,4 @@
-"""The folds (absorb, read, causal) as differentiable operations.
+"""Folds as differentiable operations.
 
 Eager calls go through one `torch.autograd.Function`, whose backward pass is a Function too, so that torch.func.grad and
 vmap compose; a vmapped dimension is folded into the batch. Compiled calls go through one custom operator, opaque to the
@@ -14,34 +14,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked import absorbing, causal, reading
-from linattn.attention.backends.blocked.records import (
-    Absorb,
-    Causal,
-    CausalOutputs,
-    Gradients,
-    MassOutputs,
-    Read,
-    Saved,
-    empty_sums,
-)
-from linattn.attention.backends.blocked.rows import empty_rows
+from linattn.attention.backends.blocked.records import Gradients, Saved
 from linattn.attention.bound_map import BoundMap
-from linattn.attention.following import is_followed, is_traced
-from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.feature_maps._swapping import with_swapped_tensors
+from linattn.softmax.precision import outside_autocast
+from linattn.softmax.tracing import is_followed, is_traced
 
 
 class Fold(NamedTuple):
     """forward(map, inputs) -> outputs; backward(map, saved) -> gradients; records of tensors in and out."""
 
+    path: str  # by which a graph finds it: its module in attention/backends/, and its name there
     forward: Callable[..., Any]
-    backward: Callable[..., Gradients] | None  # None where all outputs are constants
+    backward: Callable[..., Gradients]
     inputs: Any
     outputs: Any
     shapes: Callable[[Any, int], Sequence[Tensor]]  # (inputs, span) -> memory of the outputs, for the compiler
-    backend: str = "blocked"
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend that it is of."""
+        return self.path.partition(".")[0]
 
     def constants(self, feature_map: FeatureMap, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs without a gradient; a plain map's exponents of rows are maxima, a grouped one's are not."""
@@ -49,55 +43,44 @@ class Fold(NamedTuple):
         return [x for name, x in zip(self.outputs._fields, outputs, strict=True) if name not in followed]
 
 
-# Other backends add theirs, under names of their own.
-FOLDS = {
-    "absorb": Fold(absorbing.absorb, absorbing.absorb_backward, Absorb, Sums, lambda given, _: empty_sums(given)),
-    "read": Fold(reading.read, reading.read_backward, Read, Rows, lambda given, _: empty_rows(given.query, given.S)),
-    "causal": Fold(causal.forward, causal.backward, Causal, CausalOutputs, causal.empty_outputs),
-    "mass": Fold(reading.mass, None, Causal, MassOutputs, lambda given, _: [given.z.new_empty(given.key.shape[:3])]),
-}
-
-
 class Task(NamedTuple):
-    """A fold of one call; rows of causal ones with a span see the keys of earlier spans of so many tokens."""
+    """Part of a call that autograd carries beside tensors."""
 
-    name: str
+    fold: Fold
     feature_map: FeatureMap
     names: tuple[str, ...]  # of the map's tensors that the call binds
-    span: int
-
-    @property
-    def fold(self) -> Fold:
-        """Its functions."""
-        return FOLDS[self.name]
+    span: int  # rows of a causal fold see the keys of earlier spans of so many tokens; 0: those up to their own
 
     @property
     def options(self) -> tuple[int, ...]:
-        """What the fold's functions take beside tensors."""
+        """Arguments of the fold's functions beside tensors."""
         return (self.span,) if self.span else ()
 
-    def bound(self, tensors: Sequence[Tensor]) -> BoundMap:
+    def swapped(self, tensors: Sequence[Tensor]) -> FeatureMap:
         """The map with these tensors."""
-        return BoundMap(self.feature_map, dict(zip(self.names, tensors, strict=True)))
+        return with_swapped_tensors(self.feature_map, dict(zip(self.names, tensors, strict=True)))
 
 
-def run(name: str, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
+def run(fold: Fold, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
     """Run a fold, differentiating its inputs, the biases among them and the map's bound tensors."""
-    task, tensors = Task(name, bound.feature_map, tuple(bound.tensors), span), tuple(bound.tensors.values())
-    if is_traced(inputs[0]):
+    traced, tensors = is_traced(inputs[0]), tuple(bound.tensors.values())
+    if not (traced or is_followed(*inputs, *tensors)):
+        with outside_autocast(inputs[0].device):
+            return fold.forward(bound.swapped, inputs, *((span,) if span else ()))
+    task = Task(fold, bound.feature_map, tuple(bound.tensors), span)
+    if traced:
         # Imported here: torch's marks for its compiler import the compiler.
         from linattn.attention.backends.blocked import opaque
 
-        return task.fold.outputs(*opaque.run(task, inputs, tensors))
-    if not is_followed(*inputs, *tensors):
-        return forward(task, inputs, tensors)
-    return task.fold.outputs(*_Forward.apply(task, *inputs, *tensors))
+        return fold.outputs(*opaque.run(task, inputs, tensors))
+    return fold.outputs(*_Forward.apply(task, *inputs, *tensors))
 
 
 def forward(task: Task, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
     """The fold's outputs, no gradient recorded; the biases, last of the inputs, may be missing."""
-    given = task.fold.inputs(*inputs)
-    return task.bound(tensors).run(task.fold.forward, given.S.device, given, *task.options)
+    record = task.fold.inputs(*inputs)
+    with outside_autocast(record.S.device):
+        return task.fold.forward(task.swapped(tensors), record, *task.options)
 
 
 def backward(task: Task, saved: Sequence[Any], tensors: Sequence[Tensor], *, bias_grad: bool) -> tuple[Tensor, ...]:
@@ -106,19 +89,19 @@ def backward(task: Task, saved: Sequence[Any], tensors: Sequence[Tensor], *, bia
     `saved` is (*gradients of the outputs, *inputs, *outputs); the biases, last of the inputs, may be missing.
     """
     fold = task.fold
-    assert fold.backward is not None, f"{task.name} has no differentiable output"
     count = len(fold.outputs._fields)
     grads, inputs, outputs = saved[:count], saved[count:-count], saved[-count:]
     tensors = tuple(x.detach().requires_grad_() for x in tensors)
     record = Saved(fold.inputs(*inputs), fold.outputs(*outputs), fold.outputs(*grads), tensors, bias_grad)
-    found: Gradients = task.bound(tensors).run(fold.backward, inputs[0].device, record, *task.options)
-    of_bias = () if found.bias is None else (found.bias,)
-    return *found.inputs, *of_bias, *(x.to(y.dtype) for x, y in zip(found.tensors, tensors, strict=True))
+    with outside_autocast(inputs[0].device):
+        gradients = fold.backward(task.swapped(tensors), record, *task.options)
+    of_bias = () if gradients.bias is None else (gradients.bias,)
+    return *gradients.inputs, *of_bias, *(x.to(y.dtype) for x, y in zip(gradients.tensors, tensors, strict=True))
 
 
-def by_argument(fold: Fold, found: Sequence[Tensor], *, bias_grad: bool) -> tuple[list[Tensor | None], list[Tensor]]:
-    """What `backward` returns as gradients of all inputs, None for constants, and of the map's tensors."""
-    rest = list(found)
+def by_argument(fold: Fold, grads: Sequence[Tensor], *, bias_grad: bool) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Gradients of all inputs, None for constants, and of the map's tensors, from the result of `backward`."""
+    rest = list(grads)
     of_inputs = [rest.pop(0) if name not in ("m", "bias") else None for name in fold.inputs._fields]
     if bias_grad:
         of_inputs[-1] = rest.pop(0)
@@ -156,8 +139,8 @@ class _Forward(torch.autograd.Function):
             )
         # One argument stands before the inputs, of which the biases are the last.
         bias_grad = "bias" in fold.inputs._fields and ctx.needs_input_grad[len(fold.inputs._fields)]
-        found = _Backward.apply(task, bias_grad, *grads, *ctx.saved_tensors)
-        of_inputs, of_tensors = by_argument(fold, found, bias_grad=bias_grad)
+        gradients = _Backward.apply(task, bias_grad, *grads, *ctx.saved_tensors)
+        of_inputs, of_tensors = by_argument(fold, gradients, bias_grad=bias_grad)
         return None, *of_inputs, *of_tensors
 
     @staticmethod

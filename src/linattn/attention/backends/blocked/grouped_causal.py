@@ -47,10 +47,6 @@ class TokenGradients(NamedTuple):
     key: Tensor  # (B, H, L, D)
     value: Tensor  # (B, H, L, Dv)
 
-    def of(self, block: slice) -> list[Tensor]:
-        """Views of a block's."""
-        return [self.query[..., block, :], self.key[:, :, block], self.value[:, :, block]]
-
     def store_query(self, block: slice, grad: Tensor) -> None:
         """Write (B, H, G·n, D)."""
         store_queries(self.query[..., block, :], grad)
@@ -83,11 +79,11 @@ class GroupedRows:
     def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor]:
         """Num (B, H, G·n, Dv), den and its exponent (B, H, G·n); the block is folded in."""
         tokens = self.tokens(block)
-        found = rows(self.map, tokens, self.span, state.views())
+        block_rows = rows(self.map, tokens, self.span, state.views())
         keys = self.keys.features(block, tokens.key)
         state.rescale(keys.peak(state.m))
         state.fold_in(keys.relative_to(state.m), tokens.value)
-        return found
+        return block_rows
 
     def tokens(self, block: slice) -> Block:
         """Load a block."""
@@ -109,12 +105,12 @@ class GroupedGradients(GroupedRows):
         """Everywhere: no rows share an exponent."""
 
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
-        """Those of S and z before a block, from those after it; its tokens' are stored."""
-        block, given, masked = visit.block, self.tokens(visit.block), self.keys.masked(visit.block)
-        leaves = [x.detach().requires_grad_() for x in (*given[:3], visit.before.S, visit.before.z)]
-        bias = given.bias
+        """Gradients of S and z before a block, from those after it; its tokens' are stored."""
+        block, loaded, masked = visit.block, self.tokens(visit.block), self.keys.masked(visit.block)
+        leaves = [x.detach().requires_grad_() for x in (*loaded[:3], visit.before.S, visit.before.z)]
+        bias = loaded.bias
         if bias is not None and self.of_bias.of_heads is not None:
-            bias = bias.detach().expand(given.key.shape[:-1]).requires_grad_()
+            bias = bias.detach().expand(loaded.key.shape[:-1]).requires_grad_()
             leaves.append(bias)
         query, key, value, S, z = leaves[:5]
         with torch.enable_grad():
@@ -124,13 +120,13 @@ class GroupedGradients(GroupedRows):
             sums = after(self.map, leaf, before)
         of_rows = (self._grads.out, self._grads.den, self._grads.reference)
         wanted = [x[:, :, :, block].flatten(2, 3).to(S.dtype) for x in of_rows]
-        found = self.back.pull((out, den, reference, *sums), leaves, (*wanted, grad_S, grad_z))
-        for of_bias in found[5:]:
+        gradients = self.back.pull((out, den, reference, *sums), leaves, (*wanted, grad_S, grad_z))
+        for of_bias in gradients[5:]:
             self.of_bias.store(block, masked, of_bias)
-        tokens.store_query(block, found[0])
-        tokens.store_key(block, masked, found[1])
-        tokens.store_value(block, masked, found[2])
-        return found[3], found[4]
+        tokens.store_query(block, gradients[0])
+        tokens.store_key(block, masked, gradients[1])
+        tokens.store_value(block, masked, gradients[2])
+        return gradients[3], gradients[4]
 
 
 def rows(feature_map: GroupedFeatureMap, block: Block, span: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,9 +159,9 @@ def rows(feature_map: GroupedFeatureMap, block: Block, span: int, before: Sums) 
 def read_groups(phi_q: Tensor, group: Tensor, S: Tensor, num_groups: int) -> Tensor:
     """φ(q)ᵀS of each query's own group: (B, H, N, F), (B, H, N), (B·H·C, F, Dv) -> (B, H, N, Dv)."""
     cut = tiles(group, num_groups)
-    found = torch.bmm(cut.pick(phi_q.flatten(0, 2)), S.index_select(0, cut.group))
-    out = found.new_empty(group.numel() + 1, S.shape[-1])
-    return out.index_copy(0, cut.target, found.flatten(0, 1))[:-1].view(*group.shape, S.shape[-1])
+    products = torch.bmm(cut.pick(phi_q.flatten(0, 2)), S.index_select(0, cut.group))
+    out = products.new_empty(group.numel() + 1, S.shape[-1])
+    return out.index_copy(0, cut.target, products.flatten(0, 1))[:-1].view(*group.shape, S.shape[-1])
 
 
 def after(feature_map: GroupedFeatureMap, block: Block, before: Sums) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,9 @@ from torch import Tensor
 from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked.features import pulled
 from linattn.attention.backends.blocked.records import Gradients, Read, Saved, sums_of
-from linattn.attention.sums import Sums, accumulation_dtype
+from linattn.attention.sums import Sums
 from linattn.feature_maps import GroupedFeatureMap
+from linattn.softmax.precision import accumulation_dtype
 
 # Numbers of a chunk's widest tensor, the tiles' sums or the queries' features.
 _CHUNK = 2**20
@@ -129,20 +130,9 @@ class TileReader:
             num, den, log_weight = self._sums(self._queries(part), *self.flat.of(part.group))
             num.div_(den.masked_fill(den == 0, torch.inf).unsqueeze(-1))
             reference = log_weight + self.flat.m[part.group].unsqueeze(-1)
-            for target, found in zip(rows, (num.to(rows.out.dtype), den, reference), strict=True):
-                target.index_copy_(0, part.target, found.flatten(0, 1))
+            for target, part_rows in zip(rows, (num.to(rows.out.dtype), den, reference), strict=True):
+                target.index_copy_(0, part.target, part_rows.flatten(0, 1))
         return Rows(*(x[:-1].view(*shape, *x.shape[1:]) for x in rows))
-
-    def normalised(self) -> Tensor:
-        """Σ_i φ(q_i) / φ(q_i)ᵀz, (B, H, R), each query's in its own group."""
-        total = torch.zeros_like(self.inputs.z, memory_format=torch.contiguous_format)
-        for part in self.parts():
-            places, _, z = self.flat.of(part.group)
-            phi_q, _ = self.feature_map.local_query(self._queries(part), places, z)
-            den = self.feature_map.normalizer(phi_q, z)
-            den = den.masked_fill((den == 0) | part.free, torch.inf)
-            total.view(-1, z.shape[-1]).index_add_(0, part.group, (phi_q / den.unsqueeze(-1)).sum(1))
-        return total
 
     def _queries(self, part: Tiles) -> Tensor:
         """(t, T, D), in the accumulation dtype."""
@@ -173,13 +163,13 @@ class TileGradients(TileReader):
         grad_out, *grads = (x[part.query].to(den.dtype) for x in self._flat_grads)
         # Free places repeat a query: only its own place passes a gradient on.
         wanted = [grad_out.masked_fill(part.free.unsqueeze(-1), 0), *(x.masked_fill(part.free, 0) for x in grads)]
-        grad_query, *found = pulled((out, den, log_weight), leaves, wanted)
+        grad_query, *sum_grads = pulled((out, den, log_weight), leaves, wanted)
         self._query.index_copy_(0, part.target, grad_query.flatten(0, 1).to(self._query.dtype))
-        for total, grad in zip(self._grads, found, strict=True):
+        for total, grad in zip(self._grads, sum_grads, strict=True):
             total.index_add_(0, part.group, grad)
 
     def gradients(self) -> Gradients:
-        """Those of all inputs."""
+        """Gradients of all inputs."""
         for part in self.parts():
             self._pull(part)
         query, S, z, m = self.inputs
@@ -188,6 +178,6 @@ class TileGradients(TileReader):
         if self._tensors:
             with torch.enable_grad():
                 places = flat_places(self.feature_map, m)
-            found = pulled([places], self._tensors, [grad_places])
-            totals = [x.to(accumulation_dtype(x.dtype)) for x in found]
+            map_grads = pulled([places], self._tensors, [grad_places])
+            totals = [x.to(accumulation_dtype(x.dtype)) for x in map_grads]
         return Gradients((self._query[:-1].view(query.shape), grad_S.view(S.shape), grad_z.view(z.shape)), None, totals)

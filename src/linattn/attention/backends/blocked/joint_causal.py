@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_, causal_mask
-from linattn.attention.backends.blocked.bounded import FLOOR
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
@@ -32,9 +31,8 @@ from linattn.attention.backends.blocked.rows import SavedRows, saved_rows, times
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap
 
-# A denominator may shrink to exp(-60), far above float32's smallest normal number, exp(-87): by so much, and by what z
-# of bounded keys lies below 1.
-_MAX_JUMP = 60.0 - FLOOR
+# A denominator may shrink to exp(-40), far above float32's smallest normal number, exp(-87).
+_MAX_JUMP = 40.0
 
 
 class JointRows:
@@ -109,7 +107,7 @@ class Pulled(NamedTuple):
     z: Tensor
 
     def where(self, safe: Tensor, apart: Pulled) -> Pulled:
-        """These in heads (B, H) that are safe, the others elsewhere."""
+        """Select these in heads (B, H) that are safe, the others elsewhere."""
 
         def choose(x: Tensor, y: Tensor) -> Tensor:
             return torch.where(safe[..., None, None] if x.ndim == 4 else safe[..., None], x, y)
@@ -130,21 +128,21 @@ class JointGradients(JointRows):
         self.of_bias = BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
 
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
-        """Those of S and z before a block, from those after it, which may be written over; its tokens' are stored."""
+        """Gradients of S and z before a block, from those after, which may be written over; its tokens' are stored."""
         x_q, value = query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
         rows = saved_rows(self._saved, visit.block, query_block(self.map, x_q, self.space), self.space)
         if visit.safe is None:
-            found = self._pull_joint(visit, rows, value, grad_S, grad_z)
+            pulled = self._pull_joint(visit, rows, value, grad_S, grad_z)
         else:
             # The split goes first, and the joint part gets copies, since that writes over t, grad S and grad z.
             apart = self._pull_split(visit, rows, value, grad_S, grad_z)
-            found = self._pull_joint(visit, rows, value, grad_S.clone(), grad_z.clone()).where(visit.safe, apart)
+            pulled = self._pull_joint(visit, rows, value, grad_S.clone(), grad_z.clone()).where(visit.safe, apart)
         block, masked = visit.block, self.keys.masked(visit.block)
-        self.of_bias.store(block, masked, found.keys.log)
-        self.back.query(x_q, found.t, partial(tokens.store_query, block))
-        self.back.key(visit.x, found.keys, partial(tokens.store_key, block, masked))
-        tokens.store_value(block, masked, found.value)
-        return found.S, found.z
+        self.of_bias.store(block, masked, pulled.keys.log)
+        self.back.query(x_q, pulled.t, partial(tokens.store_query, block))
+        self.back.key(visit.x, pulled.keys, partial(tokens.store_key, block, masked))
+        tokens.store_value(block, masked, pulled.value)
+        return pulled.S, pulled.z
 
     def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
         """A safe block reads the sums and its own keys relative to the same exponent."""

@@ -109,11 +109,11 @@ def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor,
         keys = block.keys(level)
         c = keys.own_peak()
         phi_q, ref = query_features(_as_rectangles(level.rows(block.t)), c, block.exponential)
-        found = _as_rows(phi_q @ keys.relative_to(c).mT @ level.keys(block.extended), groups)
+        products = _as_rows(phi_q @ keys.relative_to(c).mT @ level.keys(block.extended), groups)
         ref, old = _as_rows(ref, groups), level.rows(reference)
         new = torch.maximum(old, ref)
         sums = level.rows(rows)
-        sums.mul_((old - new).exp_().unsqueeze(-1)).add_(found * (ref - new).exp_().unsqueeze(-1))
+        sums.mul_((old - new).exp_().unsqueeze(-1)).add_(products * (ref - new).exp_().unsqueeze(-1))
         old.copy_(new)
     rows, reference = (x[:, :, :, :length].flatten(2, 3) for x in (rows, reference))
     return rows[..., :-1], rows[..., -1:], reference
@@ -144,12 +144,12 @@ def split_gradients(block: Split, length: int, grad_num: Tensor, grad_den: Tenso
         grad_scores = rows @ extended.mT
         grad_phi_q = query_gradient(grad_scores @ phi_k, phi_q, c, ref, block.exponential)
         level.rows(grad_t).add_(_as_rows(grad_phi_q, groups))
-        found = keys.gradients(c, phi_k, grad_scores.mT @ phi_q)
+        of_level = keys.gradients(c, phi_k, grad_scores.mT @ phi_q)
         if grad_linear is None:
-            level.keys(grad_log).add_(found.log)
+            level.keys(grad_log).add_(of_level.log)
         else:
-            level.keys(grad_linear).add_(found.features)
-            level.keys(grad_log).add_(found.log.unsqueeze(-1))
+            level.keys(grad_linear).add_(of_level.features)
+            level.keys(grad_log).add_(of_level.log.unsqueeze(-1))
         level.keys(grad_extended).add_((phi_q @ phi_k.mT).mT @ rows)
     log = grad_log[:, :, :length]
     of_keys = KeyGradients(log) if grad_linear is None else KeyGradients(grad_linear[:, :, :length], log.squeeze(-1))

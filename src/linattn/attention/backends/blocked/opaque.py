@@ -1,12 +1,13 @@
 """The folds as one custom operator for torch.compile: the compiler sees shapes, never the loop.
 
-A graph holds tensors and numbers only, so a feature map travels as its handle; every tensor of the map that needs a
-gradient, or that belongs to the call, travels as a tensor.
+A graph holds tensors, numbers and strings only, so a fold travels as its path and a feature map as its handle; every
+tensor of the map that needs a gradient, or that belongs to the call, travels as a tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -17,54 +18,54 @@ from linattn.feature_maps._base import live_map
 
 
 @torch.library.custom_op("linattn::fold", mutates_args=())
-def _fold(name: str, span: int, handle: int, names: str, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+def _fold(path: str, span: int, handle: int, names: str, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """Run the fold; biases, last of the inputs, may be missing."""
-    return list(fold.forward(_task(name, span, handle, names), inputs, tensors))
+    return list(fold.forward(_task(path, span, handle, names), inputs, tensors))
 
 
 @_fold.register_fake
-def _(name: str, span: int, handle: int, names: str, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+def _(path: str, span: int, handle: int, names: str, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """The outputs' shapes."""
-    given = fold.FOLDS[name]
-    return list(given.shapes(given.inputs(*inputs), span))
+    record = _fold_at(path)
+    return list(record.shapes(record.inputs(*inputs), span))
 
 
 # Not a custom_op: the fold pulls the map back with autograd, which a custom_op switches off around its body.
 torch.library.define(
     "linattn::fold_backward",
-    "(str name, int span, int handle, str names, bool bias_grad, Tensor[] saved, Tensor[] tensors) -> Tensor[]",
+    "(str path, int span, int handle, str names, bool bias_grad, Tensor[] saved, Tensor[] tensors) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 @torch.library.impl("linattn::fold_backward", "default")
 def _fold_backward(
-    name: str, span: int, handle: int, names: str, bias_grad: bool, saved: list[Tensor], tensors: list[Tensor]
+    path: str, span: int, handle: int, names: str, bias_grad: bool, saved: list[Tensor], tensors: list[Tensor]
 ) -> list[Tensor]:
     """Pull the fold back; `saved` is (*grads, *inputs, *outputs)."""
-    return list(fold.backward(_task(name, span, handle, names), saved, tensors, bias_grad=bias_grad))
+    return list(fold.backward(_task(path, span, handle, names), saved, tensors, bias_grad=bias_grad))
 
 
 @torch.library.register_fake("linattn::fold_backward")
 def _(
-    name: str, span: int, handle: int, names: str, bias_grad: bool, saved: list[Tensor], tensors: list[Tensor]
+    path: str, span: int, handle: int, names: str, bias_grad: bool, saved: list[Tensor], tensors: list[Tensor]
 ) -> list[Tensor]:
     """The gradients' shapes."""
-    count = len(fold.FOLDS[name].outputs._fields)
-    given = fold.FOLDS[name].inputs(*saved[count:-count])
-    inputs = [x for field, x in given._asdict().items() if field not in ("m", "bias")]
-    found = [*inputs, *([given.bias] if bias_grad else []), *tensors]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in found]
+    count = len(_fold_at(path).outputs._fields)
+    record = _fold_at(path).inputs(*saved[count:-count])
+    inputs = [x for field, x in record._asdict().items() if field not in ("m", "bias")]
+    shapes = [*inputs, *([record.bias] if bias_grad else []), *tensors]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in shapes]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     """Keep inputs and outputs."""
-    *ctx.arguments, given, tensors = inputs
+    *ctx.arguments, fold_inputs, tensors = inputs
     task = _task(*ctx.arguments)
-    bias = getattr(task.fold.inputs(*given), "bias", None)
+    bias = getattr(task.fold.inputs(*fold_inputs), "bias", None)
     ctx.bias_grad = bias is not None and bias.requires_grad
-    ctx.counts = len(given), len(given) + len(output)
-    ctx.save_for_backward(*given, *output, *tensors)
+    ctx.counts = len(fold_inputs), len(fold_inputs) + len(output)
+    ctx.save_for_backward(*fold_inputs, *output, *tensors)
     ctx.mark_non_differentiable(*task.fold.constants(task.feature_map, output))
 
 
@@ -74,17 +75,23 @@ def _pull(ctx: Any, grads: list[Tensor]) -> Any:
     saved, tensors = list(ctx.saved_tensors[:num_rest]), list(ctx.saved_tensors[num_rest:])
     outputs = saved[num_given:]
     dense = [torch.zeros_like(y) if g is None else g.contiguous() for g, y in zip(grads, outputs, strict=True)]
-    found = torch.ops.linattn.fold_backward(*ctx.arguments, ctx.bias_grad, [*dense, *saved], tensors)
-    of_inputs, of_tensors = fold.by_argument(fold.FOLDS[ctx.arguments[0]], found, bias_grad=ctx.bias_grad)
+    gradients = torch.ops.linattn.fold_backward(*ctx.arguments, ctx.bias_grad, [*dense, *saved], tensors)
+    of_inputs, of_tensors = fold.by_argument(_fold_at(ctx.arguments[0]), gradients, bias_grad=ctx.bias_grad)
     return None, None, None, None, of_inputs[:num_given], of_tensors
 
 
 _fold.register_autograd(_pull, setup_context=_setup)
 
 
-def _task(name: str, span: int, handle: int, names: str) -> fold.Task:
+def _task(path: str, span: int, handle: int, names: str) -> fold.Task:
     """The task that these numbers and strings stand for."""
-    return fold.Task(name, live_map(handle), tuple(names.split(",")) if names else (), span)
+    return fold.Task(_fold_at(path), live_map(handle), tuple(names.split(",")) if names else (), span)
+
+
+def _fold_at(path: str) -> fold.Fold:
+    """The fold at a path in attention/backends/, imported in a process that has not run it yet."""
+    fold_at_path: fold.Fold = resolve_name(f"linattn.attention.backends.{path}")
+    return fold_at_path
 
 
 @torch.compiler.assume_constant_result
@@ -101,6 +108,6 @@ def run(task: fold.Task, inputs: Any, tensors: Sequence[Tensor]) -> list[Tensor]
             f"backend={task.fold.backend!r}; apply the transform outside the compiled function, or use "
             "backend='reference'"
         )
-    given, names = [x for x in inputs if x is not None], ",".join(task.names)
-    found: list[Tensor] = _fold(task.name, task.span, task.feature_map.handle, names, given, list(tensors))
-    return found
+    present, names = [x for x in inputs if x is not None], ",".join(task.names)
+    outputs: list[Tensor] = _fold(task.fold.path, task.span, task.feature_map.handle, names, present, list(tensors))
+    return outputs

@@ -1,4 +1,4 @@
-"""What the folds take, return and keep for their gradients, as named tensors; letters as in blocked/__init__.py."""
+"""Inputs, outputs and saved tensors of the folds, as named tensors; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Read(NamedTuple):
 
 
 class Causal(NamedTuple):
-    """As many queries as keys, and the sums before them; for masses any number of both, and the sums after them."""
+    """Inputs of the causal fold: as many queries as keys, and the sums before them."""
 
     query: Tensor
     key: Tensor
@@ -54,17 +54,10 @@ class CausalOutputs(NamedTuple):
     S_kept: Tensor  # (B, K, H, R, Dv)
     z_kept: Tensor  # (B, K, H, R)
     m_kept: Tensor  # (B, K, H, M)
-    is_bounded: Tensor  # (B, K + 1, H) bool: segments and heads of bounded features
 
     def kept(self, index: int) -> Sums:
         """The sums before a segment but the first."""
         return Sums(self.S_kept[:, index - 1], self.z_kept[:, index - 1], self.m_kept[:, index - 1])
-
-
-class MassOutputs(NamedTuple):
-    """The masses of the keys."""
-
-    mass: Tensor  # (B, H, L)
 
 
 def sums_of(inputs: Absorb | Read | Causal) -> Sums:
@@ -78,7 +71,7 @@ def empty_sums(inputs: Absorb | Causal) -> Sums:
 
 
 class Saved(NamedTuple):
-    """What a backward pass is given: a forward pass, and the gradients of its outputs in their own record."""
+    """Input of a backward pass: a forward pass, and the gradients of its outputs in their own record."""
 
     inputs: Any
     outputs: Any
@@ -95,7 +88,7 @@ class KeyGradients(NamedTuple):
 
     @property
     def log(self) -> Tensor:
-        """That of the keys' exponents, which biases are added to."""
+        """Gradient of the keys' exponents, which biases are added to."""
         return self.features if self.weight is None else self.weight
 
     def join(self, other: KeyGradients, rule: Callable[[Tensor, Tensor], Tensor]) -> KeyGradients:
@@ -107,7 +100,7 @@ class KeyGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns."""
+    """Output of a backward pass."""
 
     inputs: Sequence[Tensor]  # in the order of the inputs' record, without m and the biases
     bias: Tensor | None  # None where none is wanted

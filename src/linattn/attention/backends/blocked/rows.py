@@ -51,9 +51,9 @@ def saved_rows(saved: Saved, block: slice, t: Tensor, space: Workspace) -> Saved
     rows = (saved.outputs.den, saved.outputs.reference, saved.grads.den)
     den, reference, grad_den = (x[..., block].flatten(2, 3) for x in rows)
     # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
-    kept = out if saved.outputs.out.dtype == den.dtype else None
+    saved_out = out if saved.outputs.out.dtype == den.dtype else None
     # An infinite exponent makes the features of rows that saw no key 0 instead of overflowing.
-    return SavedRows(t, kept, den, reference.masked_fill(den == 0, torch.inf), grad_out, grad_den)
+    return SavedRows(t, saved_out, den, reference.masked_fill(den == 0, torch.inf), grad_out, grad_den)
 
 
 def empty_rows(query: Tensor, S: Tensor) -> Rows:

@@ -1,4 +1,4 @@
-"""What a compiled graph holds as a constant: whether a device can run the kernels."""
+"""Constants of a compiled graph: whether a device can run the kernels."""
 
 from __future__ import annotations
 

@@ -13,16 +13,16 @@ from linattn.attention.backends.triton.launching import FoldedKeys, Work, fold_k
 from linattn.attention.backends.triton.segments import as_sums, run_segments, whole_tiles
 from linattn.attention.sums import Sums, per_feature
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._powers import LOG2_E
+from linattn.softmax.precision import LOG2_E
 
 
 def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
     """The sums after these keys, in memory of their own."""
     work, folded, peaks = _folded(feature_map, inputs, saved=None)
-    given = folded.key, folded.value, work.key_side.side(), folded.keys
-    _, last = run_segments(work, key_states, given, peaks, None, is_kept=False)
-    own = as_sums(work, last, peaks[:, 0].view(inputs.key.shape[:2]), inputs.m.shape[-1])
-    return own.merge(sums_of(inputs))
+    tokens = folded.key, folded.value, work.key_side.side(), folded.keys
+    _, last = run_segments(work, key_states, tokens, peaks, None, is_kept=False)
+    sums = as_sums(work, last, peaks[:, 0].view(inputs.key.shape[:2]), inputs.m.shape[-1])
+    return sums.merge(sums_of(inputs))
 
 
 def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
@@ -32,9 +32,9 @@ def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     of_S, of_z, num_features = saved.grads.S, saved.grads.z, work.shape.num_features
     before = per_feature(torch.exp(inputs.m - saved.outputs.m), num_features)
     # The sums are relative to m, which is at least the keys' own peak; that of masked keys is of no account.
-    own = torch.exp2((peaks[:, 0].view(*of_z.shape[:2], 1) - saved.outputs.m * LOG2_E).clamp(max=0))
-    own = per_feature(own, num_features)
-    states = whole_tiles(work, of_S * own.unsqueeze(-1), of_z * own)
+    fall = torch.exp2((peaks[:, 0].view(*of_z.shape[:2], 1) - saved.outputs.m * LOG2_E).clamp(max=0))
+    fall = per_feature(fall, num_features)
+    states = whole_tiles(work, of_S * fall.unsqueeze(-1), of_z * fall)
     back = Back(work, saved, folded, peaks, (work.query_side.side(), work.key_side.side()))
     of_key, of_value, of_bias = back.keys(None, states)
     return Gradients((of_key, of_value, of_S * before.unsqueeze(-1), of_z * before), of_bias, back.finish())

@@ -25,7 +25,7 @@ from linattn.attention.backends.triton.segments import (
 )
 from linattn.attention.sums import per_feature
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._powers import LOG2_E
+from linattn.softmax.precision import LOG2_E
 
 
 class CausalOutputs(NamedTuple):
@@ -60,14 +60,14 @@ class Passed(NamedTuple):
 def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:
     """Rows; with `span`, of the keys of earlier spans of so many tokens only."""
     work, folded, peaks, _, states, last = _pass(feature_map, inputs, span, saved=None)
-    query, found = work.queries(inputs.query), empty_outputs(work, inputs.query)
+    query, outputs = work.queries(inputs.query), empty_outputs(work, inputs.query)
     sides = work.query_side.side(), work.key_side.side()
-    programs = found.den[..., 0].numel() * work.cut.num_blocks if found.den.numel() else 0
-    given = query, folded.key, folded.value, *sides, folded.keys, peaks, tuple(states), tuple(found)
-    work.run(row_outputs, programs, (*given, work.cut), (span == 0,))
+    programs = outputs.den[..., 0].numel() * work.cut.num_blocks if outputs.den.numel() else 0
+    arguments = query, folded.key, folded.value, *sides, folded.keys, peaks, tuple(states), tuple(outputs)
+    work.run(row_outputs, programs, (*arguments, work.cut), (span == 0,))
     sums = as_sums(work, last, peaks[:, -1].view(inputs.key.shape[:2]), inputs.m.shape[-1])
-    out = found.out.to(inputs.query.dtype)
-    return CausalOutputs(out, found.den, found.reference, *sums, found.shift)
+    out = outputs.out.to(inputs.query.dtype)
+    return CausalOutputs(out, outputs.den, outputs.reference, *sums, outputs.shift)
 
 
 def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
@@ -99,8 +99,8 @@ def _pass(feature_map: FeatureMap, inputs: Causal, span: int, *, saved: Saved | 
     fall = per_feature(torch.exp2(m * LOG2_E - first.unsqueeze(-1)), z.shape[-1])
     peaks = torch.cat((first.unsqueeze(-1), _by_group(work, folded.peaks)), -1).flatten(0, 1).cummax(-1).values
     start = whole_tiles(work, S * fall.unsqueeze(-1), z * fall)
-    given = folded.key, folded.value, work.key_side.side(), folded.keys
-    states, last = run_segments(work, key_states, given, peaks, start, is_kept=True)
+    tokens = folded.key, folded.value, work.key_side.side(), folded.keys
+    states, last = run_segments(work, key_states, tokens, peaks, start, is_kept=True)
     return Passed(work, folded, peaks, fall, states, last)
 
 

@@ -48,29 +48,29 @@ class Back:
         """The rows of the forward pass, with their gradients."""
         work, (outputs, grads) = self.work, (self.saved.outputs, self.saved.grads)
         grad_out, den = rows(work.as_operand(grads.out.flatten(1, 2))), outputs.den
-        found = blocks.RowGradients(*(torch.empty_like(den) for _ in blocks.RowGradients._fields))
-        given = grad_out, work.as_operand(outputs.out), den, outputs.shift, grads.den.contiguous(), self._keys()
-        self._run(row_gradients, den, *given, self.peaks, found, is_causal=self.folded is not None)
-        return Queries(work.queries(self.saved.inputs.query), grad_out, found)
+        gradients = blocks.RowGradients(*(torch.empty_like(den) for _ in blocks.RowGradients._fields))
+        arguments = grad_out, work.as_operand(outputs.out), den, outputs.shift, grads.den.contiguous(), self._keys()
+        self._run(row_gradients, den, *arguments, self.peaks, gradients, is_causal=self.folded is not None)
+        return Queries(work.queries(self.saved.inputs.query), grad_out, gradients)
 
     def states(self, queries: Queries, start: States | None, *, is_kept: bool) -> tuple[States, States]:
         """Gradients of the states after each group, and of the one before all."""
-        given = queries.query, self.sides[0], queries.grad_out, queries.rows
-        return run_segments(self.work, state_gradients, given, self.peaks, start, is_kept=is_kept)
+        arguments = queries.query, self.sides[0], queries.grad_out, queries.rows
+        return run_segments(self.work, state_gradients, arguments, self.peaks, start, is_kept=is_kept)
 
     def queries(self, queries: Queries, states: States) -> Tensor:
         """The gradient of the queries (B, H, G, L, D), which read these states before each group."""
         x, work = self.saved.inputs.query, self.work
-        found = torch.empty(*x.shape[:-1], self._width(x), dtype=self._dtype(x), device=x.device)
+        gradient = torch.empty(*x.shape[:-1], self._width(x), dtype=self._dtype(x), device=x.device)
         key, value = (queries.query, queries.query) if self.folded is None else self.folded[:2]
-        given = queries.query, key, value, *self.sides, self._keys(), self.peaks, tuple(states), queries.grad_out
-        rows_of = found[..., 0]
-        self._run(query_gradients, rows_of, *given, queries.rows, found, is_causal=self.folded is not None)
+        arguments = queries.query, key, value, *self.sides, self._keys(), self.peaks, tuple(states), queries.grad_out
+        rows_of = gradient[..., 0]
+        self._run(query_gradients, rows_of, *arguments, queries.rows, gradient, is_causal=self.folded is not None)
         if not work.is_given:
-            return found.to(x.dtype)
+            return gradient.to(x.dtype)
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
-        vectors, found = x.flatten(2, 3).float(), found.flatten(2, 3)
-        self.of_map.query(vectors, found, lambda grad: store(total, grad))
+        vectors, gradient = x.flatten(2, 3).float(), gradient.flatten(2, 3)
+        self.of_map.query(vectors, gradient, lambda grad: store(total, grad))
         return total
 
     def keys(self, queries: Queries | None, states: States) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -82,7 +82,7 @@ class Back:
         shape = *x.shape[:2], parts, x.shape[2]
         # Features have logarithmic weights beside them, whose gradient is the biases'.
         has_bias = self.saved.bias_grad or self.work.shape.kind == "features"
-        found = blocks.KeyGradients(
+        gradients = blocks.KeyGradients(
             torch.empty(*shape, self._width(x), dtype=self._dtype(x), device=x.device),
             torch.empty(*shape, value.shape[-1], dtype=torch.float32 if parts > 1 else value.dtype, device=x.device),
             torch.empty(shape, dtype=torch.float32, device=x.device),
@@ -90,10 +90,10 @@ class Back:
         key, values, keys, _ = self.folded
         nothing = Queries(key, values, blocks.RowGradients(*[self.peaks] * 4))
         query, grad_out, of_rows = queries or nothing
-        given = query, key, values, *self.sides, keys, self.peaks, tuple(states), grad_out, of_rows, found
+        arguments = query, key, values, *self.sides, keys, self.peaks, tuple(states), grad_out, of_rows, gradients
         programs = x[..., 0, 0].numel() * parts * cut.num_blocks if x.numel() else 0
-        self.work.run(key_gradients, programs, (*given, cut, cut.members // parts), (queries is not None, has_bias))
-        of_key, of_value, of_bias = (y.sum(2) if parts > 1 else y.squeeze(2) for y in found)
+        self.work.run(key_gradients, programs, (*arguments, cut, cut.members // parts), (queries is not None, has_bias))
+        of_key, of_value, of_bias = (y.sum(2) if parts > 1 else y.squeeze(2) for y in gradients)
         of_key = self._through_map(of_key, of_bias) if self.work.is_given else of_key.to(x.dtype)
         return of_key, of_value.to(value.dtype), self._of_bias(of_bias)
 
@@ -112,13 +112,13 @@ class Back:
         self.of_map.finish()
         return total if masked is None else total.masked_fill_(masked, 0)
 
-    def _of_bias(self, found: Tensor) -> Tensor | None:
+    def _of_bias(self, gradient: Tensor) -> Tensor | None:
         """The gradient of the biases (B, H or 1, L), where it is wanted."""
         if not self.saved.bias_grad:
             return None
         bias = self.saved.inputs.bias
-        found = found.sum(1, keepdim=True) if bias.shape[1] == 1 < found.shape[1] else found
-        return found.to(bias.dtype)
+        gradient = gradient.sum(1, keepdim=True) if bias.shape[1] == 1 < gradient.shape[1] else gradient
+        return gradient.to(bias.dtype)
 
     def _keys(self) -> blocks.Keys:
         """The keys' offsets; of no use where queries read sums alone."""
@@ -134,7 +134,7 @@ class Back:
         return self.work.shape.num_features if self.work.is_given else x.shape[-1]
 
     def _dtype(self, x: Tensor) -> torch.dtype:
-        """What it writes them in."""
+        """Dtype of a token's gradient that a kernel writes."""
         return torch.float32 if self.work.is_given or self.work.shape.emulated else x.dtype
 
 

@@ -1,4 +1,4 @@
-"""What the folds of one call share: its sizes, its tensors as kernels take them, launches.
+"""Launches of one call's kernels: sizes, and tensors as kernels take them.
 
 Letters as in triton/__init__.py, N blocks.
 """
@@ -21,7 +21,7 @@ from linattn.feature_maps import FeatureMap
 
 
 class Work(NamedTuple):
-    """What one call's kernels share."""
+    """Map, sizes and sides that one call's kernels share."""
 
     feature_map: FeatureMap
     shape: Shape
@@ -36,20 +36,20 @@ class Work(NamedTuple):
         return self.shape.kind != "powers"
 
     def given(self, x: Tensor, side: str) -> Tensor:
-        """What stands in the place of queries or keys (…, L, D)."""
+        """Vectors, exponents or features of queries or keys (…, L, D), whichever the kernels take."""
         if not self.is_given:
             return self.as_operand(x)
         with torch.no_grad():
             x = x.to(torch.float32)
-            found = self.feature_map.query(x) if side == "query" else self.feature_map.key(x)
-        return found
+            features = self.feature_map.query(x) if side == "query" else self.feature_map.key(x)
+        return features
 
     def queries(self, query: Tensor) -> Rows:
         """Queries (B, H, G, L, D) as the kernels take them."""
         if not self.is_given:
             return rows(self.as_operand(query.flatten(1, 2)))
-        found = self.given(query.flatten(2, 3), "query")
-        return rows(found.unflatten(2, query.shape[2:4]).flatten(1, 2))
+        features = self.given(query.flatten(2, 3), "query")
+        return rows(features.unflatten(2, query.shape[2:4]).flatten(1, 2))
 
     def as_operand(self, x: Tensor) -> Tensor:
         """Tokens as the kernels read them; an interpreter cannot calculate with bfloat16."""
@@ -123,11 +123,11 @@ def fold_keys(work: Work, key: Tensor, value: Tensor, bias: Tensor | None) -> Fo
     offset = torch.empty(batch, heads, length, dtype=torch.float32, device=key.device)
     shift = offset if bias is None else torch.empty_like(offset)
     peaks = offset.new_empty(batch, heads, work.cut.num_blocks)
-    programs, found = batch * heads * work.cut.num_blocks, Keys(offset, shift)
-    given = Rows(offset, 0, 0, 0) if bias is None else bias_rows(bias)
+    programs, offsets = batch * heads * work.cut.num_blocks, Keys(offset, shift)
+    biases = Rows(offset, 0, 0, 0) if bias is None else bias_rows(bias)
     side = work.key_side.side()
-    work.run(key_offsets, programs, (keys, given, side, found, peaks, work.cut), (bias is not None,))
-    return FoldedKeys(keys, values, found, peaks)
+    work.run(key_offsets, programs, (keys, biases, side, offsets, peaks, work.cut), (bias is not None,))
+    return FoldedKeys(keys, values, offsets, peaks)
 
 
 def without_masked(key: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from linattn.attention.backends.triton.kernels.row_outputs import row_outputs
 from linattn.attention.backends.triton.launching import Work, plan
 from linattn.attention.backends.triton.segments import States, of_features, whole_tiles
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._powers import LOG2_E
+from linattn.softmax.precision import LOG2_E
 
 
 class ReadOutputs(NamedTuple):
@@ -30,12 +30,12 @@ class ReadOutputs(NamedTuple):
 def read(feature_map: FeatureMap, inputs: Read) -> ReadOutputs:
     """All rows."""
     work, peaks, sides, states = _sums(feature_map, inputs, saved=None)
-    found = empty_outputs(work, inputs.query)
+    outputs = empty_outputs(work, inputs.query)
     query = work.queries(inputs.query)
-    programs = found.den[..., 0].numel() * work.cut.num_blocks if found.den.numel() else 0
-    given = query, query, query, *sides, blocks.Keys(peaks, peaks), peaks, tuple(states), tuple(found)
-    work.run(row_outputs, programs, (*given, work.cut), (False,))
-    return found._replace(out=found.out.to(inputs.query.dtype))
+    programs = outputs.den[..., 0].numel() * work.cut.num_blocks if outputs.den.numel() else 0
+    arguments = query, query, query, *sides, blocks.Keys(peaks, peaks), peaks, tuple(states), tuple(outputs)
+    work.run(row_outputs, programs, (*arguments, work.cut), (False,))
+    return outputs._replace(out=outputs.out.to(inputs.query.dtype))
 
 
 def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:

@@ -15,7 +15,7 @@ from torch import Tensor
 from linattn.attention.backends.triton.kernels.blocks import HEADROOM, NO_KEY
 from linattn.attention.backends.triton.launching import Work
 from linattn.attention.sums import Sums, lowest
-from linattn.feature_maps._powers import LOG2_E
+from linattn.softmax.precision import LOG2_E
 
 # Programs for each multiprocessor, so that all are busy, and the fewest groups or blocks that are worth a segment.
 _PROGRAMS, _FEWEST = 4, 8
@@ -45,7 +45,7 @@ def empty_states(work: Work, count: int, dtype: torch.dtype, device: torch.devic
 
 
 def run_segments(
-    work: Work, kernel: Any, given: tuple[Any, ...], peaks: Tensor, start: States | None, *, is_kept: bool
+    work: Work, kernel: Any, tokens: tuple[Any, ...], peaks: Tensor, start: States | None, *, is_kept: bool
 ) -> tuple[States, States]:
     """The states that a kernel keeps for each group, (B·H·J, …), and the last one, (B·H, …).
 
@@ -54,63 +54,62 @@ def run_segments(
     """
     num_heads, cut = peaks.shape[0], work.cut
     dtype = torch.bfloat16 if work.shape.operand.name == "bf16" and not work.shape.emulated else torch.float32
-    kept = empty_states(work, num_heads * cut.num_groups if is_kept else 0, dtype, peaks.device)
+    states = empty_states(work, num_heads * cut.num_groups if is_kept else 0, dtype, peaks.device)
     if cut.num_blocks == 0:
-        return kept, start or States(*map(torch.zeros_like, empty_states(work, num_heads, torch.float32, peaks.device)))
+        return states, start or States(
+            *map(torch.zeros_like, empty_states(work, num_heads, torch.float32, peaks.device))
+        )
     is_apart = cut.num_groups == 1 and start is None and not is_kept
-    each, count = _segments(work, num_heads, num_processors(peaks.device), is_apart=is_apart)
+    each, count = _segments(work, num_heads, _num_processors(peaks.device), is_apart=is_apart)
 
     def run(before: States | None, *, is_kept: bool) -> States:
         last = empty_states(work, num_heads * count, torch.float32, peaks.device)
-        arguments = (*given, peaks, tuple(before or last), tuple(kept), tuple(last), cut, each, count)
+        arguments = (*tokens, peaks, tuple(before or last), tuple(states), tuple(last), cut, each, count)
         work.run(kernel, num_heads * count, arguments, (before is not None, is_kept), by_tile=True)
         return last
 
     if count == 1:
-        return kept, run(start, is_kept=is_kept)
+        return states, run(start, is_kept=is_kept)
     totals = States(*(x.unflatten(0, (num_heads, count)) for x in run(None, is_kept=False)))
     if is_apart:
-        return kept, States(totals.S.sum(1), totals.z.sum(1))
+        return states, States(totals.S.sum(1), totals.z.sum(1))
     bounds = [min(segment * each // cut.per_group, cut.num_groups) for segment in range(count + 1)]
     # Not by an index, which would come from the host and break a CUDA graph.
     between = torch.stack([peaks[:, bound] for bound in bounds], 1)
     before, last = _in_turn(totals, start, between, is_backward=kernel.__name__ == "state_gradients")
     if is_kept:
         run(before, is_kept=True)
-    return kept, last
+    return states, last
 
 
-def num_processors(device: torch.device) -> int:
+def _num_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; an interpreter runs one program after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _segments(work: Work, num_heads: int, processors: int, *, is_apart: bool) -> tuple[int, int]:
-    """Blocks of a segment, and the number of segments; groups stay whole unless it is one without a state before."""
+    """Blocks of a segment, and the number of segments, which multiplies the programs until all processors are busy.
+
+    Groups stay whole unless it is one without a state before.
+    """
     unit, programs = 1 if is_apart else work.cut.per_group, num_heads * work.shape.total // work.shape.tile
-    each, count = side_by_side(triton.cdiv(work.cut.num_blocks, unit), programs, processors)
-    return each * unit, count
-
-
-def side_by_side(units: int, programs: int, processors: int) -> tuple[int, int]:
-    """Units of a segment, and the number of segments, which multiplies the programs until all processors are busy."""
-    wanted = triton.cdiv(_PROGRAMS * processors, max(programs, 1))
+    units, wanted = triton.cdiv(work.cut.num_blocks, unit), triton.cdiv(_PROGRAMS * processors, max(programs, 1))
     each = max(triton.cdiv(units, wanted), min(_FEWEST, units))
-    return each, triton.cdiv(units, each)
+    return each * unit, triton.cdiv(units, each)
 
 
 def _in_turn(totals: States, start: States | None, peaks: Tensor, *, is_backward: bool) -> tuple[States, States]:
     """The state that each segment starts from, (B·H·P, …), and the one after the last, from the segments' own."""
     count = peaks.shape[1] - 1
     state = start or States(torch.zeros_like(totals.S[:, 0]), torch.zeros_like(totals.z[:, 0]))
-    found: list[States] = []
+    starts: list[States] = []
     for segment in reversed(range(count)) if is_backward else range(count):
-        found.append(state)
+        starts.append(state)
         fall = torch.exp2(peaks[:, segment] - peaks[:, segment + 1])
         state = state.times(fall).plus(States(totals.S[:, segment], totals.z[:, segment]))
     if is_backward:
-        found.reverse()
-    S, z = zip(*found, strict=True)
+        starts.reverse()
+    S, z = zip(*starts, strict=True)
     return States(torch.stack(S, 1).flatten(0, 1), torch.stack(z, 1).flatten(0, 1)), state
 
 
@@ -123,8 +122,8 @@ def whole_tiles(work: Work, S: Tensor, z: Tensor) -> States:
 
 def of_features(work: Work, states: States, batch: int) -> tuple[Tensor, Tensor]:
     """The sums (B, H, R, Dv) and (B, H, R) in states (B·H, …)."""
-    kept = slice(work.shape.num_features)
-    return states.S[:, kept].unflatten(0, (batch, -1)), states.z[:, kept].unflatten(0, (batch, -1))
+    features = slice(work.shape.num_features)
+    return states.S[:, features].unflatten(0, (batch, -1)), states.z[:, features].unflatten(0, (batch, -1))
 
 
 def headroom(work: Work) -> float:

@@ -1,4 +1,4 @@
-"""What the kernels take of a map: its exponents as powers W·x + b + a·|x|², or features made before them.
+"""Maps as the kernels take them: exponents as powers W·x + b + a·|x|², or features made before them.
 
 Letters as in triton/__init__.py, m rows of W.
 """
@@ -16,7 +16,8 @@ from linattn.attention.backends.triton.kernels.blocks import NO_KEY, Shape, Side
 from linattn.attention.backends.triton.objections import WIDEST
 from linattn.feature_maps import FeatureMap, LearnedExponential
 from linattn.feature_maps._learned import Exponents
-from linattn.feature_maps._powers import LOG2_E, Powers
+from linattn.feature_maps._powers import Powers
+from linattn.softmax.precision import LOG2_E
 
 _PACKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -29,7 +30,7 @@ class Packed(NamedTuple):
     curvature: Tensor  # (H or 1, tiles·F)
 
     def side(self, m: Tensor | None = None) -> Side:
-        """What kernels take; of queries that read sums relative to m (B, H, R), with that in the bias."""
+        """Side as kernels take it; of queries that read sums relative to m (B, H, R), with that in the bias."""
         bias = self.bias.unsqueeze(0)
         if m is not None:
             bias = bias + F.pad(m * LOG2_E, (0, bias.shape[-1] - m.shape[-1]))
@@ -48,7 +49,7 @@ def kind_of(feature_map: FeatureMap, *, is_followed: bool) -> str:
 
 
 def packed_sides(feature_map: FeatureMap, shape: Shape, like: Tensor) -> tuple[Packed, Packed]:
-    """Those of queries and keys; constants alone where features are given."""
+    """Sides of queries and keys; constants alone where features are given."""
     if shape.kind != "powers":
         nothing = like.new_zeros(1, shape.num_features)
         packed = _packed(like.new_zeros(1, shape.num_features, 1), nothing, nothing, shape)
@@ -66,7 +67,7 @@ def packed_sides(feature_map: FeatureMap, shape: Shape, like: Tensor) -> tuple[P
 
 
 def _of_powers(powers: Powers, shape: Shape) -> Packed:
-    """Those of a map that takes its exponents apart."""
+    """Side of a map that takes its exponents apart."""
     weights = powers.doubled.mT if powers.doubled.dim() == 3 else powers.doubled.mT.unsqueeze(0)
     if powers.is_paired:
         weights = torch.cat((weights, -weights), -2)
@@ -77,7 +78,7 @@ def _of_powers(powers: Powers, shape: Shape) -> Packed:
 
 
 def _of_learned(exponents: Exponents, shape: Shape) -> Packed:
-    """Those of trained exponents, frozen now."""
+    """Side of trained exponents, frozen now."""
     assert exponents.curvature is not None, "the exponents of LearnedExponential have a curvature"
     weights, bias, curvature = (
         (x.detach() if x.dim() == rank else x.detach().unsqueeze(0)) * LOG2_E
@@ -97,5 +98,5 @@ def _packed(weights: Tensor, bias: Tensor, curvature: Tensor, shape: Shape) -> P
 
 
 def _stride(x: Tensor, dim: int) -> int:
-    """That of a dimension, 0 where it has one element for all."""
+    """Stride of a dimension, 0 where it has one element for all."""
     return 0 if x.shape[dim] == 1 else x.stride(dim)

@@ -10,15 +10,9 @@ import triton
 import triton.language as tl
 
 from linattn.attention.backends.triton.kernels.blocks import Shape, operand
-from linattn.attention.backends.triton.kernels.centres import Expanded
-from linattn.feature_maps import Expansion
 
 # Whether Triton interprets the kernels on the CPU, as TRITON_INTERPRET=1 has it: for tests.
 IS_INTERPRETED = not isinstance(operand, triton.JITFunction)
-
-
-# Capabilities of GPUs with at least 163 KB of shared memory for a block.
-_ROOMY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
 
 
 # Kernels that hold the most at once.
@@ -44,7 +38,7 @@ def sizes(wide: int, dtype: torch.dtype, *, is_backward: bool) -> tuple[int, int
 
 
 def tuned(kernel: str, shape: Shape, capability: tuple[int, int]) -> tuple[Shape, Tuning]:
-    """What keeps a kernel's sums in registers and its operands in shared memory, on a GPU of this capability.
+    """Sizes that hold a kernel's sums in registers and its operands in shared memory, on a GPU of this capability.
 
     Chosen by what the compiler reports, not by time: see tests/laws/test_triton_compiled.py.
     """
@@ -52,9 +46,9 @@ def tuned(kernel: str, shape: Shape, capability: tuple[int, int]) -> tuple[Shape
     if is_wide and shape.precision == "tf32" and kernel in _ROW_GRADIENTS and capability[0] == 8:
         # TF32's operands are held once in every warp, and vectors so wide find no room beside a tile's.
         shape = shape._replace(precision="ieee")
-    found = _token_step(shape) if kernel == "token_step" else _by_block(kernel, shape, capability)
-    found = found._replace(tile=min(found.tile, shape.tile))
-    return shape._replace(tile=found.tile, reloads=found.reloads), found
+    tuning = _token_step(shape) if kernel == "token_step" else _by_block(kernel, shape, capability)
+    tuning = tuning._replace(tile=min(tuning.tile, shape.tile))
+    return shape._replace(tile=tuning.tile, reloads=tuning.reloads), tuning
 
 
 def _token_step(shape: Shape) -> Tuning:
@@ -87,24 +81,14 @@ def _by_block(kernel: str, shape: Shape, capability: tuple[int, int]) -> Tuning:
     return Tuning(shape.tile, 8, 1)
 
 
-def tuned_expanded(kernel: str, shape: Expanded, capability: tuple[int, int]) -> tuple[Expanded, Tuning]:
-    """The same of an expansion's kernels, whose tiles are those of their shape, and the shape on such a GPU."""
-    is_narrow = max(shape.padded_d, shape.padded_dv) <= 64
-    is_by_centre = kernel in ("centre_states", "centre_state_gradients")
-    if kernel == "centre_key_gradients" and not (is_narrow or capability in _ROOMY):
-        # TF32's operands are held twice: 128 KB of one centre's sums, of the 99 KB that other GPUs have.
-        shape = shape._replace(precision="ieee")
-    return shape, Tuning(shape.rows, 4 if is_narrow and is_by_centre else 8, 1)
-
-
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """That of a GPU; an interpreter has any."""
+    """Compute capability of a GPU; an interpreter has any."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def shape_of(kind: str, d: int, dv: int, num_features: int, dtype: torch.dtype, *, is_backward: bool) -> Shape:
-    """What a call's kernels are compiled for; float16 is multiplied as float32, whose range its features need."""
+    """Shape of a call's kernels; float16 is multiplied as float32, whose range its features need."""
     is_short, d = dtype == torch.bfloat16, d if kind == "powers" else 1
     features, tokens = sizes(max(d, dv), dtype, is_backward=is_backward)
     features = min(features, padded(num_features))
@@ -123,33 +107,6 @@ def shape_of(kind: str, d: int, dv: int, num_features: int, dtype: torch.dtype, 
         reloads=False,
         emulated=is_short and IS_INTERPRETED,
     )
-
-
-def expanded(feature_map: Expansion, dv: int, dtype: torch.dtype, *, is_backward: bool) -> Expanded:
-    """What an expansion's kernels are compiled for."""
-    is_short, d = dtype == torch.bfloat16, feature_map.head_dim
-    rows, tokens = expanded_sizes(max(d, dv), dtype, is_backward=is_backward)
-    return Expanded(
-        d=d,
-        padded_d=padded(d),
-        dv=dv,
-        padded_dv=padded(dv),
-        num_centres=feature_map.num_centres,
-        padded_centres=padded(feature_map.num_centres),
-        order=feature_map.order,
-        rows=rows,
-        block=tokens,
-        operand=tl.bfloat16 if is_short else tl.float32,
-        precision="tf32" if dtype == torch.float16 else "ieee",
-        emulated=is_short and IS_INTERPRETED,
-    )
-
-
-def expanded_sizes(wide: int, dtype: torch.dtype, *, is_backward: bool) -> tuple[int, int]:
-    """The rows T of a tile, and the tokens C of a block."""
-    if dtype == torch.bfloat16:
-        return 32, 64 if wide <= 64 and not is_backward else 32
-    return (32, 32) if dtype == torch.float16 and wide <= 64 else (16, 16)
 
 
 def padded(width: int) -> int:

@@ -1,4 +1,4 @@
-"""What the kernels share: how a block of tokens is found, loaded, turned into features and rounded.
+"""Parts of the kernels: how a block of tokens is found, loaded, turned into features and rounded.
 
 Powers of two throughout: a feature is 2^(power - shift). A shift is an integer and a fraction of a key's own bias, so
 that the factors between shifts are exact. Letters as in triton/__init__.py, and C tokens of a block, F features of a
@@ -42,14 +42,14 @@ class Side(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What a key brings beside its vectors, (B, H, L): its weight is 2^(power - shift + offset)."""
+    """Offsets and shifts of keys, (B, H, L): a key's weight is 2^(power - shift + offset)."""
 
     offset: Any  # an integer, NO_KEY for masked keys
     shift: Any  # inf for masked keys
 
 
 class RowGradients(NamedTuple):
-    """What the gradient of a row needs, (B, H, G, L)."""
+    """Numbers that the gradient of a row needs, (B, H, G, L)."""
 
     inverse: Any  # 1/den, 0 for rows without a key
     delta: Any  # the gradient of log den, negated
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for."""
+    """Constants that a kernel is compiled for."""
 
     d: int
     padded_d: int
@@ -136,46 +136,46 @@ def at_head(rows, head, num_heads):
 
 
 @triton.jit
-def load_rows(begin, stride, numbers, kept, width: tl.constexpr, padded: tl.constexpr, again: tl.constexpr = False):
+def load_rows(begin, stride, numbers, live, width: tl.constexpr, padded: tl.constexpr, again: tl.constexpr = False):
     """(C, padded width), 0 beyond both; `again` where it stands, which compilers would move out of a loop."""
     columns = tl.arange(0, padded)
-    mask = kept[:, None] & (columns < width)[None, :]
+    mask = live[:, None] & (columns < width)[None, :]
     place = begin + numbers.to(tl.int64)[:, None] * stride + columns[None, :]
     return tl.load(place, mask=mask, other=0.0, volatile=again)
 
 
 @triton.jit
-def load_operand(begin, stride, numbers, kept, shape: tl.constexpr, again: tl.constexpr = False):
+def load_operand(begin, stride, numbers, live, shape: tl.constexpr, again: tl.constexpr = False):
     """Values of a block, (C, padded Dv), as an operand."""
-    return operand(load_rows(begin, stride, numbers, kept, shape.dv, shape.padded_dv, again), shape)
+    return operand(load_rows(begin, stride, numbers, live, shape.dv, shape.padded_dv, again), shape)
 
 
 @triton.jit
-def operand_at_hand(x, begin, stride, numbers, kept, shape: tl.constexpr):
-    """The same for one tile's product: as they were loaded, or again, where that spares registers."""
-    return load_operand(begin, stride, numbers, kept, shape, True) if shape.reloads else x
+def operand_at_hand(x, begin, stride, numbers, live, shape: tl.constexpr):
+    """Values of a block for one tile's product: as they were loaded, or again, where that spares registers."""
+    return load_operand(begin, stride, numbers, live, shape, True) if shape.reloads else x
 
 
 @triton.jit
-def curved_rows(begin, stride, numbers, kept, curved, shape: tl.constexpr):
+def curved_rows(begin, stride, numbers, live, curved, shape: tl.constexpr):
     """The gradient of a·|x|², 2·x·Σ a·(gradient of the power), (C, padded D)."""
-    x = load_rows(begin, stride, numbers, kept, shape.d, shape.padded_d)
+    x = load_rows(begin, stride, numbers, live, shape.d, shape.padded_d)
     return 2 * curved[:, None] * x.to(tl.float32)
 
 
 @triton.jit
-def load_columns(begin, stride, numbers, kept, width: tl.constexpr, padded: tl.constexpr):
-    """The same as (padded width, C)."""
+def load_columns(begin, stride, numbers, live, width: tl.constexpr, padded: tl.constexpr):
+    """Load rows as columns (padded width, C), 0 beyond both."""
     rows = tl.arange(0, padded)
-    mask = (rows < width)[:, None] & kept[None, :]
+    mask = (rows < width)[:, None] & live[None, :]
     return tl.load(begin + numbers.to(tl.int64)[None, :] * stride + rows[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(begin, numbers, kept, x, width: tl.constexpr, padded: tl.constexpr):
+def store_rows(begin, numbers, live, x, width: tl.constexpr, padded: tl.constexpr):
     """Write (C, width) to memory without gaps, in its dtype."""
     columns = tl.arange(0, padded)
-    mask = kept[:, None] & (columns < width)[None, :]
+    mask = live[:, None] & (columns < width)[None, :]
     to = begin + numbers.to(tl.int64)[:, None] * width + columns[None, :]
     tl.store(to, x.to(begin.dtype.element_ty), mask=mask)
 
@@ -187,10 +187,10 @@ def features_of(tile, shape: tl.constexpr):
 
 
 @triton.jit
-def load_vectors(begin, stride, numbers, kept, shape: tl.constexpr, again: tl.constexpr = False):
+def load_vectors(begin, stride, numbers, live, shape: tl.constexpr, again: tl.constexpr = False):
     """A block's vectors (C, D) as operands and their squared lengths; nothing where features are given."""
     if shape.kind == "powers":
-        x = load_rows(begin, stride, numbers, kept, shape.d, shape.padded_d, again)
+        x = load_rows(begin, stride, numbers, live, shape.d, shape.padded_d, again)
         square = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
         x = operand(x, shape)
     else:
@@ -199,10 +199,10 @@ def load_vectors(begin, stride, numbers, kept, shape: tl.constexpr, again: tl.co
 
 
 @triton.jit
-def load_vector_columns(begin, stride, numbers, kept, shape: tl.constexpr):
-    """The same as (D, C)."""
+def load_vector_columns(begin, stride, numbers, live, shape: tl.constexpr):
+    """A block's vectors as columns (D, C), as `load_vectors` has them as rows."""
     if shape.kind == "powers":
-        x = load_columns(begin, stride, numbers, kept, shape.d, shape.padded_d)
+        x = load_columns(begin, stride, numbers, live, shape.d, shape.padded_d)
         square = tl.sum(x.to(tl.float32) * x.to(tl.float32), 0)
         x = operand(x, shape)
     else:
@@ -216,10 +216,10 @@ def load_weights(side, head, cut, tile, shape: tl.constexpr):
     if shape.kind == "powers":
         begin = side.weights + (head % cut.heads).to(tl.int64) * side.weights_head
         columns = tl.arange(0, shape.padded_d)
-        found = operand(tl.load(begin + features_of(tile, shape)[:, None] * shape.padded_d + columns[None, :]), shape)
+        w = operand(tl.load(begin + features_of(tile, shape)[:, None] * shape.padded_d + columns[None, :]), shape)
     else:
-        found = 0
-    return found
+        w = 0
+    return w
 
 
 @triton.jit
@@ -237,55 +237,55 @@ def load_curvature(side, head, cut, tile, shape: tl.constexpr):
 
 
 @triton.jit
-def load_given(begin, stride, numbers, kept, tile, shape: tl.constexpr):
+def load_given(begin, stride, numbers, live, tile, shape: tl.constexpr):
     """Given exponents or features of a tile, (C, F) in float32."""
     names = features_of(tile, shape)
-    mask = kept[:, None] & (names < shape.num_features)[None, :]
-    found = tl.load(begin + numbers.to(tl.int64)[:, None] * stride + names[None, :], mask=mask, other=0.0)
-    return found.to(tl.float32)
+    mask = live[:, None] & (names < shape.num_features)[None, :]
+    x = tl.load(begin + numbers.to(tl.int64)[:, None] * stride + names[None, :], mask=mask, other=0.0)
+    return x.to(tl.float32)
 
 
 @triton.jit
-def load_given_columns(begin, stride, numbers, kept, tile, shape: tl.constexpr):
-    """The same as (F, C)."""
+def load_given_columns(begin, stride, numbers, live, tile, shape: tl.constexpr):
+    """Given exponents or features of a tile, (F, C) in float32."""
     names = features_of(tile, shape)
-    mask = (names < shape.num_features)[:, None] & kept[None, :]
-    found = tl.load(begin + numbers.to(tl.int64)[None, :] * stride + names[:, None], mask=mask, other=0.0)
-    return found.to(tl.float32)
+    mask = (names < shape.num_features)[:, None] & live[None, :]
+    x = tl.load(begin + numbers.to(tl.int64)[None, :] * stride + names[:, None], mask=mask, other=0.0)
+    return x.to(tl.float32)
 
 
 @triton.jit
-def row_powers(vectors, w, side, head, cut, begin, stride, numbers, kept, tile, shape: tl.constexpr):
+def row_powers(vectors, w, side, head, cut, begin, stride, numbers, live, tile, shape: tl.constexpr):
     """Powers (C, F) of a block's tokens, or their features where these are given."""
     if shape.kind == "powers":
-        own = load_vectors(begin, stride, numbers, kept, shape, True) if shape.reloads else vectors
-        found = dot(own[0], tl.trans(w), shape) + load_bias(side, head, cut, tile, shape)[None, :]
-        found += own[1][:, None] * load_curvature(side, head, cut, tile, shape)[None, :]
+        loaded = load_vectors(begin, stride, numbers, live, shape, True) if shape.reloads else vectors
+        powers = dot(loaded[0], tl.trans(w), shape) + load_bias(side, head, cut, tile, shape)[None, :]
+        powers += loaded[1][:, None] * load_curvature(side, head, cut, tile, shape)[None, :]
     else:
-        found = load_given(begin, stride, numbers, kept, tile, shape)
+        powers = load_given(begin, stride, numbers, live, tile, shape)
         if shape.kind == "exponents":
-            found = found * LOG2_E + load_bias(side, head, cut, tile, shape)[None, :]
-    return found
+            powers = powers * LOG2_E + load_bias(side, head, cut, tile, shape)[None, :]
+    return powers
 
 
 @triton.jit
-def column_powers(vectors, w, side, head, cut, begin, stride, numbers, kept, tile, shape: tl.constexpr):
-    """The same as (F, C), from tokens (D, C): computed so, never turned around."""
+def column_powers(vectors, w, side, head, cut, begin, stride, numbers, live, tile, shape: tl.constexpr):
+    """Powers (F, C), as `row_powers`, from tokens (D, C): computed so, never turned around."""
     if shape.kind == "powers":
-        found = dot(w, vectors[0], shape) + load_bias(side, head, cut, tile, shape)[:, None]
-        found += vectors[1][None, :] * load_curvature(side, head, cut, tile, shape)[:, None]
+        powers = dot(w, vectors[0], shape) + load_bias(side, head, cut, tile, shape)[:, None]
+        powers += vectors[1][None, :] * load_curvature(side, head, cut, tile, shape)[:, None]
     else:
-        found = load_given_columns(begin, stride, numbers, kept, tile, shape)
+        powers = load_given_columns(begin, stride, numbers, live, tile, shape)
         if shape.kind == "exponents":
-            found = found * LOG2_E + load_bias(side, head, cut, tile, shape)[:, None]
-    return found
+            powers = powers * LOG2_E + load_bias(side, head, cut, tile, shape)[:, None]
+    return powers
 
 
 @triton.jit
-def as_features(powers, shift, kept, shape: tl.constexpr):
+def as_features(powers, shift, live, shape: tl.constexpr):
     """2^(power - shift), or given features times 2^-shift; 0 where there is no token."""
-    found = powers * tl.exp2(-shift) if shape.kind == "features" else tl.exp2(powers - shift)
-    return tl.where(kept, found, 0.0)
+    features = powers * tl.exp2(-shift) if shape.kind == "features" else tl.exp2(powers - shift)
+    return tl.where(live, features, 0.0)
 
 
 @triton.jit
@@ -309,12 +309,12 @@ def load_operand_state(states, index, tile, shape: tl.constexpr):
 
 
 @triton.jit
-def store_state(S, z, index, tile, found, total, shape: tl.constexpr):
+def store_state(S, z, index, tile, sums, total, shape: tl.constexpr):
     """Write both."""
     size: tl.constexpr = shape.total
     every = tl.full([shape.tile], 1, tl.int1)
     store_rows(
-        S + index.to(tl.int64) * (size * shape.dv), features_of(tile, shape), every, found, shape.dv, shape.padded_dv
+        S + index.to(tl.int64) * (size * shape.dv), features_of(tile, shape), every, sums, shape.dv, shape.padded_dv
     )
     tl.store(z + index.to(tl.int64) * size + features_of(tile, shape), total)
 
@@ -323,26 +323,26 @@ def store_state(S, z, index, tile, found, total, shape: tl.constexpr):
 def load_keys(keys, at, there):
     """Shifts and offsets of a block's keys, and which of them are not masked; finite for those that are."""
     shift = tl.load(keys.shift + at, mask=there, other=float("inf"))
-    kept = there & (shift < float("inf"))
-    return tl.where(kept, shift, 0.0), tl.load(keys.offset + at, mask=kept, other=NO_KEY), kept
+    live = there & (shift < float("inf"))
+    return tl.where(live, shift, 0.0), tl.load(keys.offset + at, mask=live, other=NO_KEY), live
 
 
 @triton.jit
-def seen_by(numbers, kept):
+def seen_by(numbers, live):
     """Which of a block's keys a row of it sees, (C, C): itself and those before."""
-    return (numbers[:, None] >= numbers[None, :]) & kept[None, :]
+    return (numbers[:, None] >= numbers[None, :]) & live[None, :]
 
 
 @triton.jit
-def highest_seen(offset, peak, numbers, kept):
+def highest_seen(offset, peak, numbers, live):
     """The largest offset that each row of a block sees, before the block or in it."""
-    return tl.maximum(peak, tl.max(tl.where(seen_by(numbers, kept), offset[None, :], NO_KEY), 1))
+    return tl.maximum(peak, tl.max(tl.where(seen_by(numbers, live), offset[None, :], NO_KEY), 1))
 
 
 @triton.jit
-def store_given(found, row, numbers, kept, tile, x, cut, shape: tl.constexpr):
+def store_given(target, row, numbers, live, tile, x, cut, shape: tl.constexpr):
     """Write a tile (C, F) of what was given for a head's tokens."""
     names = features_of(tile, shape)
-    mask = kept[:, None] & (names < shape.num_features)[None, :]
-    begin = found + (row.to(tl.int64) * cut.length + numbers)[:, None] * shape.num_features
-    tl.store(begin + names[None, :], x.to(found.dtype.element_ty), mask=mask)
+    mask = live[:, None] & (names < shape.num_features)[None, :]
+    begin = target + (row.to(tl.int64) * cut.length + numbers)[:, None] * shape.num_features
+    tl.store(begin + names[None, :], x.to(target.dtype.element_ty), mask=mask)

@@ -30,10 +30,10 @@ from linattn.attention.backends.triton.kernels.blocks import (
 
 @triton.jit
 def query_gradients(
-    query, key, value, query_side, key_side, keys, peaks, states, grad_out, rows, found, cut,
+    query, key, value, query_side, key_side, keys, peaks, states, grad_out, rows, gradient, cut,
     shape: tl.constexpr, is_causal: tl.constexpr,
 ):  # fmt: skip
-    """Those of vectors (C, D), or of given exponents or features, (C, R)."""
+    """Gradients of vectors (C, D), or of given exponents or features, (C, R)."""
     i, row = tl.program_id(0) % cut.num_blocks, tl.program_id(0) // cut.num_blocks
     head, group = row // cut.members, i // cut.per_group
     numbers, there = tokens_of(i, cut, shape)
@@ -47,12 +47,12 @@ def query_gradients(
     highest = tl.load(rows.peak + at + numbers, mask=there, other=float("inf"))
     peak = tl.load(peaks + head.to(tl.int64) * (cut.num_groups + 1) + group)
     if is_causal:
-        key_shift, offset, kept = load_keys(keys, head.to(tl.int64) * cut.length + numbers, there)
+        key_shift, offset, live = load_keys(keys, head.to(tl.int64) * cut.length + numbers, there)
         begin_key, values = at_head(key, head, cut.heads), at_head(value, head, cut.heads)
-        key_vectors = load_vectors(begin_key, key.token, numbers, kept, shape)
-        v = load_operand(values, value.token, numbers, kept, shape)
+        key_vectors = load_vectors(begin_key, key.token, numbers, live, shape)
+        v = load_operand(values, value.token, numbers, live, shape)
         factor = tl.exp2(tl.minimum(offset[None, :] - highest[:, None], 0.0)) * inverse[:, None]
-        weights = tl.where(seen_by(numbers, kept), (dot(grad, tl.trans(v), shape) - delta[:, None]) * factor, 0.0)
+        weights = tl.where(seen_by(numbers, live), (dot(grad, tl.trans(v), shape) - delta[:, None]) * factor, 0.0)
         weights = operand(weights, shape)
     scale = tl.exp2(peak - highest) * inverse
     total = tl.full([shape.block, shape.padded_d], 0.0, tl.float32)
@@ -63,20 +63,20 @@ def query_gradients(
         pulled = (dot(of_out, tl.trans(S), shape) - delta[:, None] * z[None, :]) * scale[:, None]
         if is_causal:
             w = load_weights(key_side, head, cut, tile, shape)
-            powers = row_powers(key_vectors, w, key_side, head, cut, begin_key, key.token, numbers, kept, tile, shape)
-            phi = as_features(powers, key_shift[:, None], kept[:, None], shape)
+            powers = row_powers(key_vectors, w, key_side, head, cut, begin_key, key.token, numbers, live, tile, shape)
+            phi = as_features(powers, key_shift[:, None], live[:, None], shape)
             pulled = add_dot(weights, operand(phi, shape), pulled, shape)
         if shape.kind == "features":
-            store_given(found, row, numbers, there, tile, pulled, cut, shape)
+            store_given(gradient, row, numbers, there, tile, pulled, cut, shape)
         else:
             w = load_weights(query_side, head, cut, tile, shape)
             powers = row_powers(vectors, w, query_side, head, cut, begin, query.token, numbers, there, tile, shape)
             pulled *= as_features(powers, shift[:, None], there[:, None], shape)
             if shape.kind == "exponents":
-                store_given(found, row, numbers, there, tile, pulled, cut, shape)
+                store_given(gradient, row, numbers, there, tile, pulled, cut, shape)
             else:
                 total = add_dot(operand(pulled, shape), w, total, shape)
                 curved += tl.sum(pulled * load_curvature(query_side, head, cut, tile, shape)[None, :], 1)
     if shape.kind == "powers":
         total += curved_rows(begin, query.token, numbers, there, curved, shape)
-        store_rows(found + at * shape.d, numbers, there, total * LN_2, shape.d, shape.padded_d)
+        store_rows(gradient + at * shape.d, numbers, there, total * LN_2, shape.d, shape.padded_d)

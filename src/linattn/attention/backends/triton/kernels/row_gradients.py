@@ -13,9 +13,9 @@ SMALLEST = tl.constexpr(2.0**-126)
 
 @triton.jit
 def row_gradients(
-    grad_out, out, den, shift, grad_den, keys, peaks, found, cut, shape: tl.constexpr, is_causal: tl.constexpr
+    grad_out, out, den, shift, grad_den, keys, peaks, gradients, cut, shape: tl.constexpr, is_causal: tl.constexpr
 ):
-    """What `blocks.RowGradients` holds."""
+    """Numbers of `blocks.RowGradients`."""
     i, row = tl.program_id(0) % cut.num_blocks, tl.program_id(0) // cut.num_blocks
     head = row // cut.members
     numbers, there = tokens_of(i, cut, shape)
@@ -27,14 +27,14 @@ def row_gradients(
     grad = load_rows(begin, grad_out.token, numbers, there, shape.dv, shape.padded_dv).to(tl.float32)
     delta = tl.sum(y * grad, 1) - tl.load(grad_den + at, mask=there, other=0.0) * total
     is_dead = tl.abs(total) < SMALLEST
-    tl.store(found.inverse + at, tl.where(is_dead, 0.0, 1 / tl.where(is_dead, 1.0, total)), mask=there)
-    tl.store(found.delta + at, tl.where(is_dead, 0.0, delta), mask=there)
+    tl.store(gradients.inverse + at, tl.where(is_dead, 0.0, 1 / tl.where(is_dead, 1.0, total)), mask=there)
+    tl.store(gradients.delta + at, tl.where(is_dead, 0.0, delta), mask=there)
     # The features of such a row are 0 instead of overflowing.
     powers = tl.load(shift + at, mask=there, other=0.0)
-    tl.store(found.shift + at, tl.where(is_dead, float("inf"), powers), mask=there)
+    tl.store(gradients.shift + at, tl.where(is_dead, float("inf"), powers), mask=there)
     peak = tl.load(peaks + head.to(tl.int64) * (cut.num_groups + 1) + i // cut.per_group)
     highest = tl.full([shape.block], peak, tl.float32)
     if is_causal:
-        _, offset, kept = load_keys(keys, head.to(tl.int64) * cut.length + numbers, there)
-        highest = highest_seen(offset, peak, numbers, kept)
-    tl.store(found.peak + at, highest, mask=there)
+        _, offset, live = load_keys(keys, head.to(tl.int64) * cut.length + numbers, there)
+        highest = highest_seen(offset, peak, numbers, live)
+    tl.store(gradients.peak + at, highest, mask=there)

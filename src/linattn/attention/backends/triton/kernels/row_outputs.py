@@ -42,9 +42,9 @@ def row_outputs(
     shift = den if shape.kind == "features" else tl.full([shape.block], NO_KEY, tl.float32)
     if is_causal:
         at = head.to(tl.int64) * cut.length + numbers
-        key_shift, offset, kept = load_keys(keys, at, there)
+        key_shift, offset, live = load_keys(keys, at, there)
         begin_key = at_head(key, head, cut.heads)
-        key_vectors = load_vectors(begin_key, key.token, numbers, kept, shape)
+        key_vectors = load_vectors(begin_key, key.token, numbers, live, shape)
         weights = tl.full([shape.block, shape.block], 0.0, tl.float32)
     for tile in range(shape.total // shape.tile):
         w = load_weights(query_side, head, cut, tile, shape)
@@ -59,19 +59,19 @@ def row_outputs(
         if is_causal:
             w_key = load_weights(key_side, head, cut, tile, shape)
             powers = row_powers(
-                key_vectors, w_key, key_side, head, cut, begin_key, key.token, numbers, kept, tile, shape
+                key_vectors, w_key, key_side, head, cut, begin_key, key.token, numbers, live, tile, shape
             )
-            phi_key = operand(as_features(powers, key_shift[:, None], kept[:, None], shape), shape)
+            phi_key = operand(as_features(powers, key_shift[:, None], live[:, None], shape), shape)
             weights = add_dot(operand(phi, shape), tl.trans(phi_key), weights, shape)
         S, z = load_operand_state(states, head * cut.num_groups + group, tile, shape)
         num = add_dot(operand(phi, shape), S, num, shape)
         den += tl.sum(phi * z[None, :], 1)
     peak = tl.load(peaks + head.to(tl.int64) * (cut.num_groups + 1) + group)
     if is_causal:
-        highest = highest_seen(offset, peak, numbers, kept)
+        highest = highest_seen(offset, peak, numbers, live)
         fall = tl.exp2(peak - highest)
-        factor = tl.where(seen_by(numbers, kept), tl.exp2(tl.minimum(offset[None, :] - highest[:, None], 0.0)), 0.0)
-        v = load_operand(at_head(value, head, cut.heads), value.token, numbers, kept, shape)
+        factor = tl.where(seen_by(numbers, live), tl.exp2(tl.minimum(offset[None, :] - highest[:, None], 0.0)), 0.0)
+        v = load_operand(at_head(value, head, cut.heads), value.token, numbers, live, shape)
         weights = operand(weights * factor, shape)
         num = add_dot(weights, v, num * fall[:, None], shape)
         den = den * fall + tl.sum(weights.to(tl.float32), 1)

@@ -21,12 +21,12 @@ from linattn.attention.backends.triton.kernels.blocks import (
 
 
 @triton.jit
-def powers_of(rows, side, head, numbers, kept, cut, tile, shape: tl.constexpr):
+def powers_of(rows, side, head, numbers, live, cut, tile, shape: tl.constexpr):
     """Powers (C, F) of a few vectors."""
     begin = at_head(rows, head, cut.heads)
-    vectors = load_vectors(begin, rows.token, numbers, kept, shape)
+    vectors = load_vectors(begin, rows.token, numbers, live, shape)
     w = load_weights(side, head, cut, tile, shape)
-    return row_powers(vectors, w, side, head, cut, begin, rows.token, numbers, kept, tile, shape)
+    return row_powers(vectors, w, side, head, cut, begin, rows.token, numbers, live, tile, shape)
 
 
 @triton.jit
@@ -53,13 +53,13 @@ def token_step(
     for tile in range(shape.total // shape.tile):
         names = features_of(tile, shape)
         there, at = names < shape.num_features, head.to(tl.int64) * shape.num_features + names
-        own = powers_of(key, key_side, head, numbers, is_key, cut, tile, shape)
-        own = tl.sum(tl.where((numbers == 0)[:, None], own, 0.0), 0) + lift
+        key_power = powers_of(key, key_side, head, numbers, is_key, cut, tile, shape)
+        key_power = tl.sum(tl.where((numbers == 0)[:, None], key_power, 0.0), 0) + lift
         m = tl.load(before[2] + at, mask=there, other=0.0)
         former = m * LOG2_E
-        is_higher = own > former
-        highest = tl.where(is_higher, own, former)
-        phi, fall = tl.exp2(own - highest), tl.exp2(former - highest)
+        is_higher = key_power > former
+        highest = tl.where(is_higher, key_power, former)
+        phi, fall = tl.exp2(key_power - highest), tl.exp2(former - highest)
         mask = there[:, None] & (columns < shape.dv)[None, :]
         places = at[:, None] * shape.dv + columns[None, :]
         S = tl.load(before[0] + places, mask=mask, other=0.0) * fall[:, None] + phi[:, None] * v[None, :]
@@ -67,7 +67,7 @@ def token_step(
         tl.store(after[0] + places, S, mask=mask)
         tl.store(after[1] + at, z, mask=there & (part == 0))
         # A maximum that stays keeps its bits.
-        tl.store(after[2] + at, tl.where(is_higher, own * LN_2, m), mask=there & (part == 0))
+        tl.store(after[2] + at, tl.where(is_higher, key_power * LN_2, m), mask=there & (part == 0))
         powers = powers_of(query, query_side, head, numbers, is_query, cut, tile, shape) + highest[None, :]
         powers = tl.where(there[None, :], powers, NO_KEY)
         higher = tl.maximum(shift, tl.max(powers, 1))

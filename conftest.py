@@ -1,0 +1,162 @@
+"""What all tests share: a strict world, small blocks on demand, and the count of the grid's cells that ran."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from grid import Case
+from programs import Programs
+from ranks import Pool
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+    from xdist.remote import Producer
+
+    from scheduling import Groups
+
+# The laws' tensors are small: one thread each, so that parallel workers do not fight over cores.
+torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups | None:
+    """Groups of tests are dealt out without counting all that is done after every test."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from scheduling import Groups
+
+    return Groups(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is no longer looked for among modules and twenty thousand tests: each training looks for it once."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _strict_world() -> Iterator[None]:
+    """Seeded, and nothing left behind."""
+    # torch.manual_seed also keeps the call for GPUs to come: half a millisecond, twenty thousand times.
+    torch.default_generator.manual_seed(0)
+    yield
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium, one for all pages of a worker; what needs it is not collected where it is missing."""
+    from playwright.sync_api import sync_playwright
+
+    # Nothing but the pages: no sandbox for root, no look-ups of the browser's own.
+    switches = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=switches)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where a shell has started the tests in the background, with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def blocks_of(monkeypatch: pytest.MonkeyPatch):
+    """Force the blocked backend's block size, and short segments of blocks."""
+    from linattn.attention.backends.blocked import blocks, causal, grouped_reading
+
+    def force(size: int) -> None:
+        monkeypatch.setattr(blocks, "block_size", lambda *_, **__: size)
+        monkeypatch.setattr(causal, "SEGMENT", 3)
+        monkeypatch.setattr(grouped_reading, "_CHUNK", 100 * size)
+
+    return force
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised floating tensors hold NaN: an output that is not written cannot pass."""
+
+    def poison(function):
+        def wrapped(*args, **kwargs):
+            result = function(*args, **kwargs)
+            return result.fill_(float("nan")) if result.is_floating_point() else result
+
+        return wrapped
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Trainings believe this clock: `now`, in seconds."""
+    found = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("linattn.training.loop.time", SimpleNamespace(perf_counter=lambda: found.now))
+    return found
+
+
+@pytest.fixture(scope="session")
+def run_program() -> Iterator[Callable[..., CompletedProcess[str]]]:
+    """run_program(program, *arguments): how a program in a process of its own ended, and what it printed."""
+    with Programs() as programs:
+        yield programs.run
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[list[Pool]]:
+    """The pool of ranks in use, if there is one."""
+    pools: list[Pool] = []
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def on_ranks(_pools: list[Pool]) -> Callable[..., list]:
+    """on_ranks(size, job, *arguments): what a job returns on each rank; a broken pool is replaced.
+
+    Tests that use it are in xdist's group "ranks", for which there is one pool.
+    """
+    if not _pools or not _pools[0].is_alive:
+        _pools[:] = [Pool()]
+    return _pools[0].run
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much of the grid the laws covered, and what was left out for want of a browser."""
+    if shutil.which("chromium") is None:
+        terminalreporter.write_line(
+            "no browser: the pages of report and site were not opened; apt-get install chromium"
+        )
+    covered: dict[str, set[str]] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for key, value in report.user_properties:
+            if key == "case":
+                covered.setdefault(value, set()).add(report.nodeid.split("::")[0])
+    if covered:
+        cells = {cell.rsplit("-", 1)[0] for cell in covered}
+        terminalreporter.write_line(
+            f"laws covered {len(cells)} map × backend combinations, {len(covered)} with direction"
+        )
+
+
+@pytest.fixture(autouse=True)
+def _record_case(request: pytest.FixtureRequest, record_property) -> None:
+    """Note which cell of the grid a law ran on."""
+    callspec = getattr(request.node, "callspec", None)
+    case = callspec.params.get("case") if callspec else None
+    if isinstance(case, Case):
+        record_property("case", str(case))

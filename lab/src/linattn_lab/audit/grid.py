@@ -1,0 +1,146 @@
+"""What an audit is to measure: methods, widths and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from linattn.planning.methods import BuiltMethod, Method, parse_method
+
+DEFAULT_METHODS = (
+    "FavorPlus",
+    "Hyperbolic(lengths='fixed')",
+    "Oprf",
+    "RandomRelu",
+    "EluPlusOne",
+    "Exponential",
+    "Centred(Hyperbolic(lengths='fixed'))",
+    "Centred(Balanced(FavorPlus))",
+    "Centred(Balanced(Sderf))",
+    "Centred(Balanced(Nystrom(num_features=128)))",
+    "Centred(Taylor(order=2))",
+    "Expansion(num_centres=1)",
+    "Expansion(num_centres=4)",
+    "Expansion(num_centres=16)",
+    "Expansion(num_centres=64)",
+    "Expansion(num_centres=16, order=0)",
+    "Expansion(num_centres=16, order=2)",
+    "Centred(Balanced(FavorPlus)) + window 16",
+    "Expansion(num_centres=16) + window 32",
+    "Expansion(num_centres=64) + window 32",
+    "merged 64",
+    "merged 128",
+    "window 32 + merged 32",
+    "window 32 + merged 96",
+    "window 32 + merged 128",
+)
+
+# Seeds of two draws differ by more than any model has layers.
+_SEEDS_PER_DRAW = 10_000
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One method at one width with one draw.
+
+    Attributes:
+        method: a map, with a window or without, or merged keys.
+        num_features: the map's width, or None where the head width or the map's own options fix it.
+        draw: number of the draw, from 0.
+        first_seed: seed of layer 0's draw; layer l's is l more.
+    """
+
+    method: Method
+    num_features: int | None
+    draw: int
+    first_seed: int
+
+    def build(self, head_dim: int, *, scale: float, layer: int) -> BuiltMethod:
+        """The map of one layer; see `Method.build`."""
+        seed = self.first_seed + layer
+        return self.method.build(head_dim, num_features=self.num_features, scale=scale, seed=seed)
+
+
+def in_words(configuration: Configuration, sample: BuiltMethod, draws: int) -> str:
+    """A configuration in words, for the progress shown; `sample` tells its width."""
+    width = f", {sample.num_features:,} features" if sample.num_features else ""
+    words = f"{configuration.method.label}{width}"
+    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.is_random else words
+
+
+@dataclass(frozen=True)
+class AuditGrid:
+    """Which methods an audit measures, at which widths, with how many draws.
+
+    Attributes:
+        methods: the methods; no two alike.
+        features: widths for the maps whose width is free.
+        draws: draws for random maps; the others are measured once.
+        seed: everything random follows from it.
+    """
+
+    methods: tuple[Method, ...]
+    features: tuple[int, ...] = (64, 256)
+    draws: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        labels = [method.label for method in self.methods]
+        repeated = sorted({label for label in labels if labels.count(label) > 1})
+        if not labels or repeated:
+            raise ValueError(
+                f"methods must be one or more, each once; got {', '.join(repeated) + ' twice' if repeated else 'none'}"
+            )
+        if not self.features or min(self.features) < 1 or len(set(self.features)) != len(self.features):
+            raise ValueError(f"features must be different positive integers, got {list(self.features)}")
+        if self.draws < 1:
+            raise ValueError(f"draws must be at least 1, got {self.draws}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+
+    def configurations(self) -> Iterator[Configuration]:
+        """Everything to measure, in order: by method, then width, then draw.
+
+        Returns:
+            An iterator over `Configuration`.
+
+        Example:
+            >>> both = tuple(map(parse_method, ("EluPlusOne", "FavorPlus")))
+            >>> [(c.method.label, c.num_features, c.draw) for c in AuditGrid(both, draws=2).configurations()][:3]
+            [('EluPlusOne', None, 0), ('FavorPlus', 64, 0), ('FavorPlus', 64, 1)]
+        """
+        for method in self.methods:
+            for num_features in self.features if method.takes_features else (None,):
+                for draw in range(self.draws if method.is_random else 1):
+                    yield Configuration(method, num_features, draw, self.seed + draw * _SEEDS_PER_DRAW)
+
+
+def default_methods() -> tuple[Method, ...]:
+    """The methods an audit measures unless told otherwise: the textbook's, and what was found to do better.
+
+    Returns:
+        The methods.
+
+    Example:
+        >>> default_methods()[0].label
+        'FavorPlus'
+
+    Source: arXiv 2009.14794 (FavorPlus, Hyperbolic, RandomRelu), 2006.16236 (EluPlusOne), 2302.00787 (Sderf, Balanced),
+    2110.15343 (exact attention beside a kernel).
+    """
+    return tuple(parse_method(text) for text in DEFAULT_METHODS)
+
+
+class LayerMaps(dict[int, BuiltMethod]):
+    """The maps of one configuration by layer, each built when it is first asked for."""
+
+    def __init__(self, build: Callable[[int], BuiltMethod]) -> None:
+        """None is built yet; `build` gives a layer's, fitted."""
+        super().__init__()
+        self._build = build
+
+    def __missing__(self, layer: int) -> BuiltMethod:
+        """Build a layer's."""
+        self[layer] = built = self._build(layer)
+        return built

@@ -1,0 +1,83 @@
+"""What an earlier run of the same audit has measured, and need not be measured again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from linattn_lab.audit.records import AuditRow, HeadRow, LengthsRow, ModelRow, TimeRow, WeightsRow
+
+# What rows were measured together: their kind, and what they are of.
+Group = tuple[str, str, int | None, int, int]
+# Kinds of which one row is a whole.
+_ALONE = ("model", "time", "lengths", "weights")
+
+
+class Kept:
+    """Rows of an earlier run, by what they were measured of.
+
+    Attributes:
+        rows: those of all that was measured to its end, in order.
+    """
+
+    rows: list[AuditRow]
+
+    def __init__(self, rows: Sequence[AuditRow], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
+        """Leave out what an early end has cut short.
+
+        Args:
+            rows: as they were in the file.
+            heads: query heads of each layer.
+            ranks: ranks measured on each layer's heads.
+
+        Example:
+            >>> from linattn_lab.audit.records import RankRow
+            >>> one = RankRow(0, 0, 1, 3, 0.5)
+            >>> Kept([one], heads=[2], ranks=[1]).rows  # the second head is missing
+            []
+        """
+        found = Counter(map(_group, rows))
+        wanted = {"head": heads, "rank": [len(ranks) * number for number in heads]}
+        self._whole = {
+            group
+            for group, number in found.items()
+            if group[0] in _ALONE or (group[-1] < len(heads) and number == wanted[group[0]][group[-1]])
+        }
+        self.rows = [row for row in rows if _group(row) in self._whole]
+
+    def has_model(self, label: str, features: int | None, draw: int) -> bool:
+        """Whether the whole model was measured."""
+        return ("model", label, features, draw, 0) in self._whole
+
+    def has_time(self, label: str, features: int | None) -> bool:
+        """Whether the whole model was timed."""
+        return ("time", label, features, 0, 0) in self._whole
+
+    def has_lengths(self, label: str, features: int | None) -> bool:
+        """Whether a method was timed at growing lengths."""
+        return ("lengths", label, features, 0, 0) in self._whole
+
+    def has_heads(self, label: str, features: int, draw: int, layer: int) -> bool:
+        """Whether a layer's heads were."""
+        return ("head", label, features, draw, layer) in self._whole
+
+    def has_weights(self, label: str, features: int | None, layer: int) -> bool:
+        """Whether a layer's rows for the explorer were kept."""
+        return ("weights", label, features, 0, layer) in self._whole
+
+    def has_ranks(self, layer: int) -> bool:
+        """Whether a layer's limits were."""
+        return ("rank", "", None, 0, layer) in self._whole
+
+
+def _group(row: AuditRow) -> Group:
+    """What a row was measured with."""
+    if isinstance(row, HeadRow):
+        return ("head", row.map, row.features, row.draw, row.layer)
+    if isinstance(row, ModelRow):
+        return ("model", row.map, row.features, row.draw, 0)
+    if isinstance(row, TimeRow | LengthsRow):
+        return ("time" if isinstance(row, TimeRow) else "lengths", row.map, row.features, 0, 0)
+    if isinstance(row, WeightsRow):
+        return ("weights", row.map, row.features, 0, row.layer)
+    return ("rank", "", None, 0, row.layer)

@@ -1,0 +1,111 @@
+"""When a method pays: the whole model's time under it beside softmax's, and one attention's time at growing lengths."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from linattn.hf import AttentionCall
+from linattn.planning import paying
+from linattn.planning.timing import seconds
+from linattn_lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
+
+LINEAR, EXACT = "linear", "exact"
+# A call that takes longer is timed once.
+_LONG_SECONDS = 0.5
+_REPEATS = 3
+# Less gain over averaging than this is not worth an answer to when it pays.
+_SMALL_GAIN = 0.05
+
+
+def time_model(
+    linear: Callable[[], object], exact: Callable[[], object]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of forward passes of the whole model under a method and under softmax, in turn.
+
+    Cost: two passes of each if a pass takes long, else four.
+
+    Args:
+        linear: a pass under the method.
+        exact: the model's own pass.
+
+    Returns:
+        Both, as many of one as of the other.
+
+    Example:
+        >>> ours, theirs = time_model(lambda: None, lambda: None)
+        >>> len(ours), len(theirs)
+        (3, 3)
+    """
+    (first,) = seconds({EXACT: exact}, repeats=1)[EXACT]
+    found = seconds({LINEAR: linear, EXACT: exact}, repeats=1 if first > _LONG_SECONDS else _REPEATS)
+    return tuple(found[LINEAR]), tuple(found[EXACT])
+
+
+def time_lengths(
+    label: str, features: int | None, answer: Callable[[AttentionCall], Tensor], call: AttentionCall
+) -> LengthsRow:
+    """One layer's attention at its own length, twice that, and so on, until the method is faster than softmax.
+
+    Cost: as `linattn.planning.paying.time_lengths`.
+
+    Args:
+        label: the method's written form.
+        features: R; None where there is no single one.
+        answer: attends under the method.
+        call: what one layer was given.
+
+    Returns:
+        Medians at every length.
+    """
+
+    def longer(query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+        """The call with other tokens, none of them padding."""
+        return replace(call, query=query, key=key, value=value, key_mask=None)
+
+    return LengthsRow(
+        label,
+        features,
+        *paying.time_lengths(
+            lambda *tokens: answer(longer(*tokens)),
+            lambda *tokens: longer(*tokens).softmax(),
+            (call.query, call.key, call.value),
+        ),
+    )
+
+
+def worth_timing(rows: Sequence[AuditRow]) -> list[tuple[str, int]]:
+    """Methods and widths that are better than averaging, and that no other beats both in error and in time.
+
+    Args:
+        rows: of an audit, so far.
+
+    Returns:
+        Label and R of each, the fastest first.
+
+    Example:
+        >>> def head(name, error):
+        ...     return HeadRow(0, 0, name, 4, 0, None, error, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
+        >>> rows = [head("Relu", 0.5), head("Taylor", 0.2), head("Oprf", 0.4), head("Sderf", 0.9)]
+        >>> times = {"Relu": 1.0, "Taylor": 2.0, "Oprf": 3.0, "Sderf": 0.5}
+        >>> rows += [TimeRow(name, 4, (time,), (1.0,), 1) for name, time in times.items()]
+        >>> worth_timing(rows)  # Oprf is slower than Taylor and worse; Sderf is worse than averaging
+        [('Relu', 4), ('Taylor', 4)]
+    """
+    errors: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
+    for row in rows:
+        if isinstance(row, HeadRow):
+            errors.setdefault((row.map, row.features), []).append((row.error, row.uniform_error))
+    found, least = [], math.inf
+    times = [row for row in rows if isinstance(row, TimeRow) and (row.map, row.features) in errors]
+    for row in sorted(times, key=lambda row: statistics.median(row.seconds)):
+        error, uniform = (sum(each) for each in zip(*errors[row.map, row.features], strict=True))
+        # An error that is not finite is below nothing.
+        if row.features is not None and error < min((1 - _SMALL_GAIN) * uniform, least):
+            least = error
+            found.append((row.map, row.features))
+    return found

@@ -1,0 +1,174 @@
+"""The two contenders on one set of inputs: linear attention and exact attention, forward or with backward.
+
+Letters: B batch, H heads, L tokens, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linattn.planning.methods import BuiltMethod
+from linattn.softmax import softmax_attention
+from linattn_lab.bench.settings import Settings
+
+LINEAR = "linear"
+EXACT = "exact"
+Run = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What both contenders are given.
+
+    Attributes:
+        tokens: query, key and value, each (B, H, L, D).
+        upstream: the output's gradient, (B, H, L, D); None where only the output is wanted.
+    """
+
+    tokens: tuple[Tensor, Tensor, Tensor]
+    upstream: Tensor | None
+
+    def first(self, num_tokens: int) -> Inputs:
+        """The first tokens alone."""
+        query, key, value = (x.detach()[:, :, :num_tokens] for x in self.tokens)
+        upstream = None if self.upstream is None else self.upstream[:, :, :num_tokens]
+        return Inputs((query, key, value), upstream)
+
+    def double(self) -> Inputs:
+        """The very same numbers in float64."""
+        query, key, value = (x.detach().double() for x in self.tokens)
+        return Inputs((query, key, value), None if self.upstream is None else self.upstream.double())
+
+
+def draw_inputs(settings: Settings, length: int) -> Inputs:
+    """Standard normal queries, keys, values and upstream gradient.
+
+    Cost: O(B H L D) time and memory.
+
+    Args:
+        settings: shapes, dtype, device and seed.
+        length: L.
+
+    Returns:
+        The inputs; the same for the same settings and length.
+
+    Example:
+        >>> draw_inputs(Settings(heads=2, head_dim=4), 3).tokens[0].shape
+        torch.Size([1, 2, 3, 4])
+    """
+    # Not the map's own seed, whose first draw is its projection.
+    generator = torch.Generator().manual_seed(settings.seed + 1)
+    shape = (settings.batch, settings.heads, length, settings.head_dim)
+
+    def one() -> Tensor:
+        """One tensor, drawn on the CPU in float32 so that every device and dtype starts from the same numbers."""
+        return torch.randn(*shape, generator=generator).to(settings.device, settings.torch_dtype)
+
+    return Inputs((one(), one(), one()), one() if settings.backward else None)
+
+
+def fitted_method(settings: Settings, inputs: Inputs) -> BuiltMethod:
+    """The method, its map fitted on these inputs where it takes statistics, so that no call has to take them.
+
+    Cost: the map's constructor, and O(B H L D) where it is fitted.
+
+    Args:
+        settings: which map.
+        inputs: what it may learn from.
+
+    Returns:
+        The method.
+
+    Raises:
+        ValueError: if the map refuses its arguments.
+        TypeError: if the map cannot be wrapped so.
+
+    Example:
+        >>> settings = Settings(map="Centred(Taylor(order=1))", heads=2, head_dim=4)
+        >>> fitted_method(settings, draw_inputs(settings, 8)).feature_map.key_mean.shape
+        torch.Size([2, 1, 4])
+    """
+    built = settings.build()
+    built.fit(inputs.tokens[0], inputs.tokens[1])
+    return built
+
+
+def linear_run(settings: Settings, inputs: Inputs, built: BuiltMethod, *, reference: bool = False) -> Run:
+    """A call of linear attention: its output, and the three gradients where the inputs hold an upstream one.
+
+    Cost: none before it is called; then that of `linear_attention`, with `reference` quadratic.
+
+    Args:
+        settings: the method, and whether it is causal.
+        inputs: of any dtype.
+        built: the method, its map fitted.
+        reference: whether to follow the map's definition, slowly, instead of the fast way; merged keys are their own.
+
+    Returns:
+        A function of nothing, which returns when the result is there.
+
+    Example:
+        >>> settings = Settings(heads=1, head_dim=4, backward=True)
+        >>> inputs = draw_inputs(settings, 8)
+        >>> len(linear_run(settings, inputs, fitted_method(settings, inputs))())
+        4
+    """
+
+    backend = "reference" if reference and built.feature_map is not None else "auto"
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The output."""
+        return built.attend(query, key, value, is_causal=settings.is_causal, backend=backend)
+
+    return _run(attend, inputs)
+
+
+def exact_run(settings: Settings, inputs: Inputs, built: BuiltMethod) -> Run:
+    """A call of exact attention, as `linear_run`, at the temperature of the map where that stands for softmax.
+
+    Cost: none before it is called; then that of `softmax_attention`.
+
+    Args:
+        settings: whether it is causal.
+        inputs: of any dtype.
+        built: the method it competes with.
+
+    Returns:
+        A function of nothing, which returns when the result is there.
+
+    Example:
+        >>> settings = Settings(heads=1, head_dim=4)
+        >>> inputs = draw_inputs(settings, 8)
+        >>> exact_run(settings, inputs, settings.build())()[0].shape
+        torch.Size([1, 1, 8, 4])
+    """
+    scale = None
+    if built.softmax_kernel:
+        # A map may have been given a temperature of its own.
+        scale = built.scale if built.feature_map is None else built.feature_map.scale
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The output."""
+        return softmax_attention(query, key, value, is_causal=settings.is_causal, scale=scale)
+
+    return _run(attend, inputs)
+
+
+def _run(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> Run:
+    """Output and gradients of one kind of attention; on an accelerator the call waits for them."""
+    upstream = inputs.upstream
+    query, key, value = (x.detach().requires_grad_(upstream is not None) for x in inputs.tokens)
+
+    def call() -> tuple[Tensor, ...]:
+        """One call."""
+        out = attend(query, key, value)
+        gradients = () if upstream is None else torch.autograd.grad(out, (query, key, value), upstream)
+        if out.device.type == "cuda":
+            torch.cuda.synchronize(out.device)
+        return (out.detach(), *gradients)
+
+    return call

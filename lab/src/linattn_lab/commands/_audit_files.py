@@ -1,0 +1,71 @@
+"""The file of `linattn audit`: gone on from after an interruption, and kept aside where another audit follows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from linattn.processes import Processes
+from linattn_lab.asides import asides, set_aside
+from linattn_lab.audit.kept import Kept
+from linattn_lab.audit.measuring import Audit
+from linattn_lab.audit.records import AUDIT, AuditRow
+from linattn_lab.commands.stages import Stages
+from linattn_lab.pace import Pace
+
+
+def measure(measured: Audit, records: Path | None, *, again: bool, watch: Stages, pressed: list[int]) -> None:
+    """Write the audit's file, going on from what an earlier run of the same audit has left.
+
+    Of several processes the first has the file, and the others measure their share.
+    """
+    found = Processes.of_this_run().from_first(
+        None if records is None else _begin(measured, records, again=again, watch=watch)
+    )
+    assert found is not None
+    kept = measured.kept(found)
+    if kept.rows:
+        watch.begin(f"{len(kept.rows):,} figures were measured before and are kept.")
+    total, done = measured.work(kept)
+    watch.pace = Pace(total, done=done)
+    rows = _rows(measured, kept, watch, pressed)
+    if records is None:
+        deque(rows, maxlen=0)
+    else:
+        AUDIT.extend(records, measured.header, kept.rows, rows)
+
+
+def _begin(measured: Audit, file: Path, *, again: bool, watch: Stages) -> list[AuditRow]:
+    """What an earlier run has left; the file of another audit is kept aside."""
+    found = [] if again else _earlier(measured, file, watch)
+    if file.exists() and (again or not _is_of(measured, file)):
+        aside = set_aside(file)
+        why = "" if again else " It is of another model, text, method or version; the page shows the new audit."
+        watch.begin(f"What was measured before is now in {aside}.{why}")
+    return found
+
+
+def _rows(measured: Audit, kept: Kept, watch: Stages, pressed: list[int]) -> Iterator[AuditRow]:
+    """The audit's rows, passed on."""
+    for row in measured.rows(kept, watch):
+        if pressed:
+            raise KeyboardInterrupt
+        yield row
+
+
+def _earlier(measured: Audit, file: Path, watch: Stages) -> list[AuditRow]:
+    """Rows of the same audit, from its file or from one that was kept aside."""
+    for path in (file, *asides(file)):
+        found = AUDIT.unfinished(path)
+        if found is not None and found[0] == measured.header:
+            if path != file:
+                watch.begin(f"Going on from {path}, which is of this audit.")
+            return found[1]
+    return []
+
+
+def _is_of(measured: Audit, file: Path) -> bool:
+    """Whether a file is of this audit."""
+    found = AUDIT.unfinished(file)
+    return found is not None and found[0] == measured.header

@@ -1,0 +1,126 @@
+"""The command `linattn audit` as the terminal shows it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from linattn.cli.same_options import check_same_options
+from linattn.cli.terminal import console_of, ending, interrupts, of_option, print_table, whole_numbers
+from linattn.hf import load
+from linattn.planning.methods import parse_method
+from linattn.processes import launched
+from linattn.records.texts import read_text
+from linattn_lab.audit.grid import AuditGrid, default_methods
+from linattn_lab.audit.measuring import Audit
+from linattn_lab.audit.records import AUDIT, Header
+from linattn_lab.commands import _audit_options as options
+from linattn_lab.commands._audit_files import measure
+from linattn_lab.commands.memory_audit import Asked, audit_memory
+from linattn_lab.commands.stages import stages
+from linattn_lab.report import AuditSummary, advise, overview, summarise_audit, write_report
+
+# From this many columns on the table has room for the spreads.
+_WIDE = 104
+_TOKENS = 512
+
+
+def audit(
+    call: typer.Context,
+    model: options.Model = None,
+    text: options.TextFile = None,
+    maps: options.Maps = None,
+    features: options.Features = "64,256",
+    tokens: options.Tokens = None,
+    draws: options.Draws = 3,
+    seed: options.Seed = 0,
+    out: options.Out = Path("report"),
+    again: options.Again = False,
+    plan_out: options.PlanOut = None,
+    calibration: options.Calibration = None,
+    budget: options.Budget = None,
+    passages: options.Passages = 1,
+    contenders: options.Contenders = None,
+) -> None:
+    """Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.
+
+    Everything is measured next to exact attention and to averaging the values uniformly. Figures are kept as they are
+    taken: after an interruption the same command goes on. Another audit's file is kept aside. Under torchrun layers and
+    methods are dealt out to the processes; any number of them goes on.
+    """
+    with launched() as processes:
+        console = console_of(processes)
+        with ending("audit", console, str):
+            check_same_options(processes, call)
+        if budget is not None:
+            asked = Asked(model, text, budget, tokens, passages, contenders, out, again, plan_out, calibration)
+            audit_memory(asked, {"--map": maps}, console, is_first=processes.is_first)
+            return
+        tokens = _TOKENS if tokens is None else tokens
+        records = out / "audit.jsonl" if processes.is_first else None
+        begun: list[Header] = []
+        left = partial(_what_is_left, begun, records) if records else str
+        with ending("audit", console, left), interrupts() as pressed:
+            if passages != 1 or contenders or plan_out or calibration:
+                raise ValueError(
+                    "--passages, --contender, --plan-out and --calibration belong to --budget; give that too, as in "
+                    "--budget 256,512"
+                )
+            with of_option("--map"):
+                methods = tuple(map(parse_method, maps)) if maps else default_methods()
+            wanted = AuditGrid(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
+            with stages(console) as watch:
+                watch.begin(f"Loading {model or 'the packaged encoder'}")
+                loaded, content = load(model), read_text(text)
+                # What was asked for by name is measured, whatever it keeps.
+                measured = Audit(loaded, content, wanted, num_tokens=tokens, leave_out=not maps, watch=watch)
+                begun.append(measured.header)
+                _tell(measured.header, tokens, console)
+                measure(measured, records, again=again, watch=watch, pressed=pressed)
+            if records is None:
+                return
+            summary, page = summarise_audit(records), write_report(out)
+    _print(console, summary)
+    console.print(f"Written: {escape(f'{records} and {page}')}", highlight=False)
+
+
+def _tell(header: Header, tokens: int, console: Console) -> None:
+    """What will be read and measured, where it is not what was asked for."""
+    if header.num_tokens < tokens:
+        console.print(f"{escape(header.text)} gives only {header.num_tokens} tokens; all of them are read.")
+    if header.windowed:
+        numbers = ", ".join(map(str, header.layers))
+        console.print(
+            f"{len(header.windowed)} layers attend within a sliding window, in linear time as they are, and are left "
+            f"alone; audited: layers {numbers}.",
+            highlight=False,
+        )
+    for label, reason in header.left_out.items():
+        text = f"Left out: {label}: {reason}. --map measures it all the same."
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print(console: Console, summary: AuditSummary) -> None:
+    """The report's words and its first table."""
+    print_table(console, overview(summary, spreads=console.width >= _WIDE))
+    advice = advise(summary)
+    for point in (*advice.targets, *advice.budgets, *advice.doubts):
+        console.print(f"[bold]{escape(point.heading)}.[/bold] {escape(point.text)}", highlight=False)
+
+
+def _what_is_left(begun: list[Header], records: Path) -> str:
+    """What an interrupted run has kept; its page is written, unless that is interrupted too."""
+    out = records.parent
+    found = AUDIT.unfinished(records) if begun else None
+    if found is None or found[0] not in begun or not found[1]:
+        return f"Nothing was measured yet, and nothing in {out} is changed but by what was said above."
+    kept = f"All figures so far are in {records}; the same command goes on from there."
+    try:
+        summary, page = summarise_audit(records), write_report(out)
+    except (KeyboardInterrupt, ValueError):
+        return kept
+    return f"{kept} {page} shows the {len(summary.lines)} methods and widths that are measured."

@@ -1,0 +1,56 @@
+"""Under a causal mask the matrix has full rank, with however few features.
+
+A triangular matrix has the determinant of its diagonal, and the diagonal entries φ(q_i)·φ(k_i) of positive features are
+positive. So a causal model is not limited to d_φ directions over a text; what is limited is the state that each token
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.judging import decide
+from linattn_lab.experiments.kernel_trick._ranks import (
+    ATTENTION,
+    WEIGHTS,
+    Config,
+    rank_of_attention,
+    rank_of_weights,
+)
+
+CLAIM = "The implicit attention matrix has rank at most d_φ, under a causal mask too."
+SOURCE = 'kernel trick, section "The Trade-off", which excepts no mask'
+AXES = Axes("features d_φ", "rank", log_x=True, log_y=True)
+
+QUICK = Config(seconds=0.1)
+FULL = Config(num_features=(2, 4, 8, 16, 32, 64, 128), num_tokens=256, seconds=2)
+
+
+def rows(config: Config) -> Iterator[Measurement]:
+    """The ranks of all weights and of the matrix that averages the values."""
+    for width in config.num_features:
+        yield Measurement(WEIGHTS, width, partial(_of_weights, config, width))
+        yield Measurement(ATTENTION, width, partial(_of_attention, config, width))
+
+
+def verdict(rows: Sequence[FigureRow]) -> Verdict:
+    """No rank above d_φ, or one."""
+    worst = max(rows, key=lambda row: row.value / row.x)
+    return decide(
+        holds=worst.value <= worst.x,
+        fails=worst.value > worst.x,
+        figure=f"with {worst.x:.0f} features the rank is {worst.value:.0f} ({worst.series})",
+        tolerance="singular values above what rounding leaves, 2⁻⁵² of the largest for each row, are counted",
+    )
+
+
+def _of_weights(config: Config, num_features: int) -> Figure:
+    """Rank of the weights on and below the diagonal; expected is the claim's bound."""
+    return Figure(rank_of_weights(config, num_features, is_causal=True), expected=num_features)
+
+
+def _of_attention(config: Config, num_features: int) -> Figure:
+    """Rank of the weights divided by their sums; expected is the claim's bound."""
+    return Figure(rank_of_attention(config, num_features, is_causal=True), expected=num_features)

@@ -1,0 +1,118 @@
+"""Figure 3 of the Performer paper: attention of its "Regular" size, and those it is compared with.
+
+8 heads of width 64 and 256 features; attention alone, where the paper timed whole networks. Its Transformer holds the
+matrix of weights, L×L a head, as `softmax` of a product does; its X(OPT) has attention return the values. Exact
+attention as torch computes it today holds no such matrix.
+
+Letters: H heads, L tokens, D head width.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from linattn.attention import linear_attention
+from linattn.feature_maps import FavorPlus
+from linattn.softmax import softmax_attention
+from linattn_lab.bench.memory import CHILD_SETTINGS, extra_peak
+from linattn_lab.experiments.experiment import EXACT
+from linattn_lab.experiments.inputs import generator, seed
+
+HEADS, HEAD_DIM, FEATURES = 8, 64, 256
+
+TRANSFORMER = "Transformer, L×L weights kept"
+PERFORMER, CAUSAL = "FAVOR+", "FAVOR+, causal"
+OPTIMUM = "X(OPT), the values returned"
+CONTENDERS = (EXACT, TRANSFORMER, PERFORMER, CAUSAL, OPTIMUM)
+
+FORWARD, BACKWARD = "forward", "forward and backward"
+PASSES = (FORWARD, BACKWARD)
+
+_WARM_UP_TOKENS = 512
+# Rounding of float32, 2⁻²⁴ a step, with room for 1,600 in a row.
+_FLOAT32_BOUND = 1e-4
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def series(contender: str, passes: str) -> str:
+    """Name of a curve."""
+    return f"{contender}, {passes}"
+
+
+def contenders() -> dict[str, Attend]:
+    """Every kind of attention by name."""
+    favor = FavorPlus(HEAD_DIM, FEATURES, seed=seed("figure 3"))
+    return {
+        EXACT: softmax_attention,
+        TRANSFORMER: materialised,
+        PERFORMER: lambda query, key, value: linear_attention(query, key, value, favor),
+        CAUSAL: lambda query, key, value: linear_attention(query, key, value, favor, is_causal=True),
+        OPTIMUM: lambda query, key, value: value.clone(),
+    }
+
+
+def materialised(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """softmax(QKᵀ/√D)·V, as a Transformer was written in 2020."""
+    return torch.softmax(query @ key.mT * HEAD_DIM**-0.5, -1) @ value
+
+
+def call(attend: Attend, length: int, passes: str) -> Callable[[], object]:
+    """A call on Gaussian inputs (1, H, L, D), which are drawn here; with backward all three gradients are taken."""
+    backward = passes == BACKWARD
+    drawn = torch.randn(3, 1, HEADS, length, HEAD_DIM, generator=generator("figure 3", length))
+    query, key, value = (x.clone().requires_grad_(backward) for x in drawn)
+    if not backward:
+        return lambda: attend(query, key, value)
+
+    def run() -> tuple[Tensor, ...]:
+        """Output and gradients; X(OPT) has but one."""
+        out = attend(query, key, value)
+        return out, *torch.autograd.grad(out, (query, key, value), torch.ones_like(out), allow_unused=True)
+
+    return run
+
+
+def verify() -> None:
+    """Refuse to measure what is wrong: both exact ones agree, and both linear ones agree with their definition."""
+    query, key, value = torch.randn(3, 1, HEADS, _WARM_UP_TOKENS, HEAD_DIM, generator=generator("figure 3", "verify"))
+    built = contenders()
+    favor = FavorPlus(HEAD_DIM, FEATURES, seed=seed("figure 3"))
+    reference = {TRANSFORMER: softmax_attention(query, key, value)} | {
+        name: linear_attention(query, key, value, favor, is_causal=name == CAUSAL, backend="reference")
+        for name in (PERFORMER, CAUSAL)
+    }
+    for name, wanted in reference.items():
+        error = ((built[name](query, key, value) - wanted).norm() / wanted.norm()).item()
+        if not error < _FLOAT32_BOUND:
+            raise ValueError(f"{name} is off its definition by {error:.1e} in {_WARM_UP_TOKENS} tokens: not measured")
+
+
+def extra_bytes(cases: Sequence[tuple[str, int, str]]) -> list[int]:
+    """Extra peak memory of a call, results included, for (contender, length, passes): in one process of their own."""
+    words = json.dumps([cases, torch.get_num_threads()])
+    # -P: the folder the user stands in must not lend its modules.
+    command = [sys.executable, "-P", "-c", f"from {__name__} import print_extra_bytes; print_extra_bytes()", words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **CHILD_SETTINGS})
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(f"the process that measures memory ended with {done.returncode}: {last}")
+    return [int(line) for line in done.stdout.split()]
+
+
+def print_extra_bytes() -> None:
+    """In that process: bytes of each case, a line each, after short calls that load libraries and start threads."""
+    cases, threads = json.loads(sys.argv[1])
+    torch.set_num_threads(threads)
+    built = contenders()
+    for contender, passes in {(contender, passes) for contender, _, passes in cases}:
+        call(built[contender], _WARM_UP_TOKENS, passes)()
+    for contender, length, passes in cases:
+        sys.stdout.write(f"{extra_peak(call(built[contender], length, passes))}\n")

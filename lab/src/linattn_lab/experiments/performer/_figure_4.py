@@ -1,0 +1,131 @@
+"""Figure 4 of the Performer paper: the error of attention's output, sampled once for every claim about it.
+
+The paper took L = 4096, d = 16, 15 trials and "appropriately normalized" inputs. It does not say how they were
+normalised, and that decides: entries of deviation σ give s = |x + y|² = 2σ²√d on average. So σ is an axis here.
+
+Letters: L tokens, D head width, R features, N draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from linattn.attention import linear_attention
+from linattn.feature_maps import (
+    EluPlusOne,
+    Exponential,
+    FavorPlus,
+    FeatureMap,
+    Hyperbolic,
+    Nystrom,
+    Taylor,
+    Trigonometric,
+)
+from linattn.softmax import softmax_attention
+from linattn_lab.experiments.experiment import UNIFORM, Figure, FigureRow
+from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_square, seed
+
+NUM_TOKENS = 4096
+HEAD_DIM = 16
+SIGMAS = (0.5, 0.75, 1.0)
+
+TRIGONOMETRIC, TRIGONOMETRIC_IID = "sin and cos, orthogonal", "sin and cos, iid"
+POSITIVE, POSITIVE_IID = "FAVOR+, orthogonal", "FAVOR+, iid"
+
+# Maps of R random features, by name: from R, a seed and N, a map with one draw a head.
+RANDOM: dict[str, Callable[[int, int, int], FeatureMap]] = {
+    TRIGONOMETRIC: lambda width, seed, draws: Trigonometric(HEAD_DIM, width, seed=seed, num_heads=draws),
+    TRIGONOMETRIC_IID: lambda width, seed, draws: Trigonometric(
+        HEAD_DIM, width, draw="iid", seed=seed, num_heads=draws
+    ),
+    POSITIVE: lambda width, seed, draws: FavorPlus(HEAD_DIM, width, seed=seed, num_heads=draws),
+    POSITIVE_IID: lambda width, seed, draws: FavorPlus(HEAD_DIM, width, draw="iid", seed=seed, num_heads=draws),
+    "FAVOR+, fixed lengths (SMREG)": lambda width, seed, draws: FavorPlus(
+        HEAD_DIM, width, lengths="fixed", seed=seed, num_heads=draws
+    ),
+    "hyperbolic, fixed lengths": lambda width, seed, draws: Hyperbolic(
+        HEAD_DIM, width, lengths="fixed", seed=seed, num_heads=draws
+    ),
+}
+NYSTROM = "Nyström, random keys as landmarks"
+# Maps without a draw, whose width is their own.
+FIXED: dict[str, FeatureMap] = {
+    "Taylor of order 2": Taylor(HEAD_DIM, order=2),
+    "exp of each coordinate": Exponential(HEAD_DIM),
+    "elu + 1": EluPlusOne(HEAD_DIM),
+}
+
+
+def mean_error(name: str, width: int, sigma: float, trials: int) -> Figure:
+    """Mean over trials of the mean square error, with its standard error."""
+    errors = _over_trials(name, width, sigma, trials)
+    return Figure(errors.mean().item(), errors.std().item() / math.sqrt(trials))
+
+
+def median_error(name: str, width: int, sigma: float, trials: int) -> Figure:
+    """Median over trials of the mean square error; its standard error is that of a bell curve's, in logarithms."""
+    errors = _over_trials(name, width, sigma, trials)
+    # torch's median of an even number is the lower of two; this is their mean.
+    value = errors.quantile(0.5).item()
+    return Figure(value, value * math.sqrt(math.pi / 2 / trials) * errors.log().std().item())
+
+
+def at(name: str, sigma: float) -> str:
+    """Name of a map's curve at one scale."""
+    return f"{name}, σ = {sigma}"
+
+
+def median_at(name: str, sigma: float) -> str:
+    """Name of the curve of medians."""
+    return f"{at(name, sigma)}, median"
+
+
+def lead(first: FigureRow, second: FigureRow) -> float:
+    """By how many standard errors the logarithm of the first value lies below that of the second."""
+    noise = math.hypot(*((row.standard_error or 0.0) / row.value for row in (first, second)))
+    return math.log(second.value / first.value) / noise
+
+
+def draw_errors(name: str, width: int, sigma: float, trial: int, draws: int) -> Tensor:
+    """Mean square error of the output under each of N draws of a random map, (N,)."""
+    tokens, exact = sampled(sigma, trial)
+    feature_map = RANDOM[name](width, seed("figure 4", name, width, sigma, trial), draws)
+    query, key, value = (x.expand(1, draws, -1, -1) for x in tokens)
+    out = linear_attention(query, key, value, feature_map)
+    return (out - exact).square().mean((0, 2, 3))
+
+
+@lru_cache(maxsize=64)
+def sampled(sigma: float, trial: int) -> tuple[Tokens, Tensor]:
+    """The tokens of one trial and the exact output, 2 MB together."""
+    tokens = gaussian_tokens(NUM_TOKENS, HEAD_DIM, sigma, "figure 4", trial)
+    return tokens, softmax_attention(*tokens)
+
+
+def _over_trials(name: str, width: int, sigma: float, trials: int) -> Tensor:
+    """The error of every trial, (trials,) float64."""
+    return torch.tensor([_error(name, width, sigma, trial) for trial in range(trials)], dtype=torch.float64)
+
+
+@lru_cache(maxsize=4096)
+def _error(name: str, width: int, sigma: float, trial: int) -> float:
+    """Mean square error of one trial, with tokens and a draw of its own."""
+    if name in RANDOM:
+        return draw_errors(name, width, sigma, trial, 1).item()
+    tokens, exact = sampled(sigma, trial)
+    if name == UNIFORM:
+        return mean_square(tokens.value.mean(2, keepdim=True) - exact)
+    feature_map = _landmarks(width, sigma, trial) if name == NYSTROM else FIXED[name]
+    return mean_square(linear_attention(*tokens, feature_map) - exact)
+
+
+def _landmarks(width: int, sigma: float, trial: int) -> Nystrom:
+    """The Nyström map on R of the keys, drawn without replacement; no ridge, as in the definition."""
+    key = sampled(sigma, trial)[0].key[0, 0]
+    chosen = torch.randperm(NUM_TOKENS, generator=generator("figure 4", NYSTROM, width, sigma, trial))[:width]
+    return Nystrom(HEAD_DIM, width, ridge=0.0, landmarks=key[chosen])

@@ -1,0 +1,184 @@
+"""What an audit says, in words: which method to take for which error or budget, and where none is worth it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from linattn_lab.report._text import Point, number
+from linattn_lab.report.audit.frontier import RANDOM, family
+from linattn_lab.report.audit.paying import TARGETS, costs
+from linattn_lab.report.audit.summary import SMALL_GAIN, AuditSummary, Line
+
+_NAMED_HEADS = 5
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The words of a report.
+
+    Attributes:
+        targets: which method meets a mean error at the smallest state, one point per error.
+        budgets: what to take, one point per budget of numbers kept.
+        doubts: how random features alone stand, which heads stay bad, which maps are no better than averaging
+            the values and which hardly better; one point each, if any.
+    """
+
+    targets: tuple[Point, ...]
+    budgets: tuple[Point, ...]
+    doubts: tuple[Point, ...]
+
+
+def advise(summary: AuditSummary) -> Advice:
+    """Put an audit into words.
+
+    Best means the least relative output error, mean over heads and draws. A map's errors count against it by their
+    spread over draws: it is better than averaging only if mean plus spread is below averaging's error.
+
+    Args:
+        summary: of an audit.
+
+    Returns:
+        An `Advice`.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from linattn_lab.audit.records import AUDIT, HeadRow, Header, ModelRow
+        >>> from linattn_lab.report import summarise_audit
+        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
+        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
+        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
+        >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
+        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
+        >>> advise(summarise_audit(path)).budgets[0].text.split(",")[0]
+        'Take Relu (2 features): relative output error 0.20'
+    """
+    budgets = [(width, width * (summary.header.value_dim + 2)) for width in sorted(summary.header.features)]
+    doubts = (_random_features(summary), _bad_heads(summary))
+    verdicts = (_doubt(summary, verdict) for verdict in ("no better", "hardly better"))
+    return Advice(
+        tuple(_at_target(summary, target) for target in TARGETS),
+        tuple(_at_budget(summary, width, numbers) for width, numbers in budgets),
+        tuple(point for point in (*doubts, *verdicts) if point),
+    )
+
+
+def best_line(lines: Iterable[Line]) -> Line | None:
+    """The line with the least mean error, or None where no error is finite."""
+    finite = [line for line in lines if math.isfinite(line.error.mean)]
+    return min(finite, key=lambda line: line.error.mean, default=None)
+
+
+def _at_target(summary: AuditSummary, target: float) -> Point:
+    """The method that meets a mean error with the fewest numbers, and the fastest one."""
+    heading = f"For a mean error of {target}"
+    met = [line for line in summary.lines if line.error.mean <= target]
+    if not met:
+        best = best_line(summary.lines)
+        nearest = f"; the least error has {_found(best)}" if best else ""
+        return Point(heading, f"No method measured reaches it{nearest}.")
+    small = min(met, key=lambda line: (line.state_numbers, line.flops_per_token))
+    fast = min(met, key=lambda line: (line.time_ratio or math.inf, line.flops_per_token, line.state_numbers))
+    cosine = number(small.embedding_cosine.mean, 3)
+    text = f"The smallest state has {_found(small)}; cosine of the embedding {cosine}. {costs(summary, small)}"
+    if fast is not small:
+        text += f" The fastest is {_found(fast)}. {costs(summary, fast)}"
+    return Point(heading, text)
+
+
+def _found(line: Line) -> str:
+    """A method with its error and its costs."""
+    return (
+        f"{line.words}: error {number(line.error.mean)} with {line.state_numbers:,} numbers "
+        f"kept per head and {line.flops_per_token:,} FLOPs per token"
+    )
+
+
+def _random_features(summary: AuditSummary) -> Point | None:
+    """How random features alone stand to averaging, where some of them are no better."""
+    alone = [line for line in summary.lines if family(line.map) == RANDOM]
+    lost = [line for line in alone if line.verdict == "no better"]
+    best = best_line(alone)
+    if best is None or not lost:
+        return None
+    return Point(
+        "Random features alone",
+        f"{len(lost)} of the {len(alone)} random maps and widths measured are no better than averaging the values; "
+        f"the best, {best.map} at {best.features:,} features, has {number(best.ratio)} of averaging's error.",
+    )
+
+
+def _bad_heads(summary: AuditSummary) -> Point | None:
+    """The heads on which even the best method's error stays high."""
+    best = best_line(summary.lines)
+    if best is None:
+        return None
+    errors = {
+        (layer, head): ratio * summary.uniform_errors[layer][head]
+        for layer, found in enumerate(best.head_ratios)
+        for head, ratio in enumerate(found)
+    }
+    bad = sorted((key for key in errors if errors[key] > TARGETS[0]), key=lambda key: -errors[key])
+    if not bad:
+        return None
+    named = "; ".join(
+        f"layer {summary.header.number(layer)} head {head} ({number(errors[layer, head])})"
+        for layer, head in bad[:_NAMED_HEADS]
+    )
+    more = "" if len(bad) <= _NAMED_HEADS else f"; and {len(bad) - _NAMED_HEADS} more"
+    return Point(
+        f"Heads that stay above {TARGETS[0]}",
+        f"With {best.map}, the best method measured, {len(bad)} of {len(errors)} heads: {named}{more}. "
+        "Keep softmax in their layers: give linearize_ the numbers of the others as `layers`.",
+    )
+
+
+def _at_budget(summary: AuditSummary, width: int, numbers: int) -> Point:
+    """What to take at a budget: for the heads, and for the whole model."""
+    heading = f"Up to {numbers:,} numbers per head, what {width:,} random features keep"
+    affordable = [line for line in summary.lines if line.state_numbers <= numbers]
+    best = best_line(affordable)
+    if best is None:
+        return Point(heading, "No method measured keeps so few.")
+    found = f"{best.words}: relative output error {number(best.error.mean)}"
+    against = f"averaging the values {number(best.uniform_error)}"
+    if best.verdict == "no better":
+        first = (
+            f"No single method is better than averaging. The least error has {found}; {against}. Keep exact attention."
+        )
+    else:
+        verb = "Take" if best.verdict == "better" else "Nothing is much better than averaging. The least error has"
+        cosine, other = best.embedding_cosine.mean, summary.baselines[1].embedding_cosine
+        first = f"{verb} {found}, {against}; cosine of the embedding {number(cosine, 3)}, averaging {number(other, 3)}."
+    parts = (first, _for_whole_model(affordable, best))
+    return Point(heading, " ".join(filter(None, parts)))
+
+
+def _for_whole_model(lines: list[Line], best: Line) -> str | None:
+    """The method with the highest cosine, where that is another one."""
+    finite = [line for line in lines if math.isfinite(line.embedding_cosine.mean)]
+    whole = max(finite, key=lambda line: line.embedding_cosine.mean, default=best)
+    if whole is best:
+        return None
+    return (
+        f"The whole model keeps a higher cosine, {number(whole.embedding_cosine.mean, 3)}, with {whole.map} "
+        f"({whole.features:,} features; error {number(whole.error.mean)})."
+    )
+
+
+def _doubt(summary: AuditSummary, verdict: str) -> Point | None:
+    """Every map and width of one verdict, with the share of heads it serves all the same; None if there is none."""
+    found: dict[str, list[str]] = {}
+    for line in summary.lines:
+        if line.verdict == verdict:
+            found.setdefault(line.map, []).append(f"{line.features:,} ({line.better_heads:.0%})")
+    if not found:
+        return None
+    less = f", by less than {SMALL_GAIN:.0%}" if verdict == "hardly better" else ""
+    names = "; ".join(f"{label} at {', '.join(widths)}" for label, widths in found.items())
+    return Point(
+        f"{verdict.capitalize()} than averaging the values{less}",
+        f"{names} features; in brackets the share of heads on which it is better all the same.",
+    )

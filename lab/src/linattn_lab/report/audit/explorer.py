@@ -1,0 +1,121 @@
+"""What the explorer of attention rows is given: as a part of the report, and as a page of its own for the site."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from linattn.planning.costs import exact_state_numbers
+from linattn.records.fields import to_json
+from linattn_lab.audit.records import EXACT
+from linattn_lab.audit.weights import LETTERS, STEPS
+from linattn_lab.report._render import rendered
+from linattn_lab.report.audit.summary import AuditSummary
+
+_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExploredMethod:
+    """One method, as the explorer shows it.
+
+    Attributes:
+        name: with its width.
+        bytes: it keeps per head, of float32.
+        errors: relative error of each head, mean over draws; null where it is not finite.
+        rows: of each head.
+    """
+
+    name: str
+    bytes: int
+    errors: tuple[float | None, ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """What the explorer is given.
+
+    Attributes:
+        model: its name.
+        letters: the letters of rows, by number.
+        steps: the number of the letter of 0, and of the steps to 1.
+        tokens: of the text.
+        cells: of a row.
+        queries: numbers of the tokens that attend.
+        exact_bytes: of the exact cache per head.
+        heads: each in words.
+        averaging: error of averaging the values, by head.
+        exact: softmax's rows of each head.
+        methods: all others.
+    """
+
+    model: str
+    letters: str
+    steps: int
+    tokens: int
+    cells: int
+    queries: tuple[int, ...]
+    exact_bytes: int
+    heads: tuple[str, ...]
+    averaging: tuple[float | None, ...]
+    exact: tuple[str, ...]
+    methods: tuple[ExploredMethod, ...]
+
+
+def explorer(summary: AuditSummary) -> Explorer | None:
+    """What the page's explorer is given; None where nothing was kept.
+
+    Args:
+        summary: of an audit.
+
+    Returns:
+        The methods that were measured to their end, in the order of the audit.
+    """
+    kept, header = summary.explored, summary.header
+    if kept is None:
+        return None
+    exact = exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)
+    methods = tuple(
+        ExploredMethod(
+            name=line.words,
+            bytes=_BYTES * line.state_numbers,
+            errors=tuple(
+                _finite(line.head_ratios[layer][head] * summary.uniform_errors[layer][head])
+                for layer, head in kept.heads
+            ),
+            rows=kept.rows[line.words],
+        )
+        for line in summary.lines
+        if line.words in kept.rows
+    )
+    return Explorer(
+        model=header.model,
+        letters=LETTERS,
+        steps=STEPS,
+        tokens=header.num_tokens,
+        cells=kept.cells,
+        queries=kept.queries,
+        exact_bytes=_BYTES * exact,
+        heads=tuple(f"layer {header.number(layer)}, head {head}" for layer, head in kept.heads),
+        averaging=tuple(_finite(summary.uniform_errors[layer][head]) for layer, head in kept.heads),
+        exact=kept.rows[EXACT],
+        methods=methods,
+    )
+
+
+def explorer_page(found: Explorer) -> str:
+    """What an audit kept of attention rows as one file, scripts and styles inside; it asks for no other.
+
+    Args:
+        found: what the explorer is given.
+
+    Returns:
+        The text of the file.
+    """
+    return rendered("explorer_page.html.j2", {}, {"explorer": to_json(found)})
+
+
+def _finite(value: float) -> float | None:
+    """A number for the page."""
+    return round(value, 4) if math.isfinite(value) else None

@@ -1,0 +1,165 @@
+"""The tables of an audit, the same in the terminal and on the page."""
+
+from __future__ import annotations
+
+from linattn.records.tables import Table
+from linattn_lab.report._text import number
+from linattn_lab.report.audit.summary import AuditSummary, MeanAndSpread
+
+_BASELINES = ("exact", "uniform averaging")
+
+
+def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
+    """One row per method and width, baselines first: the heads' errors beside the whole model's cosine.
+
+    Args:
+        summary: of an audit.
+        spreads: whether means carry their standard deviation over draws.
+
+    Returns:
+        A `Table`.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from linattn_lab.audit.records import AUDIT, HeadRow, Header, ModelRow
+        >>> from linattn_lab.report import summarise_audit
+        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
+        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
+        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
+        >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
+        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
+        >>> overview(summarise_audit(path)).rows[2]
+        ('Relu', '2', '6', '–', '0.20', '0.25', '100%', '0.10', '0.900')
+    """
+    uniform = summary.baselines[1]
+    show = with_spread if spreads else _mean_alone
+    baselines = [
+        (
+            name,
+            "",
+            "",
+            "1.00" if name == _BASELINES[0] else "",
+            number(row.error),
+            number(row.error / uniform.error),
+            better,
+            number(row.total_variation),
+            number(row.embedding_cosine, 3),
+        )
+        for row, name, better in zip(summary.baselines, _BASELINES, ("100%", "0%"), strict=True)
+    ]
+    lines = [
+        (
+            line.map,
+            f"{line.features:,}",
+            f"{line.state_numbers:,}",
+            _optional(line.time_ratio),
+            show(line.error),
+            number(line.ratio),
+            f"{line.better_heads:.0%}",
+            number(line.total_variation.mean),
+            show(line.embedding_cosine, 3),
+        )
+        for line in summary.lines
+    ]
+    columns = (
+        "map",
+        "R",
+        "numbers kept",
+        "time / softmax",
+        "error",
+        "error / uniform",
+        "heads better",
+        "total variation",
+        "cosine",
+    )
+    return Table(columns, (*baselines, *lines), len(baselines))
+
+
+def end_to_end(summary: AuditSummary) -> Table:
+    """The whole model with every layer replaced: cosines to the exact model, baselines first."""
+    baselines = [
+        (
+            name,
+            "",
+            "",
+            "1.00" if name == _BASELINES[0] else "",
+            number(row.embedding_cosine, 3),
+            number(row.token_cosine, 3),
+        )
+        for row, name in zip(summary.baselines, _BASELINES, strict=True)
+    ]
+    lines = [
+        (
+            line.map,
+            f"{line.features:,}",
+            str(line.draws),
+            _optional(line.time_ratio),
+            with_spread(line.embedding_cosine, 3),
+            with_spread(line.token_cosine, 3),
+        )
+        for line in summary.lines
+    ]
+    columns = ("every layer by", "features", "draws", "time / softmax", "cosine of the embedding", "cosine per token")
+    return Table(columns, (*baselines, *lines), len(baselines))
+
+
+def heads(summary: AuditSummary) -> Table:
+    """The heads' errors in full: median, divergence and what the norms predict beside the means."""
+    uniform = summary.baselines[1]
+    baselines = [
+        (
+            name,
+            "",
+            "",
+            "",
+            number(row.error),
+            "",
+            number(row.error / uniform.error),
+            "",
+            "",
+            number(row.total_variation),
+            _optional(row.kl),
+            "",
+        )
+        for row, name in zip(summary.baselines, _BASELINES, strict=True)
+    ]
+    lines = [
+        (
+            line.map,
+            f"{line.features:,}",
+            f"{line.state_numbers:,}",
+            f"{line.flops_per_token:,}",
+            with_spread(line.error),
+            number(line.median_error),
+            number(line.ratio),
+            _optional(line.predicted_ratio),
+            f"{line.better_heads:.0%}",
+            with_spread(line.total_variation),
+            _optional(line.kl),
+            line.verdict,
+        )
+        for line in summary.lines
+    ]
+    measures = ("error", "median error", "error / uniform", "predicted", "heads better", "total variation", "KL (nats)")
+    return Table(
+        ("map", "features", "numbers kept", "FLOPs per token", *measures, "verdict"),
+        (*baselines, *lines),
+        len(baselines),
+    )
+
+
+def with_spread(figure: MeanAndSpread, digits: int = 2) -> str:
+    """Mean ± standard deviation over draws, where there were several."""
+    mean = number(figure.mean, digits)
+    return mean if figure.spread is None else f"{mean} ± {number(figure.spread, digits)}"
+
+
+def _mean_alone(figure: MeanAndSpread, digits: int = 2) -> str:
+    """The mean without its spread."""
+    return number(figure.mean, digits)
+
+
+def _optional(value: float | None) -> str:
+    """A number, or a dash where there is none."""
+    return "–" if value is None else number(value)

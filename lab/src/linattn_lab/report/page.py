@@ -1,0 +1,217 @@
+"""The page of all that was measured: one file, whatever of audit, claims and benchmark there is in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from linattn.records.fields import to_json
+from linattn.records.json_files import write_json
+from linattn_lab.report._render import write_html
+from linattn_lab.report._text import Point
+from linattn_lab.report.answers import answers
+from linattn_lab.report.audit import frontier, head_map, tables
+from linattn_lab.report.audit.advice import advise, best_line
+from linattn_lab.report.audit.explorer import explorer
+from linattn_lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise_audit
+from linattn_lab.report.bench.figures import memory_curves, time_curves
+from linattn_lab.report.bench.summary import BenchSummary, conclude, length_table, summarise_bench
+from linattn_lab.report.charts import Chart
+from linattn_lab.report.claims.figures import alternative, claim_chart
+from linattn_lab.report.claims.summary import SOURCES, ClaimsSummary, summarise_claims
+from linattn_lab.report.memory import words
+from linattn_lab.report.memory.figures import kl_by_bytes, kl_by_position
+from linattn_lab.report.memory.summary import MemorySummary, summarise_memory
+from linattn_lab.report.twin import VERSION, Twin
+
+T = TypeVar("T")
+
+FIGURES = ("audit.jsonl", "memory.jsonl", "claims.jsonl", "bench.jsonl")
+"""The files that a page is drawn from."""
+TWIN = "report.json"
+"""The file of a page's figures, beside it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What there is to show; None for what was not measured.
+
+    Attributes:
+        audit: how wrong the maps are on a model's heads.
+        claims: what was said of linear attention, and what holds.
+        bench: how fast it is.
+        memory: what a language model loses by a constant memory.
+        unread: files that could not be read, with what is wrong with them.
+    """
+
+    audit: AuditSummary | None = None
+    claims: ClaimsSummary | None = None
+    bench: BenchSummary | None = None
+    memory: MemorySummary | None = None
+    unread: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """What one file adds to the page.
+
+    Attributes:
+        figures: charts by the id of their place.
+        values: what its template names.
+    """
+
+    figures: Mapping[str, Chart]
+    values: Mapping[str, object]
+
+
+def write_report(folder: Path) -> Path:
+    """Write index.html from audit.jsonl, memory.jsonl, claims.jsonl and bench.jsonl of a folder: those that are there.
+
+    Beside it report.json has its figures, by the schema that `report_schema` gives.
+
+    Args:
+        folder: of the files. One that is damaged or of another version is named on the page, the others are shown.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    unread: list[Point] = []
+    audit_file, memory_file, claims_file, bench_file = (folder / name for name in FIGURES)
+    audit = _read(audit_file, summarise_audit, _draw_audit, unread)
+    claims = _read(claims_file, summarise_claims, _draw_claims, unread)
+    bench = _read(bench_file, summarise_bench, _draw_bench, unread)
+    memory = _read(memory_file, summarise_memory, _draw_memory, unread)
+    report = Report(
+        audit=None if audit is None else audit[0],
+        claims=None if claims is None else claims[0],
+        bench=None if bench is None else bench[0],
+        memory=None if memory is None else memory[0],
+        unread=tuple(unread),
+    )
+    page = folder / "index.html"
+    _write(report, [found[1] for found in (audit, claims, bench, memory) if found is not None], page)
+    write_json(folder / TWIN, to_json(_twin(report), finite=False))
+    return page
+
+
+def write_page(report: Report, path: Path) -> None:
+    """Write a report as one file, scripts and styles inside it; the page forbids itself every network access.
+
+    Args:
+        report: what there is to show.
+        path: the file; replaced in one step.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    sections = []
+    if report.claims is not None:
+        sections.append(_draw_claims(report.claims))
+    if report.audit is not None:
+        sections.append(_draw_audit(report.audit))
+    if report.bench is not None:
+        sections.append(_draw_bench(report.bench))
+    if report.memory is not None:
+        sections.append(_draw_memory(report.memory))
+    _write(report, sections, path)
+
+
+def _write(report: Report, sections: Sequence[Section], path: Path) -> None:
+    """The page of sections that are drawn."""
+    figures: dict[str, Chart] = {}
+    values: dict[str, object] = {"report": report, "answers": _answers(report)}
+    for section in sections:
+        figures |= section.figures
+        values |= section.values
+    write_html(path, "report.html.j2", figures, values)
+
+
+def _answers(report: Report) -> tuple[Point, ...]:
+    """What a reader asks first; what a constant memory loses comes before all else."""
+    first = () if report.memory is None else (words.lost(report.memory),)
+    return (*first, *answers(report.audit, report.claims, report.bench))
+
+
+def _twin(report: Report) -> Twin:
+    """A report's figures."""
+    return Twin(
+        kind="linattn report",
+        version=VERSION,
+        answers=_answers(report),
+        audit=report.audit,
+        claims=report.claims,
+        bench=report.bench,
+        memory=report.memory,
+        unread=report.unread,
+    )
+
+
+def _draw_claims(summary: ClaimsSummary) -> Section:
+    """The claims' charts, and what their section names."""
+    figures = {f"chart-{claim.name}": claim_chart(claim) for claim in summary.claims}
+    return Section(figures, {"alternative": alternative, "sources": SOURCES})
+
+
+def _draw_audit(summary: AuditSummary) -> Section:
+    """The audit's charts, and what its section names."""
+    chosen = best_line(summary.lines) or summary.lines[0]
+    figures = {
+        "state-frontier": frontier.state_frontier(summary),
+        "flops-frontier": frontier.flops_frontier(summary),
+    }
+    values = {
+        "advice": advise(summary),
+        "end_to_end": tables.end_to_end(summary),
+        "heads": tables.heads(summary),
+        "chosen": f"{chosen.map} · {chosen.features:,}",
+        "cells": head_map.head_cells(summary),
+        "small_gain": SMALL_GAIN,
+        "explorer": to_json(explorer(summary)),
+    }
+    return Section(figures, values)
+
+
+def _draw_bench(summary: BenchSummary) -> Section:
+    """The benchmark's charts, and what its section names."""
+    figures = {"time-curves": time_curves(summary)}
+    measured = any(row.linear_memory is not None for row in summary.rows)
+    if measured:
+        figures["memory-curves"] = memory_curves(summary)
+    values = {"points": conclude(summary), "table_of_lengths": length_table(summary), "memory_measured": measured}
+    return Section(figures, values)
+
+
+def _draw_memory(summary: MemorySummary) -> Section:
+    """The charts of an audit of a constant memory, and what its section names."""
+    budget = summary.budgets[0] if summary.budgets else 0
+    values = {
+        "memory_lost": words.lost(summary),
+        "memory_points": words.conclusions(summary),
+        "memory_tables": {one: words.table_at(summary, one) for one in summary.budgets},
+        "memory_budget": budget,
+    }
+    return Section({"kl-by-bytes": kl_by_bytes(summary), "kl-by-position": kl_by_position(summary, budget)}, values)
+
+
+def _read(
+    path: Path, summarise: Callable[[Path], T], draw: Callable[[T], Section], unread: list[Point]
+) -> tuple[T, Section] | None:
+    """A file's summary and its section of the page; what is wrong with it goes to `unread`."""
+    if not path.exists():
+        return None
+    heading = f"{path.name} could not be read"
+    try:
+        summary = summarise(path)
+        return summary, draw(summary)
+    except (ValueError, OSError) as error:
+        unread.append(Point(heading, str(error)))
+    except Exception as error:
+        # Figures may contradict each other in more ways than can be listed, and must not cost the other files theirs.
+        what = f"its figures contradict each other ({type(error).__name__}: {error})"
+        unread.append(Point(heading, f"{path} is damaged: {what}; move it away and measure again"))
+    return None

@@ -1,0 +1,99 @@
+"""The parts of a corpus share no document, and a step's windows are always the same."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+
+from linattn_lab.pretraining import from_documents, python_documents, read_documents
+from linattn_lab.pretraining.corpus import _LONGEST
+
+
+def contents(part):
+    """The documents of a part."""
+    return bytes(part.tolist()).split(b"\0")[:-1]
+
+
+def documents(count):
+    return [(f"{number}.txt", b"text %d " % number * 3) for number in range(count)]
+
+
+def test_every_document_is_in_one_part_alone():
+    corpus = from_documents(documents(500), context=4)
+    parts = [contents(part) for part in (corpus.training, corpus.validation, corpus.test)]
+    assert sorted(chain(*parts)) == sorted(content for _, content in documents(500))
+    # Sixteenths of 500: 31.25 ± 5.4, within four standard deviations.
+    assert all(9 <= len(part) <= 53 for part in parts[1:])
+
+
+def test_the_part_of_a_document_is_that_of_its_name():
+    """Other documents, and their order, move none from training to test."""
+    few, many = from_documents(documents(200), context=4), documents(300)
+    random.Random(0).shuffle(many)
+    more = from_documents(many, context=4)
+    assert set(contents(few.test)) < set(contents(more.test))
+    assert not set(contents(few.training)) & set(contents(more.test))
+    assert from_documents(reversed(documents(200)), context=4).digest == few.digest != more.digest
+
+
+def test_the_same_bytes_are_read_once():
+    doubled = [*documents(100), *((f"copy of {name}", content) for name, content in documents(100))]
+    corpus = from_documents(doubled, context=4)
+    assert corpus.num_documents == 100
+    found = [content for part in (corpus.training, corpus.validation, corpus.test) for content in contents(part)]
+    assert len(set(found)) == len(found) == 100
+
+
+def test_windows_of_a_step():
+    corpus = from_documents(documents(100), context=4)
+    sizes = {"context": 4, "batch_size": 3, "seed": 1}
+    first = corpus.batch(7, **sizes)
+    assert (first.shape, first.dtype) == ((3, 5), torch.int64)
+    assert torch.equal(first, corpus.batch(7, **sizes))
+    assert not torch.equal(first, corpus.batch(8, **sizes))
+    assert not torch.equal(first, corpus.batch(7, **{**sizes, "seed": 2}))
+    text = bytes(corpus.training.tolist())
+    assert all(bytes(row.tolist()) in text for row in first)
+
+
+def test_windows_reach_both_ends():
+    corpus = from_documents(documents(100), context=4)
+    length = len(corpus.training) - 1
+    for row in corpus.batch(0, context=length, batch_size=2, seed=0):
+        assert torch.equal(row, corpus.training.long())
+
+
+def test_pythons_own_sources_are_split_by_file():
+    found = dict(python_documents())
+    assert {"argparse.py", "json/decoder.py", "topics/import"} <= found.keys()
+    parts = {part for name in found for part in name.split("/")[:-1]}
+    assert not parts & {"test", "tests", "site-packages", "pydoc_data"}
+    corpus = from_documents(found.items(), context=4096)
+    assert corpus.num_documents == len(set(found.values()))
+    assert len(corpus.training) > 10 * len(corpus.test)
+
+
+def test_files_and_folders(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "one.txt").write_bytes(b"1")
+    (tmp_path / "a" / "two.txt").write_bytes(b"2")
+    long = bytes(range(256)) * (_LONGEST // 256) + b"rest"
+    (tmp_path / "three.bin").write_bytes(long)
+    found = list(read_documents([tmp_path / "a", tmp_path / "three.bin"]))
+    assert [content for _, content in found] == [b"1", b"2", long[:_LONGEST], b"rest"]
+    assert len({name for name, _ in found}) == 4
+    (tmp_path / "c").mkdir()
+    (tmp_path / "a").rename(tmp_path / "c" / "a")
+    assert list(read_documents([tmp_path / "c" / "a", tmp_path / "three.bin"])) == found
+    with pytest.raises(FileNotFoundError, match=r"there is no file or folder .*nowhere; give one"):
+        list(read_documents([tmp_path / "nowhere"]))
+
+
+def test_too_little_is_refused():
+    with pytest.raises(ValueError, match=r"the validation part has 0 bytes of 0 documents, wanted more than con"):
+        from_documents([("a", b"much text" * 99)], context=4)
+    with pytest.raises(ValueError, match=r"wanted more than context=100000; give more files, or a shorter one"):
+        from_documents(documents(100), context=100_000)

@@ -1,0 +1,118 @@
+"""A language model learns, is judged on what it has not read, and goes on where it was cut off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linattn.feature_maps import RandomFeatureMap
+from linattn_lab.pretraining import TrainConfig, pretrain
+from linattn_lab.pretraining.scoring import score, windows
+
+CONFIG = TrainConfig(context=16, batch_size=8, steps=120, learning_rate=2e-2)
+KINDS = {
+    "linear": {},
+    "learned": {"method": "LearnedExponential + window 4", "positions": None, "gate": "ForgetGate"},
+    "softmax": {"pattern": "s"},
+    "hybrid": {"pattern": "ls", "dropout": 0.1},
+}
+
+
+class CutError(Exception):
+    """What a kill is to a test."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_learns_what_texts_have_in_common(build, corpus, kind):
+    model, told = build(**KINDS[kind]), []
+    found = pretrain(model, corpus, CONFIG, notify=lambda *words: told.append(words))
+    assert not model.training
+    assert found.trained.steps == len(told) == 120
+    # Letters alone, each as frequent as it is, cost more than two bits; words, of which letters follow, do not.
+    assert found.test.bits < found.frequency_bits - 0.3 < found.uniform_bits
+    again = score(model, windows(corpus.test, 16, 1 << 18))
+    assert again == found.test
+    assert score(model, windows(corpus.validation, 16, 1 << 15)).bits == found.trained.best_loss
+    assert found.tokens_per_second == pytest.approx(120 * 16 * 8 / found.trained.seconds)
+    assert found.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_cut_off_is_one_that_was_not(build, corpus, kind, tmp_path):
+    """To the bit, draws of maps and of dropout too."""
+    options = KINDS[kind]
+    redraw = 5 if "method" not in options and "pattern" not in options else None
+    # As many looks and checkpoints as steps.
+    config = replace(CONFIG, steps=16, redraw_every=redraw)
+    whole = build(**options)
+    expected = pretrain(whole, corpus, config)
+    cuts = [3, 8, 13]
+
+    def cut(name, share, progress):
+        if cuts and progress.step == cuts[0]:
+            cuts.pop(0)
+            raise CutError
+
+    for _ in range(3):
+        with pytest.raises(CutError):
+            pretrain(build(**options), corpus, config, work=tmp_path, notify=cut)
+        # Another process has random numbers of its own.
+        torch.rand(5)
+    model = build(**options)
+    found = pretrain(model, corpus, config, work=tmp_path, notify=cut)
+    assert not cuts
+    assert found.test == expected.test
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in whole.state_dict().items())
+
+
+def test_redraws(build, corpus):
+    """The draw at the end is that of the step at which the weights were best."""
+    fixed, redrawn = build(), build()
+    first = [one.projection.clone() for one in redrawn.modules() if isinstance(one, RandomFeatureMap)]
+    pretrain(fixed, corpus, CONFIG)
+    pretrain(redrawn, corpus, replace(CONFIG, redraw_every=10))
+    for model, same in ((fixed, True), (redrawn, False)):
+        maps = [one.projection for one in model.modules() if isinstance(one, RandomFeatureMap)]
+        assert [torch.equal(a, b) for a, b in zip(maps, first, strict=True)] == [same] * len(maps)
+    with pytest.raises(ValueError, match="has no map that is drawn"):
+        pretrain(build(pattern="s"), corpus, replace(CONFIG, redraw_every=10))
+
+
+def test_an_interrupt_keeps_the_best(build, corpus):
+    model = build()
+
+    def stop(name, share, progress):
+        if progress.step == 30:
+            raise KeyboardInterrupt
+
+    found = pretrain(model, corpus, CONFIG, notify=stop)
+    assert (found.trained.steps, found.trained.stopped) == (30, True)
+    assert score(model, windows(corpus.validation, 16, 1 << 15)).bits == found.trained.best_loss
+
+
+def test_other_settings_are_refused_and_more_time_is_not(build, corpus, tmp_path):
+    config = replace(CONFIG, steps=None, minutes=1e-6)
+    pretrain(build(), corpus, config, work=tmp_path)
+    pretrain(build(), corpus, replace(config, minutes=2e-6), work=tmp_path)
+    with pytest.raises(ValueError, match=r"unfinished training with other settings \(learning_rate: 0.02, now 0.1\)"):
+        pretrain(build(), corpus, replace(config, learning_rate=0.1), work=tmp_path)
+    other = build()
+    with torch.no_grad():
+        other.model.norm.weight[0] += 1
+    with pytest.raises(ValueError, match=r"with other settings \(weights: "):
+        pretrain(other, corpus, config, work=tmp_path)
+    with pytest.raises(ValueError, match=r"with other settings \(model: .*'gate'"):
+        pretrain(build(gate="ForgetGate"), corpus, config, work=tmp_path)
+
+
+def test_what_fits_no_training_is_refused(build, corpus):
+    with pytest.raises(ValueError, match="a model of bytes has vocab_size=256, got 300"):
+        pretrain(build(vocab_size=300), corpus, CONFIG)
+    with pytest.raises(ValueError, match=r"weights in torch.bfloat16, wanted torch.float32; call model.float\(\)"):
+        pretrain(build().bfloat16(), corpus, CONFIG)
+    for name in ("context", "batch_size", "minutes", "steps", "learning_rate", "redraw_every"):
+        with pytest.raises(ValueError, match=f"{name} must be a positive number, got 0"):
+            TrainConfig(**{name: 0})

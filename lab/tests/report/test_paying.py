@@ -1,0 +1,101 @@
+"""Whether a method pays, in words: for one named method its error, time, state and the length from which it pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from linattn_lab.audit.records import AUDIT, Header, HeadRow, LengthsRow, ModelRow, TimeRow
+from linattn_lab.report import overview, summarise_audit
+from linattn_lab.report.answers import answers
+from linattn_lab.report.audit.paying import verdict
+
+BASELINES = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.4)]
+# 8 tokens, keys and values 2 wide: exact attention keeps 32 numbers.
+HEADER = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu", "EluPlusOne"], [64], 1, 0, longest=512)
+
+
+def rows_of(label, *, error=0.05, numbers=6, seconds=(2.0, 1.0, 9.0), lengths=None, exact=(1.0,)):
+    """A method on one head whose model takes the middle one of the seconds, softmax 4."""
+    head = HeadRow(0, 0, label, 2, 0, None, error, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, numbers, 20)
+    rows = [head, ModelRow(label, 2, 0, 0.9, 0.9)]
+    if seconds is not None:
+        rows.append(TimeRow(label, 2, seconds, (4.0, 3.0, 5.0), 1))
+    if lengths is not None:
+        rows.append(LengthsRow(label, 2, lengths, (1.0,) * len(lengths), exact))
+    return rows
+
+
+@pytest.fixture
+def told(tmp_path):
+    """A function giving the verdict on some rows."""
+
+    def of(*rows, header=HEADER):
+        path = tmp_path / "audit.jsonl"
+        AUDIT.write(path, header, [*BASELINES, *rows])
+        summary = summarise_audit(path)
+        assert answers(summary, None, None)[0] == verdict(summary)
+        return summary, verdict(summary).text
+
+    return of
+
+
+def test_faster_and_good(told):
+    summary, text = told(*rows_of("Relu"))
+    assert summary.lines[0].time_ratio == 0.5
+    assert text == (
+        "Yes, at 8 tokens, if the error will do: Relu has an error of 0.05. With it the whole model takes 0.50 × its "
+        "time with softmax, at 8 tokens and batch 1; it keeps 6 numbers per head, less than the 32 of the exact cache."
+    )
+    assert overview(summary).rows[2][3] == "0.50"
+
+
+def test_the_fastest_of_the_good_ones_is_named_and_not_one_that_is_worse_or_faster_still(told):
+    good, better = rows_of("Relu"), rows_of("EluPlusOne", error=0.01, seconds=(3.0,) * 3)
+    assert told(*good, *better)[1].startswith("Yes, at 8 tokens, if the error will do: Relu has")
+    fair = rows_of("EluPlusOne", error=0.2, seconds=(0.1,) * 3)
+    assert ": Relu has an error of 0.05" in told(*good, *fair)[1]
+    slow = rows_of("Relu", seconds=(5.0,) * 3)
+    assert ": EluPlusOne has an error of 0.20" in told(*slow, *fair)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "begins"),
+    [
+        ({"seconds": (8.0,) * 3}, "Do not, at 8 tokens: Relu has"),
+        ({"error": 0.9}, "Do not: no method measured is better than averaging the values at 8 tokens: Relu has"),
+        ({"seconds": None}, "Time was not measured: Relu has an error of 0.05. It keeps 6 numbers"),
+        ({"error": float("inf")}, "No: no method measured has a finite error."),
+    ],
+)
+def test_do_not(told, options, begins):
+    assert told(*rows_of("Relu", **options))[1].startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "begins"),
+    [(31, "Not to save time at 8 tokens, for memory perhaps: Relu has"), (32, "Do not, at 8 tokens: Relu has")],
+)
+def test_a_decoder_keeps_its_cache_between_calls(told, numbers, begins):
+    header = replace(HEADER, is_causal=True)
+    assert told(*rows_of("Relu", seconds=(8.0,) * 3, numbers=numbers), header=header)[1].startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "exact", "ends"),
+    [
+        ((8,), (2.0,), "faster at this length already. The model takes at most 512 tokens."),
+        ((8, 16), (0.25, 0.5), "not faster up to 16 tokens. The model takes at most 512 tokens."),
+        ((8, 32), (0.25, 4.0), "faster from 16 tokens on. The model takes at most 512 tokens."),
+        ((256, 4_096), (0.25, 4.0), "faster from 1,024 tokens on, and the model takes at most 512."),
+    ],
+)
+def test_from_which_length_on(told, lengths, exact, ends):
+    assert told(*rows_of("Relu", lengths=lengths, exact=exact))[1].endswith(f"Attention alone is {ends}")
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 1.0, 1.0), (), (float("inf"), 1.0, 1.0)])
+def test_a_damaged_time(told, seconds):
+    with pytest.raises(ValueError, match="Relu took no time, or no finite one"):
+        told(*rows_of("Relu", seconds=seconds))

@@ -1,0 +1,116 @@
+"""The `linattn` command's subcommands, each in a file of its own that is imported when it is asked for.
+
+Help and version come at once: torch alone is imported by then, since `import linattn` does so.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from linattn import __version__
+
+# What each does, as the first sentence of its function says: help is not to import them all.
+COMMANDS = {
+    "convert": "Turn a model's softmax attention into linear attention, and say how wrong it is before and after.",
+    "generate": "Go on with a text, token by token, in constant memory where attention is linear or has a budget.",
+}
+# Of the laboratory, a distribution of its own.
+LAB_COMMANDS = ("audit", "bench", "report", "reproduce", "train")
+GROUP = "linattn.commands"
+"""Entry points of other distributions: a package with a file for each subcommand, and their `COMMANDS`."""
+
+
+class Subcommand(NamedTuple):
+    """A subcommand that is not imported yet.
+
+    Attributes:
+        words: its first sentence.
+        module: where its function is, which has its name.
+    """
+
+    words: str
+    module: str
+
+
+@cache
+def subcommands() -> dict[str, Subcommand]:
+    """The subcommands of the library and of installed distributions, by name, in alphabetical order."""
+    packages = {__package__: COMMANDS}
+    for entry in entry_points(group=GROUP):
+        packages[entry.module] = entry.load()
+    every = {
+        name: Subcommand(words, f"{package}.{name}")
+        for package, commands in packages.items()
+        for name, words in commands.items()
+    }
+    return dict(sorted(every.items()))
+
+
+# Sizes, counts and seeds are below; torch takes no integers beyond.
+MOST = 2**63 - 1
+
+
+class _Bounded(TyperCommand):
+    """A subcommand whose whole numbers are those that torch takes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Refuse larger ones, as words that are no numbers are refused."""
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, int) and abs(value) > MOST:
+                ctx.fail(f"Invalid value for '{parameter.opts[-1]}': {value} is beyond {MOST} in size.")
+        return super().invoke(ctx)
+
+
+class _Lazy(TyperGroup):
+    """Subcommands that are imported when they are run or asked for help."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names."""
+        return list(subcommands())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """One subcommand."""
+        asked = subcommands().get(cmd_name)
+        if asked is None:
+            if cmd_name in LAB_COMMANDS:
+                sys.exit(f"linattn {cmd_name}: linattn-lab is not installed here: pip install 'linattn[lab]'")
+            return None
+        try:
+            module = import_module(asked.module)
+        except ImportError as error:
+            sys.exit(f"linattn {cmd_name}: {error}")
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name, cls=_Bounded)(getattr(module, cmd_name))
+        return typer.main.get_command(single)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The subcommands in help."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.words) for name, one in subcommands().items()])
+
+
+app = typer.Typer(cls=_Lazy, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+def _print_version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        typer.echo(f"linattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def linattn(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Kernel attention in linear time that always says how wrong it is."""

@@ -1,0 +1,124 @@
+"""The command `linattn convert` as the terminal shows it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from linattn.cli import _convert_options as options
+from linattn.cli.new_folder import finish, shared_folder
+from linattn.cli.terminal import of_option, print_table
+from linattn.cli.training_progress import training_progress
+from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
+from linattn.convert.card import (
+    kept_in_words,
+    kept_layers,
+    layer_table,
+    model_card,
+    speed_in_words,
+    stage_table,
+)
+from linattn.hf import (
+    LinearLMForCausalLM,
+    LoadedModel,
+    is_sentence_transformer,
+    load,
+    save_pretrained,
+)
+from linattn.planning.methods import parse_method
+from linattn.records.fields import to_json
+from linattn.records.json_files import write_json
+from linattn.records.texts import read_text
+from linattn.training import Progress, launched
+
+
+def convert(
+    call: typer.Context,
+    model: options.Model,
+    out: options.Out,
+    text: options.TextFiles = None,
+    map_: options.Map = None,
+    features: options.Features = None,
+    minutes: options.Minutes = 15.0,
+    tokens: options.Tokens = 512,
+    distil: options.Distil = True,
+    adapters: options.Adapters = None,
+    batch: options.BatchSize = 2,
+    seed: options.Seed = 0,
+    even_if_slower: options.EvenIfSlower = False,
+) -> None:
+    """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
+
+    Figures are of texts held out from all fitting and training; of the stages the best is kept. Ctrl-C during training
+    ends it and keeps the best so far; after anything worse the same command goes on where it was. Under torchrun the
+    texts of a step, layers and held-out texts are dealt out to the processes; any number of them goes on.
+    """
+    # Of "." or a link the name is elsewhere.
+    out = out.resolve()
+    with (
+        launched() as processes,
+        shared_folder("convert", "converting a model", processes, out, call) as (console, work),
+    ):
+        with of_option("--map"):
+            parse_method(map_ or DEFAULT_MAP)
+        texts = tuple(read_text(file).content for file in (text or (None,)))
+        loaded = load(model, with_head=True)
+        config = ConvertConfig(
+            map_,
+            num_features=features,
+            texts=texts,
+            num_tokens=tokens,
+            minutes=minutes,
+            distil=distil,
+            adapter_rank=adapters,
+            batch_size=batch,
+            seed=seed,
+            even_if_slower=even_if_slower,
+        )
+        with training_progress(console, "Measuring and calibrating", _loss) as shown:
+            conversion = convert_(
+                loaded.model, loaded.tokenizer, config, work=work, notify=shown.notify, measured=shown.measured
+            )
+        if work is not None:
+            finish(work, out, lambda draft: _write(loaded, conversion, draft))
+    _print(console, conversion)
+    console.print(f"Written: {escape(str(out))}", highlight=False)
+
+
+def _loss(progress: Progress) -> str:
+    """How far a training has come."""
+    return f"loss {progress.best:.4f}"
+
+
+def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
+    """The model and its report."""
+    if is_sentence_transformer(loaded.source) and find_spec("sentence_transformers") is not None:
+        from linattn.hf import sentence_transformers
+
+        sentence_transformers.save_pretrained(sentence_transformers.with_model(loaded.source, loaded.model), draft)
+    else:
+        save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
+    write_json(draft / "conversion.json", to_json(conversion, finite=False))
+    card = model_card(conversion, loaded.name, is_plain=isinstance(loaded.model, LinearLMForCausalLM))
+    (draft / "README.md").write_text(card, encoding="utf-8")
+
+
+def _print(console: Console, conversion: Conversion) -> None:
+    """Both tables, and what they are about."""
+    print_table(console, stage_table(conversion))
+    print_table(console, layer_table(conversion))
+    console.print(
+        f"{conversion.num_held_out} held-out texts, {conversion.num_held_out_tokens:,} tokens. Cosines and "
+        "correlations are to the original model; errors are of a layer's attention, 0 is exact.",
+        highlight=False,
+    )
+    console.print(f"{kept_in_words(conversion)}.", markup=False, highlight=False)
+    console.print(speed_in_words(conversion), markup=False, highlight=False)
+    if conversion.stopped:
+        console.print("Training was interrupted; the best weights until then were kept.", highlight=False)
+    for line in kept_layers(conversion):
+        console.print(f"Softmax stays in {line}.", markup=False, highlight=False)

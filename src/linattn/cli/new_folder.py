@@ -1,0 +1,106 @@
+"""A command's long work on a new folder: one process at a time, unfinished beside it, whole at the end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from linattn.cli.same_options import check_same_options
+from linattn.cli.terminal import console_of, ending
+from linattn.processes import Processes
+from linattn.records.atomic import full_disk_names
+from linattn.records.locks import LOCK, InUseError, locked
+
+
+@contextmanager
+def new_folder(command: str, doing: str, console: Console, out: Path) -> Iterator[Path]:
+    """The folder for unfinished work on `out`, held from the first look at both to the end of the work.
+
+    Args:
+        command: the subcommand, for messages.
+        doing: what another process would be doing, as in "converting a model".
+        console: where an interrupt is reported.
+        out: the folder to be made; its name must be resolved.
+
+    Returns:
+        A context manager that gives `out`.unfinished.
+
+    Raises:
+        typer.Exit: after an interrupt or an error inside the block, or where `out` holds anything.
+    """
+    work = out.with_name(f"{out.name}.unfinished")
+    with ending(command, console, lambda: _what_is_left(work)), _alone(work, out, doing):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise FileExistsError(f"{out} exists and is not an empty folder; give a new folder, or remove it first")
+        yield work
+
+
+@contextmanager
+def shared_folder(
+    command: str, doing: str, processes: Processes, out: Path, call: typer.Context
+) -> Iterator[tuple[Console, Path | None]]:
+    """A console, and the folder of `new_folder`; of several processes all but the first have no folder, and are silent.
+
+    Args:
+        command, doing, out: as in `new_folder`.
+        processes: those of this run.
+        call: the command's own, the same on all of them.
+
+    Returns:
+        A context manager that gives both.
+
+    Raises:
+        typer.Exit: as `new_folder`; processes were started with different arguments.
+    """
+    console = console_of(processes)
+    # Before anything of the first process's can fail while the others wait.
+    with ending(command, console, str):
+        check_same_options(processes, call)
+    if not processes.is_first:
+        with ending(command, console, str):
+            yield console, None
+        return
+    with new_folder(command, doing, console, out) as work:
+        yield console, work
+
+
+def finish(work: Path, out: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a draft, give it `out`'s name, TensorBoard's curves with it, and remove the work after that."""
+    with full_disk_names(out):
+        draft = work / "result"
+        shutil.rmtree(draft, ignore_errors=True)
+        write(draft)
+        if (work / "logs").is_dir():
+            shutil.copytree(work / "logs", draft / "logs")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft.rename(out)
+    for path in work.iterdir():
+        # The lock goes with the process that holds it.
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def _what_is_left(work: Path) -> str:
+    """What an interrupt has left."""
+    if not work.exists():
+        return "Nothing was kept yet."
+    return f"The work so far is in {work}; the same command goes on."
+
+
+@contextmanager
+def _alone(work: Path, out: Path, doing: str) -> Iterator[None]:
+    """No other process makes the same folder meanwhile."""
+    try:
+        with locked(work):
+            yield
+    except InUseError:
+        raise InUseError(
+            f"another process is {doing} into {out}; wait until it has ended, or give another folder for OUT"
+        ) from None

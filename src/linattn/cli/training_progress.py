@@ -1,0 +1,111 @@
+"""How a command shows a training and what is measured before and after: by a bar on a terminal, by lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+
+from linattn.cli.terminal import interrupts, share_bar
+from linattn.training import Notify, Progress
+
+# Without a terminal the time left is printed from this share of a training on, then once in every such part of it.
+_FIRST_SHARE, _PARTS = 0.01, 4
+# And how far a measurement is, when nothing was printed for so many seconds.
+_SILENCE = 20.0
+
+
+class Shown(NamedTuple):
+    """Two functions that show how far a work is.
+
+    Attributes:
+        notify: for a training to call after each step; an interrupt that was swallowed is raised there.
+        measured: for a measurement, with its name and the share of it that is done.
+    """
+
+    notify: Notify
+    measured: Callable[[str, float], None]
+
+
+@contextmanager
+def training_progress(
+    console: Console, before: str, words: Callable[[Progress], str], *, parts: int = _PARTS
+) -> Iterator[Shown]:
+    """What shows a training.
+
+    Args:
+        console: where it is shown.
+        before: what is done until the first step.
+        words: how far a training has come, in words.
+        parts: how many lines of it are printed where there is no terminal.
+    """
+    with _shown(console, before, words) if console.is_terminal else _told(console, before, words, parts) as shown:
+        yield shown
+
+
+@contextmanager
+def _shown(console: Console, before: str, words: Callable[[Progress], str]) -> Iterator[Shown]:
+    """A bar, and what moves it."""
+    with interrupts() as pressed, share_bar(console) as bar:
+        task = bar.add_task(escape(before), total=None)
+
+        def notify(name: str, share: float, progress: Progress) -> None:
+            """Move the bar."""
+            bar.update(task, description=escape(f"{name}, {words(progress)}"), total=1.0, completed=share)
+            if share == 1.0:
+                bar.update(task, description="Measuring", total=None)
+            if pressed:
+                raise KeyboardInterrupt
+
+        def measured(name: str, share: float) -> None:
+            """Move it too."""
+            bar.update(task, description=escape(f"Measuring: {name}"), total=1.0, completed=share)
+
+        yield Shown(notify, measured)
+
+
+@contextmanager
+def _told(console: Console, before: str, words: Callable[[Progress], str], parts: int) -> Iterator[Shown]:
+    """A line when a training has begun, at every part of it, and at its end; of measurements where they take long."""
+    console.print(before, markup=False)
+    begun: dict[str, tuple[float, float]] = {}
+    due: dict[str, float] = {}
+    last = time.perf_counter()
+
+    def say(line: str) -> None:
+        """Print a line."""
+        nonlocal last
+        last = time.perf_counter()
+        console.print(line, markup=False, highlight=False)
+
+    def tell(name: str, share: float, progress: Progress) -> None:
+        """Print a line where one is due."""
+        now = time.perf_counter()
+        start, first = begun.setdefault(name, (now, share))
+        if share >= 1.0:
+            say(f"{name}: done, {words(progress)}; measuring")
+        elif share - first >= _FIRST_SHARE and share >= due.get(name, 0.0):
+            # What a run before this one did was not done at this one's speed.
+            left = (now - start) / (share - first) * (1.0 - share)
+            say(f"{name}: {share:.0%} done, {words(progress)}, about {left / 60:.1f} minutes left")
+            due[name] = (math.floor(share * parts) + 1) / parts
+
+    with interrupts() as pressed:
+
+        def notify(name: str, share: float, progress: Progress) -> None:
+            """Print, and raise an interrupt that was noted."""
+            tell(name, share, progress)
+            if pressed:
+                raise KeyboardInterrupt
+
+        def measured(name: str, share: float) -> None:
+            """Print, if nothing was printed for long."""
+            if time.perf_counter() - last >= _SILENCE:
+                say(f"Measuring: {name}, {share:.0%} done")
+
+        yield Shown(notify, measured)

@@ -1,0 +1,155 @@
+"""A bounded layer of a cache: it hands itself along with the keys that it returns, and then attends to what it keeps.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from linattn.hf._calls import InterfaceCall, by_token
+from linattn.hf._recorded_calls import RecordedCall, RecordingLayer
+from linattn.hf.layer_attention import ATTRIBUTE, rescale_query
+from linattn.kv_cache import (
+    MergedAttended,
+    MergedKV,
+    MergedState,
+    merged_attention_with_state,
+    merged_partial_with_state,
+)
+
+
+@dataclass(frozen=True)
+class MergedAttention:
+    """Causal attention of one layer to the latest keys and to merged ones, at the temperature the model asks for."""
+
+    config: MergedKV
+
+    def advance(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: MergedState | None,
+        *,
+        scale: float,
+        key_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> MergedAttended:
+        """The output (B, H, L, Dv) over the state's keys and these, and the state after them."""
+        query = rescale_query(None, query, scale)
+        tokens = query, key, value, self.config, state
+        if sinks is None:
+            return merged_attention_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
+        rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
+        return MergedAttended(rows.with_sink(sinks), after)
+
+
+class HandedKeys(Tensor):
+    """New keys on their way from a bounded layer to linattn's attention function, which alone can read them.
+
+    Any other reader has only the new keys before it, none of the earlier ones: an error, not a wrong result.
+
+    Attributes:
+        layer: the layer that they come from, whose state is to take them in.
+        key: the keys themselves, (B, Hkv, L, D).
+    """
+
+    layer: BoundedLayer
+    key: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Shapes and the like as of any tensor; an error for all else."""
+        if function in _SHOWN:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        raise RuntimeError(
+            "the keys that a BoundedCache returned were read before linattn's attention function had them: the model "
+            "attends by another implementation, or it changes its keys after its cache has them; call "
+            "model.set_attn_implementation('linattn') and go on from a fork of the cache, or leave the cache out"
+        )
+
+
+# What a model may look at on the way.
+_SHOWN = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
+        Tensor.size,
+        Tensor.dim,
+    }
+)
+
+
+class BoundedLayer(RecordingLayer[MergedState]):
+    """One layer of a `BoundedCache`: the latest keys and values, and merged ones of all before.
+
+    Attributes:
+        module_name: qualified name of the attention module it serves.
+        config: the window and the merged keys.
+        state: a `linattn.kv_cache.MergedState`; None before the first token.
+        num_tokens: how many tokens it has seen, padding included.
+    """
+
+    def __init__(self, module_name: str, config: MergedKV) -> None:
+        super().__init__()
+        self.module_name = module_name
+        self.config = config
+        self._attention = MergedAttention(config)
+        self._handed: HandedKeys | None = None  # between `update` and `attend`
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Called by the attention module: the new keys, with this layer, and values."""
+        handed = key_states.as_subclass(HandedKeys)
+        handed.key, handed.layer = key_states, self
+        self._handed = handed
+        if self.keys is None:
+            # Some models look whether any are held (Mllama).
+            self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
+        return handed, value_states
+
+    def attend(self, handed: HandedKeys, call: InterfaceCall) -> Tensor:
+        """Called by the attention function: (B, L, H, Dv) for queries of the keys that `update` handed to it."""
+        name, count, state = self.module_name, call.key.shape[-2], self.state
+        self._check_call(handed, call)
+        call.refuse_options(name, self.num_tokens + count, takes_sinks=True)
+        key_mask, is_causal = call.read_mask(name)
+        # A single query sees all keys, causal or not.
+        if not is_causal and count > 1:
+            raise ValueError(f"{name} lets queries see later keys, which a bounded cache does not hold; leave it out")
+        tensors, scale = (call.query, call.key, call.value), call.scale
+        out, after = self._attention.advance(*tensors, state, scale=scale, key_mask=key_mask, sinks=call.sinks)
+        self._handed = None
+        self.advance_to(after, count)
+        if self.record_past:
+            self.record(RecordedCall(self._attention, state, tensors, scale, key_mask), self.config.window or 0)
+        return by_token(out)
+
+    def reset(self) -> None:
+        """Forget every token, and keys on their way."""
+        super().reset()
+        self._handed = None
+
+    def _check_call(self, handed: HandedKeys, call: InterfaceCall) -> None:
+        """Refuse keys that were handed to another call, and modules that are no causal ones."""
+        if self._handed is not handed:
+            raise RuntimeError(
+                f"{self.module_name} attends twice to the keys that its cache returned once, which would take them in "
+                "twice; leave the bounded cache out"
+            )
+        if not getattr(call.module, "is_causal", False):
+            raise ValueError(
+                f"{type(call.module).__name__} is not causal and was given the cache of {self.module_name}; an "
+                "encoder-decoder takes it for its self-attention: EncoderDecoderCache(BoundedCache(model), "
+                "DynamicCache())"
+            )
+        if hasattr(call.module, ATTRIBUTE):
+            raise RuntimeError(
+                f"{self.module_name} attends by a feature map since linearize_, and the cache bounds its softmax; "
+                "call restore_ on the model, or leave the cache out"
+            )

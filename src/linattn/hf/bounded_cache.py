@@ -1,0 +1,286 @@
+"""A transformers cache that bounds what the layers of a model keep to a budget of bytes; the model is not modified.
+
+Letters: B batch, n tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from linattn.hf._attention_modules import put_before, unwrapped
+from linattn.hf._boundable import CachedLayer, cached_layers
+from linattn.hf._bounded_layers import BoundedLayer
+from linattn.hf._calls import CachedTokens
+from linattn.hf._dispatch import NAME
+from linattn.hf._text_caches import TextCache
+from linattn.hf.language_model import LinearLMForCausalLM
+from linattn.hf.linearization import is_linearized
+from linattn.kv_cache import MergedKV
+from linattn.kv_cache.budget import BITS_BY_DEFAULT, Sizes, check_budget, kept_bytes, within_budget
+from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan, read_memory_plans
+
+_BUDGET = 512
+# Tokens of a text as long as any.
+_ANY_LENGTH = 2**62
+
+
+@dataclass(frozen=True)
+class BoundedLayerReport:
+    """What a `BoundedCache` keeps of one layer.
+
+    Attributes:
+        layer: number of its attention module, from 0, in the order of the model's modules.
+        module_name: its qualified name.
+        config: the window and the merged keys; None where keys and values stay exact.
+        reason: why they stay exact; None where they are bounded.
+        num_key_heads: key/value heads of the layer.
+        sizes: of their keys and values; None of a layer that passes of a few tokens have not reached.
+    """
+
+    layer: int
+    module_name: str
+    config: MergedKV | None
+    reason: str | None
+    num_key_heads: int
+    sizes: Sizes | None
+
+    def exact_bytes(self, num_tokens: int) -> int:
+        """Bytes of all keys and values of a text, which exact attention keeps."""
+        return 0 if self.sizes is None else self.num_key_heads * self.sizes.key_bytes * num_tokens
+
+    def kept_bytes(self, num_tokens: int) -> int:
+        """The most bytes that are kept within a text of so many tokens; all where the layer stays exact."""
+        if self.sizes is None or self.config is None:
+            return self.exact_bytes(num_tokens)
+        return self.num_key_heads * kept_bytes(self.config, self.sizes, num_tokens)
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.layer:3} {self.module_name}: {self.config.label if self.config else f'exact ({self.reason})'}"
+
+
+class BoundedCache(TextCache):
+    """A KV cache of constant size for a pretrained language model: a window of exact keys, merged ones before.
+
+        bytes per layer and key/value head ≤ budget · (D + Dv) · bytes of a number, for a text of any length
+
+    A budget of N is the bytes of N exact keys and values in the model's dtype; biases, codes and the sampled queries
+    are paid from it. `linattn.MergedKV` says how keys are merged. Up to as many tokens as there are exact and merged
+    keys attention is softmax; beyond, an approximation.
+
+    The model's weights and modules are not touched. Its attention implementation becomes "linattn", which attends as
+    the former one did, to the bit, in every call without such a cache; two caches of one model may have two budgets. A
+    model may also be loaded with attn_implementation="linattn".
+
+    Layers with a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express
+    (soft caps, keys shared with other layers) keep transformers' own cache layers; `report` says which. Where every
+    layer has a sliding window, those wider than the budget are bounded, for texts up to the window.
+
+    To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
+    by an error may leave it between two tokens, and the next call refuses it then. `crop` needs
+    `activate_past_recording`, which assisted generation and prompt lookup call by themselves. An encoder-decoder takes
+    it for its self-attention: `EncoderDecoderCache(BoundedCache(model), DynamicCache())`.
+
+    Cost: three forward passes of a few tokens for the first cache of a model; one layer object per layer afterwards.
+    A step takes O(window + num_merged) per head in place of O(n).
+
+    Args:
+        model: a causal transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the
+            model within.
+        budget: in exact keys and values, per layer and key/value head.
+        bits: of merged keys and values: 2, 4, 8, or None for 32.
+        config: window and merged keys of every bounded layer, `MergedKV(window=64, num_merged=512, bits=4)`; leave
+            budget and bits out then.
+        plan: file that `linattn audit --budget --plan-out` wrote: each layer's own window and merged keys at the
+            budget; leave bits out then.
+
+    Raises:
+        TypeError: if `model` is no transformers model, or `config` no `linattn.MergedKV`.
+        ValueError: if no layer can be bounded; the budget is out of range or too small, or the plan has none of it or
+            is of another model; options do not go together; the model is linearized, or asked for attention weights.
+
+    Example:
+        >>> import linattn, torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2)).eval()
+        >>> cache = BoundedCache(model, config=linattn.MergedKV(window=4, num_merged=8, bits=None))
+        >>> print(cache.report[0])
+          0 transformer.h.0.attn: window 4 + merged 8
+        >>> prompt, options = torch.tensor([[1, 2, 3]]), {"max_new_tokens": 40, "eos_token_id": None}
+        >>> text = model.generate(prompt, past_key_values=cache, **options)
+        >>> text.shape, cache.get_seq_length(), cache.layers[0].state.keys.merged.key.shape[2]
+        (torch.Size([1, 43]), 42, 8)
+
+    Source: transformers' documentation, "Caching"; `linattn.MergedKV` for merged keys.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        budget: int = _BUDGET,
+        *,
+        bits: int | None = BITS_BY_DEFAULT,
+        config: MergedKV | None = None,
+        plan: str | Path | None = None,
+    ) -> None:
+        model = unwrapped(model)
+        _check_options(budget, bits, config, plan)
+        _check_model(model)
+        cached = cached_layers(model)
+        reasons = _reasons(model, cached, budget, config)
+        bounded = [layer for layer in cached if reasons[layer.number] is None]
+        configs = _configs(model, bounded, budget, bits, config, plan)
+        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        for layer in bounded:
+            layers[layer.place] = BoundedLayer(layer.name, configs[layer.number])
+        super().__init__(layers, {layer.place for layer in cached})
+        self.report = tuple(
+            BoundedLayerReport(
+                layer.number,
+                layer.name,
+                configs.get(layer.number),
+                reasons[layer.number],
+                layer.num_key_heads,
+                layer.sizes,
+            )
+            for layer in cached
+        )
+        self._bounded_places = frozenset(layer.place for layer in bounded)
+        put_before(model, NAME)
+
+    def begin(self, attention_mask: Tensor | None) -> None:
+        """Refuse a call that cannot go on from here: before it, by the mask that its model asks for.
+
+        Args:
+            attention_mask: (B, n) of the tokens so far and the new ones, or None.
+        """
+        self.check_level()
+        self.check_mask(attention_mask)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Of a layer, said so that the mask knows its cache."""
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        # All masks of a call tell of it; that of full attention is enough.
+        if getattr(self.layers[layer_idx], "is_sliding", False):
+            return length, offset
+        return length, CachedTokens(offset, self)
+
+    def refuse_plain_keys(self, module: nn.Module) -> None:
+        """Refuse to attend to new keys alone where a bounded layer should have had them."""
+        if getattr(module, "layer_idx", None) in self._bounded_places:
+            raise RuntimeError(
+                f"{type(module).__name__} was given a bounded cache and has not used it, as in training with gradient "
+                "checkpointing; call model.eval(), or leave the cache out (use_cache=False)"
+            )
+
+
+def _check_options(budget: int, bits: int | None, config: object, plan: object) -> None:
+    """Refuse options that do not go together."""
+    check_budget(budget)
+    if config is not None and not isinstance(config, MergedKV):
+        raise TypeError(
+            f"config must be a linattn.MergedKV or None, got {config!r}; write MergedKV(window=64, num_merged=512)"
+        )
+    if isinstance(config, MergedKV) and config.window is None:
+        raise ValueError(f"config must have a window, got {config!r}; give MergedKV(window=64, num_merged=512)")
+    if config is not None and (budget != _BUDGET or bits != BITS_BY_DEFAULT or plan is not None):
+        raise ValueError(
+            f"config={config!r} says what every layer keeps, got budget={budget}, bits={bits}, plan={plan!r} too; "
+            "leave those out"
+        )
+    if plan is not None and bits != BITS_BY_DEFAULT:
+        raise ValueError(
+            f"a plan says in how many bits each layer keeps merged keys, got bits={bits} too; leave bits out"
+        )
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    """Refuse models that a bounded cache does not serve."""
+    kind = type(model).__name__
+    if is_linearized(model):
+        raise ValueError(f"{kind} is linearized, and keeps states in a StateCache; leave the budget out")
+    if isinstance(model, LinearLMForCausalLM):
+        raise ValueError(f"{kind} keeps a StreamCache, whose streams are as large as its blocks make them; use that")
+    if model.config.output_attentions:
+        raise ValueError(
+            f"{kind} is asked for the attention weights (config.output_attentions), which merged keys do not have; set "
+            "it to False"
+        )
+
+
+def _reasons(
+    model: PreTrainedModel, cached: tuple[CachedLayer, ...], budget: int, config: MergedKV | None
+) -> dict[int, str | None]:
+    """Why layers stay exact, by their numbers; None for those that are bounded."""
+    kind, reasons = type(model).__name__, {layer.number: layer.reason for layer in cached}
+    if not cached:
+        raise ValueError(
+            f"no layer of {kind} keeps keys and values of a causal text, so that there is no cache to bound; "
+            "linearize_ makes an encoder cheaper"
+        )
+    # Softmax within a window is what those layers are; where all have one, the wider ones take more than the budget.
+    is_mixed = any(layer.window is None for layer in cached)
+    narrow = {layer.number for layer in cached if _has_narrow_window(layer, budget, config)}
+    for layer in cached:
+        if layer.number in narrow or (is_mixed and layer.window is not None):
+            reasons[layer.number] = layer.reason or f"a sliding window of {layer.window} tokens"
+    if None not in reasons.values() and len(narrow) < len(cached):
+        words = "; ".join(dict.fromkeys(words for words in reasons.values() if words is not None))
+        raise ValueError(f"no layer of {kind} can be bounded: {words}; generate without a BoundedCache")
+    return reasons
+
+
+def _has_narrow_window(layer: CachedLayer, budget: int, config: MergedKV | None) -> bool:
+    """True if a layer's sliding window keeps no more bytes than a bounded layer would."""
+    if layer.window is None:
+        return False
+    if config is None or layer.sizes is None:
+        return layer.window <= budget
+    return layer.window * layer.sizes.key_bytes <= kept_bytes(config, layer.sizes, _ANY_LENGTH)
+
+
+def _configs(
+    model: PreTrainedModel,
+    bounded: list[CachedLayer],
+    budget: int,
+    bits: int | None,
+    config: MergedKV | None,
+    plan: str | Path | None,
+) -> dict[int, MergedKV]:
+    """Window and merged keys of each bounded layer, by its number."""
+    if config is not None:
+        return {layer.number: config for layer in bounded}
+    if plan is not None:
+        return _planned(model, [layer.number for layer in bounded], _plan_of(Path(plan), budget))
+    sized = ((layer.number, layer.sizes) for layer in bounded)
+    return {number: within_budget(budget, sizes, bits) for number, sizes in sized if sizes is not None}
+
+
+def _plan_of(file: Path, budget: int) -> MemoryPlan:
+    """The plan of a budget."""
+    plans = {plan.budget: plan for plan in read_memory_plans(file)}
+    if budget not in plans:
+        raise ValueError(
+            f"{file} has plans of {', '.join(map(str, plans))} keys, got a budget of {budget}; give one of these"
+        )
+    return plans[budget]
+
+
+def _planned(model: PreTrainedModel, numbers: list[int], plan: MemoryPlan) -> dict[int, MergedKV]:
+    """What a plan says of each layer."""
+    if plan.layers != numbers:
+        raise ValueError(
+            f"the plan is of {plan.model}, whose global layers are {plan.layers}, and {type(model).__name__} has "
+            f"{numbers}; give the plan of this model"
+        )
+    if PLAIN in plan.choices:
+        raise ValueError(
+            f"at the bytes of {plan.budget:,} keys the plan found nothing better by a margin than {plan.label}, which "
+            "is no method of a model; give a larger budget, or no plan"
+        )
+    return dict(zip(numbers, map(MergedKV.parse, plan.labels), strict=True))

@@ -1,0 +1,155 @@
+"""Merged keys in compiled code on a CPU, from the wheel linattn-compiled.
+
+In float32 and without gradients: the merges, the rows and what a stream keeps are those of plain torch (`stream`,
+`bidirectional`). Letters as in kv_cache/__init__.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.distances import Axes, Metric
+from linattn.kv_cache.query_sample import QuerySample, sample_size, sampled_places
+from linattn.kv_cache.stream import Ended, Stream
+from linattn.softmax.compiled_code import objections_to
+from linattn.softmax.tokens import Tokens
+from linattn.softmax.tracing import is_followed
+from linattn.softmax.weighted import Reading
+
+# Queries of a call from which it is the faster: of fewer, a stream's memory is copied more often than it is read.
+_FEWEST = 64
+# Threads of torch that one of it is as fast as, about: half of the time with two of each.
+_IN_ONE = 2
+# Multiplications from which a second thread is worth its start.
+_MANY = 2**22
+
+
+def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, bits: int | None = None) -> bool:
+    """Whether compiled code runs a call: where it can and is asked for, or is the faster.
+
+    Args:
+        backend: "auto", "torch" for plain torch, or "compiled".
+        query: (B, H, G, Lq, D).
+        tokens: the call's.
+        others: what else gradients may follow.
+        bits: those of merged keys, if few.
+
+    Raises:
+        ValueError: it was asked for by name and cannot; every reason is listed.
+    """
+    if backend == "torch" or (backend == "auto" and not _is_faster(query)):
+        return False
+    reasons = objections_to((query, *tokens[:2]), is_followed=is_followed(query, *tokens, *others))
+    if bits is not None:
+        reasons.append(f"it keeps merged keys as they are, and these are kept in {bits} bits")
+    if not reasons and query.numel() == 0:
+        reasons.append("it takes calls with queries, and this has none")
+    if backend == "compiled" and reasons:
+        raise ValueError(f'backend="compiled" cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')
+    return not reasons
+
+
+def _is_faster(query: Tensor) -> bool:
+    """Whether it is likely to be: it runs a head in one thread, where torch deals out each product to all.
+
+    Graphs ask no sizes: they would be compiled anew for others.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    threads = torch.get_num_threads() if query.is_cpu else 0
+    return query.shape[3] >= _FEWEST and _IN_ONE * query.shape[:2].numel() >= threads
+
+
+def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> Ended:
+    """`stream.stream_in_torch`."""
+    # Imported here, and below: a wheel of its own, which most do not have.
+    from linattn_compiled import merge_stream
+
+    assert isinstance(stream.merged, Tokens)  # as others are not coded
+    config, (batch, heads, groups, num_queries, head_dim) = stream.config, stream.query.shape
+    query, *tokens = (x.float().contiguous() for x in (stream.query, *stream.tokens))
+    before = [x.contiguous() for x in (*stream.merged, *stream.sample)]
+    count, sampled = _after(stream)
+    rows = _room(query, tokens[1].shape[3], with_log=with_log)
+    merged = Tokens(*(x.new_empty(batch, heads, count, *x.shape[3:]) for x in tokens))
+    sample = QuerySample(*(x.new_empty(batch, heads, sampled, *x.shape[3:]) for x in stream.sample))
+    places = torch.tensor(sampled_places(config.blocks.size, groups))
+    addresses = _addresses(query, *tokens, *before, places, *rows, *merged, *sample)
+    sizes = (
+        *(groups, head_dim, tokens[1].shape[3], stream.num_tokens, num_queries, stream.num_kept),
+        *(before[0].shape[2], before[3].shape[2], len(places), sample_size(groups)),
+        *(config.blocks.window, config.blocks.size, config.num_merged, config.num_left, count, sampled),
+    )
+    _over_heads(lambda first, stop: merge_stream(*addresses, first, stop, *sizes, scale), query, config)
+    return Ended(Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), merged, sample)
+
+
+def everywhere_in_compiled_code(
+    query: Tensor,  # (B, H, G, Lq, D)
+    tokens: Tokens,  # (B, H, L, ·), at least float32
+    sample: QuerySample,
+    distances: tuple[Metric, Axes],
+    config: MergedKV,
+    seeds: tuple[int, int],  # how many, and in how many rounds they are merged
+    scale: float,
+    *,
+    with_log: bool,
+) -> Reading:
+    """Rows over all keys, as `bidirectional.attend_all_merging` has them from the sample on."""
+    from linattn_compiled import merge_everywhere
+
+    metric, axes = distances
+    queries, *keys = (x.float().contiguous() for x in (query, *tokens))
+    held = [x.contiguous() for x in (*sample, *metric, *axes)]
+    rows = _room(queries, keys[1].shape[3], with_log=with_log)
+    addresses = _addresses(queries, *keys, *held, *rows)
+    sizes = (
+        *(query.shape[2], query.shape[4], keys[1].shape[3], query.shape[3], keys[0].shape[2]),
+        *(sample.query.shape[2], config.num_merged, config.window or 0, *seeds, axes.turn.shape[-1]),
+    )
+    _over_heads(lambda first, stop: merge_everywhere(*addresses, first, stop, *sizes, scale), queries, config)
+    return Reading(rows.out.to(query.dtype), rows.log_normalizer)
+
+
+def _room(query: Tensor, value_dim: int, *, with_log: bool) -> Reading:
+    """Memory for the rows of queries (B, H, G, Lq, D)."""
+    log = query.new_empty(query.shape[:4]) if with_log else None
+    return Reading(query.new_empty(*query.shape[:4], value_dim), log)
+
+
+def _addresses(*memory: Tensor | None) -> list[int]:
+    """Where numbers begin, 0 for none; whoever calls keeps them alive."""
+    return [0 if x is None else x.data_ptr() for x in memory]
+
+
+def _over_heads(run: Callable[[int, int], None], query: Tensor, config: MergedKV) -> None:
+    """Run some heads after the other, all dealt out to as many threads as torch has where there is enough to do."""
+    number, work = query.shape[:2].numel(), query.numel() * (config.num_merged + (config.window or 0))
+    threads = min(torch.get_num_threads(), number) if work > _MANY else 1
+    if threads <= 1:
+        run(0, number)
+        return
+    parts = itertools.pairwise(number * i // threads for i in range(threads + 1))
+    # Threads of this call alone: a fork would leave a lasting pool without its own.
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda part: run(*part), parts))
+
+
+def _after(stream: Stream) -> tuple[int, int]:
+    """Numbers of merged keys and of sampled queries after all."""
+    config, groups = stream.config, stream.query.shape[2]
+    count, sampled = stream.merged.bias.shape[2], stream.sample.query.shape[2]
+    places = sampled_places(config.blocks.size, groups)
+    for begin in stream.begins:
+        gone = stream.leaving(begin)
+        count += gone.stop - gone.start
+        count = count if count <= config.num_merged else config.num_left
+        new = range(max(stream.first - begin, 0), stream.num_tokens - begin)
+        sampled = min(sampled + sum(token in new for token, _ in places), sample_size(groups))
+    return count, sampled

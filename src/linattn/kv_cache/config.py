@@ -1,0 +1,241 @@
+"""How a KV cache is bounded: the window, the merged keys, their bits; and how that is written.
+
+Letters: w tokens of the window, b tokens of a block, C merged keys, D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from linattn.softmax.spelling import did_you_mean
+
+# Blocks at whose beginnings a stream merges keys: a window has a few of them, of at least so many tokens.
+_MOST_BLOCKS, _BLOCK = 4, 64
+# Keys are numbered in 32 bits.
+_MOST = 2**31
+# The part of many merged keys that a merge leaves free.
+_SPARE = 16
+_WINDOW, _MERGED = "window", "merged"
+_PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)(?:\s+in\s+([1-9][0-9]*)\s+bits)?", re.IGNORECASE)
+BITS = (2, 4, 8)
+"""Bits a merged key's numbers may be quantized to: whole levels fit into a byte."""
+
+
+class Blocks(NamedTuple):
+    """How a stream is cut: the blocks of the window are read exactly, and so is the current one."""
+
+    size: int
+    number: int  # in the window
+
+    @property
+    def window(self) -> int:
+        """Keys before the current block that are read exactly."""
+        return self.size * self.number
+
+
+@dataclass(frozen=True)
+class MergedKV:
+    """A KV cache of constant size: a sliding window of exact keys, all earlier ones merged.
+
+    A merged key (k, v, β) stands for several: it adds exp(q·k + β) to the softmax's denominator, times v to the
+    numerator. Keys are merged by what a sample of the queries attends to, m_i = Σ_s a_si: those of least Ward cost, in
+    the metric of the queries' variances Σ and of the values, join the nearest heavier ones first. To a merged key the
+    sample attends as much as to its members, and to the same mean value:
+
+        k = Σ p_i k_i,   v = Σ p_i v_i,   p_i = m_i / Σ m,   β such that Σ_s a_s = Σ m
+        cost = m₁m₂/(m₁ + m₂)·((k₁ - k₂)ᵀΣ(k₁ - k₂) + σ·|v₁ - v₂|²)
+
+    The error is of second order in (q - q̄)·(k₁ - k₂). With as many merged keys as tokens it is softmax attention.
+
+    Causally keys are merged as blocks begin, of b tokens, by the latest max(16, 2·G) of the sampled queries before, for
+    G query heads of a key/value head. A stream keeps w + b + C keys at most, C biases, and these queries; per token
+    O((w + b + C)·(D + Dv) + (C + b)²/(b + s)·(D + Dv)) time. b is the window's width up to 64, and then 64 or a quarter
+    of it; a window that is no multiple of it is rounded up. A merge leaves s places free, a sixteenth of C in whole
+    blocks, and comes when there are none.
+
+    Quantized to few bits a stream keeps more merged keys in the same memory. Numbers are rounded, relative to the mean
+    and the deviation of their coordinate and in a basis in which none is far from the others, to 2^bits levels between
+    the least and the largest of each 32. The window and the block stay exact, and so do the first keys beyond them
+    until they would take more memory than codes. For gradients rounding adds a constant.
+
+    Without causality, in encoders, the sample is evenly spaced among all queries, and O(L·(64 + C)·(D + Dv)) time is
+    taken. Up to 2,048 keys it has as many queries as keep 2¹⁷ logits, beyond 64. All is counted in a row's live tokens,
+    so that padding anywhere changes nothing. Which keys are merged is a constant for gradients; they flow through
+    merged keys, values and biases, and through what weighs them.
+
+    Args:
+        window: w > 0: a query sees so many keys before its block exactly, and its own block up to itself; without
+            causality its own block of w tokens and both neighbours. None for no window, without causality alone.
+        num_merged: C > 0, how many weighted keys stand for all that are not near.
+        bits: 2, 4 or 8 for merged keys and values quantized to so many bits in a stream; None for numbers of at least
+            float32. Without causality nothing is kept, and nothing is quantized.
+
+    Raises:
+        ValueError: a size is not positive or no integer, or bits are others.
+
+    Example:
+        >>> MergedKV(window=64, num_merged=512, bits=4).label
+        'window 64 + merged 512 in 4 bits'
+        >>> import torch
+        >>> from linattn import merged_attention
+        >>> q, k, v = torch.ones(1, 1, 6, 1), torch.zeros(1, 1, 6, 1), torch.arange(6.0).view(1, 1, 6, 1)
+        >>> out = merged_attention(q, k, v, MergedKV(window=1, num_merged=2, bits=None), is_causal=True)
+        >>> [round(x, 4) for x in out.flatten().tolist()]  # keys that are alike lose nothing by merging
+        [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+
+    Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost of a merge; Liu et al. 2024 (KIVI, arXiv
+        2402.02750) and Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456) for few bits.
+    """
+
+    window: int | None = 64
+    num_merged: int = 512
+    bits: int | None = 4
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that mean nothing."""
+        for name, size in ((_WINDOW, 1 if self.window is None else self.window), ("num_merged", self.num_merged)):
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < _MOST:
+                raise ValueError(f"{name} must be a positive integer below 2³¹, got {size!r}")
+        if self.bits is not None and (type(self.bits) is not int or self.bits not in BITS):
+            raise ValueError(f"bits must be {', '.join(map(str, BITS))} or None, got {self.bits!r}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take sizes that are read from a file, checked as the constructor's are."""
+        self.__dict__.update(state)
+        self.__post_init__()
+
+    @property
+    def label(self) -> str:
+        """The written form, which `MergedKV.parse` reads."""
+        window = "" if self.window is None else f"{_WINDOW} {self.window} + "
+        bits = "" if self.bits is None else f" in {self.bits} bits"
+        return f"{window}{_MERGED} {self.num_merged}{bits}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the written form: "window W" and "merged C" or "merged C in 4 bits", joined by plus, in any case.
+
+        Raises:
+            ValueError: a part is none of these or is written twice, none is of merged keys, or bits are others.
+
+        Example:
+            >>> MergedKV.parse("Merged 128 in 4 bits + window 32")
+            MergedKV(window=32, num_merged=128, bits=4)
+        """
+        sizes: dict[str, int] = {}
+        bits = None
+        for part in text.split("+"):
+            match = _PART.fullmatch(part.strip())
+            name = "" if match is None else match[1].lower()
+            if match is None or name not in (_WINDOW, _MERGED):
+                raise _no_part(part.strip())
+            if name in sizes:
+                raise ValueError(f"{text.strip()!r} has two parts {name!r}; write one")
+            if match[3] and name != _MERGED:
+                raise ValueError(f"{part.strip()!r}: only merged keys are quantized; leave the bits out")
+            sizes[name] = int(match[2])
+            bits = int(match[3]) if match[3] else bits
+        if _MERGED not in sizes:
+            raise ValueError(f"{text.strip()!r} merges no keys; write, for example, {text.strip()} + merged 128")
+        return cls(sizes.get(_WINDOW), sizes[_MERGED], bits)
+
+    @classmethod
+    def within(
+        cls,
+        budget: int,
+        *,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        num_groups: int = 1,
+        bits: int | None = 4,
+    ) -> MergedKV:
+        """The window and the most merged keys in the bytes of a number of exact keys and values, everything counted.
+
+        Args:
+            budget: N, in exact keys and values of one key/value head, from 1 to 2²⁰.
+            head_dim: D.
+            value_dim: Dv; D if None.
+            dtype: of the model's keys and values.
+            num_groups: query heads of a key/value head, whose sampled queries are counted.
+            bits: of merged keys and values; None for 32.
+
+        Raises:
+            ValueError: if the budget is out of range, or leaves no room beside the sampled queries.
+
+        Example:
+            >>> MergedKV.within(512, head_dim=64).label
+            'window 37 + merged 2605 in 4 bits'
+        """
+        # Imported here: budgets are said of what this file defines.
+        from linattn.kv_cache.budget import Sizes, within_budget
+
+        sizes = Sizes(head_dim, head_dim if value_dim is None else value_dim, dtype.itemsize, num_groups)
+        return within_budget(budget, sizes, bits)
+
+    @property
+    def blocks(self) -> Blocks:
+        """How a stream is cut.
+
+        Example:
+            >>> MergedKV(32, 8).blocks, MergedKV(192, 8).blocks, MergedKV(400, 8).blocks
+            (Blocks(size=32, number=1), Blocks(size=64, number=3), Blocks(size=100, number=4))
+        """
+        window = self.window or 1
+        number = min(-(-window // _BLOCK), _MOST_BLOCKS)
+        return Blocks(-(-window // number), number)
+
+    @property
+    def num_left(self) -> int:
+        """How many merged keys a merge in a stream leaves: a sixteenth less than C, in whole blocks.
+
+        A merge compares all keys with each other; so it is made every few blocks where they are many, and its cost per
+        token is linear in C.
+
+        Example:
+            >>> MergedKV(64, 500).num_left, MergedKV(64, 2000).num_left
+            (500, 1936)
+        """
+        block = self.blocks.size
+        return self.num_merged - self.num_merged // _SPARE // block * block
+
+    @property
+    def num_unquantized(self) -> int:
+        """How many merged keys take no more memory in 32 bits a number than all of them in few bits."""
+        return self.num_merged if self.bits is None else self.num_merged * self.bits // 32
+
+    def check_call(self, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
+        """Refuse calls of numbers of tokens or directions that it has no meaning for."""
+        if is_causal and self.window is None:
+            raise ValueError(
+                f"causal merged keys are those that leave a window, got {self!r} without window; give window too"
+            )
+        if self.window is not None and (num_keys < num_queries if is_causal else num_keys != num_queries):
+            wanted = "no more queries than keys" if is_causal else "as many queries as keys"
+            raise ValueError(
+                f"a window needs {wanted}, got {num_queries} queries and {num_keys} keys; leave it out where positions "
+                "do not correspond"
+            )
+
+
+def begins_merged(text: str) -> bool:
+    """Whether a written form is of merged keys: any of its parts begins with their word."""
+    return any(part.strip().lower().partition(" ")[0] == _MERGED for part in text.split("+"))
+
+
+def _no_part(part: str) -> ValueError:
+    """Say which known word a part may mean, or how parts are written."""
+    word = part.partition(" ")[0]
+    is_known = word.lower() in (_WINDOW, _MERGED)
+    why = " (a word and a positive whole number)" if is_known else did_you_mean(word, (_WINDOW, _MERGED))
+    return ValueError(
+        f"{part!r} is no part of merged keys{why}; write window W, {_MERGED} C or {_MERGED} C in 4 bits, as in "
+        "'window 32 + merged 128'"
+    )
+
+
+torch.serialization.add_safe_globals([MergedKV])

@@ -1,0 +1,339 @@
+"""Merged attention: softmax over a window of exact keys and merged keys for all others.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width, C merged keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from linattn.kv_cache.bidirectional import attend_all_merging
+from linattn.kv_cache.causal import attend_causal_merging
+from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.keys import MergedKeys
+from linattn.kv_cache.state import MergedState
+from linattn.softmax.checking import checked
+from linattn.softmax.left_padding import Streamed, attend_by_groups, turned
+from linattn.softmax.partial import Partial
+from linattn.softmax.precision import outside_autocast
+from linattn.softmax.row_groups import RowGroups
+from linattn.softmax.tracing import has_values
+from linattn.softmax.weighted import Reading
+
+BACKENDS = ("auto", "torch", "compiled")
+
+
+class MergedPartial(NamedTuple):
+    """Result of `merged_partial_with_state`.
+
+    Attributes:
+        partial: of the queries, ready for `linattn.combine`.
+        state: the KV cache after the last key.
+    """
+
+    partial: Partial
+    state: MergedState
+
+
+class MergedAttended(NamedTuple):
+    """Result of `merged_attention_with_state`.
+
+    Attributes:
+        out: (B, H, Lq, Dv), in the query's dtype.
+        state: the KV cache after the last key.
+    """
+
+    out: Tensor
+    state: MergedState
+
+
+def merged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MergedKV,
+    *,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention to a window of exact keys, and to merged keys in place of all others, in linear time.
+
+        out_i = Σ_j w_ij v_j / Σ_j w_ij,   w_ij = exp(q_i·k_j/√D + β_j)   over exact and merged keys j
+
+    Time O((Lq + Lk)·(w + C)·(D + Dv)) per head, causally with the merges that `MergedKV` counts; memory beyond inputs
+    and output that of the state and of one block of logits. Exponents, sums and the division run in at least float32,
+    outside autocast. A query that sees no key gets 0.
+
+    Args:
+        query: (B, H, Lq, D), float16, bfloat16, float32 or float64, any strides. All three share one dtype; under
+            autocast they may differ, and are taken in the widest. The temperature is D**-0.5: scale the queries for
+            another one.
+        key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
+        value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
+        config: the window, the number of merged keys, and their bits.
+        key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, and takes part in no
+            choice, forward and backward.
+        key_bias: (B, Hkv or 1, Lk), floating: the logarithm of a factor on each key's weight; -inf is a masked key.
+            Differentiable.
+        is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right. SDPA's flag aligns top-left.
+        enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one cache per key/value head.
+        backend: "torch", "compiled" (on a CPU and without gradients, in at most float32; from the wheel
+            linattn-compiled) or "auto", which takes "compiled" where it can run the call and is faster, else "torch". A
+            named backend runs or raises.
+
+    Returns:
+        (B, H, Lq, Dv) in the query's dtype.
+
+    Raises:
+        TypeError: `config` is no MergedKV; tensors are of another dtype or differ in theirs; `key_mask` is not bool.
+        ValueError: shapes or devices do not fit; a causal call without a window; a window where queries and keys differ
+            in number, causally where there are more queries; unknown `backend`, or one that cannot run the call, with
+            every reason.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), torch.tensor([8.0, 4, 2, 2]).view(1, 1, 4, 1)
+        >>> out = merged_attention(q, k, v, MergedKV(window=None, num_merged=1))
+        >>> out.flatten().tolist()  # all keys are alike: one stands for four
+        [4.0, 4.0, 4.0, 4.0]
+    """
+    tokens = _checked((query, key, value), config, (key_mask, key_bias), enable_gqa, backend, is_causal=is_causal)
+    scale = query.shape[-1] ** -0.5
+    with outside_autocast(query.device):
+        if not is_causal:
+            rows = attend_all_merging(*tokens[:4], config, scale, with_log=False, backend=backend)
+        elif tokens.are_alike:
+            before = MergedKeys.empty(config, tokens.key, tokens.value)
+            rows = attend_causal_merging(*tokens[:4], before, scale, with_log=False, backend=backend).rows
+        else:
+            rows = _padded(tokens, config, scale, with_log=False, backend=backend)
+    return rows.out.flatten(1, 2)
+
+
+def merged_partial(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MergedKV,
+    *,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+) -> Partial:
+    """`merged_attention` with its log-normaliser, to be combined with attention over other keys.
+
+        log_normalizer_i = log Σ_j exp(q_i·k_j/√D + β_j)
+
+    Cost, arguments and errors are those of `merged_attention`.
+
+    Returns:
+        Partial(out, log_normalizer): (B, H, Lq, Dv) in the query's dtype and (B, H, Lq) in at least float32.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), torch.ones(1, 1, 4, 1)
+        >>> part = merged_partial(q, k, v, MergedKV(window=None, num_merged=1))
+        >>> round(part.log_normalizer.exp()[0, 0, 0].item(), 4)
+        4.0
+    """
+    tokens = _checked((query, key, value), config, (key_mask, key_bias), enable_gqa, backend, is_causal=is_causal)
+    scale = query.shape[-1] ** -0.5
+    with outside_autocast(query.device):
+        if not is_causal:
+            rows = attend_all_merging(*tokens[:4], config, scale, with_log=True, backend=backend)
+        elif tokens.are_alike:
+            before = MergedKeys.empty(config, tokens.key, tokens.value)
+            rows = attend_causal_merging(*tokens[:4], before, scale, with_log=True, backend=backend).rows
+        else:
+            rows = _padded(tokens, config, scale, with_log=True, backend=backend)
+    return rows.partial().ungrouped()
+
+
+def merged_attention_with_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MergedKV,
+    state: MergedState | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+) -> MergedAttended:
+    """Causal merged attention over the state's tokens and these, and the state after them.
+
+    Prefill, chunks and single tokens are the same call, cut anywhere. Cost as `merged_attention`, whatever the state
+    has seen. Later tokens never reach earlier outputs.
+
+    Args:
+        query, key, value: as in `merged_attention`; with Lq < Lk the queries are the last ones.
+        config: the same for all calls of a stream.
+        state: the tokens before, from an earlier call; None for none. It is not changed.
+        key_mask, key_bias, enable_gqa, backend: as in `merged_attention`; masked keys do not enter the state.
+
+    Returns:
+        MergedAttended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new `MergedState`.
+
+    Raises:
+        TypeError, ValueError: as `merged_attention`; `state` is no MergedState, or was built for other shapes or with
+            another config.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), torch.tensor([8.0, 4, 2, 2]).view(1, 1, 4, 1)
+        >>> config, tokens = MergedKV(window=1, num_merged=1, bits=None), list(zip(*(x.split(1, 2) for x in (q, k, v))))
+        >>> state = None
+        >>> for token in tokens:
+        ...     out, state = merged_attention_with_state(*token, config, state)
+        >>> out.item()
+        4.0
+    """
+    tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), enable_gqa, backend)
+    scale = query.shape[-1] ** -0.5
+    with outside_autocast(query.device):
+        if tokens.are_alike and not isinstance(keys, RowGroups):
+            before = keys or MergedKeys.empty(config, tokens.key, tokens.value)
+            rows, cache = attend_causal_merging(*tokens[:4], before, scale, with_log=False, backend=backend)
+            after: MergedKeys | RowGroups[MergedKeys] = cache
+        else:
+            rows, after = _by_groups(tokens, keys, config, scale, with_log=False, backend=backend)
+    return MergedAttended(rows.out.flatten(1, 2), _state(after, tokens))
+
+
+def merged_partial_with_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MergedKV,
+    state: MergedState | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+) -> MergedPartial:
+    """`merged_attention_with_state` with log-normalisers: for attention sinks, or to be combined.
+
+    Cost, arguments and errors are those of `merged_attention_with_state`.
+
+    Returns:
+        MergedPartial(partial, state): the result of `merged_partial` for the queries, and a new `MergedState`.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), torch.ones(1, 1, 4, 1)
+        >>> partial, state = merged_partial_with_state(q, k, v, MergedKV(window=1, num_merged=1, bits=None))
+        >>> [round(x, 4) for x in partial.log_normalizer.exp().flatten().tolist()]  # keys that each query sees
+        [1.0, 2.0, 3.0, 4.0]
+    """
+    tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), enable_gqa, backend)
+    with outside_autocast(query.device):
+        rows, after = _by_groups(tokens, keys, config, query.shape[-1] ** -0.5, with_log=True, backend=backend)
+    return MergedPartial(rows.partial().ungrouped(), _state(after, tokens))
+
+
+class _GroupedTokens(NamedTuple):
+    """Checked tokens, queries grouped by key/value head."""
+
+    query: Tensor  # (B, Hkv, G, Lq, D)
+    key: Tensor  # (B, Hkv, Lk, D)
+    value: Tensor  # (B, Hkv, Lk, Dv)
+    bias: Tensor | None  # (B, Hkv or 1, Lk), -inf for masked keys
+    is_causal: bool
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether rows that begin here have the same blocks, without a look at a mask."""
+        return self.bias is None and self.key.shape[2] > 0
+
+
+def _by_groups(
+    tokens: _GroupedTokens,
+    keys: MergedKeys | RowGroups[MergedKeys] | None,
+    config: MergedKV,
+    scale: float,
+    *,
+    with_log: bool,
+    backend: str,
+) -> tuple[Reading, MergedKeys | RowGroups[MergedKeys]]:
+    """Causal rows whose blocks are counted from each row's first live token, and what is kept after all keys."""
+
+    def nothing() -> MergedKeys:
+        """Keys of a stream before its first token."""
+        return MergedKeys.empty(config, tokens.key, tokens.value)
+
+    def attend(call: _GroupedTokens, sums: Sequence[Tensor], before: MergedKeys) -> Streamed[MergedKeys]:
+        """Rows that begin at the same token."""
+        rows, after = attend_causal_merging(*call[:4], before, scale, with_log=with_log, backend=backend)
+        return Streamed(*rows, sums, after)
+
+    out, log, _, after = attend_by_groups(tokens, (), keys, nothing, attend)
+    return Reading(out, log), after
+
+
+def _padded(tokens: _GroupedTokens, config: MergedKV, scale: float, *, with_log: bool, backend: str) -> Reading:
+    """Causal rows of whole texts; where a mask has no values to look at, rows are turned by what it will hold."""
+    bias, has_all_queries = tokens.bias, tokens.query.shape[3] == tokens.key.shape[2]
+    if bias is None or has_values(bias) or not has_all_queries:
+        return _by_groups(tokens, None, config, scale, with_log=with_log, backend=backend)[0]
+
+    def attend(call: _GroupedTokens) -> Reading:
+        """Rows that begin with their first live token."""
+        before = MergedKeys.empty(config, call.key, call.value)
+        return attend_causal_merging(*call[:4], before, scale, with_log=with_log, backend=backend).rows
+
+    return Reading(*turned(tokens, attend))
+
+
+def _state(keys: MergedKeys | RowGroups[MergedKeys], tokens: _GroupedTokens) -> MergedState:
+    """The state of what is kept after some tokens."""
+    return MergedState(keys).known_to_fit((tokens.query.shape[-1], tokens.query.shape[2]))
+
+
+def _begun(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    config: MergedKV,
+    state: MergedState | None,
+    weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
+    enable_gqa: bool,
+    backend: str,
+) -> tuple[_GroupedTokens, MergedKeys | RowGroups[MergedKeys] | None]:
+    """The tokens of a call and what is kept of those before, wrong input refused."""
+    grouped = _checked(tokens, config, weights, enable_gqa, backend, is_causal=True)
+    if state is None:
+        return grouped, None
+    if not isinstance(state, MergedState):
+        raise TypeError(f"state must be a linattn.MergedState or None, got {type(state).__name__}")
+    state.check_continued_by(grouped.key, grouped.value, config, grouped.query.shape[2])
+    return grouped, state.keys
+
+
+def _checked(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    config: MergedKV,
+    weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
+    enable_gqa: bool,
+    backend: str,
+    *,
+    is_causal: bool,
+) -> _GroupedTokens:
+    """The tokens of a call, wrong input refused."""
+    query, key, value, bias = checked(tokens, *weights, enable_gqa=enable_gqa)
+    if not isinstance(config, MergedKV):
+        raise TypeError(
+            f"config must be a linattn.MergedKV, got {config!r}; write MergedKV(window=64, num_merged=512), or read a "
+            "written form with MergedKV.parse"
+        )
+    config.check_call(query.shape[2], key.shape[2], is_causal=is_causal)
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; merged keys have {', '.join(map(repr, BACKENDS))}")
+    return _GroupedTokens(query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)

@@ -1,0 +1,80 @@
+"""Keys that a stream keeps of some rows of a batch; letters as in kv_cache/__init__.py, S sampled queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from linattn.kv_cache.codes import CodedTokens, Codes, Frame, Frames
+from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.memory import Memory
+from linattn.kv_cache.query_sample import QuerySample
+from linattn.softmax.tokens import Tokens, with_places
+
+
+@dataclass(frozen=True, eq=False)
+class MergedKeys:
+    """Merged keys and values, the latest exact ones, and a sample of the queries.
+
+    Attributes:
+        merged: keys, values and biases of the merged tokens, (B, H, n ≤ C, ·), at least float32; free places have bias
+            -inf. Quantized once they are more than take as much memory unquantized.
+        sample: the latest sampled queries, which decide the next merge: (B, H, S, D).
+        recent: keys, values and biases of the current block and the window's, (B, H, n ≤ w + b, ·), in their dtype.
+        config: the window, the number of merged keys, and their bits.
+    """
+
+    merged: Tokens | CodedTokens
+    sample: QuerySample
+    recent: Tokens
+    config: MergedKV
+
+    @classmethod
+    def empty(cls, config: MergedKV, key: Tensor, value: Tensor) -> MergedKeys:
+        """No tokens, for keys and values like these (B, H, L, ·)."""
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        none = Tokens(key[:, :, :0], value[:, :, :0], key.new_zeros(*key.shape[:2], 0, dtype=dtype))
+        return cls(Tokens(*(x.to(dtype) for x in none)), QuerySample.empty(key), none, config)
+
+    def tokens(self) -> Tokens:
+        """All of them, dequantized: keys, values and biases (B, H, n, ·)."""
+        return Memory.of(self.merged, self.config).tokens.then(self.recent)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> MergedKeys:
+        """Apply a change to every tensor."""
+        return _from_leaves(map(change, self.leaves()), self.config)
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in order."""
+        merged = self.merged if isinstance(self.merged, Tokens) else self.merged.leaves()
+        return [*merged, *self.sample, *self.recent]
+
+
+def _flattened(keys: MergedKeys) -> tuple[list[Tensor], MergedKV]:
+    """The tensors, in order, and the config."""
+    return keys.leaves(), keys.config
+
+
+def _from_leaves(tensors: Iterable[Any], config: MergedKV) -> MergedKeys:
+    """Keys from what torch's tree utilities took out of some."""
+    *merged, query, there, key, value, bias = tensors
+    held = Tokens(*merged) if len(merged) == 3 else CodedTokens.from_leaves(merged)
+    return MergedKeys(held, QuerySample(query, there), Tokens(key, value, bias), config)
+
+
+# Read by torch.load under weights_only: tensors and numbers.
+torch.serialization.add_safe_globals([CodedTokens, Codes, Frame, Frames, MergedKeys, QuerySample])
+pytree.register_pytree_node(
+    MergedKeys,
+    _flattened,
+    _from_leaves,
+    flatten_with_keys_fn=with_places(_flattened),
+    serialized_type_name="linattn.MergedKeys",
+    to_dumpable_context=lambda config: config.label,
+    from_dumpable_context=MergedKV.parse,
+)

@@ -1,0 +1,142 @@
+"""Files of plans: what each layer of a model keeps within a budget, as an audit chose it by measured KL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linattn.kv_cache.budget import NEAR
+from linattn.kv_cache.config import MergedKV
+from linattn.records.fields import Reading, to_json
+from linattn.records.json_files import read_record, write_json
+
+PLAIN = "sinks + window"
+FEW_BITS = (8, 4)
+"""Of merged keys that are measured in few bits, beside the first share."""
+
+CHOICES = (
+    PLAIN,
+    *(f"merged keys, {near:.0%} near" for near in NEAR),
+    *(f"merged keys in {bits} bits" for bits in FEW_BITS),
+)
+"""Names of what a plan chooses from, the plain window first: what a converted model can keep."""
+
+_KIND, _VERSION = "linattn memory plan", 2
+_REMEDY = "make the plan again, with `linattn audit --budget --plan-out`"
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """A `Trial`, as a file has it: names and budgets by layer."""
+
+    choices: list[str]
+    budgets: list[int]
+    kl: float
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The contender of each global layer at a budget, and the layer's share of it.
+
+    Attributes:
+        model: the model's name or folder.
+        budget: in exact keys per layer and key/value head.
+        num_tokens: of the passage it was made on.
+        calibration: source of that passage's text.
+        calibration_sha256: digest of the text.
+        layers: numbers of the layers.
+        choices: name of each layer's contender.
+        budgets: of each layer, in exact keys.
+        labels: their written forms.
+        kl: measured on the passage.
+        window_kl: of the plain window in every layer, on the same passage.
+        trials: all that was measured.
+    """
+
+    model: str
+    budget: int
+    num_tokens: int
+    calibration: str
+    calibration_sha256: str
+    layers: list[int]
+    choices: list[str]
+    budgets: list[int]
+    labels: list[str]
+    kl: float
+    window_kl: float
+    trials: list[TrialRecord]
+
+    @property
+    def label(self) -> str:
+        """Every layer's contender in its written form, once where all are alike."""
+        if len(set(self.labels)) == 1:
+            return self.labels[0]
+        return "; ".join(f"layer {n}: {label}" for n, label in zip(self.layers, self.labels, strict=True))
+
+
+def write_memory_plans(path: Path, plans: Sequence[MemoryPlan]) -> None:
+    """Write plans, one per budget, as one JSON file, in one step.
+
+    Args:
+        path: the file.
+        plans: by ascending budget.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    write_json(path, {"kind": _KIND, "version": _VERSION, "plans": [to_json(plan) for plan in plans]})
+
+
+def read_memory_plans(path: Path) -> list[MemoryPlan]:
+    """Read what `write_memory_plans` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The plans, in order.
+
+    Raises:
+        OSError, ValueError: if there is no such file, or it is damaged.
+    """
+    records = read_record(path, _KIND, _VERSION, _REMEDY).get("plans")
+    if not isinstance(records, list):
+        raise ValueError(f"{path} holds no plans; {_REMEDY}")
+    plans = [_read(Reading(f"{path}, plan {n}", _REMEDY), plan) for n, plan in enumerate(records)]
+    budgets = [plan.budget for plan in plans]
+    if len(set(budgets)) < len(budgets):
+        raise ValueError(f"{path} holds plans of {budgets} keys, wanted one for each budget; {_REMEDY}")
+    return plans
+
+
+def _read(reading: Reading, values: Any) -> MemoryPlan:
+    """A plan, with what its fields must have in common; ValueError for any other."""
+    plan = reading.at_least(reading.record(MemoryPlan, values), budget=1, num_tokens=1, window_kl=0.0)
+    for trial in (TrialRecord(plan.choices, plan.budgets, plan.kl), *plan.trials):
+        reading.at_least(trial, kl=0.0)
+        if not plan.layers or not len(plan.layers) == len(trial.choices) == len(trial.budgets):
+            raise ValueError(
+                f"{reading.place}: choices and budgets must be one for each layer of {plan.layers}, got "
+                f"{trial.choices} and {trial.budgets}; {reading.remedy}"
+            )
+        if not set(trial.choices) <= set(CHOICES) or min(trial.budgets) < 1:
+            raise ValueError(
+                f"{reading.place}: choices must be among {', '.join(CHOICES)}, and budgets at least 1, got "
+                f"{trial.choices} and {trial.budgets}; {reading.remedy}"
+            )
+    if len(plan.labels) != len(plan.layers):
+        raise ValueError(
+            f"{reading.place}: labels must be one for each layer of {plan.layers}, got {plan.labels}; {reading.remedy}"
+        )
+    try:
+        for label in {label for label, choice in zip(plan.labels, plan.choices, strict=True) if choice != PLAIN}:
+            MergedKV.parse(label)
+    except ValueError as error:
+        raise ValueError(f"{reading.place}: labels: {error}; {reading.remedy}") from None
+    if plan.layers[0] < 0 or plan.layers != sorted(set(plan.layers)):
+        raise ValueError(
+            f"{reading.place}: layers must be different numbers in ascending order, got {plan.layers}; {reading.remedy}"
+        )
+    return plan

@@ -1,0 +1,81 @@
+"""Weighted keys (k, v, β), each standing for many, and how they are merged; letters as in kv_cache/__init__.py.
+
+A weighted key adds exp(q·k + β) to the denominator and exp(q·k + β)·v to the numerator; an exact key has β = 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.kv_cache.distances import Metric
+from linattn.kv_cache.partitioning import partition, sums, weighted_sums
+from linattn.kv_cache.query_sample import QuerySample, SampleAttention
+from linattn.softmax.tokens import Tokens
+
+
+def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
+    """At most `num_merged` weighted keys in place of these (B, H, n, ·), by what the sampled queries attend to.
+
+    Merged are those of least Ward cost, of what the sample sees of keys and of values; m_i = Σ_s a_si, what the sample
+    attends to a key, is its mass. Of each cluster the sample attends to as much, and to the same mean value:
+
+        k = Σ p_i k_i,   v = Σ p_i v_i,   p_i = m_i / Σ m,   β such that Σ_s a_s = Σ m
+
+    Of one query the denominator and the numerator are those of the keys merged. O(n²·(D + Dv) + n·S·D); differentiable
+    in all but the choice of what is merged.
+    """
+    if tokens.bias.shape[2] <= num_merged:
+        return tokens
+    attended = sample.attends(tokens)
+    with torch.no_grad():
+        there = (tokens.bias != -torch.inf).to(tokens.bias.dtype)
+        share = there / there.sum(-1, keepdim=True).clamp(min=1)
+        point = torch.cat(tokens[:2], -1)
+        point = Metric.of(point, share, sample.spread).points(point)
+        number = partition(point, attended.log_mass, num_merged, num_rounds=1)
+    return cluster_means(tokens, number, attended.log_mass, num_merged).conserving(attended)
+
+
+class ClusterMeans(NamedTuple):
+    """Clusters by their members' weights; those without members are 0."""
+
+    key: Tensor  # (B, H, C, D), means
+    value: Tensor  # (B, H, C, Dv)
+    log_mass: Tensor  # (B, H, C), logarithms of the sums of weights
+    share: Tensor  # (B, H, n), of each member in its cluster's
+    size: Tensor  # (B, H, C), numbers of members
+    bias_sum: Tensor  # (B, H, C), sums of the members' biases
+
+    def conserving(self, attended: SampleAttention) -> Tokens:
+        """Weighted keys to which the sample attends as much as to their members."""
+        return self.weighted(self.log_mass - attended.log_attended(self.key))
+
+    def weighted(self, bias: Tensor) -> Tokens:
+        """Weighted keys with these biases (B, H, C); free places have bias -inf.
+
+        A key that stays alone keeps its own to the bit, however often it is looked at.
+        """
+        bias = torch.where(self.size == 0, -torch.inf, torch.where(self.size == 1, self.bias_sum, bias))
+        return Tokens(self.key, self.value, bias)
+
+
+def cluster_means(tokens: Tokens, number: Tensor, log_weight: Tensor, num_clusters: int) -> ClusterMeans:
+    """The means of clusters, by number (B, H, n), with weights exp(log_weight), -inf for absent keys."""
+    peak = log_weight.new_full((*number.shape[:2], num_clusters + 1), -torch.inf)
+    peak = peak.scatter_reduce(-1, number, log_weight.detach(), "amax")
+    peak = torch.where(peak == -torch.inf, 0, peak)
+    weight, there = (log_weight - peak.gather(-1, number)).exp(), number < num_clusters
+    counts = torch.stack((weight, there.to(weight.dtype), torch.where(there, tokens.bias, 0)), -1)
+    flat, place = weight.flatten(0, 1), number.flatten(0, 1)
+    key, value = (weighted_sums(x.flatten(0, 1), flat, place, num_clusters) for x in tokens[:2])
+    counts = sums(counts.flatten(0, 1), place, num_clusters)
+    key, value, counts = (x.unflatten(0, number.shape[:2]) for x in (key, value, counts))
+    total, size, bias_sums = counts.split(1, -1)
+    safe = torch.where(total == 0, 1, total)
+    # Absent keys have weight 0 whatever they are divided by.
+    share = weight / safe.squeeze(-1).gather(-1, number.clamp(max=num_clusters - 1))
+    log_mass = safe.squeeze(-1).log() + peak[..., :num_clusters]
+    return ClusterMeans(key / safe, value / safe, log_mass, share, size.squeeze(-1), bias_sums.squeeze(-1))

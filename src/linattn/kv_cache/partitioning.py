@@ -1,0 +1,175 @@
+"""Which keys are merged: the light ones join the nearest heavier ones, all heads at once.
+
+Letters: N heads of all rows of a batch, n keys, P width of a point, C clusters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Masses below exp(-60) of the largest count as that: their distances still say which of them go together.
+_FAINTEST = -60.0
+# In place of coordinates that are no finite numbers, so that an infinite key is merged last.
+_FARTHEST = 1e15
+# Distances between all keys of some heads, and those of them that are held at once, in a processor's cache.
+_HEADS_CHUNK, _CHUNK = 2**22, 2**19
+
+
+class Centres(NamedTuple):
+    """Clusters by their centres (N, C, P) and masses (N, C), 0 where there is none."""
+
+    point: Tensor
+    mass: Tensor
+
+
+def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: int) -> Tensor:
+    """Put keys into at most so many clusters, the cheapest first; O(n²·P) time.
+
+        cost = m₁m₂/(m₁ + m₂) · |x₁ - x₂|²,   x₂ the nearest of all that are heavier than x₁
+
+    In each round those that cost least join the heavier one that is nearest to them, and it what it joins; a cluster
+    stands at the mean of its members by their masses. Every round but the last takes away half of what is too much:
+    clusters go together for less than what dear keys cost. How much is computed depends on shapes alone.
+
+    Args:
+        point: (..., n, P), between which distances are taken.
+        log_mass: (..., n), relative to any constant; -inf for absent keys, which are in no cluster.
+        num_clusters: at least 1.
+        num_rounds: at least 1.
+
+    Returns:
+        (..., n) integers: the number of each key's cluster; num_clusters for absent keys. Where there are no more keys
+        than that, the number is the place.
+
+    Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost.
+    """
+    shape, size = log_mass.shape, max(_HEADS_CHUNK // max(log_mass.shape[-1] ** 2, 1), 1)
+    pairs = zip(point.flatten(0, -3).split(size), log_mass.flatten(0, -2).split(size), strict=True)
+    parts = [_merged_down(Centres(finite(x), relative(logs)), num_clusters, num_rounds) for x, logs in pairs]
+    return torch.cat(parts).view(shape)
+
+
+def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, Tensor]:
+    """Some of the keys (..., n) by number (..., num_seeds), and the logarithms of the masses that they stand for.
+
+    Among them are the heaviest ones. Of the others they are drawn, evenly and without chance, in proportion to the
+    root of their masses, and stand for these, some perhaps more than once. Heads without so many keys have all theirs.
+    """
+    shape, logs = log_mass.shape[:-1], log_mass.flatten(0, -2)
+    mass = relative(logs)
+    most = mass.topk(num_seeds)
+    heaviest = most.indices[:, :num_heaviest]
+    root = mass.scatter(-1, heaviest, 0).sqrt()
+    reach, number = root.cumsum(-1), num_seeds - num_heaviest
+    steps = (torch.arange(number, device=mass.device) + 0.5) / number
+    place = torch.searchsorted(reach, reach[:, -1:] * steps).clamp(max=mass.shape[1] - 1)
+    # Each stands for a step of the sum of roots.
+    standing = root.gather(-1, place) * reach[:, -1:] / number
+    standing = torch.cat((most.values[:, :num_heaviest], standing), -1).log()
+    # All of few, in their order and by their own masses.
+    there = (logs != -torch.inf).cumsum(-1)
+    count, each = there[:, -1:], torch.arange(num_seeds, device=mass.device)
+    every = torch.searchsorted(there, torch.minimum(each + 1, count))
+    log_masses = torch.where(each < count, logs.gather(-1, every), -torch.inf)
+    place = torch.where(count <= num_seeds, every, torch.cat((heaviest, place), -1))
+    standing = torch.where(count <= num_seeds, log_masses, standing)
+    return place.unflatten(0, shape), standing.unflatten(0, shape)
+
+
+def finite(point: Tensor) -> Tensor:
+    """Coordinates that are finite and whose squares are."""
+    return point.clamp(-_FARTHEST, _FARTHEST).nan_to_num_(_FARTHEST)
+
+
+def relative(logs: Tensor) -> Tensor:
+    """Exponentials (N, n) of the present keys' logarithms relative to the largest; 0 for absent keys."""
+    finite = logs.nan_to_num(0.0)
+    mass = (finite - finite.amax(-1, keepdim=True)).clamp(min=_FAINTEST).exp()
+    return mass.masked_fill(logs == -torch.inf, 0)
+
+
+def _merged_down(clusters: Centres, num_clusters: int, num_rounds: int) -> Tensor:
+    """All rounds: the number (N, n) of each key's cluster."""
+    num_keys, absent = clusters.mass.shape[1], clusters.mass == 0
+    number = torch.arange(num_keys, device=absent.device).expand(absent.shape)
+    for left in reversed(range(num_rounds)):
+        excess = clusters.mass.shape[1] - num_clusters
+        if excess <= 0:
+            break
+        room = num_clusters + (excess // 2 if left else 0)
+        joined = _round(clusters, num_clusters, room, bool(left))
+        # One place more, for those that are gone.
+        gone = joined.new_full((*joined.shape[:1], 1), room)
+        number = torch.cat((joined, gone), -1).gather(-1, number)
+        if left:
+            clusters = centres(clusters.point, clusters.mass, joined, room)
+    return torch.where(absent, num_clusters, number)
+
+
+def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> Tensor:
+    """One round that leaves no more than `room` clusters: the new number (N, n) of each, in the order of those left.
+
+    How many join others is a matter of each head's own number of clusters, whatever is absent beside them.
+    """
+    order = clusters.mass.argsort(dim=-1, descending=True, stable=True)
+    mass = clusters.mass.gather(-1, order)
+    first = torch.arange(len(order), device=order.device).unsqueeze(-1) * order.shape[1]
+    # By rows, which is several times as fast as by numbers.
+    point = clusters.point.flatten(0, 1).index_select(0, (order + first).flatten()).view(clusters.point.shape)
+    number, there = torch.arange(mass.shape[1], device=mass.device), mass > 0
+    excess = (there.sum(-1, keepdim=True) - num_clusters).clamp(min=0)
+    least, heavier = _nearest_before(point)
+    joining = mass.gather(-1, heavier)
+    cost = least * mass * (joining / torch.where(there, mass + joining, 1))
+    # The heaviest stays; absent ones join none.
+    cost = torch.where(there & (number > 0), cost, torch.inf)
+    rank = cost.argsort(dim=-1, stable=True).argsort(dim=-1)
+    joins = rank < (excess - excess // 2 if by_half else excess)
+    root = torch.where(joins, heavier, number)
+    # No chain is longer than those that join.
+    for _ in range((mass.shape[1] - num_clusters).bit_length()):
+        root = root.gather(-1, root)
+    # Back in the order given.
+    root = torch.empty_like(order).scatter(-1, order, order.gather(-1, root))
+    stays = torch.empty_like(joins).scatter(-1, order, there & ~joins)
+    return torch.where(stays, stays.cumsum(-1) - 1, room).gather(-1, root)
+
+
+def _nearest_before(point: Tensor) -> tuple[Tensor, Tensor]:
+    """The least square (N, n) of a distance to a point (N, n, P) before it, inf for the first; that point's number."""
+    square, number = torch.linalg.vector_norm(point, dim=-1).square(), torch.arange(point.shape[1], device=point.device)
+    size, minima = max(_CHUNK // max(square.numel(), 1), 1), []
+    for start, rows in enumerate(number.split(size)):
+        start, stop = start * size, start * size + len(rows)
+        some = point[:, start:stop]
+        distance = torch.baddbmm(square[:, :stop].unsqueeze(1), some, point[:, :stop].mT, alpha=-2)
+        distance[..., start:].masked_fill_(rows.unsqueeze(-1) <= rows, torch.inf)
+        minima.append(distance.min(-1))
+    least, nearest = (torch.cat(parts, 1) for parts in zip(*minima, strict=True))
+    return (least + square).clamp(min=0), nearest
+
+
+def centres(point: Tensor, mass: Tensor, number: Tensor, num_clusters: int) -> Centres:
+    """The clusters' means by mass, of points (N, n, P) by number (N, n)."""
+    total = sums(mass.unsqueeze(-1), number, num_clusters)
+    mean = weighted_sums(point, mass, number, num_clusters) / torch.where(total == 0, 1, total)
+    return Centres(mean, total.squeeze(-1))
+
+
+def weighted_sums(x: Tensor, weight: Tensor, number: Tensor, num_clusters: int) -> Tensor:
+    """`sums` of (N, n, ·) times weights (N, n), of which a few at a time are formed."""
+    size = max(_CHUNK // max(x.shape[0] * x.shape[2], 1), 1)
+    parts = zip(*(each.split(size, 1) for each in (x, weight.unsqueeze(-1), number)), strict=True)
+    first, *others = (sums(some * factor, place, num_clusters) for some, factor, place in parts)
+    return sum(others, first)
+
+
+def sums(x: Tensor, number: Tensor, num_clusters: int) -> Tensor:
+    """Sums (N, C, ·) over each cluster's members of (N, n, ·), by number (N, n); those of another number go nowhere."""
+    rows = number.shape[0]
+    place = number + (num_clusters + 1) * torch.arange(rows, device=number.device).unsqueeze(-1)
+    totals = x.new_zeros(rows * (num_clusters + 1), x.shape[2]).index_add(0, place.flatten(), x.flatten(0, 1))
+    return totals.view(rows, num_clusters + 1, x.shape[2])[:, :num_clusters]

@@ -1,0 +1,108 @@
+"""A few of the queries, by whose attention keys are merged; letters as in kv_cache/__init__.py.
+
+Letters: S sampled queries, G query heads of a key/value head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.softmax.tokens import Tokens
+
+# Queries that a block of tokens gives, where a group has no more heads.
+_FEWEST = 8
+# Blocks that a sample is of, where each gives as many.
+_BLOCKS = 2
+# In place of -inf, whose differences and derivatives are no numbers.
+_NEVER = -1e30
+# Logits held at once: few enough to stay in a processor's cache from one pass to the next.
+_CHUNK = 2**19
+
+
+class SampleAttention(NamedTuple):
+    """Attention of sampled queries, in logarithms."""
+
+    log_mass: Tensor  # (B, H, n), of Σ_s a_si of each key; -inf for absent ones
+    query: Tensor  # (B, H, S, D), those that attend: at least one
+    log_normalizer: Tensor  # (B, H, S), theirs; so large that those that are not there attend to nothing
+
+    def log_attended(self, key: Tensor) -> Tensor:
+        """Logarithms (B, H, C) of Σ_s a_s of other keys (B, H, C, D), beside the same ones."""
+        return (self.query @ key.mT - self.log_normalizer.unsqueeze(-1)).logsumexp(2)
+
+
+class QuerySample(NamedTuple):
+    """Queries times the scale, per key/value head."""
+
+    query: Tensor  # (B, H, S, D), at least float32; 0 for those of masked tokens
+    there: Tensor  # (B, H, S), false for these
+
+    @classmethod
+    def empty(cls, key: Tensor) -> QuerySample:
+        """Of no queries, for keys like these (B, H, L, D)."""
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        query = key.new_zeros(*key.shape[:2], 0, key.shape[-1], dtype=dtype)
+        return cls(query, torch.zeros(query.shape[:3], dtype=torch.bool, device=key.device))
+
+    def add(self, query: Tensor, live: Tensor, scale: float, *, block: int, first: int) -> QuerySample:
+        """With queries (B, H, G, n, D) of one block of tokens, from its token number `first` on; the oldest go.
+
+        Those of tokens that are not live (B, H or 1, n) are not there.
+        """
+        groups, stop = query.shape[2], first + query.shape[3]
+        places = [(token - first, head) for token, head in sampled_places(block, groups) if first <= token < stop]
+        if not places:
+            return self
+        token, head = (torch.tensor(numbers, device=query.device) for numbers in zip(*places, strict=True))
+        there = live.expand(*query.shape[:2], -1)[..., token]
+        rows = query.transpose(2, 3).flatten(2, 3)[:, :, token * groups + head]
+        rows = torch.where(there.unsqueeze(-1), rows.to(self.query.dtype) * scale, 0)
+        size = sample_size(groups)
+        # Copies: views would keep more than these in memory.
+        sample = torch.cat((self.query, rows), 2)[:, :, -size:].clone()
+        return QuerySample(sample, torch.cat((self.there, there), 2)[..., -size:].clone())
+
+    def attends(self, tokens: Tokens) -> SampleAttention:
+        """Attention of the sample to keys (B, H, n, ·); where none of it is there, to all alike. O(n·S·D)."""
+        query, there = self
+        if query.shape[2] == 0:
+            query, there = query.new_zeros(*query.shape[:2], 1, query.shape[3]), there.new_zeros(*there.shape[:2], 1)
+        # Those that are not there are 0.
+        there = there | ~there.any(-1, keepdim=True)
+        inputs = query, there, tokens.key, tokens.bias.clamp(min=_NEVER).unsqueeze(2)
+        size, logs = max(_CHUNK // max(query.shape[2] * tokens.bias.shape[2], 1), 1), []
+        for rows, seen, key, bias in zip(*(x.flatten(0, 1).split(size) for x in inputs), strict=True):
+            logits = torch.baddbmm(bias, rows, key.mT)
+            log = torch.where(seen, logits.logsumexp(-1), -_NEVER)
+            logs.append(((logits - log.unsqueeze(-1)).logsumexp(1), log))
+        log_mass, log = (torch.cat(x).unflatten(0, query.shape[:2]) for x in zip(*logs, strict=True))
+        return SampleAttention(torch.where(tokens.bias == -torch.inf, -torch.inf, log_mass), query, log)
+
+    @property
+    def spread(self) -> Tensor:
+        """Standard deviations (B, H, D) of the coordinates; 0 where there are none."""
+        there = self.there.unsqueeze(-1)
+        number = there.sum(2, keepdim=True).clamp(min=1)
+        mean = self.query.sum(2, keepdim=True) / number
+        return (torch.where(there, self.query - mean, 0).square().sum(2) / number.squeeze(2)).sqrt()
+
+
+def sample_size(num_groups: int) -> int:
+    """S, the most queries that are kept.
+
+    Example:
+        >>> sample_size(4), sample_size(32)
+        (16, 64)
+    """
+    return _BLOCKS * max(_FEWEST, num_groups)
+
+
+def sampled_places(block: int, num_groups: int) -> list[tuple[int, int]]:
+    """The tokens of a block whose query is kept, and of which head: evenly spaced, all heads in turn."""
+    count = max(_FEWEST, num_groups)
+    if block < count:
+        return [(token, head) for token in range(block) for head in range(num_groups)]
+    return [((n + 1) * (block // count) - 1, n % num_groups) for n in range(count)]

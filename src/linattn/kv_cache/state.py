@@ -1,0 +1,178 @@
+"""The state of a stream with merged keys.
+
+Letters: B batch, H key/value heads, L tokens, n tokens kept, D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.keys import MergedKeys
+from linattn.kv_cache.state_checks import check_continues, check_tensors, checked_sizes
+from linattn.softmax.dense import check_dense
+from linattn.softmax.partial import Partial
+from linattn.softmax.row_groups import RowGroups
+from linattn.softmax.tokens import Tokens, with_places
+from linattn.softmax.weighted import attend_to_all
+
+
+@dataclass(frozen=True, eq=False)
+class MergedState:
+    """A KV cache of constant size: merged keys and values, the latest exact ones, and a sample of the queries.
+
+    Immutable: every verb returns a new state, and holding an old one is a fork or a roll-back. `torch.save` writes it
+    and `torch.load` reads it, with `weights_only` as by default; copies for other devices are made by `to`.
+
+    Attributes:
+        keys: what is kept, a `linattn.kv_cache.MergedKeys`; where rows of the batch began at different tokens, as
+            left-padded ones do, that of each group of rows.
+
+    Example:
+        >>> import torch
+        >>> from linattn import MergedKV, merged_attention_with_state
+        >>> q, k, v = torch.ones(1, 1, 6, 1), torch.zeros(1, 1, 6, 1), torch.arange(6.0).view(1, 1, 6, 1)
+        >>> out, state = merged_attention_with_state(q, k, v, MergedKV(window=1, num_merged=2, bits=None))
+        >>> state.num_tokens, round(state.read(q[:, :, :1]).out.item(), 4)  # of 6 tokens; their mean
+        (4, 2.5)
+    """
+
+    keys: MergedKeys | RowGroups[MergedKeys]
+
+    # The width of keys, and the query heads of each, that its tensors were seen to fit: no field, so no file says it.
+    _fits: ClassVar[tuple[int, int] | None] = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields that a file or a copy has; they are checked where the state is used."""
+        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
+
+    @property
+    def groups(self) -> tuple[MergedKeys, ...]:
+        """Keys of each group of rows that began at the same token."""
+        return self.keys.keys if isinstance(self.keys, RowGroups) else (self.keys,)
+
+    @property
+    def config(self) -> MergedKV:
+        """The window, the number of merged keys, and their bits."""
+        return self.groups[0].config
+
+    @property
+    def num_tokens(self) -> int:
+        """How many keys and values it holds for each head at most, merged and exact."""
+        return max(keys.merged.bias.shape[2] + keys.recent.bias.shape[2] for keys in self.groups)
+
+    def tokens(self) -> Tokens:
+        """All of them, dequantized: keys, values and biases (B, H, n, ·), -inf for free places."""
+        return self.keys.tokens()
+
+    def read(self, query: Tensor) -> Partial:
+        """Attention of queries over all tokens in the state; O(Lq·n·(D + Dv)).
+
+        Args:
+            query: (B, Hq, Lq, D), Hq a multiple of H: query heads share key/value heads in consecutive groups.
+
+        Returns:
+            The partial result over the state's tokens, at the temperature D**-0.5, ready for `linattn.combine`.
+
+        Raises:
+            ValueError: shapes or devices do not fit the state.
+        """
+        if not isinstance(query, Tensor):
+            raise TypeError(f"query must be a tensor, got {type(query).__name__}")
+        check_dense(query=query)
+        self._check_whole()
+        sizes = checked_sizes(self.keys)
+        fits = query.ndim == 4 and query.shape[0] == sizes.batch and query.shape[-1] == sizes.head_dim
+        if not fits or query.shape[1] % sizes.heads or query.device != sizes.device:
+            raise ValueError(
+                f"query must be (B={sizes.batch}, a multiple of {sizes.heads} heads, L, D={sizes.head_dim}) on "
+                f"{sizes.device}, got {tuple(query.shape)} on {query.device}"
+            )
+        grouped = query.unflatten(1, (sizes.heads, -1))
+        return attend_to_all(grouped, self.tokens(), sizes.head_dim**-0.5).ungrouped()
+
+    def select(self, indices: Tensor) -> MergedState:
+        """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
+        if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
+            raise ValueError(
+                f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
+                "turn a mask into indices with mask.nonzero().squeeze(1)"
+            )
+        self._check_whole()
+        if isinstance(self.keys, RowGroups):
+            return MergedState(self.keys.select(indices.tolist())).known_to_fit(self._fits)
+        return self._each(lambda x: x.index_select(0, indices))
+
+    def detach(self) -> MergedState:
+        """The state, cut from the graph that built it."""
+        return self._each(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> MergedState:
+        """The state on another device.
+
+        Raises:
+            TypeError: a dtype was given.
+        """
+        if not isinstance(device, torch.device | str | int):
+            raise TypeError(f"MergedState.to takes a device, got {device!r}; dtypes are those of the tokens")
+        return self._each(lambda x: x.to(device))
+
+    def check_continued_by(self, key: Tensor, value: Tensor, config: MergedKV, num_groups: int) -> None:
+        """Refuse tokens that do not continue the stream, and a state whose tensors do not belong together."""
+        check_continues(self.keys, key, value, config)
+        self.check_tensors(key.shape[-1], num_groups)
+
+    def check_tensors(self, head_dim: int, num_groups: int | None = None) -> None:
+        """Refuse a state whose tensors are not those of its config, a width of keys and so many query heads of each."""
+        if torch.compiler.is_compiling() or self._fits != (head_dim, num_groups):
+            check_tensors(self.keys, head_dim, num_groups)
+
+    def known_to_fit(self, fits: tuple[int, int] | None) -> MergedState:
+        """The state itself, whose tensors need no other look before tokens of such a width and so many heads."""
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "_fits", fits)
+        return self
+
+    def __repr__(self) -> str:
+        """Shapes, dtype, device and the config, on one line."""
+        first = self.groups[0].recent
+        batch = sum(len(keys.recent.key) for keys in self.groups)
+        return (
+            f"MergedState(batch={batch}, heads={first.key.shape[1]}, tokens={self.num_tokens}, "
+            f"head_dim={first.key.shape[-1]}, value_dim={first.value.shape[-1]}, {first.key.dtype}, "
+            f"{first.key.device}, {self.config.label!r})"
+        )
+
+    def _check_whole(self) -> None:
+        """Refuse a state whose tensors do not belong together, whatever the width of its keys."""
+        self.check_tensors(checked_sizes(self.keys).head_dim)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MergedState:
+        """The state with each of its tensors changed alike."""
+        return MergedState(self.keys.each(change)).known_to_fit(self._fits)
+
+
+def _leaves(state: MergedState) -> tuple[list[Any], None]:
+    """The state's keys."""
+    return [state.keys], None
+
+
+def _from_leaves(leaves: Iterable[Any], context: None) -> MergedState:
+    """A state from what torch's tree utilities took out of one."""
+    return MergedState(*leaves)
+
+
+torch.serialization.add_safe_globals([MergedState])
+pytree.register_pytree_node(
+    MergedState,
+    _leaves,
+    _from_leaves,
+    flatten_with_keys_fn=with_places(_leaves),
+    serialized_type_name="linattn.MergedState",
+)

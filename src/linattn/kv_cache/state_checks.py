@@ -1,0 +1,149 @@
+"""Refuse states whose tensors do not belong together: compiled code would trust what a file or a hand put there.
+
+Shapes, dtypes and devices alone are compared, since every token of a stream passes here.
+
+Letters: B batch, H key/value heads, n tokens, D head width, Dv value width, S sampled queries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.kv_cache.codes import GROUP, CodedTokens, Codes, Frame, Frames
+from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.keys import MergedKeys
+from linattn.kv_cache.query_sample import QuerySample, sample_size
+from linattn.softmax.precision import accumulation_dtype
+from linattn.softmax.row_groups import RowGroups, check_groups
+from linattn.softmax.tensor_checks import TOKEN_DTYPES, check_count, check_kind, check_tensor, refuse
+from linattn.softmax.tokens import Tokens
+
+_REMEDY = "pass a state as merged_attention_with_state gave it, or rebuild it from the tokens"
+_PARTS = tuple(f"recent.{name}" for name in Tokens._fields)
+_SAMPLE = tuple(f"sample.{name}" for name in QuerySample._fields)
+_MERGED = (*_PARTS, *_SAMPLE, *(f"merged.{name}" for name in Tokens._fields))
+_CODED = (
+    *(*_PARTS, *_SAMPLE),
+    *(f"merged.{side}.{name}" for side in ("key", "value") for name in Codes._fields),
+    *(f"merged.frames.{side}.{name}" for side in Frames._fields for name in Frame._fields),
+    "merged.bias",
+)
+
+
+class Sizes(NamedTuple):
+    """Sizes that a stream's tokens have in common."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype  # of biases
+    device: torch.device
+
+
+def checked_sizes(keys: MergedKeys | RowGroups[MergedKeys]) -> Sizes:
+    """The sizes of what a stream keeps, refused where these are not tensors that others could be compared with."""
+    groups = keys.keys if isinstance(keys, RowGroups) else (keys,)
+    if not isinstance(groups, tuple) or not groups:
+        refuse("keys", groups, "a tuple of MergedKeys", _REMEDY)
+    for group in groups:
+        check_kind(MergedKeys, "keys", group, _REMEDY)
+    parts = [_checked_recent(group) for group in groups]
+    (_, heads, _, head_dim), value_dim = parts[0].key.shape, parts[0].value.shape[-1]
+    batch = sum(len(part.key) for part in parts)
+    return Sizes(batch, heads, head_dim, value_dim, parts[0].bias.dtype, parts[0].key.device)
+
+
+def check_continues(keys: MergedKeys | RowGroups[MergedKeys], key: Tensor, value: Tensor, config: MergedKV) -> None:
+    """Refuse tokens (B, H, L, ·) that do not continue a stream."""
+    sizes = checked_sizes(keys)
+    wanted, got = (sizes.batch, sizes.heads, sizes.value_dim), (*key.shape[:2], value.shape[-1])
+    if wanted != got:
+        raise ValueError(
+            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
+        )
+    if sizes.dtype != accumulation_dtype(key.dtype):
+        raise ValueError(
+            f"the state is kept in {sizes.dtype}, tokens of {key.dtype} need {accumulation_dtype(key.dtype)}; convert "
+            "the tokens, or begin a new state"
+        )
+    if sizes.device != key.device:
+        raise ValueError(f"the state is on {sizes.device}, the keys on {key.device}; move it with state.to(…)")
+    held = (keys.keys[0] if isinstance(keys, RowGroups) else keys).config
+    if held != config:
+        raise ValueError(f"the state was built with {held}, got {config}; give the same one")
+
+
+def check_tensors(keys: MergedKeys | RowGroups[MergedKeys], head_dim: int, num_groups: int | None) -> None:
+    """Refuse a state of which any tensor has not the shape, dtype and device that its config and its tokens ask for.
+
+    `num_groups` is the query heads of a key/value head, None for any.
+    """
+    if not isinstance(keys, RowGroups):
+        _check_group(keys, head_dim, num_groups)
+        return
+    sizes = checked_sizes(keys)
+    check_groups(keys, sizes.batch, _REMEDY)
+    if any(group.config != keys.keys[0].config for group in keys.keys):
+        raise ValueError(f"the state's keys must be of one config, got {[x.config for x in keys.keys]}; {_REMEDY}")
+    for rows, group in zip(keys.rows, keys.keys, strict=True):
+        if len(group.recent.key) != len(rows) or checked_sizes(group)[1:] != sizes[1:]:
+            raise ValueError(
+                f"the state's keys must be those of rows {rows}, in the sizes of all others, got "
+                f"{tuple(checked_sizes(group))}; {_REMEDY}"
+            )
+        _check_group(group, head_dim, num_groups)
+
+
+def _check_group(keys: MergedKeys, head_dim: int, num_groups: int | None) -> None:
+    """Refuse keys of which any tensor has not the shape, dtype and device that its config and its tokens ask for."""
+    check_kind(MergedKeys, "keys", keys, _REMEDY)
+    config, merged, sample, recent = keys.config, keys.merged, keys.sample, _checked_recent(keys)
+    check_kind(MergedKV, "config", config, _REMEDY)
+    check_kind(QuerySample, "sample", sample, _REMEDY)
+    (batch, heads), value_dim = recent.key.shape[:2], recent.value.shape[-1]
+    dtype, device = recent.bias.dtype, recent.key.device
+    count = check_count("recent.bias", recent.bias, config.blocks.window + config.blocks.size, _REMEDY)
+    most = None if num_groups is None else sample_size(num_groups)
+    sampled = check_count("sample.there", sample.there, most, _REMEDY)
+
+    def tokens(number: int) -> list[tuple[int, ...]]:
+        """Shapes of so many keys, values and biases."""
+        return [(batch, heads, number, head_dim), (batch, heads, number, value_dim), (batch, heads, number)]
+
+    token_dtype = recent.key.dtype if recent.key.dtype in TOKEN_DTYPES[dtype] else dtype
+    shapes = [*tokens(count), (batch, heads, sampled, head_dim), (batch, heads, sampled)]
+    dtypes = [token_dtype, token_dtype, dtype, dtype, torch.bool]
+    if config.bits is None or not isinstance(merged, CodedTokens):
+        check_kind(Tokens, "merged", merged, _REMEDY)
+        shapes += tokens(check_count("merged.bias", merged.bias, config.num_unquantized, _REMEDY))
+        names, held, dtypes = _MERGED, [*recent, *sample, *merged], [*dtypes, dtype, dtype, dtype]
+    else:
+        number = check_count("merged.bias", merged.bias, config.num_merged, _REMEDY)
+        check_kind(Frames, "merged.frames", merged.frames, _REMEDY)
+        for name in ("key", "value"):
+            check_kind(Codes, f"merged.{name}", getattr(merged, name), _REMEDY)
+            check_kind(Frame, f"merged.frames.{name}", getattr(merged.frames, name), _REMEDY)
+        for width in (head_dim, value_dim):
+            pieces = (batch, heads, number, -(-width // GROUP))
+            shapes += [(batch, heads, number, -(-width * config.bits // 8)), pieces, pieces]
+        shapes += [*[(batch, heads, 1, head_dim)] * 2, *[(batch, heads, 1, value_dim)] * 2, (batch, heads, number)]
+        dtypes += [*[torch.uint8, torch.float16, torch.float16] * 2, *[dtype] * 5]
+        names, held = _CODED, [*recent, *sample, *merged.leaves()]
+    for x, shape, kind, name in zip(held, shapes, dtypes, names, strict=True):
+        check_tensor(name, x, shape, kind, device, _REMEDY)
+
+
+def _checked_recent(keys: MergedKeys) -> Tokens:
+    """The latest tokens, refused where they are not tensors that others could be compared with."""
+    recent = keys.recent
+    check_kind(Tokens, "recent", recent, _REMEDY)
+    for name, x, rank in zip(_PARTS, recent, (4, 4, 3), strict=True):
+        if not isinstance(x, Tensor) or x.ndim != rank:
+            refuse(name, x, f"a tensor of {rank} dimensions", _REMEDY)
+    if recent.bias.dtype not in TOKEN_DTYPES:
+        refuse("recent.bias", recent.bias, "float32 or float64", _REMEDY)
+    return recent

@@ -1,1 +1,0 @@
-"""What is claimed about approximate attention, and how to see it: measures, the audit of a model, its report."""

@@ -1,1 +1,0 @@
-"""The `linattn` command as the terminal shows it, one file per subcommand."""

@@ -1,0 +1,171 @@
+"""Exact softmax attention: what the maps are measured against and combined with.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linattn.softmax.checking import checked
+from linattn.softmax.partial import Partial
+from linattn.softmax.precision import accumulation_dtype, outside_autocast
+from linattn.softmax.tracing import is_transformed
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Exact softmax attention, by torch's scaled_dot_product_attention, under this library's conventions.
+
+        out_i = Σ_j exp(scale · q_i·k_j + b_j) v_j / Σ_j exp(scale · q_i·k_j + b_j)
+
+    O(Lq·Lk·(D + Dv)) time; memory as torch's chosen kernel, O(Lq·Lk) where a mask is needed.
+
+    Args:
+        query, key, value, key_mask, key_bias, is_causal, enable_gqa: as in `linear_attention`; a bias is added to the
+            logits of its key's column, causality is bottom-right (SDPA's own flag is top-left). Jagged ones are taken
+            where nothing is masked, biased or causal.
+        scale: the temperature, default D**-0.5.
+
+    Returns:
+        (B, H, Lq, Dv) in the query's dtype.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes, as in `linear_attention`.
+
+    Example:
+        >>> import math, torch
+        >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0], [math.log(3.0)]]]])
+        >>> round(softmax_attention(q, k, torch.tensor([[[[8.0], [4.0]]]]), scale=1.0).item(), 4)
+        5.0
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
+    """
+    query, key, value, bias = checked(
+        (query, key, value),
+        key_mask,
+        key_bias,
+        enable_gqa=enable_gqa,
+        takes_jagged=not is_causal and key_mask is None and key_bias is None,
+    )
+    lq, lk = query.shape[2], key.shape[2]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if bias is None and is_causal and lq == lk:
+        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    if bias is None and is_causal and 0 < lq < lk and not torch.compiler.is_compiling():
+        # Imported here: it imports torch's compiler, which does not know it.
+        from torch.nn.attention.bias import causal_lower_right
+
+        return attend(query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa)
+    key, value = inert(bias, key, value)
+    logits = _logit_bias(query, key, bias, is_causal=is_causal)
+    if key_bias is None:
+        mask = None if logits is None else (logits != -torch.inf).expand(*logits.shape[:-2], lq, -1)
+        return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    # SDPA wants biases in the query's dtype: 16 bits would round them. Under torch.func it takes them for constants.
+    if is_transformed():
+        return softmax_partial(
+            query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        ).out  # fmt: skip
+    q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
+    return attend(q, k, v, attn_mask=logits, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
+
+
+def softmax_partial(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Partial:
+    """Exact softmax attention with its log-normaliser, to be combined with attention over other keys.
+
+        log_normalizer_i = log Σ_j exp(scale · q_i·k_j)
+
+    O(Lq·Lk·(D + Dv)) time and O(Lq·Lk) memory: meant for the few keys that are treated exactly. Sums run in at least
+    float32. Arguments and errors are those of `softmax_attention`.
+
+    Returns:
+        Partial(out, log_normalizer): (B, H, Lq, Dv) in the query's dtype and (B, H, Lq) in at least float32.
+
+    Example:
+        >>> import math, torch
+        >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0], [math.log(3.0)]]]])
+        >>> part = softmax_partial(q, k, torch.tensor([[[[8.0], [4.0]]]]), scale=1.0)
+        >>> round(part.log_normalizer.exp().item(), 4)
+        4.0
+    """
+    query, key, value, bias = checked((query, key, value), key_mask, key_bias, enable_gqa=enable_gqa)
+    key, value = inert(bias, key, value)
+    groups = query.shape[1] // max(key.shape[1], 1)
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    logits = _logit_bias(query, key, bias, is_causal=is_causal)
+    with outside_autocast(query.device):
+        return softmax_rows(query, k, v, logits, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def softmax_rows(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Partial:
+    """Rows (..., n, Dv) of queries (..., n, D) over keys (..., K, D) and values (..., K, Dv)."""
+    weights, log_normalizer = softmax_weights(query, key, bias, scale)
+    return Partial((weights @ value.to(weights.dtype)).to(query.dtype), log_normalizer)
+
+
+def softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Weights (..., n, K) of queries (..., n, D) over keys (..., K, D), and their log-normalisers (..., n).
+
+    In at least float32; `bias` is added to the logits. Rows whose biases are all -inf have weights 0 and log-normaliser
+    -inf.
+    """
+    dtype = accumulation_dtype(query.dtype)
+    logits = (query.to(dtype) * scale) @ key.to(dtype).mT
+    weights, peak = exponentials(logits if bias is None else logits + bias)
+    total = weights.sum(-1, keepdim=True)
+    dead = total == 0
+    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, total).log() + peak)
+    return weights / torch.where(dead, 1, total), log_normalizer.squeeze(-1)
+
+
+def exponentials(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logs) (..., K), each row relative to its largest entry, and those (..., 1); rows of -inf are 0."""
+    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
+    # A row that sees no key has peak -inf; any finite reference gives it weights 0.
+    peak = torch.where(peak == -torch.inf, 0, peak)
+    return torch.exp(logs - peak), peak
+
+
+def inert(bias: Tensor | None, *tokens: Tensor) -> tuple[Tensor, ...]:
+    """Tokens (B, H, L, ·) of bias (B, H or 1, L) -inf replaced by 0, so that what they hold reaches no product."""
+    if bias is None:
+        return tokens
+    return tuple(x.masked_fill((bias == -torch.inf).unsqueeze(-1), 0) for x in tokens)
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """Which keys each query sees (Lq, Lk), the last of both level."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+
+
+def _logit_bias(query: Tensor, key: Tensor, bias: Tensor | None, *, is_causal: bool) -> Tensor | None:
+    """A bias on the logits, -inf for unseen keys, broadcasting to (B, H, Lq, Lk); None for nothing."""
+    if bias is not None and bias.shape[1] > 1:
+        bias = bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    if not is_causal:
+        return None if bias is None else bias.unsqueeze(2)
+    visible = causal_mask(query.shape[2], key.shape[2], query.device)
+    zero = query.new_zeros((), dtype=accumulation_dtype(query.dtype))
+    return torch.where(visible, zero if bias is None else bias.unsqueeze(2), -torch.inf)

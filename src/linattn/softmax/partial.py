@@ -1,0 +1,124 @@
+"""Partial results of attention over some of the keys, and how they combine exactly.
+
+Letters: B batch, H heads, L tokens (Lq, Lk), D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: the normalised output and the logarithm of its normaliser.
+
+    out_i = Σ_j w_ij v_j / Σ_j w_ij and log_normalizer_i = log Σ_j w_ij, FlashAttention's LSE.
+
+    Attributes:
+        out: (B, H, Lq, Dv), in the inputs' dtype; 0 where no key was seen.
+        log_normalizer: (B, H, Lq), float32 or float64, in nats; -inf where no key was seen, NaN where a signed map's
+            normaliser is negative.
+    """
+
+    out: Tensor
+    log_normalizer: Tensor
+
+    def ungrouped(self) -> Partial:
+        """The rows with query heads in one dimension: (B, Hkv, G, …) -> (B, H, …)."""
+        return Partial(self.out.flatten(1, 2), self.log_normalizer.flatten(1, 2))
+
+    def times(self, apart: Tensor | None) -> Partial:
+        """Rows (B, Hkv, G, Lq, ·) over keys whose weights have a factor more, its logarithm (B, Hkv); None for 1."""
+        if apart is None:
+            return self
+        log = self.log_normalizer
+        return self._replace(log_normalizer=(log + apart[..., None, None]).to(log.dtype))
+
+    def with_sink(self, sink: Tensor) -> Tensor:
+        """The outputs beside one more key of value 0 in each head, an attention sink.
+
+            out_i · Z_i / (Z_i + exp(s)) = out_i · sigmoid(log Z_i - s)
+
+        Time O(Lq·Dv) per head. Rows that saw no key stay 0.
+
+        Args:
+            sink: (H,), floating: s, the sink's logit in each head, on the log-normalisers' scale; -inf for none.
+
+        Returns:
+            (B, H, Lq, Dv) in the dtype of `out`.
+
+        Example:
+            >>> import torch
+            >>> part = Partial(torch.tensor([[[[4.0]]]]), torch.log(torch.tensor([[[3.0]]])))
+            >>> round(part.with_sink(torch.tensor([0.0])).item(), 4)  # weights 3 : 1
+            3.0
+
+        Source: OpenAI 2025 (gpt-oss model card, arXiv 2508.10925), section 2.
+        """
+        # A finite logit, as small: of rows that saw no key the difference of two infinities would be no number.
+        log = self.log_normalizer
+        least = sink.to(log.dtype).clamp(min=torch.finfo(log.dtype).min)
+        share = torch.sigmoid(log - least.unsqueeze(-1)).unsqueeze(-1)
+        return (self.out * share).to(self.out.dtype)
+
+
+def combine(*partials: Partial) -> Partial:
+    """Combine partial results over disjoint sets of keys into the result over all of them.
+
+        out = Σ_p exp(n_p - n) out_p,   n = log Σ_p exp(n_p)
+
+    Exact, and associative, whichever kernels produced the parts, exact softmax included, as long as each part's
+    weights are on the same scale: maps with `softmax_kernel` and `softmax_partial` are on that of exp(scale · q·k).
+    Nothing is subtracted, so parts with small normalisers lose no digits. Cost O(P·Lq·Dv) for P parts. Parts of an
+    `Expansion` are each expanded around the mean of their own keys: together they are not the expansion of the whole.
+
+    Args:
+        *partials: at least one; `out` (B, H, Lq, Dv) and `log_normalizer` (B, H, Lq) of the same shapes. The sets of
+            keys must be disjoint: a key seen by two parts counts twice.
+
+    Returns:
+        The partial result over the union of the keys; rows that saw no key in any part stay 0 with -inf.
+
+    Raises:
+        ValueError: no partial was given, or their shapes differ.
+
+    Example:
+        >>> import torch
+        >>> seen = Partial(torch.tensor([[[[1.0]]]]), torch.tensor([[[0.0]]]))
+        >>> other = Partial(torch.tensor([[[[4.0]]]]), torch.log(torch.tensor([[[2.0]]])))
+        >>> combine(seen, other).out.item()
+        3.0
+
+    Source: Dao et al. 2022 (FlashAttention, arXiv 2205.14135), section 3.1; Chen et al. 2021 (Scatterbrain, arXiv
+        2110.15343) for an exact part beside a kernel part.
+    """
+    if not partials:
+        raise ValueError("combine needs at least one Partial, got none")
+    shapes = {(tuple(p.out.shape), tuple(p.log_normalizer.shape)) for p in partials}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"combine needs partials of one shape, got (out, log_normalizer) of {sorted(shapes)}; "
+            "read the parts with the same queries"
+        )
+    logs = torch.stack([p.log_normalizer for p in partials])
+    peak = logs.detach().amax(0)
+    # Rows that saw nothing have peak -inf; any finite reference serves them.
+    peak = torch.where(peak == -torch.inf, 0, peak)
+    weights = torch.exp(logs - peak)
+    total = weights.sum(0)
+    # Guarded, so that rows that saw nothing have gradient 0 instead of NaN.
+    dead = total == 0
+    safe_total = torch.where(dead, 1, total)
+    shares = weights / safe_total
+    out = shares[0].unsqueeze(-1) * partials[0].out.to(shares.dtype)
+    for share, part in zip(shares[1:], partials[1:], strict=True):
+        out = torch.addcmul(out, share.unsqueeze(-1), part.out.to(shares.dtype))
+    log_normalizer = torch.where(dead, -torch.inf, torch.log(safe_total) + peak)
+    return Partial(out.to(partials[0].out.dtype), log_normalizer)
+
+
+def joined(parts: list[Partial]) -> Partial:
+    """Partial results of consecutive rows as one."""
+    return Partial(torch.cat([p.out for p in parts], 3), torch.cat([p.log_normalizer for p in parts], 3))

@@ -1,0 +1,54 @@
+"""Keys and values with biases on their logits.
+
+Letters: B batch, H key/value heads, n tokens, D head width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Tokens(NamedTuple):
+    """Keys (B, H, n, D), values (B, H, n, Dv), and biases on their logits (B, H or 1, n), -inf for absent ones."""
+
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+
+    def then(self, other: Tokens) -> Tokens:
+        """Append other tokens; neither is copied where the other is none."""
+        if self.bias.shape[2] == 0 or other.bias.shape[2] == 0:
+            return other if self.bias.shape[2] == 0 else self
+        return Tokens(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
+
+    def pick(self, index: Tensor) -> Tokens:
+        """Select the tokens of the numbers (B, H, n)."""
+        return Tokens(picked(self.key, index), picked(self.value, index), self.bias.gather(-1, index))
+
+    def cut(self, start: int, stop: int) -> Tokens:
+        """Consecutive ones."""
+        return Tokens(*(x[:, :, start:stop] for x in self))
+
+
+def picked(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens (B, H, L, ·) by number (B, H, n)."""
+    return torch.take_along_dim(x, index.unsqueeze(-1), dim=2)
+
+
+def with_places(flatten: Callable[[Any], tuple[list[Any], Any]]) -> Callable[[Any], Any]:
+    """Flatten to leaves with their places, as torch.export names its inputs."""
+
+    def flattened(x: Any) -> Any:
+        """Each leaf beside its place, and what is no leaf."""
+        leaves, context = flatten(x)
+        return [(pytree.SequenceKey(place), leaf) for place, leaf in enumerate(leaves)], context
+
+    return flattened
+
+
+torch.serialization.add_safe_globals([Tokens])

@@ -1,0 +1,40 @@
+"""Whether something follows what is computed with tensors, or traces it; torch has no public names for most of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def is_followed(*tensors: Tensor | None) -> bool:
+    """Whether autograd, dual numbers or torch.func follow what is computed with these."""
+    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling():
+        return recorded
+    return recorded or torch.autograd.forward_ad._current_level >= 0 or is_transformed()
+
+
+def is_transformed() -> bool:
+    """Whether torch.func is at work: a tensor that it maps does not say whether it requires gradients."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether a graph is made of these, or their shapes alone are computed: no value can be looked at."""
+    return torch.compiler.is_compiling() or is_fake(*tensors)
+
+
+def is_fake(*tensors: Tensor | None) -> bool:
+    """Whether these have shapes alone, under FakeTensorMode."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return True
+    return any(type(x) is not Tensor and isinstance(x, FakeTensor) for x in tensors)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor's numbers may be looked at: no graph, recording or transform would take them for constants."""
+    if is_traced(x) or is_transformed():
+        return False
+    is_proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return not is_proxied and torch._C._get_tracing_state() is None

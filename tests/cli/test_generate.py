@@ -1,0 +1,238 @@
+"""The command `linattn generate`, from the words of the command line to text."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from gguf_models import MERGES, TOKENS, tiny, write_gguf
+from linattn.cli.app import app
+from linattn.hf import (
+    ByteTokenizer,
+    LinearLMConfig,
+    LinearLMForCausalLM,
+    linearize_,
+    load_language_model,
+    save_pretrained,
+)
+from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan, write_memory_plans
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb"}
+TOLD = (
+    r"(\d+) tokens read and the first written after [\d.]+ s, (\d+) written, [\d,.]+ a second; "
+    r"the cache holds ([\d,]+) bytes"
+)
+
+
+def run(*words):
+    return CliRunner(env=WIDE).invoke(app, ["generate", *(str(word) for word in words)])
+
+
+def told(result) -> list[int]:
+    """Tokens read, tokens written, bytes of the cache."""
+    found = re.search(TOLD, result.stderr)
+    return [int(number.replace(",", "")) for number in found.groups()]
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    """A folder with a model of bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    torch.manual_seed(0)
+    LinearLMForCausalLM(LinearLMConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_tokens(tmp_path_factory):
+    """A folder with a softmax model and a byte-level tokenizer, many of whose tokens are no whole characters."""
+    folder = tmp_path_factory.mktemp("tokens")
+    model = tiny()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    vocabulary = {token: number for number, token in enumerate(TOKENS)}
+    fast = Tokenizer(models.BPE(vocabulary, [tuple(merge.split()) for merge in MERGES]))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=TOKENS[-1]).save_pretrained(folder)
+    return folder
+
+
+def own(model, ids, **options):
+    """What transformers' generate goes on with."""
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **options)
+    return made[0, ids.shape[1] :].tolist()
+
+
+def test_a_model_of_bytes(of_bytes):
+    first, again, other = (
+        run(of_bytes, "--prompt", "7 böttles", "--tokens", "60", "--seed", seed) for seed in (1, 1, 2)
+    )
+    assert first.exit_code == 0, first.output
+    assert first.stdout.startswith("7 böttles")
+    # Bytes that are no UTF-8 are shown as one sign or more.
+    assert len("7 böttles") < len(first.stdout.rstrip("\n")) <= len("7 böttles") + 60
+    assert (first.stdout, first.stdout != other.stdout) == (again.stdout, True)
+    assert told(first)[:2] == [len("7 böttles".encode()), 60]
+    expected = own(LinearLMForCausalLM.from_pretrained(of_bytes).eval(), torch.tensor([list(b"7")]), max_new_tokens=20)
+    greedy = run(of_bytes, "--prompt", "7", "--tokens", "20", "--temperature", "0")
+    assert greedy.stdout == "7" + bytes(expected).decode("utf-8", "replace") + "\n"
+
+
+def test_any_language_model(of_tokens):
+    loaded = load_language_model(of_tokens)
+    ids = loaded.tokenizer("the ärger", return_tensors="pt")["input_ids"]
+    expected = own(loaded.model, ids, max_new_tokens=40)
+    result = run(of_tokens, "--prompt", "the ärger", "--tokens", "40", "--temperature", "0")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "the ärger" + loaded.tokenizer.decode(expected) + "\n"
+    # Two layers, keys and values, two heads of width 8 in float32; the last token is drawn and not read.
+    assert told(result) == [ids.shape[1], 40, 2 * 2 * 2 * 8 * 4 * (ids.shape[1] + 40 - 1)]
+
+
+def test_a_linearized_folder_in_constant_memory(of_tokens, tmp_path):
+    loaded = load_language_model(of_tokens)
+    linearize_(loaded.model, method="FavorPlus(num_features=16)")
+    save_pretrained(loaded.model, tmp_path / "linear", tokenizer=loaded.tokenizer)
+    ids = loaded.tokenizer("the", return_tensors="pt")["input_ids"]
+    expected = loaded.tokenizer.decode(own(loaded.model, ids, max_new_tokens=30))
+    results = [
+        run(tmp_path / "linear", "--prompt", "the", "--tokens", tokens, "--temperature", "0") for tokens in (5, 30)
+    ]
+    assert results[1].stdout == f"the{expected}\n"
+    assert told(results[0])[2] == told(results[1])[2]
+    save_pretrained(loaded.model, tmp_path / "silent")
+    refused = run(tmp_path / "silent", "--prompt", "the")
+    assert refused.exit_code == 1
+    assert "save_pretrained(model, folder, tokenizer=tokenizer)" in refused.stderr
+
+
+@pytest.mark.skipif(find_spec("gguf") is None, reason="no reader of GGUF: pip install 'linattn[gguf]'")
+def test_a_gguf_file(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", tiny())
+    result = run(tmp_path / "tiny.gguf", "--prompt", "the", "--tokens", "5")
+    assert result.exit_code == 0, result.output
+    assert told(result)[1] <= 5
+
+
+def test_the_models_own_end(of_tokens, tmp_path):
+    loaded = load_language_model(of_tokens)
+    ids = loaded.tokenizer("the", return_tensors="pt")["input_ids"]
+    tokens = own(loaded.model, ids, max_new_tokens=8)
+    loaded.model.generation_config.eos_token_id = [TOKENS.index("!"), tokens[5]]
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    result = run(tmp_path, "--prompt", "the", "--tokens", "40", "--temperature", "0")
+    written = tokens[: tokens.index(tokens[5])]
+    assert result.stdout == "the" + loaded.tokenizer.decode(written) + "\n"
+    assert told(result)[1] == len(written)
+
+
+def test_refusals(tmp_path, folder):
+    result = run(tmp_path / "none", "--prompt", "a")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "is not a folder and not a GGUF file" in result.stderr
+    for family, kind in (("bert", "BertModel"), ("llama", "LlamaModel")):
+        result = run(folder(family), "--prompt", "a")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert f"holds a {kind}, which does not predict a next token" in result.stderr
+
+
+BESIDE = (
+    r"1 global layers by window \d+ \+ merged \d+(?: in 4 bits)?: they keep at most ([\d,]+) bytes, ([\d,]+) after "
+    r"([\d,]+) tokens; "
+    r"exact attention keeps ([\d,]+) of them"
+)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A folder with a model of bytes, one of whose two layers attends to all tokens."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=256, head_dim=8, num_hidden_layers=2, layer_types=kinds, sliding_window=8, eos_token_id=None, **sizes
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    ByteTokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_budget_bounds_the_cache_and_is_told_beside_the_exact_one(hybrid):
+    found = {}
+    for number in (30, 90):
+        result = run(hybrid, "--prompt", "abc", "--tokens", number, "--temperature", "0", "--budget", "40")
+        assert result.exit_code == 0, result.stderr
+        beside = re.search(BESIDE, " ".join(result.stderr.split()))
+        found[number] = [told(result)[2], *(int(x.replace(",", "")) for x in beside.groups())]
+    held, most, kept, length, exactly = found[90]
+    assert (length, exactly) == (93, 93 * 64)
+    assert most <= 40 * 64
+    assert kept == most
+    # A window of 8 keeps 7 keys, and its width as one number of 8 bytes; a block may have just begun.
+    assert held <= most + 7 * 64 + 8
+    assert found[30][1] == most
+
+
+def test_a_budget_in_few_bits_holds_more_keys_in_no_more_bytes(hybrid):
+    words = (hybrid, "--prompt", "abc", "--tokens", 90, "--temperature", "0", "--budget", "40")
+    merged = []
+    for bits in (("--bits", "32"), ()):
+        result = run(*words, *bits)
+        assert result.exit_code == 0, result.stderr
+        said = " ".join(result.stderr.split())
+        assert int(re.search(BESIDE, said)[1].replace(",", "")) <= 40 * 64
+        merged.append(int(re.search(r"merged (\d+)", said)[1]))
+    assert "in 4 bits: they keep" in said
+    assert merged[1] > 1.5 * merged[0]
+
+
+def planned(labels, layers=(1,), budget=40):
+    """A plan of a file."""
+    names = [PLAIN if label.startswith("sinks") else "merged keys in 8 bits" for label in labels]
+    budgets = [budget] * len(labels)
+    return MemoryPlan("m", budget, 99, "t", "0", list(layers), names, budgets, list(labels), 0.1, 0.2, [])
+
+
+def test_a_budget_is_bounded_as_planned(hybrid, tmp_path):
+    label = "window 4 + merged 9 in 8 bits"
+    write_memory_plans(tmp_path / "plans", [planned([label]), planned(["sinks 4 + window 56"], budget=60)])
+    words = (hybrid, "--prompt", "abc", "--tokens", 9, "--temperature", "0", "--plan", tmp_path / "plans")
+    result = run(*words, "--budget", "40")
+    assert result.exit_code == 0, result.stderr
+    assert f"1 global layers by {label}: they keep at most" in " ".join(result.stderr.split())
+    write_memory_plans(tmp_path / "other", [planned([label] * 2, layers=(0, 1))])
+    for more, says in (
+        ((), "give --budget too, and no --bits"),
+        (("--budget", "40", "--bits", "4"), "give --budget too, and no --bits"),
+        (("--budget", "50"), "has plans of 40, 60 keys, got a budget of 50"),
+        (("--budget", "60"), "nothing better by a margin than sinks 4 + window 56"),
+        (("--budget", "40", "--plan", tmp_path / "other"), "whose global layers are [0, 1], and Gemma3"),
+        (("--budget", "40", "--plan", tmp_path / "none"), "none"),
+    ):
+        refused = run(*words, *more)
+        assert refused.exit_code == 1
+        assert says in " ".join(refused.stderr.split())
+
+
+def test_a_budget_of_all_tokens_writes_the_exact_text(hybrid):
+    words = (hybrid, "--prompt", "abc", "--tokens", "20", "--temperature", "0")
+    exact, bounded = run(*words), run(*words, "--budget", "200")
+    assert bounded.stdout_bytes == exact.stdout_bytes
+
+
+def test_a_budget_that_the_moments_use_up(hybrid, of_bytes):
+    result = run(hybrid, "--prompt", "abc", "--budget", "3")
+    assert result.exit_code == 1
+    assert "give more bytes" in " ".join(result.stderr.split())
+    result = run(of_bytes, "--prompt", "abc", "--budget", "30")
+    assert result.exit_code == 1

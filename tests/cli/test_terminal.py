@@ -1,0 +1,29 @@
+"""Ctrl-C in a command: noted and raised, unless a shell has started the command in the background."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from linattn.cli.terminal import interrupts
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_is_noted_and_raised():
+    with pytest.raises(KeyboardInterrupt), interrupts() as pressed:
+        signal.raise_signal(signal.SIGINT)
+    assert pressed == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ignored_interrupts_stay_so():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts() as pressed:
+            signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        pytest.fail("an ignored interrupt was raised")
+    assert pressed == []
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

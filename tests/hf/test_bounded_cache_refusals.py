@@ -1,0 +1,164 @@
+"""What a bounded cache cannot serve is refused before anything is computed, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from linattn import MergedKV
+from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, intercept, linearize_
+from linattn.hf._dispatch import attend
+from model_inputs import LANGUAGE_HEADS
+
+IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+FEW = MergedKV(4, 6, None)
+
+
+@pytest.fixture
+def model(build):
+    return build("llama", head=LANGUAGE_HEADS["llama"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": 0}, "budget must be from 1 to 1048576 keys, got 0"),
+        ({"budget": True}, "budget must be from 1 to"),
+        ({"budget": 3}, "too few for a window and merged keys; give more bytes"),
+        ({"bits": 3}, "bits must be 2, 4, 8 or None, got 3"),
+        ({"config": MergedKV(None, 4)}, "config must have a window"),
+        ({"config": FEW, "budget": 64}, "leave those out"),
+        ({"config": FEW, "plan": "plan.json"}, "leave those out"),
+    ],
+)
+def test_options(model, options, words):
+    with pytest.raises(ValueError, match=words):
+        BoundedCache(model, **options)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_is_no_config_or_model(model):
+    with pytest.raises(TypeError, match=r"config must be a linattn\.MergedKV or None, got 'window 4'"):
+        BoundedCache(model, config="window 4")
+    with pytest.raises(TypeError, match="a transformers model is wanted, got Linear"):
+        BoundedCache(nn.Linear(1, 1))
+    with pytest.raises(FileNotFoundError):
+        BoundedCache(model, plan="nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("bert", "keeps keys and values of a causal text"),
+        ("gemma2", "can be bounded: it asks for soft-capped logits"),
+        ("bloom", "does not take its attention from"),
+        ("falcon", "does not take its attention from"),
+    ],
+)
+def test_models_without_a_layer_that_can_be_bounded(build, family, words):
+    with pytest.raises(ValueError, match=words):
+        BoundedCache(build(family))
+
+
+def test_models_with_caches_of_their_own(model):
+    with pytest.raises(ValueError, match="LinearLMForCausalLM keeps a StreamCache, whose streams"):
+        BoundedCache(LinearLMForCausalLM(LinearLMConfig(num_hidden_layers=1)))
+    linearize_(model, method="EluPlusOne")
+    with pytest.raises(ValueError, match="is linearized, and keeps states in a StateCache; leave the budget out"):
+        BoundedCache(model)
+
+
+def test_weights_that_are_asked_for(model):
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match="asked for the attention weights"):
+        BoundedCache(model)
+
+
+def test_a_model_that_was_linearized_since(model):
+    cache = BoundedCache(model, config=FEW)
+    linearize_(model, method="EluPlusOne")
+    with pytest.raises(RuntimeError, match="attends by a feature map since linearize_"):
+        model(IDS, past_key_values=cache)
+
+
+def test_keys_that_another_function_reads(model, build):
+    """Set since, of another model, or intercepted: no call attends to the new tokens alone."""
+    cache, other = BoundedCache(model, config=FEW), build("llama", head=LANGUAGE_HEADS["llama"])
+    words = "were read before linattn's attention function had them"
+    for implementation in ("sdpa", "eager"):
+        other.set_attn_implementation(implementation)
+        with pytest.raises(RuntimeError, match=words):
+            other(IDS, past_key_values=cache)
+    with intercept(model, lambda call: call.softmax()), pytest.raises(RuntimeError, match=words):
+        model(IDS, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model.set_attn_implementation("linattn")
+    model(IDS, past_key_values=cache)
+
+
+@pytest.mark.parametrize("change", [lambda key: key + 0, lambda key: key.repeat(1, 1, 1, 1), lambda key: key[:, :, :]])
+def test_a_module_that_changes_its_keys(model, change):
+    """In the last layer too, after which no other would notice."""
+    cache, layer = BoundedCache(model, config=FEW), None
+    layer = cache.layers[-1]
+    update = layer.update
+
+    def changed(*tensors: Any, **options: Any) -> Any:
+        key, value = update(*tensors, **options)
+        return change(key), value
+
+    layer.update = changed
+    with pytest.raises(RuntimeError, match="it changes its keys after its cache has them"):
+        model(IDS, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="have seen different numbers of tokens"):
+        model(IDS, past_key_values=cache)
+
+
+def test_keys_that_are_attended_to_twice(model):
+    cache = BoundedCache(model, config=FEW)
+    module, layer, query = model.model.layers[0].self_attn, cache.layers[0], torch.randn(2, 4, 1, 8)
+    key, value = layer.update(*torch.randn(2, 2, 2, 1, 8))
+    attend(module, query, key, value, None, scaling=1.0, is_causal=True)
+    with pytest.raises(RuntimeError, match="attends twice to the keys"):
+        attend(module, query, key, value, None, scaling=1.0, is_causal=True)
+    assert cache.get_seq_length() == 1
+
+
+def test_training_with_checkpoints(model):
+    """transformers fills no cache there."""
+    cache = BoundedCache(model, config=FEW)
+    model.train()
+    model.activation_checkpointing_enable()
+    with pytest.raises(RuntimeError, match=r"has not used it, as in training with gradient checkpointing.*eval"):
+        model(IDS, past_key_values=cache)
+    model.eval()
+    model(IDS, past_key_values=cache)
+
+
+def test_dropout_and_masks_of_pairs(build):
+    model = build("llama", head=LANGUAGE_HEADS["llama"], attention_dropout=0.1)
+    cache = BoundedCache(model, config=FEW)
+    model.train()
+    with pytest.raises(ValueError, match=r"dropout of 0\.1 on the weights"):
+        model(IDS, past_key_values=cache)
+    model.eval()
+    with pytest.raises(ValueError, match="was given a 4-D mask"):
+        model(IDS, past_key_values=cache, attention_mask=torch.ones(2, 1, 12, 12))
+    assert cache.get_seq_length() == 0
+
+
+def test_a_call_that_broke_off_between_two_layers(model):
+    cache = BoundedCache(model, config=FEW)
+    model(IDS, past_key_values=cache)
+    fork = cache.fork()
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS[:, :1], past_key_values=cache)
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"have seen different numbers of tokens \(13, 12\)"):
+        model(IDS[:, :1], past_key_values=cache)
+    model(IDS[:, :1], past_key_values=fork)

@@ -1,0 +1,256 @@
+"""Merged keys in few bits: what rounding costs, that it is the same in any cut, and what it leaves alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import linattn
+from grid import qkv, relative_error
+from linattn import MergedKV
+from linattn.kv_cache.codes import Codes, coded_bytes, mixed
+from linattn.planning.methods import parse_method
+
+LENGTH = 109
+SIZES = {"num_queries": LENGTH, "num_keys": LENGTH, "head_dim": 16, "value_dim": 12}
+# A merge leaves 30 keys, and serves two blocks.
+FEW = tuple(MergedKV(2, 32, bits=bits) for bits in (2, 4, 8))
+DRAW = torch.Generator().manual_seed(0)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, config: MergedKV, **options: object) -> Tensor:
+    """Merged attention, causal."""
+    return linattn.merged_attention(query, key, value, config, is_causal=True, enable_gqa=True, **options)
+
+
+def exactly(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax attention."""
+    return linattn.softmax_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def test_tokens_that_take_no_more_memory_stay_whole() -> None:
+    """128 keys in 4 bits are 16 whole ones: with a window of 4 and its block the first 24 tokens are as they are."""
+    config, given = MergedKV(4, 128, bits=4), qkv(**SIZES)
+    found, truth = attend(*given, config), exactly(*given)
+    assert config.num_unquantized == 16
+    torch.testing.assert_close(found[:, :, :24], truth[:, :, :24], rtol=1e-12, atol=1e-12)
+    assert relative_error(found[:, :, 24:28], truth[:, :, 24:28]) > 1e-4
+
+
+def test_each_bit_halves_the_error() -> None:
+    given = qkv(**SIZES)
+    truth = exactly(*given)
+    errors = [relative_error(attend(*given, MergedKV(4, LENGTH, bits=bits)), truth) for bits in (2, 4, 8)]
+    # Levels are three, five and seventeen times as many.
+    assert errors[0] / 8 < errors[1] < errors[0] / 3
+    assert errors[1] / 34 < errors[2] < errors[1] / 8
+    assert errors[1] < 0.05
+
+
+def test_weights_are_those_of_keys_and_their_mean() -> None:
+    """Rows are read relative to what all keys have in common, and told with it."""
+    query, key, value = qkv(**SIZES)
+    given, config = (query, key + 3, value), MergedKV(4, LENGTH, bits=8)
+    part = linattn.merged_partial(*given, config, is_causal=True, enable_gqa=True)
+    truth = linattn.softmax_partial(*given, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(part.out, attend(*given, config), rtol=1e-12, atol=1e-12)
+    # Half a level is a 500th of some four deviations: logits are off by thousandths, the worst by less than this.
+    torch.testing.assert_close(part.log_normalizer, truth.log_normalizer, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("config", FEW, ids=str)
+def test_what_is_masked_leaves_nothing(config: MergedKV) -> None:
+    """A row that sees no key is 0, and later ones are as if the stream began with them, whenever that comes."""
+    given = qkv(**SIZES)
+    for length in (94, 95, 96):
+        masked = torch.zeros(2, length, dtype=torch.bool)
+        none = linattn.merged_attention_with_state(
+            *(x[:, :, :length] + 3 for x in given), config, enable_gqa=True, key_mask=masked
+        )
+        assert none.state.num_tokens == 0
+        assert (none.out == 0).all()
+        token = [x[:, :, length : length + 1] for x in given]
+        alone = linattn.merged_attention_with_state(*token, config, none.state, enable_gqa=True)
+        torch.testing.assert_close(alone.out, token[2].repeat_interleave(2, 1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [[1], [8], [5, 6, 7, 30], list(range(1, LENGTH))], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("config", FEW, ids=str)
+def test_a_stream_may_be_cut_anywhere(config: MergedKV, masked: bool, cuts: list[int]) -> None:
+    """Codes are the same however often they are read and written."""
+    given = qkv(**SIZES)
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) > 0.2 if masked else None
+    state, outs = None, []
+    for start, stop in itertools.pairwise([0, *cuts, LENGTH]):
+        piece = [x[:, :, start:stop] for x in given]
+        own = None if mask is None else mask[:, start:stop]
+        out, state = linattn.merged_attention_with_state(*piece, config, state, enable_gqa=True, key_mask=own)
+        outs.append(out)
+    whole = attend(*given, config, key_mask=mask)
+    torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("config", FEW, ids=str)
+def test_later_tokens_change_nothing_before_them(config: MergedKV) -> None:
+    """Nor do they change what rows are rounded relative to."""
+    given = qkv(**SIZES)
+    before = attend(*given, config)
+    for x in given:
+        x[:, :, 50:] = 1e3 * x[:, :, 50:].flip(1)
+    torch.testing.assert_close(attend(*given, config)[:, :, :50], before[:, :, :50], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", FEW, ids=str)
+def test_masked_tokens_are_inert(config: MergedKV) -> None:
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.3
+    mask[0, :40] = False
+    seen, outs = mask[:, None, :, None], []
+    for filling in (0.0, torch.nan, 1e4):
+        given = [x.masked_fill(~seen, filling) for x in qkv(**SIZES)]
+        outs.append(torch.where(seen, attend(*given, config, key_mask=mask), 0))
+    assert bool(outs[0].isfinite().all())
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [2.0**-40, 2.0**40])
+def test_the_model_s_units_do_not_matter(factor: float) -> None:
+    """Float16 holds no such values, nor such keys."""
+    query, key, value = qkv(**SIZES)
+    config = MergedKV(4, LENGTH, bits=4)
+    found = attend(query / factor, key * factor, value * factor, config) / factor
+    torch.testing.assert_close(found, attend(query, key, value, config), rtol=1e-9, atol=1e-9)
+
+
+def test_what_all_keys_have_in_common_does_not_matter() -> None:
+    """It changes no weight, and would leave the rest few levels; nor do coordinates that are large in every key."""
+    query, key, value = qkv(**SIZES)
+    config = MergedKV(4, LENGTH, bits=4)
+    before = attend(query, key, value, config)
+    added = 50 * torch.randn(key.shape[-1], generator=DRAW, dtype=key.dtype)
+    torch.testing.assert_close(attend(query, key + added, value, config), before, rtol=1e-9, atol=1e-9)
+    wide = torch.where(torch.arange(key.shape[-1]) == 3, 16.0, 1.0).to(key.dtype)
+    torch.testing.assert_close(attend(query / wide, key * wide, value, config), before, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("padding", [64, 67])
+def test_a_row_whose_text_begins_late_is_rounded_as_well(padding: int) -> None:
+    """Its frame is of its own keys, not of the padding before them; of its first key alone, where a block has but one.
+
+    In units of which float16 has no number.
+    """
+    query, key, value = qkv(**SIZES)
+    key, value = key + 50, value * 2**-40
+    config = MergedKV(4, LENGTH, bits=4)
+    error = relative_error(attend(query, key, value, config), exactly(query, key, value))
+    padded = [torch.nn.functional.pad(x, (0, 0, padding, 0)) for x in (query, key, value)]
+    mask = torch.arange(padding + LENGTH).ge(padding).expand(2, -1)
+    found = attend(*padded, config, key_mask=mask)[:, :, padding:]
+    # Of the first block's four keys, or one, not of sixteen as without padding.
+    assert relative_error(found, exactly(query, key, value)) < 2 * error
+
+
+def test_gradients_pass_rounding_by() -> None:
+    """A row's weights, which its output's gradient in the values is made of, sum to 1; keys have gradients as well."""
+    query, key, value = (x.requires_grad_() for x in qkv(**SIZES))
+    out = attend(query, key, value, MergedKV(4, 24, bits=4))
+    grads = torch.autograd.grad(out.sum(), (query, key, value))
+    torch.testing.assert_close(grads[2].sum(), out.new_tensor(float(out.numel())), rtol=1e-12, atol=0)
+    # Keys that were merged and rounded long before the last row.
+    early = torch.autograd.grad(attend(query, key, value, FEW[1])[:, :, -1].square().sum(), key)[0][:, :, :20]
+    assert bool((early.abs().amax((0, 1, 3)) > 0).all())
+
+
+def test_the_state_is_small() -> None:
+    """Codes, a zero point and a step for 32 numbers, and biases: counted in the tensors that are kept."""
+    config = MergedKV(4, 48, bits=4)
+    given = qkv(**SIZES | {"head_dim": 64, "value_dim": 32, "dtype": torch.float32})
+    state = linattn.merged_attention_with_state(*given, config, enable_gqa=True).state
+    codes = [x for x in pytree.tree_leaves(state) if x.dtype in (torch.uint8, torch.float16)]
+    assert sum(x.nbytes for x in codes) == 2 * 2 * 48 * (coded_bytes(64, 4) + coded_bytes(32, 4))
+    assert coded_bytes(64, 4) == 32 + 2 * 4
+    for x in pytree.tree_leaves(state):
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+@pytest.mark.parametrize("width", [1, 5, 32, 70])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rounding_is_within_half_a_level(width: int, bits: int) -> None:
+    x = torch.randn(3, width, generator=DRAW, dtype=torch.float64)
+    codes = Codes.of(x, bits)
+    found = codes.rows(width, bits, x.dtype)
+    assert codes.code.dtype == torch.uint8
+    assert sum(part.nbytes for part in codes) == 3 * coded_bytes(width, bits)
+    for start in range(0, width, 32):
+        part, other = x[:, start : start + 32], found[:, start : start + 32]
+        level = (part.amax(1) - part.amin(1)) / (2**bits - 1)
+        # Half a level; the zero point and, at the far end, all levels' rounding to 11 bits come on top.
+        allowed = level / 2 + 2**-11 * (part.abs().amax(1) + (part.amax(1) - part.amin(1)))
+        assert bool(((part - other).abs().amax(1) <= allowed).all())
+        assert all(len(row.unique()) <= 2**bits for row in other)
+    if width > 1:
+        assert all(torch.equal(*pair) for pair in zip(Codes.of(found, bits), codes, strict=True))
+
+
+def test_numbers_beyond_float16_s_are_cut() -> None:
+    rounded = Codes.of(torch.tensor([[-1e30, 0.0, 1e30]]), 4).rows(3, 4, torch.float32)
+    assert bool(rounded.isfinite().all())
+
+
+def test_one_large_coordinate_leaves_the_others_their_levels() -> None:
+    """Of rows with one of their own each, on which a frame has no hold."""
+    x = torch.randn(60, 32, generator=DRAW, dtype=torch.float64)
+    x[torch.arange(60), torch.randint(32, (60,), generator=DRAW)] += 20
+
+    def error(found: Tensor) -> float:
+        return float((found - x).norm())
+
+    plain = Codes.of(x, 4).rows(32, 4, x.dtype)
+    assert error(mixed(Codes.of(mixed(x), 4).rows(32, 4, x.dtype))) < 0.6 * error(plain)
+
+
+def test_mixing_keeps_lengths_and_is_its_own_inverse() -> None:
+    for width in (0, 1, 3, 8, 12):
+        x = torch.randn(4, width, generator=DRAW, dtype=torch.float64)
+        torch.testing.assert_close(mixed(mixed(x)), x, rtol=0, atol=1e-14)
+        torch.testing.assert_close(mixed(x).norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
+    # One large coordinate in all of its piece.
+    one = mixed(torch.tensor([8.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.float64))
+    assert one.tolist() == [4.0] * 4 + [0.0] * 8
+
+
+def test_the_written_form() -> None:
+    config = MergedKV(64, 512, bits=4)
+    assert config.label == "window 64 + merged 512 in 4 bits"
+    assert MergedKV.parse("Merged 512 in 4 bits + window 64") == config
+    assert parse_method(config.label).label == config.label
+
+
+def test_bits_mean_nothing_where_every_key_is_in_view() -> None:
+    """Nothing is kept there: rows are the same to the bit."""
+    given = qkv(**SIZES)
+    for window in (None, 4):
+        plain, few = (MergedKV(window, 9, bits=bits) for bits in (None, 4))
+        found, wanted = (linattn.merged_attention(*given, config, enable_gqa=True) for config in (few, plain))
+        assert torch.equal(found, wanted)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for bits, words in (
+        (3, "bits must be 2, 4, 8 or None, got 3"),
+        (4.0, "bits must be 2, 4, 8 or None, got 4.0"),
+        (True, "bits must be 2, 4, 8 or None, got True"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MergedKV(4, 8, bits=bits)
+    for text, words in (
+        ("window 4 in 4 bits + merged 8", "only merged keys are quantized; leave the bits out"),
+        ("window 4 + merged 8 in 5 bits", "bits must be 2, 4, 8"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MergedKV.parse(text)

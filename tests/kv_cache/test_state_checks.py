@@ -1,0 +1,127 @@
+"""A state with merged keys is whole or refused: every tensor of one that was read from a file or built by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import linattn
+from linattn import MergedKV, MergedState
+
+CONFIGS = {"numbers": MergedKV(4, 8, bits=None), "codes": MergedKV(4, 8, bits=4)}
+# Which record each tensor belongs to, as errors name it.
+OTHERS = ["sample"] * 2 + ["recent"] * 3
+RECORDS = {"numbers": ["merged"] * 3 + OTHERS, "codes": ["merged"] * 11 + OTHERS}
+CHANGES = {
+    "shorter": lambda x: x[..., :-1],
+    "longer": lambda x: torch.cat((x, x), -1),
+    "another batch": lambda x: torch.cat((x, x)),
+    "another dtype": lambda x: x.to(torch.int32),
+    "half": lambda x: x.half() if x.dtype == torch.float32 else x.double(),
+    "another device": lambda x: x.to("meta"),
+}
+
+
+def tokens(length: int = 30) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, length, 8, generator=generator) for _ in range(3)]
+
+
+def begun(config: MergedKV) -> MergedState:
+    return linattn.merged_attention_with_state(*tokens(), config).state
+
+
+def read_again(state: MergedState) -> MergedState:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_of_a_state_is_checked(name: str, change: str) -> None:
+    config = CONFIGS[name]
+    leaves, tree = pytree.tree_flatten(begun(config))
+    for number, (leaf, record) in enumerate(zip(leaves, RECORDS[name], strict=True)):
+        # Sizes are read from the latest tokens, which are kept in the dtype they came in, keys and values alike: where
+        # these are wrong, others differ.
+        match = rf"the state's {record}[\w.]* must be .*, got "
+        if record == "recent":
+            match = rf"{match}|the state's (merged|sample|recent)[\w.]* must be|the state (holds|is kept in|is on)"
+        wrong = pytree.tree_unflatten([*leaves[:number], CHANGES[change](leaf), *leaves[number + 1 :]], tree)
+        for use in (
+            lambda: linattn.merged_attention_with_state(*tokens(1), config, wrong),  # noqa: B023
+            lambda: wrong.read(tokens(1)[0]),  # noqa: B023
+            lambda: read_again(wrong).read(tokens(1)[0]),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=match):
+                use()
+
+
+@pytest.mark.parametrize("field", ["merged", "sample", "recent", "config"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_another_record_is_refused(name: str, field: str) -> None:
+    state = begun(CONFIGS[name])
+    wrong = dataclasses.replace(state, keys=dataclasses.replace(state.keys, **{field: None}))
+    for use in (
+        lambda: linattn.merged_attention_with_state(*tokens(1), CONFIGS[name], wrong),
+        lambda: wrong.read(tokens(1)[0]),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"the state('s {field} must be| was built with None)"):
+            use()
+
+
+def test_a_file_does_not_say_that_its_state_was_looked_at() -> None:
+    config = CONFIGS["numbers"]
+    state = begun(config)
+    recent = state.keys.recent._replace(bias=state.keys.recent.bias[:, :1])
+    wrong = dataclasses.replace(state, keys=dataclasses.replace(state.keys, recent=recent)).known_to_fit((8, 1))
+    with pytest.raises(ValueError, match=r"the state's recent.bias must be torch.float32 of shape \(1, 2, 6\)"):
+        linattn.merged_attention_with_state(*tokens(1), config, read_again(wrong))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_of_another_width_or_fewer_query_heads_are_refused(name: str) -> None:
+    config, (query, key, value) = CONFIGS[name], tokens()
+    state = linattn.merged_attention_with_state(query, key, value, config).state
+    with pytest.raises(ValueError, match=r"the state's recent.key must be torch.float32 of shape \(1, 2, 6, 4\)"):
+        linattn.merged_attention_with_state(query[..., :4], key[..., :4], value, config, state)
+    many = query.repeat_interleave(20, 1)
+    state = linattn.merged_attention_with_state(many, key, value, config, enable_gqa=True).state
+    with pytest.raises(ValueError, match=r"the state's sample.there must be of shape \(B, H, n ≤ 16\)"):
+        linattn.merged_attention_with_state(query, key, value, config, state)
+
+
+def test_more_merged_keys_than_the_config_keeps_are_refused() -> None:
+    config = CONFIGS["numbers"]
+    state = begun(config)
+    merged = state.keys.merged
+    state = dataclasses.replace(state, keys=dataclasses.replace(state.keys, merged=merged.then(merged)))
+    for backend in ("auto", "torch"):
+        with pytest.raises(ValueError, match=r"merged.bias must be of shape \(B, H, n ≤ 8\)"):
+            linattn.merged_attention_with_state(*tokens(100), config, state, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"window": 4.0}, {"window": 0}, {"num_merged": True}, {"num_merged": 2**62}, {"bits": 5}], ids=str
+)
+def test_a_config_that_is_read_from_a_file_is_checked(wrong: dict[str, object]) -> None:
+    state = begun(MergedKV(4, 8, bits=None))
+    state.config.__dict__.update(wrong)
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))} must be"):
+        read_again(state)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_selection_heals_no_state(name: str) -> None:
+    leaves, tree = pytree.tree_flatten(begun(CONFIGS[name]))
+    for number, leaf in enumerate(leaves):
+        wrong = pytree.tree_unflatten([*leaves[:number], torch.cat((leaf, leaf)), *leaves[number + 1 :]], tree)
+        with pytest.raises(ValueError, match=r"the state's \S+ must be"):
+            wrong.select(torch.tensor([0]))
