@@ -55,13 +55,12 @@ def test_every_tensor_of_a_state_is_checked(name: str, change: str) -> None:
         if record == "recent":
             match = rf"{match}|the state's (merged|sample|recent)[\w.]* must be|the state (holds|is kept in|is on)"
         wrong = pytree.tree_unflatten([*leaves[:number], CHANGES[change](leaf), *leaves[number + 1 :]], tree)
-        for use in (
-            lambda: linattn.merged_attention_with_state(*tokens(1), config, wrong),  # noqa: B023
-            lambda: wrong.read(tokens(1)[0]),  # noqa: B023
-            lambda: read_again(wrong).read(tokens(1)[0]),  # noqa: B023
-        ):
-            with pytest.raises(ValueError, match=match):
-                use()
+        with pytest.raises(ValueError, match=match):
+            linattn.merged_attention_with_state(*tokens(1), config, wrong)
+        with pytest.raises(ValueError, match=match):
+            wrong.read(tokens(1)[0])
+        with pytest.raises(ValueError, match=match):
+            read_again(wrong).read(tokens(1)[0])
 
 
 @pytest.mark.parametrize("field", ["merged", "sample", "recent", "config"])
