@@ -14,6 +14,7 @@ from linattn.nn.models import Block as Block
 from linattn.nn.models import Encoder as Encoder
 from linattn.nn.models import LinearLM as LinearLM
 from linattn.nn.models import Predicted as Predicted
+from linattn.nn.multihead_attention import MultiheadAttention as MultiheadAttention
 from linattn.nn.redrawing import RedrawSchedule as RedrawSchedule
 from linattn.nn.softmax_attention import SoftmaxAttention as SoftmaxAttention
 from linattn.nn.streams import Attended as Attended
