@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall, capture, load
-from linattn.planning.costs import flops_per_token, state_numbers
-from linattn.planning.measures import relative_error, softmax_log_rows
-from linattn.planning.methods import parse_method
+from linattn.methods import parse_method
+from linattn.methods.measures import relative_error, softmax_log_rows
 from linattn.records.texts import read_text
+from linattn_lab.built_methods import build
+from linattn_lab.costs import flops_per_token, state_numbers
 from measuring import record, verified_window
 
 TEXT_LENGTH, NUM_TEXTS, NUM_ROWS = 512, 16, 256
@@ -47,7 +48,7 @@ def error(label: str, length: int, tensors: tuple[Tensor, Tensor, Tensor], scale
     """Errors of one layer's heads, (H,)."""
     query, key, value = (x[:, :, :length].contiguous() for x in tensors)
     rows = torch.randperm(length, generator=torch.Generator().manual_seed(0))[:NUM_ROWS]
-    built = parse_method(label).build(query.shape[-1], num_features=None, scale=scale, seed=0)
+    built = build(parse_method(label), query.shape[-1], num_features=None, scale=scale, seed=0)
     out = built.attend(query, key, value, is_causal=False)[:, :, rows]
     visible = torch.ones(NUM_ROWS, length, dtype=torch.bool)
     exact = softmax_log_rows(query[:, :, rows], key, visible, scale=scale).exp() @ value.double()
@@ -59,7 +60,7 @@ def verified_layers(label: str, recorded: Sequence[tuple[tuple[Tensor, Tensor, T
     method = parse_method(label)
     for tensors, scale in recorded:
         query, key, value = (x[:, :, : LENGTHS[0]] for x in tensors)
-        built = method.build(query.shape[-1], num_features=None, scale=scale, seed=0)
+        built = build(method, query.shape[-1], num_features=None, scale=scale, seed=0)
         built.fit(query, key)
         verified_window(method.window, built.feature_map, (query, key, value), is_causal=False)
 
@@ -69,7 +70,7 @@ def main() -> None:
     recorded = layers()
     head_dim, value_dim = recorded[0][0][0].shape[-1], recorded[0][0][2].shape[-1]
     for label in METHODS:
-        built = parse_method(label).build(head_dim, num_features=None, scale=1.0, seed=0)
+        built = build(parse_method(label), head_dim, num_features=None, scale=1.0, seed=0)
         verified_layers(label, recorded)
         errors = [
             torch.cat([error(label, length, tensors, scale) for tensors, scale in recorded]).mean().item()

@@ -14,15 +14,25 @@ import copy
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from linattn import MergedKV, merged_attention_with_state
-from linattn.hf import BoundedCache, BoundedLayer, cache_bytes, filled_cache, load_language_model, stream_tokens
+from linattn.hf import BoundedCache, BoundedLayer, cache_bytes, load_language_model, stream_tokens
 from measuring import ratios, record, relative_error, require, seconds
 
 BUDGET, LENGTHS = 128, (2_048, 8_192, 32_768)
 REPEATS, CHUNK, TEXTS = 12, 1_024, (4, 8)
 READ, WRITTEN = 900, 12
+
+
+def filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
+    """A full cache of so many tokens of which only one was read: its sizes and the time of a step are those of any."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+        for layer in cache.layers:
+            layer.update(*(x.repeat(1, 1, num_tokens - 1, 1) for x in (layer.keys, layer.values)))
+    return cache
 
 
 def verified(model: PreTrainedModel, tokens: Tensor) -> float:

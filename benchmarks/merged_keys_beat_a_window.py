@@ -17,7 +17,7 @@ import linattn
 from linattn.hf import AttentionCall, LoadedModel, intercept, load
 from linattn.hf.linearization import global_layers
 from linattn.kv_cache.budget import Sizes
-from linattn.planning.measures import relative_error, uniform_average
+from linattn.methods.measures import relative_error, uniform_average
 from linattn_lab.contenders.contender import Contender
 from linattn_lab.contenders.merged import Merged
 from linattn_lab.contenders.windows import SinksAndWindow

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept, load
-from linattn.planning.costs import state_numbers
-from linattn.planning.measures import relative_error, uniform_average
-from linattn.planning.methods import Method, parse_method
-from linattn.planning.timing import spread
+from linattn.methods import Method, parse_method
+from linattn.methods.measures import relative_error, uniform_average
+from linattn.methods.timing import spread
 from linattn.records.texts import read_text
+from linattn_lab.built_methods import build
+from linattn_lab.costs import state_numbers
 from measuring import record, require
 
 NUM_TEXTS, NUM_TOKENS = 6, 512
@@ -30,7 +31,7 @@ CASES = (
 
 def answer(method: Method, call: AttentionCall) -> torch.Tensor:
     """One layer's answer."""
-    built = method.build(call.query.shape[-1], num_features=None, scale=call.scale, seed=0)
+    built = build(method, call.query.shape[-1], num_features=None, scale=call.scale, seed=0)
     return built.attend(call.query, call.key, call.value, is_causal=False)
 
 
@@ -67,7 +68,7 @@ def main() -> None:
     width = recorded[0].calls[0].query.shape[-1]
     for label, most, least in CASES:
         method = parse_method(label)
-        built = method.build(width, num_features=None, scale=1.0, seed=0)
+        built = build(method, width, num_features=None, scale=1.0, seed=0)
         numbers = state_numbers(built, value_dim=width, is_causal=False)
         claim = f"error per head on MiniLM, {label}, {numbers:,} numbers"
         figure = spread([error(method, each.calls) for each in recorded])

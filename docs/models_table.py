@@ -17,13 +17,14 @@ KINDS = {
 }
 _FORWARD = ("forward", "padding", "batch = alone")
 _GENERATION = ("greedy", "beams", "sampling", "left padding", "prompt lookup")
-_ENDS = ("small budget", "save and load", "restore")
+_ENDS = ("small window", "save and load", "restore")
+_BOUNDED = (*(f"bounded {use}" for use in _GENERATION), "small budget")
 
 
 def models_table() -> str:
     """Each architecture, by kind: which of its layers are replaced, and whether each use works, or why none does."""
     rows = json.loads(ARCHITECTURES.read_text(encoding="utf-8"))
-    head = ("model", "layers", "forward, padding, batch", "generation", "small budget, save, restore")
+    head = ("model", "linearized layers", "forward, padding, batch", "generation", "small window, save, restore")
     parts = []
     for kind, words in KINDS.items():
         found = {name: row for name, row in rows.items() if row["kind"] == kind}
@@ -37,15 +38,31 @@ def models_table() -> str:
             for name, row in working.items()
         )
         parts += [f"**{words}**", "", table(head, lines), ""]
+        if kind == "decoder":
+            parts += [table(("generation from a bounded cache", "bounded layers", "uses"), _bounded(found)), ""]
         refused = [(f"{name} (`{row['class']}`)", _reason(row)) for name, row in found.items() if name not in working]
         if refused:
             parts += [table(("refused at once", "because"), refused), ""]
     return "\n".join(parts).rstrip()
 
 
-def _layers(row: dict[str, str]) -> str:
-    """How many layers are replaced."""
-    return row["linearize_"].partition(": ")[2].removesuffix(" layers") or "all"
+def _bounded(rows: dict[str, dict[str, str]]) -> list[tuple[str, str, str]]:
+    """Decoders in groups of those for which a bounded cache does alike."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, row in rows.items():
+        is_refused = row["BoundedCache"].startswith("refused")
+        cells = (
+            ("none", _reason(row, "BoundedCache"))
+            if is_refused
+            else (_layers(row, "BoundedCache"), _cells(row, _BOUNDED))
+        )
+        groups.setdefault(cells, []).append(name)
+    return [("; ".join(names), *cells) for cells, names in groups.items()]
+
+
+def _layers(row: dict[str, str], way: str = "linearize_") -> str:
+    """How many layers are replaced, or bounded."""
+    return row[way].partition(": ")[2].removesuffix(" layers") or "all"
 
 
 def _cells(row: dict[str, str], uses: tuple[str, ...]) -> str:
@@ -57,10 +74,12 @@ def _cells(row: dict[str, str], uses: tuple[str, ...]) -> str:
         return "; ".join(refused)
     if len(absent) == len(found):
         return ""
-    return "works" + (f" (softmax has no {', '.join(absent)})" if absent else "")
+    names = [use.removeprefix("bounded ") for use in absent]
+    return "works" + (f" (softmax has no {', '.join(names)})" if names else "")
 
 
-def _reason(row: dict[str, str]) -> str:
-    """Why no layer is replaced, without the model's name, which stands beside it."""
-    words = row["linearize_"].removeprefix("refused: ")
-    return words.partition(": ")[2].replace("|", "&#124;")
+def _reason(row: dict[str, str], way: str = "linearize_") -> str:
+    """Why no layer is replaced, or bounded, without the model's name, which stands beside it."""
+    words = row[way].removeprefix("refused: ")
+    reason = (words.partition(": ")[2] or words).removesuffix("; generate without a BoundedCache")
+    return reason.replace("|", "&#124;")

@@ -1,11 +1,11 @@
-"""Uses of linearized models, architecture by architecture: each works as softmax does, or is refused at once.
+"""Uses of models, architecture by architecture: each works as softmax does, or is refused at once.
 
     python tests/architecture_uses.py
 
 writes docs/architectures.json, from which docs/write_tables.py makes the table of docs/how_to/which_models.md.
 
-The budget exceeds every text, so that merged keys are softmax attention and a model's own output is what is wanted;
-under a small one the model is another, and is held against itself.
+A window beside a map, and a bounded cache, exceed every text: attention is softmax, and a model's own output is what is
+wanted. With small ones the model is another, and is held against itself. Encoders are linearized by merged keys.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from architectures import ARCHITECTURES, Architecture, inputs_of
-from linattn.hf import from_pretrained, linearize_, new_cache, restore_, save_pretrained
+from linattn import MergedKV
+from linattn.hf import BoundedCache, from_pretrained, linearize_, new_cache, restore_, save_pretrained
 
-METHOD = "window 16 + merged 256"
-SMALL = "window 4 + merged 6"
+METHOD, SMALL = "FavorPlus(num_features=16) + window 32", "FavorPlus(num_features=16) + window 4"
+MERGED, FEW_MERGED = MergedKV(16, 256, None), MergedKV(4, 6, None)
 CLOSE = 1e-5
 """Of the largest logit: float32 sums of some hundred terms in another order, magnified by a few layers."""
 TABLE = Path(__file__).parents[1] / "docs" / "architectures.json"
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
-Use = Callable[[Architecture, PreTrainedModel, PreTrainedModel, Path], None]
+
+def method(architecture: Architecture, *, is_small: bool = False) -> str | MergedKV:
+    """What takes the softmax's place in a kind of architectures."""
+    if architecture.kind in ("decoder", "both sides"):
+        return SMALL if is_small else METHOD
+    return FEW_MERGED if is_small else MERGED
+
+
+Use = Callable[[Architecture, Any, PreTrainedModel, Path], None]
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
@@ -80,6 +90,23 @@ def assert_same_text(
     except (ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
         raise NotApplicableError(str(error)) from error
     assert torch.equal(generated(model, inputs, **options), wanted), "other tokens than softmax"
+
+
+def bounded(model: PreTrainedModel, config: MergedKV = MERGED) -> dict[str, Any]:
+    """An empty bounded cache, as an option."""
+    return {"past_key_values": BoundedCache(model, config=config)}
+
+
+class BoundedModel:
+    """A decoder whose every text is read into a bounded cache of its own."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def generate(self, **options: Any) -> Tensor:
+        """A text, from an empty cache."""
+        tokens: Tensor = self.model.generate(**options, **bounded(self.model))
+        return tokens
 
 
 class NotApplicableError(Exception):
@@ -144,28 +171,43 @@ def prompt_lookup(architecture: Architecture, model: PreTrainedModel, softmax: P
     assert torch.equal(ours, generated(model, inputs, **GREEDY)), "other tokens than greedy decoding"
 
 
-def small_budget(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
-    """Within a budget that texts exceed: whole, in chunks, in a padded batch and by prompt lookup the same model."""
+def small_window(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+    """Beside a window that texts exceed: whole, in chunks, in a padded batch and by prompt lookup the same model."""
     linear = architecture.build()
-    linearize_(linear, method=SMALL)
+    linearize_(linear, method(architecture, is_small=True))
     inputs = inputs_of(architecture, linear)
     if architecture.kind != "decoder":
         assert difference(run(linear, inputs)[1:], run(linear, {name: x[1:] for name, x in inputs.items()})) <= CLOSE
         return
-    ids, cache = inputs["input_ids"], new_cache(linear)
-    whole = run(linear, inputs)
-    parts = [linear(part, past_key_values=cache).logits for part in ids.split([7, 1, 1, 9, 6], dim=1)]
+    assert_one_model(linear, softmax, inputs, lambda: {"past_key_values": new_cache(linear)})
+
+
+def small_budget(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+    """Within a budget that texts exceed: whole, in chunks, in a padded batch and by prompt lookup the same model."""
+    caches = partial(bounded, model, FEW_MERGED)
+    assert_one_model(model, softmax, inputs_of(architecture, model), caches)
+
+
+def assert_one_model(
+    model: PreTrainedModel, softmax: PreTrainedModel, inputs: dict[str, Tensor], caches: Callable[[], dict[str, Any]]
+) -> None:
+    """A decoder from a cache of a kind is one model, however a text is cut, padded or guessed."""
+    ids, cache = inputs["input_ids"], caches()
+    whole = model(**inputs, **caches()).logits
+    parts = [model(part, **cache).logits for part in ids.split([7, 1, 1, 9, 6], dim=1)]
     assert difference(torch.cat(parts, 1), whole) <= CLOSE, "chunks are another model than the whole text"
-    left = padded(architecture, inputs, 5)
-    alone = generated(linear, {"input_ids": ids[1:, 5:]}, **GREEDY)
-    assert torch.equal(generated(linear, left, **GREEDY)[1:, 5:], alone), "a padded row is another text"
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    left = {**inputs, "input_ids": ids * mask, "attention_mask": mask}
+    alone = generated(model, {"input_ids": ids[1:, 5:]}, **GREEDY, **caches())
+    assert torch.equal(generated(model, left, **GREEDY, **caches())[1:, 5:], alone), "a padded row is another text"
     row = {"input_ids": ids[:1]}
     try:
         generated(softmax, row, **GREEDY, prompt_lookup_num_tokens=3)
     except ValueError:
         return
-    guessed = generated(linear, row, **GREEDY, prompt_lookup_num_tokens=3)
-    assert torch.equal(guessed, generated(linear, row, **GREEDY)), "guessed tokens change the text"
+    guessed = generated(model, row, **GREEDY, prompt_lookup_num_tokens=3, **caches())
+    assert torch.equal(guessed, generated(model, row, **GREEDY, **caches())), "guessed tokens change the text"
 
 
 def saving(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
@@ -192,7 +234,7 @@ GENERATION: dict[str, Use] = {
     "left padding": left_padding,
     "prompt lookup": prompt_lookup,
 }
-ENDS: dict[str, Use] = {"small budget": small_budget, "save and load": saving, "restore": restoring}
+ENDS: dict[str, Use] = {"small window": small_window, "save and load": saving, "restore": restoring}
 
 
 def cells(architecture: Architecture, folder: Path) -> Iterator[tuple[str, str]]:
@@ -200,25 +242,52 @@ def cells(architecture: Architecture, folder: Path) -> Iterator[tuple[str, str]]
     softmax, model = architecture.build(), architecture.build()
     inputs = inputs_of(architecture, model)
     before = run(model, inputs)
+    if architecture.kind == "decoder":
+        yield from bounded_cells(architecture, softmax, folder)
     try:
-        report = linearize_(model, method=METHOD)
+        report = linearize_(model, method(architecture))
     except ValueError as error:
         assert torch.equal(run(model, inputs), before), "a refused model was changed"
         yield "linearize_", f"refused: {error}"
         return
-    replaced = len(report.replaced)
-    assert replaced, "nothing was replaced, and nothing was said"
-    yield "linearize_", "works" if not report.kept else f"works: {replaced} of {len(report.layers)} layers"
-    uses = {**FORWARD, **(GENERATION if model.can_generate() else {}), **ENDS}
-    for name, use in uses.items():
-        try:
-            use(architecture, model, softmax, folder)
-        except NotApplicableError:
-            yield name, "-"
-        except ValueError as error:
-            yield name, f"refused: {error}"
-        else:
-            yield name, "works"
+    assert report.replaced, "nothing was replaced, and nothing was said"
+    yield "linearize_", accepted(len(report.replaced), len(report.layers))
+    for name, use in {**FORWARD, **(GENERATION if model.can_generate() else {}), **ENDS}.items():
+        yield name, verdict(use, architecture, model, softmax, folder)
+
+
+def bounded_cells(architecture: Architecture, softmax: PreTrainedModel, folder: Path) -> Iterator[tuple[str, str]]:
+    """Those of a decoder that generates from a bounded cache; without one it stays as it was."""
+    model = architecture.build()
+    inputs = inputs_of(architecture, model)
+    before = run(model, inputs)
+    try:
+        report = BoundedCache(model, config=MERGED).report
+    except ValueError as error:
+        yield "BoundedCache", f"refused: {error}"
+        return
+    finally:
+        assert torch.equal(run(model, inputs), before), "the model was changed"
+    yield "BoundedCache", accepted(sum(layer.config is not None for layer in report), len(report))
+    for name, use in GENERATION.items():
+        yield f"bounded {name}", verdict(use, architecture, BoundedModel(model), softmax, folder)
+    yield "small budget", verdict(small_budget, architecture, model, softmax, folder)
+
+
+def accepted(count: int, num_layers: int) -> str:
+    """The cell of a model, so many of whose layers are served."""
+    return "works" if count == num_layers else f"works: {count} of {num_layers} layers"
+
+
+def verdict(use: Use, *models: Any) -> str:
+    """The cell of a use."""
+    try:
+        use(*models)
+    except NotApplicableError:
+        return "-"
+    except ValueError as error:
+        return f"refused: {error}"
+    return "works"
 
 
 def main() -> None:

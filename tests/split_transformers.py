@@ -109,7 +109,7 @@ def _forget_accelerators() -> None:
 
 def refused(mesh: DeviceMesh, fault: str) -> str:
     """What is said of a model, or of a call, that cannot be split."""
-    family = {"positions": "roberta", "window": "mistral"}.get(fault, "llama")
+    family = {"positions": "roberta", "merged": "roberta", "window": "mistral"}.get(fault, "llama")
     methods = {"window": None, "merged": "merged 4 + window 2", "softmax": None}
     method = methods.get(fault, "FavorPlus(num_features=8)")
     options: dict[str, Any] = {"use_cache": fault == "cache"}

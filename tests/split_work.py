@@ -19,7 +19,7 @@ from linattn.convert.samples import from_batches
 from linattn.convert.transfer import transfer
 from linattn.hf import LoadedModel, linearize_, load
 from linattn.hf.layer_attention import attention_of
-from linattn.planning.methods import parse_method
+from linattn.methods import parse_method
 from linattn.processes import Processes
 from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid
@@ -35,7 +35,7 @@ def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> list[AuditRow]
     """The rows of an audit, but for times."""
     loaded, text = load(str(folder)), Text("a half", " ".join(prose.split()[:32]))
     grid = AuditGrid(tuple(map(parse_method, METHODS)), (8,), 2, 0)
-    with mock.patch("linattn.planning.paying._MOST_TOKENS", 64):
+    with mock.patch("linattn.methods.crossover._MOST_TOKENS", 64):
         rows = list(Audit(loaded, text, grid, num_tokens=32).rows())
     return [row for row in rows if not isinstance(row, TimeRow | LengthsRow)]
 

@@ -21,7 +21,7 @@ ROOMS = (
     "softmax",
     "kv_cache",
     "attention",
-    "planning",
+    "methods",
 )
 LEANING = re.compile(r"(What|Those|The same|Its|As|These|That)\b")
 VAGUE = {"found", "kept", "own", "given"}

@@ -149,7 +149,8 @@ def test_maps_alone(run, folder, tmp_path):
     ("more", "message"),
     [
         (["--text", "/nowhere/text.txt"], "there is no text file /nowhere/text.txt"),
-        (["--map", "Performer"], "there is no feature map 'Performer'"),
+        (["--map", "Performer"], "--map: 'Performer': there is no feature map 'Performer'"),
+        (["--map", "window 4 + merged 8"], "--map must be a map, as LearnedExponential, got 'window 4 + merged 8'"),
         (["--map", "Taylor(order=1) + window 3"], "the window must be a power of two"),
         (["--map", "Taylor(order=1) + window 4"], "cannot share a normaliser"),
         (["--minutes", "-1"], "minutes must be a finite number of 0 or more"),

@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversions of tiny models look for the length from which they pay no further than here: it takes seconds."""
-    monkeypatch.setattr("linattn.planning.paying._MOST_TOKENS", 32)
+    monkeypatch.setattr("linattn.methods.crossover._MOST_TOKENS", 32)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a conversion is to do, and numbers that mean nothing."""
+"""What a conversion is to do, and what is no map or no number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 import pytest
 
 from linattn.convert import DEFAULT_MAP, ConvertConfig
-from linattn.planning.methods import parse_method
+from linattn.methods import parse_method
+
+MAP = "LearnedExponential"
 
 
 @pytest.mark.parametrize("minutes", [-1.0, math.nan, math.inf])
@@ -29,5 +31,26 @@ def test_the_shortest_text_is_no_longer_than_the_longest(value):
         ConvertConfig(num_tokens=16, min_tokens=value)
 
 
-def test_the_default_is_a_method():
+@pytest.mark.parametrize("written", ["window 4 + merged 16", "merged 8", (MAP, "window 4 + merged 16 in 4 bits")])
+def test_merged_keys_need_no_training(written):
+    with pytest.raises(ValueError, match=r"must be a map.*got '(window 4 \+ )?merged .*linattn\.hf\.BoundedCache"):
+        ConvertConfig(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ((), r"feature_map must name a method, got \(\); None is 'Expansion"),
+        ("", "feature_map must name a method, got ''"),
+        ("Perfomer", "feature_map: 'Perfomer': there is no feature map 'Perfomer'"),
+        ((MAP, "Expansion + window 3"), "feature_map: .* the window must be a power of two"),
+    ],
+)
+def test_what_is_no_method(written, words):
+    with pytest.raises(ValueError, match=words):
+        ConvertConfig(written)
+
+
+def test_the_default_is_a_map():
     assert parse_method(DEFAULT_MAP).label == DEFAULT_MAP
+    assert [method.label for method in ConvertConfig().methods] == [DEFAULT_MAP]

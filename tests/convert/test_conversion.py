@@ -362,3 +362,13 @@ def test_models_and_texts_that_cannot_be_used(build, batches, tokenizer, paragra
     with pytest.raises(ValueError, match=r"BertModel is linearized already; call linattn.hf.restore_\(model\) first"):
         convert_(linear, batches, CONFIG)
     assert is_linearized(linear)
+
+
+def test_a_method_for_each_layer(build, batches):
+    model, labels = build("bert"), ("Taylor(order=1)", "FavorPlus(num_features=8)")
+    found = convert_(model, batches, ConvertConfig(labels, minutes=0))
+    assert found.method == "; ".join(labels)
+    maps = [layer.attention.self.linear_attention.feature_map for layer in model.encoder.layer]
+    assert [type(feature_map).__name__ for feature_map in maps] == ["Taylor", "FavorPlus"]
+    with pytest.raises(ValueError, match="got 3 methods for the 2 layers to be converted; give one for each, in order"):
+        convert_(build("bert"), batches, ConvertConfig((*labels, "Taylor"), minutes=0))

@@ -14,7 +14,7 @@ from linattn.convert.running import Outputs, run
 from linattn.convert.stages import Agreement, Stage, agreement, best, measure, measure_uniform
 from linattn.hf import LayerAttention, intercept, linearize_
 from linattn.hf.linearization import choose_layers
-from linattn.planning.measures import relative_error, uniform_average
+from linattn.methods.measures import relative_error, uniform_average
 
 FAMILIES = ["bert", "llama"]
 

@@ -8,10 +8,39 @@ CACHES = "tests/hf/test_any_cache.py"
 COLUMNS = "tests/hf/test_mask_columns.py"
 GRAPHS = "tests/hf/test_recorded_graphs.py"
 BOUNDED = "tests/hf/test_bounded_cache.py"
+MERGED = "tests/hf/test_merged_keys.py"
 REFUSALS = "tests/hf/test_bounded_cache_refusals.py"
 WRAPPED = "tests/hf/test_wrapped_models.py"
 
 FAULTS = (
+    Fault(
+        "merge the keys of a decoder in the model",
+        "hf/_merged_encoders.py",
+        "    if part.is_causal and config is not None:\n",
+        "    if False:\n",
+        MERGED,
+    ),
+    Fault(
+        "look at a decoder before it is refused",
+        "hf/_merged_encoders.py",
+        "len(causal) == len(named) or",
+        "False or",
+        MERGED,
+    ),
+    Fault(
+        "read a decoder of merged keys",
+        "hf/saving.py",
+        "        refuse_converted_decoder(model, found, attention, path)\n",
+        "",
+        MERGED,
+    ),
+    Fault(
+        "merge the keys of a decoder beside its encoder's",
+        "hf/_choosing.py",
+        "CAUSAL if part.is_causal and merged is not None else ",
+        "",
+        MERGED,
+    ),
     Fault(
         "read a mask's last columns",
         "hf/_calls.py",
@@ -45,20 +74,6 @@ FAULTS = (
         "hf/_text_caches.py",
         "self._live[beam_idx.to(self._live.device)]",
         "self._live",
-        CACHES,
-    ),
-    Fault(
-        "merge anew with each call",
-        "hf/linearization.py",
-        "    if needs_states:\n",
-        "    if False:\n",
-        CACHES,
-    ),
-    Fault(
-        "go by a cache that was named",
-        "hf/_dispatch.py",
-        "        if self.needs_states and isinstance",
-        "        if False and isinstance",
         CACHES,
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Faults of planning, measuring and reporting."""
+"""Faults of measuring and reporting."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ FAULTS = (
     ),
     Fault(
         "look for the length from which a method pays until it is slower",
-        "planning/paying.py",
+        "methods/crossover.py",
         "if ours < theirs or",
         "if ours > theirs or",
         "lab/tests/audit/test_paying.py",
@@ -299,17 +299,17 @@ FAULTS = (
     ),
     Fault(
         "leave the window out of what is timed",
-        "planning/methods.py",
+        "lab/built_methods.py",
         "window=self.method.window,",
         "window=None,",
-        "lab/tests/bench/test_measuring.py tests/planning/test_methods.py",
+        "lab/tests/bench/test_measuring.py lab/tests/test_built_methods.py",
     ),
     Fault(
         "take any word beside merged keys for a map",
-        "planning/methods.py",
+        "methods/method.py",
         "        parse_map(parts[0])\n        raise",
         "        raise",
-        "tests/planning/test_methods.py",
+        "tests/methods/test_method.py",
     ),
     Fault(
         "tell an encoder that a smaller state saves memory",

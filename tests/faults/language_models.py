@@ -66,10 +66,10 @@ FAULTS = (
     ),
     Fault(
         "leave out options of a map's written form",
-        "planning/map_records.py",
+        "methods/map_records.py",
         'MapSpec(record["name"], tuple(options.items()), tuple(wrappers))',
         'MapSpec(record["name"], (), tuple(wrappers))',
-        "tests/planning/test_map_records.py",
+        "tests/methods/test_map_records.py",
     ),
     Fault(
         "read bytes as Latin-1",

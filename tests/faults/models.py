@@ -7,10 +7,10 @@ from faults.fault import Fault
 FAULTS = (
     Fault(
         "take a map's default for an option that its record lacks",
-        "planning/map_records.py",
+        "methods/map_records.py",
         "    if missing:\n",
         "    if False:\n",
-        "tests/planning/test_map_records.py",
+        "tests/methods/test_map_records.py",
     ),
     Fault(
         "divide logits by a temperature before their largest is 0",
@@ -119,10 +119,10 @@ FAULTS = (
     ),
     Fault(
         "rebuild every map at the default scale",
-        "planning/map_records.py",
+        "methods/map_records.py",
         "if value is not None and not isinstance(value, Tensor)",
         "if value is not None and not isinstance(value, Tensor) and name != 'scale'",
-        "tests/planning/test_map_records.py",
+        "tests/methods/test_map_records.py",
     ),
     Fault(
         "ask only the call, not the configuration, whether weights are wanted",
@@ -203,7 +203,7 @@ FAULTS = (
     ),
     Fault(
         "build a map of any size that a record names",
-        "planning/map_records.py",
+        "methods/map_records.py",
         '    check_size(name, record["options"])\n',
         "",
         "tests/hf/test_untrusted_folders.py",

@@ -14,7 +14,7 @@ FAULTS = (
     Fault(
         "give sinks to any map",
         "hf/layer_attention.py",
-        "self.feature_map is None or shares_normalizer(self.feature_map)",
+        "self.feature_map is not None and shares_normalizer(self.feature_map)",
         "True",
         SINKS,
     ),

@@ -1,18 +1,19 @@
-"""Layers with attention sinks (gpt-oss): merged keys and maps for the softmax kernel take them, all else is refused."""
+"""Layers with attention sinks (gpt-oss): bounded caches and maps for the softmax kernel take them; others do not."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from linattn import feature_maps
-from linattn.hf import LayerAttention, from_pretrained, linearize_, new_cache, save_pretrained
+from linattn import MergedKV, feature_maps
+from linattn.hf import BoundedCache, LayerAttention, StateCache, linearize_
 from linattn.hf.linearization import choose_layers
-from linattn.kv_cache import MergedKV
 
 IDS = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(5))
 MASK = torch.arange(24) >= torch.tensor([0, 5])[:, None]
-ENOUGH, FEW = "window 4 + merged 64", "window 4 + merged 6"
+# More keys than the text has, and fewer.
+ENOUGH, FEW = MergedKV(4, 64, None), MergedKV(4, 6, None)
+WIDE = "FavorPlus(num_features=16) + window 32"
 # float32 sums of some hundred terms in another order.
 CLOSE = 1e-5
 # Logits that take most of a row's weight, and little of it.
@@ -42,13 +43,15 @@ def differ(ours, wanted) -> float:
 
 @pytest.mark.parametrize("pieces", [[24], [7, 1, 1, 9, 6], [1] * 24], ids=["whole", "chunks", "tokens"])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "left padding"])
-def test_enough_merged_keys_are_the_model_itself(model, mask, pieces):
+@pytest.mark.parametrize("is_linear", [False, True], ids=["bounded", "linear"])
+def test_enough_exact_keys_are_the_model_itself(model, mask, pieces, is_linear):
     options = {} if mask is None else {"attention_mask": mask.long()}
     live = slice(None) if mask is None else mask
     wanted = run(model, input_ids=IDS, **options)[live]
-    linearize_(model, method=ENOUGH)
-    assert differ(run(model, input_ids=IDS, use_cache=False, **options)[live], wanted) <= CLOSE
-    cache, outs, start = new_cache(model), [], 0
+    if is_linear:
+        linearize_(model, method=WIDE)
+        assert differ(run(model, input_ids=IDS, use_cache=False, **options)[live], wanted) <= CLOSE
+    cache, outs, start = StateCache(model) if is_linear else BoundedCache(model, config=ENOUGH), [], 0
     for piece in pieces:
         shown = {} if mask is None else {"attention_mask": mask[:, : start + piece].long()}
         outs.append(run(model, input_ids=IDS[:, start : start + piece], past_key_values=cache, **shown))
@@ -56,22 +59,20 @@ def test_enough_merged_keys_are_the_model_itself(model, mask, pieces):
     assert differ(torch.cat(outs, 1)[live], wanted) <= CLOSE
 
 
-def test_a_bounded_cache_is_one_model_however_cut_saved_or_taken_back(model, tmp_path):
+def test_a_bounded_cache_is_one_model_however_cut_or_taken_back(model):
     softmax = run(model, input_ids=IDS)
-    linearize_(model, method=FEW)
-    wanted = run(model, input_ids=IDS, use_cache=False)
+    wanted = run(model, input_ids=IDS, past_key_values=BoundedCache(model, config=FEW))
     assert differ(wanted, softmax) > 1e-3
-    cache = new_cache(model)
+    cache = BoundedCache(model, config=FEW)
     outs = [run(model, input_ids=part, past_key_values=cache) for part in IDS.split([5, 1, 18], 1)]
     assert differ(torch.cat(outs, 1), wanted) <= CLOSE
     greedy = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    guessed = model.generate(IDS[:1], **greedy, prompt_lookup_num_tokens=3)
-    assert torch.equal(guessed, model.generate(IDS[:1], **greedy))
-    save_pretrained(model, tmp_path / "folder")
-    assert torch.equal(run(from_pretrained(tmp_path / "folder").eval(), input_ids=IDS, use_cache=False), wanted)
+    text = model.generate(IDS[:1], **greedy, past_key_values=BoundedCache(model, config=FEW))
+    cache = BoundedCache(model, config=FEW)
+    assert torch.equal(model.generate(IDS[:1], **greedy, prompt_lookup_num_tokens=3, past_key_values=cache), text)
 
 
-@pytest.mark.parametrize("method", ["FavorPlus(num_features=16)", "Expansion(num_centres=3) + window 4", FEW])
+@pytest.mark.parametrize("method", ["FavorPlus(num_features=16)", "Expansion(num_centres=3) + window 4"])
 def test_what_takes_sinks_gives_them_their_share_whole_and_token_by_token(model, method):
     """Beside sinks of no weight outputs are those without; of much weight nothing is left of a layer."""
     report = linearize_(model, method=method, calibrate=[IDS] if "Expansion" in method else None)
@@ -100,12 +101,12 @@ def test_sinks_learn(model):
     """As those of the model itself do."""
     sinks = [layer.self_attn.sinks for layer in model.model.layers]
     wanted = torch.autograd.grad(model(IDS).logits.square().sum(), sinks)
-    linearize_(model, method=ENOUGH)
+    linearize_(model, method=WIDE)
     found = torch.autograd.grad(model(IDS, use_cache=False).logits.square().sum(), sinks)
     assert all(differ(ours, own) <= 1e-4 for ours, own in zip(found, wanted, strict=True))
 
 
-WORDS = "it asks for attention sinks, which linearize_ gives to written forms of merged keys"
+WORDS = "it asks for attention sinks, which linearize_ gives to written forms of maps for the softmax kernel"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ WORDS = "it asks for attention sinks, which linearize_ gives to written forms of
     [
         ({"method": "Relu"}, WORDS),
         ({"method": lambda head_dim: feature_maps.FavorPlus(head_dim, 16)}, WORDS),
-        ({"method": ["Relu", FEW]}, WORDS),
+        ({"method": ["Relu", "FavorPlus(num_features=16)"]}, WORDS),
         ({"method": "Nystrom(num_features=4)"}, "no positive normaliser that they could share"),
     ],
     ids=["a map of another kernel", "a function", "one of two", "a signed map"],
@@ -135,7 +136,7 @@ def test_sinks_that_depend_on_the_query_are_refused(model):
     for held in parameters:
         held["sinks"] = torch.nn.Parameter(torch.zeros(1, 4, 1, 1))
     with pytest.raises(ValueError, match="it asks for attention sinks, which a kernel"):
-        linearize_(model, method=ENOUGH)
+        linearize_(model, method=WIDE)
 
 
 def test_sinks_that_a_layer_cannot_take_are_refused_by_name():
@@ -144,7 +145,13 @@ def test_sinks_that_a_layer_cannot_take_are_refused_by_name():
     for call in (attention, lambda *x, **options: attention.advance(*x, None, **options)):
         with pytest.raises(ValueError, match=r"layer\.0 attends by Relu.*beside which sinks have no scale"):
             call(token, token, token, scale=1.0, sinks=SINKS)
-    attention = LayerAttention(MergedKV(None, 4, None), "layer.0")
+    attention = LayerAttention(feature_maps.FavorPlus(8, 16), "layer.0")
     attention.attend_to_parts = lambda *_, **__: token
     with pytest.raises(ValueError, match=r"layer\.0 has a part of each sequence"):
         attention(token, token, token, scale=1.0, sinks=SINKS)
+
+
+def test_merged_keys_have_no_state_in_a_layer():
+    token = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"layer\.0 attends by window 4 \+ merged 6, which has no state here"):
+        LayerAttention(FEW, "layer.0").advance(token, token, token, None, scale=1.0)

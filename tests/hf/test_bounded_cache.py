@@ -9,17 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache
 
 from bounded_texts import ENOUGH, FEW, GREEDY, IDS, logits
 from linattn import MergedKV
-from linattn.hf import BoundedCache, StateCache, linearize_, restore_
+from linattn.hf import AttentionCall, BoundedCache, intercept, linearize_, restore_
+from linattn.kv_cache import merged_attention
 from snippets import ROOT, python_blocks
 
 # PEFT uses names that newer transformers warns of.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 FAMILIES = ("llama", "qwen3", "mistral", "gpt2", "gemma3", "qwen2", "gpt_neox", "phi", "opt", "bert_decoder")
+
+
+def merged(call: AttentionCall) -> torch.Tensor:
+    """The answer of few merged keys, at the call's temperature."""
+    query, own = call.query, call.query.shape[-1] ** -0.5
+    query = query if call.scale == own else query * (call.scale / own)
+    masks = {"key_mask": call.key_mask, "is_causal": call.is_causal}
+    return merged_attention(query, call.key, call.value, FEW, **masks, enable_gqa=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,12 +109,13 @@ def test_loaded_with_our_implementation(language_model, tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_merged_keys_are_those_of_a_linearized_model(language_model, family):
-    """To the bit, step by step."""
-    model, other = language_model(family), language_model(family)
-    linearize_(other, method=FEW.label)
-    cuts = (7, 1, 1, 15)
-    assert torch.equal(logits(model, BoundedCache(model, config=FEW), cuts), logits(other, StateCache(other), cuts))
+def test_a_text_is_attended_to_by_merged_attention(language_model, family):
+    """To the bit, in every layer that is bounded."""
+    model = language_model(family)
+    bounded = logits(model, BoundedCache(model, config=FEW))
+    with intercept(model, merged):
+        wanted = logits(model)
+    assert torch.equal(bounded, wanted)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -131,17 +141,18 @@ def test_the_same_text_however_it_is_cut(language_model, family):
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_beams_and_samples(language_model, family, options):
-    """Those of the full cache within the budget, and those of a linearized model beyond it."""
-    model, other = language_model(family), language_model(family)
-    linearize_(other, method=FEW.label)
+    """Those of the full cache within the budget, and beyond it those of the whole text at every step."""
+    model = language_model(family)
 
-    def text(model: PreTrainedModel, **cache: Any) -> torch.Tensor:
+    def text(**cache: Any) -> torch.Tensor:
         """Generated."""
         torch.manual_seed(3)
         return model.generate(IDS, **{**GREEDY, **options}, **cache)
 
-    assert torch.equal(text(model, past_key_values=BoundedCache(model, config=ENOUGH)), text(model))
-    assert torch.equal(text(model, past_key_values=BoundedCache(model, config=FEW)), text(other))
+    assert torch.equal(text(past_key_values=BoundedCache(model, config=ENOUGH)), text())
+    bounded = text(past_key_values=BoundedCache(model, config=FEW))
+    with intercept(model, merged):
+        assert torch.equal(bounded, text(use_cache=False))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])

@@ -1,12 +1,15 @@
-"""A prompt padded on the left is continued as it is alone, within a budget that it exceeds."""
+"""A prompt padded on the left is continued as it is alone, within a budget or a window that it exceeds."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from linattn.hf import linearize_
+from linattn import MergedKV
+from linattn.hf import BoundedCache, linearize_
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -15,13 +18,17 @@ LENGTH, NEW = 30, 12
 
 
 @pytest.mark.parametrize("how", ["greedy", "beams", "chunks"])
-@pytest.mark.parametrize(
-    "method", ["window 4 + merged 6", "window 4 + merged 6 in 4 bits", "FavorPlus(num_features=16) + window 4"]
-)
-def test_a_padded_prompt_is_continued_as_alone(method: str, how: str) -> None:
+@pytest.mark.parametrize("method", [MergedKV(4, 6, None), MergedKV(4, 6, 4), "FavorPlus(num_features=16) + window 4"])
+def test_a_padded_prompt_is_continued_as_alone(method: str | MergedKV, how: str) -> None:
     set_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, pad_token_id=0)).double().eval()
-    linearize_(model, method=method)
+    if isinstance(method, str):
+        linearize_(model, method=method)
+
+    def bound() -> dict[str, Any]:
+        """The cache of a text, where it is bounded."""
+        return {} if isinstance(method, str) else {"past_key_values": BoundedCache(model, config=method)}
+
     ids = torch.randint(1, 61, (len(BEFORE), LENGTH), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(LENGTH) >= torch.tensor(BEFORE).unsqueeze(-1)).long()
     options = {
@@ -34,10 +41,10 @@ def test_a_padded_prompt_is_continued_as_alone(method: str, how: str) -> None:
     if how == "chunks":
         # The longest padding is longer than a chunk.
         options["prefill_chunk_size"] = 7
-    found = model.generate(ids * mask, attention_mask=mask, **options)
+    found = model.generate(ids * mask, attention_mask=mask, **options, **bound())
     for row, before in enumerate(BEFORE):
         own = {"input_ids": ids[row : row + 1, before:]}
-        alone = model.generate(**own, attention_mask=torch.ones(1, LENGTH - before).long(), **options)
+        alone = model.generate(**own, attention_mask=torch.ones(1, LENGTH - before).long(), **options, **bound())
         assert torch.equal(found.sequences[row, LENGTH:], alone.sequences[0, LENGTH - before :])
         if how != "beams":
             logits = [torch.stack([step[place] for step in out.logits]) for out, place in ((found, row), (alone, 0))]

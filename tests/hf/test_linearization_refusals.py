@@ -91,7 +91,6 @@ def test_what_is_no_map_or_layer(build, options, error, words):
     [
         ("Centred(Taylor)", r"layers.0.self_attn \(layer 0\) cannot attend by Centred\(Taylor\): .*fit"),
         ("Expansion", r"Expansion would take centres of all queries.*call fit\(query, key\)"),
-        ("merged 2", "without window"),
     ],
 )
 def test_maps_that_learn_from_the_call_are_refused_early_where_causal(build, feature_map, words):

@@ -1,4 +1,4 @@
-"""Column j of an attention_mask is token j: with as many merged keys as tokens a model is softmax attention itself."""
+"""Column j of an attention_mask is token j: with a window wider than the text, or a large budget, this is softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from linattn.hf import LinearLMConfig, LinearLMForCausalLM, StateCache, StreamCache, linearize_
+from linattn import MergedKV
+from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, StateCache, StreamCache, linearize_
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
 LENGTH = 24
@@ -40,14 +41,14 @@ def _no_gradients() -> object:
 
 
 def pair(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A model whose attention matters, and itself with as many merged keys as tokens."""
+    """A model whose attention matters, and itself with a window wider than the text."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     for weight in model.parameters():
         if weight.ndim > 1:
             weight.mul_(4)
     linear = copy.deepcopy(model)
-    linearize_(linear, method="window 16 + merged 256")
+    linearize_(linear, method="FavorPlus(num_features=16) + window 64")
     return model, linear
 
 
@@ -68,9 +69,12 @@ def test_columns_are_tokens_from_the_first_on(name: str, columns: int, cached: i
     model, linear = pair(name)
     ids = torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     mask, found = mask_of(columns), []
-    for each in (model, linear):
+    other = copy.deepcopy(model)
+    for each in (model, linear, other):
         for single in (False, True):
-            cache = StateCache(each) if each is linear else DynamicCache(config=each.config)
+            cache = DynamicCache(config=each.config)
+            if each is not model:
+                cache = StateCache(each) if each is linear else BoundedCache(each, config=MergedKV(16, 256, None))
             if cached:
                 each(ids[:, :cached], attention_mask=mask[:, :cached], past_key_values=cache)
             # A later token by itself, with a mask that has columns beyond it.

@@ -28,8 +28,8 @@ LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_h
 PICTURE = {"image_size": 16, "patch_size": 4, "vocab_size": 50}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 CHUNKS = {**DECODER, **EXPERTS, "num_hidden_layers": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8}
-# Merged keys have room for every key of these texts: exact attention, whatever the cut.
-EXACT = "window 16 + merged 256"
+# The window has room for every key of these texts: exact attention, whatever the cut.
+EXACT = "FavorPlus(num_features=16) + window 64"
 # Two float32 evaluations of the same sums: 2**-24 a rounding, some hundred roundings in sequence, outputs of order 1.
 CLOSE = 1e-5
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,8 @@ from linattn.feature_maps import FEATURE_MAPS
 from linattn.hf import LinearLMConfig, LinearLMForCausalLM, linearize_
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
-METHODS = ("FavorPlus(num_features=16)", "merged 8", "window 8 + merged 8", "window 8 + merged 64")
+MAPS = ("FavorPlus(num_features=16)", "FavorPlus(num_features=16) + window 8")
+MERGED = ("merged 8", "window 8 + merged 8", "window 8 + merged 64")
 LENGTH = 40
 
 
@@ -75,7 +76,7 @@ def compiled(model: nn.Module, *given: Tensor) -> Callable[..., Tensor]:
     return recorded
 
 
-CASES = [(bert, method) for method in METHODS] + [(llama, method) for method in METHODS if method != "merged 8"]
+CASES = [*((bert, method) for method in MAPS + MERGED), *((llama, method) for method in MAPS)]
 CASES.append((linear_lm, "its own"))
 
 

@@ -13,7 +13,7 @@ from linattn.hf import StateCache, StateLayer, capture, intercept, linearize_, r
 from model_inputs import LANGUAGE_HEADS, OPTIONS, alone, batch, positions
 
 FAVOR = "FavorPlus(num_features=32)"
-MAPS = (FAVOR, "Taylor(order=2)", "EluPlusOne", f"{FAVOR} + window 2", "window 2 + merged 3")
+MAPS = (FAVOR, "Taylor(order=2)", "EluPlusOne", f"{FAVOR} + window 2")
 # Float64 sums of some hundred terms of order 1 in another order: 2**-53 a rounding, and three layers that magnify it.
 CLOSE = 1e-12
 

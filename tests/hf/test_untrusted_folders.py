@@ -12,7 +12,7 @@ import pytest
 from transformers.integrations import hub_kernels
 
 from linattn.hf import from_pretrained, linearize_, save_pretrained
-from linattn.planning.map_records import check_size
+from linattn.methods.map_records import check_size
 
 DEEP = "[" * 200_000
 DIGITS = "9" * 6000

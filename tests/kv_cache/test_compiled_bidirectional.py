@@ -8,7 +8,7 @@ import torch
 import linattn
 from grid import qkv
 from linattn import MergedKV
-from linattn.planning.measures import relative_error
+from linattn.methods.measures import relative_error
 from merged_rows import LENGTH, TOLERANCE, biases, everywhere, given
 
 pytest.importorskip("linattn_compiled")

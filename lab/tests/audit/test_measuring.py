@@ -10,12 +10,13 @@ import torch
 
 from linattn.feature_maps import features
 from linattn.hf import capture, load
-from linattn.planning.costs import flops_per_token, state_numbers
-from linattn.planning.methods import parse_method
+from linattn.methods import parse_method
 from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import HeadRow, LengthsRow, ModelRow, RankRow, TimeRow
+from linattn_lab.built_methods import build
+from linattn_lab.costs import flops_per_token, state_numbers
 
 LABELS = (
     "FavorPlus",
@@ -92,7 +93,7 @@ def test_figures_are_in_their_ranges(audited, family):
         if isinstance(row, HeadRow):
             method = parse_method(row.map)
             width = row.features if method.takes_features else None
-            built = method.build(8, num_features=width, scale=1.0, seed=0)
+            built = build(method, 8, num_features=width, scale=1.0, seed=0)
             causal = audited_header.is_causal
             assert row.state_numbers == state_numbers(built, value_dim=8, is_causal=causal)
             assert row.flops_per_token == flops_per_token(built, value_dim=8, is_causal=causal)
@@ -179,7 +180,7 @@ def test_a_model_that_breaks_down_is_recorded_and_not_fatal(folder, prose, monke
     wanted = AuditGrid((parse_method("Centred(Taylor(order=1))"),))
     audit = Audit(load(folder("bert")), Text("words", prose), wanted, num_tokens=48)
     monkeypatch.setattr(
-        "linattn.planning.methods.linear_attention", lambda q, k, v, feature_map, **_: torch.full_like(q, math.inf)
+        "linattn_lab.built_methods.linear_attention", lambda q, k, v, feature_map, **_: torch.full_like(q, math.inf)
     )
     row = without_times(audit.rows())[-1]
     assert math.isnan(row.embedding_cosine)

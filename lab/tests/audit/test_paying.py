@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linattn import planning
 from linattn.hf import AttentionCall, load
-from linattn.planning.methods import parse_method
+from linattn.methods import crossover, parse_method
 from linattn.records.texts import Text
 from linattn_lab.audit import paying
 from linattn_lab.audit.grid import AuditGrid
@@ -50,8 +49,8 @@ def test_lengths_double_until_the_method_is_faster(call, monkeypatch, linear, ex
         assert longer.key[:, :, -1].equal(call.key[:, :, (seen[-1] - 1) % 100])
         return longer.query
 
-    monkeypatch.setattr(planning.paying, "seconds", seconds)
-    monkeypatch.setattr(planning.paying, "_MOST_TOKENS", 65_536)
+    monkeypatch.setattr(crossover, "seconds", seconds)
+    monkeypatch.setattr(crossover, "_MOST_TOKENS", 65_536)
     monkeypatch.setattr(AttentionCall, "softmax", lambda self: self.query)
     row = paying.time_lengths("Relu", 4, answer, call)
     assert row.lengths == tuple(seen) == lengths

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from linattn.hf import AttentionCall
-from linattn.planning.measures import relative_error
-from linattn.planning.methods import parse_method
+from linattn.methods import parse_method
+from linattn.methods.measures import relative_error
 from linattn_lab.audit.truth import LayerTruth
+from linattn_lab.built_methods import build
 
 LENGTH = 12
 
@@ -58,7 +59,7 @@ def test_rows_are_those_that_make_the_output(label, is_causal):
     recorded = call(is_causal=is_causal)
     truth = LayerTruth(recorded, first=0, num_rows=LENGTH)
     method = parse_method(label)
-    built = method.build(6, num_features=16 if method.takes_features else None, scale=0.5, seed=0)
+    built = build(method, 6, num_features=16 if method.takes_features else None, scale=0.5, seed=0)
     built.fit(recorded.query, recorded.key)
     measured = truth.measure(built)
     rows = truth._rows(built)
@@ -71,7 +72,7 @@ def test_rows_are_those_that_make_the_output(label, is_causal):
 def test_a_window_that_covers_every_key_is_exact():
     recorded = call(is_causal=False)
     truth, method = LayerTruth(recorded, first=0, num_rows=4), parse_method("FavorPlus + window 16")
-    measured = truth.measure(method.build(6, num_features=16, scale=0.5, seed=0))
+    measured = truth.measure(build(method, 6, num_features=16, scale=0.5, seed=0))
     assert measured.error.max() < 1e-5
     assert measured.total_variation.max() < 1e-12
     assert measured.kl.abs().max() < 1e-12

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from linattn.cli.app import app
 from linattn.hf import capture, intercept, linearize_, load
-from linattn.planning.measures import cosine, relative_error
+from linattn.methods.measures import cosine, relative_error
 from linattn_lab.audit.records import AUDIT, HeadRow, ModelRow
 from linattn_lab.report import advise, summarise_audit
 

@@ -11,7 +11,8 @@ import torch
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import features
-from linattn.planning import methods
+from linattn.methods import parse_method
+from linattn_lab import built_methods
 from linattn_lab.bench import measuring, memory
 from linattn_lab.bench.contenders import draw_inputs, exact_run, fitted_method, linear_run
 from linattn_lab.bench.errors import verify
@@ -55,7 +56,7 @@ def test_methods_with_an_exact_part_are_verified_too(method, features, is_causal
     settings = replace(SMALL, map=method, features=features, is_causal=is_causal, backward=True)
     bench = Bench(settings)
     rows = list(bench.rows([], silent))
-    assert (bench.header.map, bench.header.num_features) == (methods.parse_method(method).label, features or ANY)
+    assert (bench.header.map, bench.header.num_features) == (parse_method(method).label, features or ANY)
     bound = bench.header.error_bound or 1e-4
     for row in rows:
         assert 0 < row.error <= bound
@@ -134,7 +135,7 @@ def spoiled(monkeypatch):
             out = linear_attention(query, *rest, backend=backend, **options)
             return out if backend == "reference" else change(out, query)
 
-        monkeypatch.setattr(methods, "linear_attention", attend)
+        monkeypatch.setattr(built_methods, "linear_attention", attend)
 
     return with_change
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.planning.paying import Crossover, find_crossover
+from linattn.methods.crossover import Crossover, find_crossover
 from linattn_lab.bench.records import BENCH, BenchHeader, LengthRow
 from linattn_lab.report import Report, conclude, length_table, summarise_bench, write_page
 from linattn_lab.report.bench.summary import slope

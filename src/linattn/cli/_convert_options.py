@@ -25,7 +25,7 @@ Map = Annotated[
     typer.Option(
         "--map",
         metavar="NAME",
-        help='A method, as in "LearnedExponential" or "Expansion + window 16".',
+        help='The feature map, as in "LearnedExponential" or "Expansion + window 16".',
         show_default=DEFAULT_MAP,
     ),
 ]
@@ -43,7 +43,3 @@ Adapters = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option("--batch", help="Texts per step.")]
 Seed = Annotated[int, typer.Option(help="Seed of all draws.")]
-EvenIfSlower = Annotated[
-    bool,
-    typer.Option("--even-if-slower", help="Convert by the default method even where it saves nothing."),
-]

@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from linattn.cli import _convert_options as options
 from linattn.cli.new_folder import finish, shared_folder
-from linattn.cli.terminal import of_option, print_table
+from linattn.cli.terminal import print_table
 from linattn.cli.training_progress import training_progress
-from linattn.convert import DEFAULT_MAP, Conversion, ConvertConfig, convert_
+from linattn.convert import Conversion, ConvertConfig, convert_
 from linattn.convert.card import (
     kept_in_words,
     kept_layers,
@@ -29,7 +29,6 @@ from linattn.hf import (
     load,
     save_pretrained,
 )
-from linattn.planning.methods import parse_method
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
 from linattn.records.texts import read_text
@@ -49,7 +48,6 @@ def convert(
     adapters: options.Adapters = None,
     batch: options.BatchSize = 2,
     seed: options.Seed = 0,
-    even_if_slower: options.EvenIfSlower = False,
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
 
@@ -63,10 +61,7 @@ def convert(
         launched() as processes,
         shared_folder("convert", "converting a model", processes, out, call) as (console, work),
     ):
-        with of_option("--map"):
-            parse_method(map_ or DEFAULT_MAP)
         texts = tuple(read_text(file).content for file in (text or (None,)))
-        loaded = load(model, with_head=True)
         config = ConvertConfig(
             map_,
             num_features=features,
@@ -77,8 +72,8 @@ def convert(
             adapter_rank=adapters,
             batch_size=batch,
             seed=seed,
-            even_if_slower=even_if_slower,
         )
+        loaded = load(model, with_head=True)
         with training_progress(console, "Measuring and calibrating", _loss) as shown:
             conversion = convert_(
                 loaded.model, loaded.tokenizer, config, work=work, notify=shown.notify, measured=shown.measured

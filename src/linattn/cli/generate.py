@@ -27,7 +27,7 @@ from linattn.hf import (
 )
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, check_budget
 from linattn.kv_cache.config import BITS
-from linattn.planning.methods import together
+from linattn.methods import together
 
 # Bits of a number that is kept as it is.
 _WHOLE = 32

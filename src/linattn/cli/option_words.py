@@ -31,7 +31,6 @@ OPTIONS = {
     "num_tokens": "--tokens",
     "redraw_every": "--redraw",
     "top_p": "--top-p",
-    "even_if_slower": "--even-if-slower",
     **{name: f"--{name}" for name in ("batch", "budget", "context", "device", "draws", "dropout", "dtype", "gate")},
     **{name: f"--{name}" for name in ("gated", "lengths", "minutes", "pattern", "positions", "repeats", "seed")},
     **{name: f"--{name}" for name in ("steps", "temperature")},

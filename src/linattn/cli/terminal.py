@@ -21,7 +21,6 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
-from linattn.cli.app import MOST
 from linattn.cli.option_words import in_options
 from linattn.processes import Processes
 from linattn.records.tables import Table
@@ -29,33 +28,6 @@ from linattn.records.tables import Table
 _FAILED, _INTERRUPTED = 1, 130
 # How torch and Python say that a size is beyond the memory.
 _NO_MEMORY = re.compile(r"Storage size calculation overflowed|can't allocate memory|out of memory|MemoryError")
-
-
-def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
-    """Whole numbers separated by commas, in ascending order.
-
-    Args:
-        text: what was written.
-        option: the option's name, for the message.
-        example: what could have been written.
-
-    Returns:
-        The numbers.
-
-    Raises:
-        ValueError: if the text is no such list.
-
-    Example:
-        >>> whole_numbers("256,64", "--features", "64,256")
-        (64, 256)
-    """
-    try:
-        numbers = tuple(sorted(int(part) for part in text.split(",")))
-        if abs(numbers[0]) > MOST or numbers[-1] > MOST:
-            raise ValueError(f"beyond {MOST}")
-        return numbers
-    except ValueError:
-        raise ValueError(f"{option} wants whole numbers separated by commas, as in {example}; got {text!r}") from None
 
 
 def console_of(processes: Processes) -> Console:
@@ -144,16 +116,6 @@ def interrupts() -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def print_words(console: Console, content: Table) -> None:
-    """A table of sentences, every column folded to the terminal's width, the first one whole."""
-    table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 1, 0))
-    for number, column in enumerate(content.columns):
-        table.add_column(column, overflow="fold", no_wrap=number == 0)
-    for row in content.rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
 
 
 def print_table(console: Console, content: Table) -> None:

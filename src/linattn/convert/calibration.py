@@ -13,8 +13,7 @@ from torch import Tensor
 from linattn.convert.running import Batch, to_device
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
-from linattn.kv_cache import MergedKV
-from linattn.planning.methods import Method
+from linattn.methods import Method
 from linattn.processes import Processes
 
 
@@ -39,28 +38,23 @@ def build_maps(
     *,
     num_features: int | None,
     seed: int,
-) -> list[FeatureMap | MergedKV]:
+) -> list[FeatureMap]:
     """Every layer's map by its method, on its call's device, with trainable weights where it has any; not yet fitted.
-
-    Merged keys where the method has no map.
 
     Layer n's map is drawn from seed + n; draws and weights are separate for each key/value head where the map has such.
     """
-    found: list[FeatureMap | MergedKV] = []
+    maps = []
     for method, layer in zip(methods, layers, strict=True):
         call = calls[layer.module_name]
         width, heads = call.query.shape[-1], call.key.shape[1]
-        kernel = method.build_kernel(
-            width, num_features=num_features, scale=width**-0.5, seed=seed + layer.layer, num_heads=heads
-        )
-        if isinstance(kernel, FeatureMap):
-            kernel = kernel.to(call.query.device).requires_grad_(True)
-        found.append(kernel)
-    return found
+        drawn = {"scale": width**-0.5, "seed": seed + layer.layer, "num_heads": heads}
+        feature_map = method.build_map(width, num_features=num_features, **drawn)
+        maps.append(feature_map.to(call.query.device).requires_grad_(True))
+    return maps
 
 
 def fit_maps(
-    maps: Sequence[FeatureMap | MergedKV],
+    maps: Sequence[FeatureMap],
     layers: Sequence[LayerReport],
     model: PreTrainedModel,
     batches: Sequence[Batch],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from linattn.convert.course import Conversion
 from linattn.convert.stages import Stage
-from linattn.planning.paying import from_where
+from linattn.methods.crossover import from_where
 from linattn.records.tables import Table
 
 _WORDS = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-DEFAULT_MAP = "window 32 + merged 96"
-"""The method of a conversion that names none: the cheapest of its error on an encoder, before any training."""
+from linattn.methods import Method, parse_method
+
+DEFAULT_MAP = "Expansion(num_centres=16) + window 32"
+"""The method of a conversion that names none: of maps the nearest to softmax, before any training."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,8 @@ class ConvertConfig:
 
     Attributes:
         feature_map: the method in its written form, as "Expansion(num_centres=64)", "LearnedExponential" or
-            "FavorPlus + window 32", for all layers, or one for each converted layer, in order; None for
-            `DEFAULT_MAP`.
+            "FavorPlus + window 32", for all layers, or one for each converted layer, in order; None for `DEFAULT_MAP`,
+            which is refused where it saves nothing.
         num_features: R, for a map whose width is free and not written.
         layers: numbers of the attention modules to convert, as in `linattn.hf.linearize_`; None for its choice.
         texts: what a tokenizer is to read; to be left empty when batches are given.
@@ -33,13 +35,10 @@ class ConvertConfig:
         learning_rate: of the model's weights, at its largest; times the relative error that is left before training.
         map_learning_rate: of the maps' weights in attention transfer, at its largest; a tenth of it in distillation.
         seed: of the draws and of the order of texts.
-        even_if_slower: whether the default method may be neither faster nor smaller than exact attention at the longest
-            text that the model takes (for an encoder, which keeps no state between calls: not faster); a method that is
-            named is taken whatever it costs.
 
     Raises:
-        ValueError: if a number is not positive (`minutes`, `seed`: negative) or not finite, `feature_map` is empty,
-            or adapters come without distillation.
+        ValueError: if `feature_map` names no map, as merged keys, which need no training; a number is not positive
+            (`minutes`, `seed`: negative) or not finite, or adapters come without distillation.
 
     Example:
         >>> ConvertConfig(minutes=-1)
@@ -61,10 +60,16 @@ class ConvertConfig:
     learning_rate: float = 2e-4
     map_learning_rate: float = 1e-2
     seed: int = 0
-    even_if_slower: bool = False
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The method of all layers, or of each."""
+        written = DEFAULT_MAP if self.feature_map is None else self.feature_map
+        return tuple(map(parse_method, (written,) if isinstance(written, str) else written))
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
+        """Refuse what is no map, and numbers that mean nothing."""
+        self._check_methods()
         if not (math.isfinite(self.minutes) and self.minutes >= 0):
             raise ValueError(f"minutes must be a finite number of 0 or more, got {self.minutes}")
         if self.seed < 0:
@@ -82,5 +87,18 @@ class ConvertConfig:
                 f"adapter_rank must be 1 or more, of weights that are distilled, got {self.adapter_rank} with "
                 f"distil={self.distil}; leave it out to train all weights"
             )
+
+    def _check_methods(self) -> None:
+        """Refuse methods without a map."""
         if self.feature_map is not None and not self.feature_map:
             raise ValueError(f"feature_map must name a method, got {self.feature_map!r}; None is {DEFAULT_MAP!r}")
+        try:
+            methods = self.methods
+        except ValueError as error:
+            raise ValueError(f"feature_map: {error}") from None
+        merged = [method.label for method in methods if method.map is None]
+        if merged:
+            raise ValueError(
+                f"feature_map must be a map, as LearnedExponential, got {merged[0]!r}: merged keys need no training; "
+                "bound a decoder's KV cache with linattn.hf.BoundedCache, or linearize_ an encoder by them"
+            )

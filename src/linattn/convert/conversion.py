@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import linattn
-from linattn.convert.config import DEFAULT_MAP, ConvertConfig
+from linattn.convert.config import ConvertConfig
 from linattn.convert.course import Conversion, Course
 from linattn.convert.running import Batch
 from linattn.convert.samples import Samples, from_batches, from_texts
@@ -21,7 +21,7 @@ from linattn.convert.stages import Measured, in_silence
 from linattn.hf import LinearLMForCausalLM, is_linearized
 from linattn.hf.linear_twin import check_twin
 from linattn.hf.linearization import choose_layers
-from linattn.planning.methods import Method, parse_method, together
+from linattn.methods import Method, together
 from linattn.processes import Processes
 from linattn.training import Notify, WorkFolder, alone_in, weights_digest
 
@@ -87,7 +87,7 @@ def convert_(
     Source: Kasai et al. 2021 (arXiv 2103.13076) for swapping and training on; Zhang et al. 2024 (arXiv 2402.04347) for
         attention transfer.
     """
-    methods = _methods(config)
+    methods = config.methods
     _check(model, config, methods)
     if isinstance(model, LinearLMForCausalLM):
         check_twin(model, methods)
@@ -110,12 +110,6 @@ def convert_(
             for module, training in modes:
                 module.training = training
             raise
-
-
-def _methods(config: ConvertConfig) -> tuple[Method, ...]:
-    """The method of all layers, or of each."""
-    written = DEFAULT_MAP if config.feature_map is None else config.feature_map
-    return tuple(map(parse_method, (written,) if isinstance(written, str) else written))
 
 
 def _check(model: PreTrainedModel, config: ConvertConfig, methods: tuple[Method, ...]) -> None:

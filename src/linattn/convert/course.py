@@ -16,7 +16,7 @@ from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import Weights, distil, teacher_outputs
 from linattn.convert.running import Outputs, to_device
 from linattn.convert.samples import Samples
-from linattn.convert.speed import Paying, Speed, check_pays, measure_paying, measure_speed, time_ratio
+from linattn.convert.speed import Paying, Speed, measure_paying, measure_speed
 from linattn.convert.stages import BASELINE, Measured, Stage, best, measure, measure_uniform
 from linattn.convert.transfer import transfer
 from linattn.feature_maps import FeatureMap, FittedMap
@@ -31,8 +31,8 @@ from linattn.hf import (
 )
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.hf.linearization import choose_layers
-from linattn.kv_cache import MergedKV
-from linattn.planning.methods import Method, together
+from linattn.methods import Method, together
+from linattn.methods.crossover import from_where
 from linattn.processes import Processes
 from linattn.training import Notify, Trained, Training, WorkFolder, train
 
@@ -141,11 +141,9 @@ class Course:
 
     def _linearize(
         self, calls: dict[str, AttentionCall], *, is_causal: bool
-    ) -> tuple[list[FeatureMap | MergedKV], bool, Linearization]:
-        """Every layer by its method: the maps and merged keys, and whether any map takes statistics."""
+    ) -> tuple[list[FeatureMap], bool, Linearization]:
+        """Every layer by its method: the maps, and whether any takes statistics."""
         config, calibration, methods = self._config, self._samples.calibration, self._methods
-        if config.feature_map is None and not config.even_if_slower:
-            self._check_pays(methods[0], calls)
         if len(methods) == 1:
             methods = methods * len(self._layers)
         maps = build_maps(methods, self._layers, calls, num_features=config.num_features, seed=config.seed)
@@ -161,6 +159,8 @@ class Course:
             layers=config.layers,
             window=[method.window for method in methods],
         )
+        if config.feature_map is None:
+            self._check_pays(calls)
         self._begin()
         if measurable:
             self._audit("unconverted")
@@ -183,11 +183,10 @@ class Course:
             restore_(self._model)
         self._model.load_state_dict(self._teacher.state_dict())
 
-    def _train(self, kernels: list[FeatureMap | MergedKV], fitted: bool) -> None:
+    def _train(self, maps: list[FeatureMap], fitted: bool) -> None:
         """Attention transfer and distillation, each where there is something to train and time for it."""
-        config, layers = self._config, zip(kernels, self._layers, strict=True)
-        maps = [(kernel, layer) for kernel, layer in layers if isinstance(kernel, FeatureMap)]
-        learning = [(feature_map, layer) for feature_map, layer in maps if any(True for _ in feature_map.parameters())]
+        config, pairs = self._config, zip(maps, self._layers, strict=True)
+        learning = [(feature_map, layer) for feature_map, layer in pairs if any(True for _ in feature_map.parameters())]
         seconds = config.minutes * 60
         transferring = seconds * (_TRANSFER_SHARE if config.distil else 1) * bool(learning)
         transferred = False
@@ -211,7 +210,7 @@ class Course:
                     distil(
                         self._model,
                         weights,
-                        [feature_map for feature_map, _ in maps],
+                        maps,
                         self._teacher,
                         self._samples,
                         seconds=seconds - transferring,
@@ -241,33 +240,30 @@ class Course:
             self._put(self._kernels[kept])
         return kept
 
+    def _check_pays(self, calls: dict[str, AttentionCall]) -> None:
+        """Refuse a method of our own choice that saves nothing on any text that the model takes."""
+        longest = self._longest
+        found = None if longest is None else self._processes.first_does(lambda: self._paying(calls, longest))
+        if found is not None and longest is not None and not found.saves_memory and not found.is_faster_at(longest):
+            raise ValueError(
+                f"{self._methods[0].label}, the default, does not pay on {type(self._model).__name__}: it keeps "
+                f"{found.state_numbers:,} numbers per head, the exact cache of {longest:,} tokens "
+                f"{found.exact_numbers:,}. {from_where(found.crossover, longest)} Keep the model as it is, or name a "
+                "method by feature_map, which is taken whatever it costs"
+            )
+
     @property
     def _longest(self) -> int | None:
         """Tokens that the model takes at most, where it says so."""
         longest: int | None = getattr(self._model.config, "max_position_embeddings", None)
         return longest
 
-    def _check_pays(self, method: Method, calls: dict[str, AttentionCall]) -> None:
-        """Refuse a method of our own choice that saves nothing on any text that the model takes."""
-        if self._longest is None:
-            return
-        found = check_pays(method, self._config.num_features, calls[self._layers[0].module_name], self._longest)
-        if found is not None:
-            names, batch = {layer.module_name for layer in self._layers}, self._samples.calibration[0]
-            ratio = time_ratio(self._teacher, batch, method, self._config.num_features, names, self._longest)
-            raise ValueError(
-                f"{method.label}, the default, does not pay on {type(self._model).__name__}, which takes at most "
-                f"{self._longest:,} tokens: {found.words()}; the whole model takes {ratio:.1f} × its time with "
-                "softmax. Do not convert it, but keep the model as it is, name another method by "
-                "feature_map, or give even_if_slower=True to convert it all the same"
-            )
-
     def _paying(self, calls: dict[str, AttentionCall], num_tokens: int) -> Paying | None:
         """The first converted layer's state and times."""
         first = self._layers[0].module_name
         attention = attention_of(self._model.get_submodule(first))
         assert attention is not None
-        return measure_paying(attention, self._methods[0], calls[first], num_tokens=num_tokens, longest=self._longest)
+        return measure_paying(attention, calls[first], num_tokens=num_tokens, longest=self._longest)
 
     @property
     def _stopped(self) -> bool:

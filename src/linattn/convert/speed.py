@@ -6,20 +6,19 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.convert.calibration import texts
 from linattn.convert.running import Batch, run
-from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
-from linattn.planning.costs import exact_state_numbers, state_numbers
-from linattn.planning.methods import BuiltMethod, Method
-from linattn.planning.paying import Crossover, Standing, find_crossover, pays_not, time_lengths
-from linattn.planning.timing import seconds
+from linattn.hf import AttentionCall, LayerAttention
+from linattn.methods.costs import exact_state_numbers, map_state_numbers
+from linattn.methods.crossover import Crossover, find_crossover, time_lengths
+from linattn.methods.timing import seconds
 
 _REPEATS = 3
 
@@ -67,38 +66,6 @@ def measure_speed(model: nn.Module, original: nn.Module, batches: Sequence[Batch
     return Speed(size, length, *times, torch.get_num_threads(), live.device.type)
 
 
-def time_ratio(
-    model: PreTrainedModel, batch: Batch, method: Method, num_features: int | None, layers: Collection[str], length: int
-) -> float:
-    """The whole model's time with these layers, by module name, under a method, over its own: one text of a length.
-
-    The batch's first text is repeated to it; maps that take statistics take them of each call.
-    """
-    longer = {
-        name: x[:1].repeat(1, -(-length // x.shape[1]), *(1 for _ in x.shape[2:]))[:, :length]
-        for name, x in batch.items()
-    }
-
-    def answer(call: AttentionCall) -> Tensor:
-        """Softmax in the other layers."""
-        if call.module_name not in layers:
-            return call.softmax()
-        built = method.build(call.query.shape[-1], num_features=num_features, scale=call.scale, seed=0)
-        built = built.to(call.query.device)
-        built.fit(call.query, call.key)
-        tokens = call.query, call.key, call.value
-        return built.attend(*tokens, key_mask=call.key_mask, is_causal=call.is_causal)
-
-    def replaced() -> None:
-        """A pass under the method."""
-        with intercept(model, answer):
-            _finished(model, longer)
-
-    with torch.no_grad():
-        found = seconds({"linear": replaced, "exact": partial(_finished, model, longer)}, repeats=_REPEATS)
-    return statistics.median(found["linear"]) / statistics.median(found["exact"])
-
-
 @dataclass(frozen=True)
 class Paying:
     """What a converted layer keeps beside the exact cache, and from which length it is faster than softmax.
@@ -133,9 +100,14 @@ class Paying:
         """From which length on the layer is faster."""
         return find_crossover(list(zip(self.lengths, self.seconds, self.exact_seconds, strict=True)))
 
+    def is_faster_at(self, num_tokens: int) -> bool:
+        """Whether the layer is faster than softmax at a length, as far as was timed."""
+        crossover = self.crossover
+        return crossover.always or (crossover.length is not None and crossover.length <= num_tokens)
+
 
 def measure_paying(
-    attention: LayerAttention, method: Method, call: AttentionCall, *, num_tokens: int, longest: int | None
+    attention: LayerAttention, call: AttentionCall, *, num_tokens: int, longest: int | None
 ) -> Paying | None:
     """One converted layer's state and times, on what the layer was given; None where queries and keys differ."""
     tokens = texts(call)[0]
@@ -143,24 +115,14 @@ def measure_paying(
     if query.shape[2] != key.shape[2]:
         return None
     exact = exact_state_numbers(num_tokens, head_dim=key.shape[-1], value_dim=value.shape[-1])
-    built = BuiltMethod(method, attention.feature_map, call.query.shape[-1], call.scale)
-    kept = state_numbers(built, value_dim=value.shape[-1], is_causal=call.is_causal)
+    assert attention.feature_map is not None
+    kept = map_state_numbers(attention.feature_map, value_dim=value.shape[-1], window=attention.window)
     times = time_lengths(
         partial(attention, scale=call.scale, is_causal=call.is_causal),
         lambda q, k, v: replace(call, query=q, key=k, value=v, key_mask=None).softmax(),
         tokens,
     )
     return Paying(num_tokens, kept, exact, *times, longest, call.is_causal)
-
-
-def check_pays(method: Method, num_features: int | None, call: AttentionCall, longest: int) -> Standing | None:
-    """A method that saves nothing at a model's longest text, with its figures: for an encoder, no time."""
-    tokens = texts(call)[0]
-    built = method.build(tokens[0].shape[-1], num_features=num_features, scale=call.scale, seed=0)
-    if tokens[0].shape[2] != tokens[1].shape[2]:
-        return None
-    causal = call.is_causal
-    return pays_not(built.to(tokens[0].device), tokens, num_tokens=longest, is_causal=causal, by_time_alone=not causal)
 
 
 def _finished(model: nn.Module, batch: Batch) -> None:

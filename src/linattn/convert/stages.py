@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from linattn.convert.predictions import next_token_losses, token_divergence
 from linattn.convert.running import Batch, Outputs, run
 from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, intercept
-from linattn.planning.measures import cosine, relative_error
+from linattn.methods.measures import cosine, relative_error
 from linattn.processes import Processes
 
 BASELINE = "uniform"

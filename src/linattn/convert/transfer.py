@@ -19,7 +19,7 @@ from linattn.convert.sharing import own_texts
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
 from linattn.hf.layer_attention import rescale_query
-from linattn.planning.measures import softmax_log_rows, visible_keys
+from linattn.methods.measures import softmax_log_rows, visible_keys
 from linattn.processes import Processes
 from linattn.training import Seconds, Training
 

@@ -18,7 +18,6 @@ from linattn.hf.bounded_cache import BoundedLayerReport as BoundedLayerReport
 from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer
 from linattn.hf.caches import new_cache as new_cache
 from linattn.hf.context_parallel import context_parallel as context_parallel
-from linattn.hf.exact_caches import filled_cache as filled_cache
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import Capture as Capture
 from linattn.hf.interception import capture as capture

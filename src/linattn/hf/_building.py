@@ -11,7 +11,7 @@ from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._calls import SINKS
 from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
-from linattn.planning.methods import Method, parse_method
+from linattn.methods import Method, parse_method
 
 Attending = tuple[AttentionModule, LayerAttention]
 """An attention module and what attends in its place."""
@@ -59,7 +59,7 @@ def attend_by_function(
 def take_sinks(methods: Sequence[Method]) -> bool:
     """Whether there are methods and each is on the softmax kernel's scale, as far as its written form says."""
     return bool(methods) and all(
-        method.map is None or FEATURE_MAPS[method.map.name].softmax_kernel for method in methods
+        method.map is not None and FEATURE_MAPS[method.map.name].softmax_kernel for method in methods
     )
 
 
@@ -79,7 +79,7 @@ def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> No
     if found.has_sinks and not attention.takes_sinks:
         raise ValueError(
             f"{found.name} (layer {found.number}) asks for {SINKS}, and {label} has no positive normaliser that they "
-            "could share; give merged keys, or another map, as FavorPlus"
+            "could share; give another map, as FavorPlus"
         )
     is_ordered = found.is_causal or found.reads_another_text
     try:

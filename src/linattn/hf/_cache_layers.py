@@ -6,7 +6,7 @@ Letters: B batch.
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
     is_croppable = False
     supports_early_init = False
     is_sliding = False
-    instead_of_cropping: ClassVar[str] = ""
-    """What else a caller of `crop` may do, as the end of a sentence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +88,7 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
         """Refused: a sum does not say what it was before."""
         raise ValueError(
             f"a state cannot forget its last tokens, {tokens_to_remove} of which are to go; keep a fork of the cache "
-            f"from before they came{self.instead_of_cropping}"
+            "from before they came"
         )
 
     def offload(self) -> None:

@@ -10,7 +10,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._merged_encoders import CAUSAL, refuse_merged_decoder
 from linattn.hf._probing import Probe, probe
+from linattn.kv_cache import MergedKV
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,11 @@ def choose(
     sample: Mapping[str, Any] | None = None,
     *,
     takes_sinks: bool = False,
+    merged: MergedKV | None = None,
 ) -> Choice:
     """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be.
 
-    What speaks against some depends on what takes their place: whether that takes sinks.
+    What speaks against some depends on what takes their place: whether that takes sinks, or is merged keys.
     """
     kind = type(model).__name__
     modules = list(attention_modules(model))
@@ -56,9 +59,15 @@ def choose(
     modules = probed.placed(modules)
     objections = objections_to(model, modules, probed, takes_sinks=takes_sinks)
     if layers is None:
-        cautions = {part.number: _caution(part, probed) for part in modules if part.number not in objections}
+        cautions = {
+            part.number: CAUSAL if part.is_causal and merged is not None else _caution(part, probed)
+            for part in modules
+            if part.number not in objections
+        }
         reasons = objections | {number: words for number, words in cautions.items() if words is not None}
         if len(reasons) == len(modules):
+            for part in modules:
+                refuse_merged_decoder(model, part, merged)
             raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(dict.fromkeys(reasons.values()))}")
         return Choice(tuple(modules), dict(sorted(reasons.items())))
     refused = [part for part in modules if part.number in wanted and part.number in objections]

@@ -137,26 +137,9 @@ def refuse_other_implementations(part: Any, args: Any, options: dict[str, Any]) 
         )
 
 
-def refuse_growing_caches(part: nn.Module, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of models in which a result depends on how a text is cut unless states go from call to call."""
-    for given in (*args, *options.values()):
-        cache = _of_text(given)
-        if isinstance(cache, Cache) and not isinstance(cache, StateCache) and cache.get_seq_length() > 0:
-            raise ValueError(_growing(type(part).__name__, cache))
-
-
 def _of_text(given: Any) -> Any:
     """A cache of a text's own tokens, where two are held; anything else as it is."""
     return given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
-
-
-def _growing(kind: str, cache: Cache) -> str:
-    """The error for a cache that gives all keys to each call."""
-    return (
-        f"{kind} merges or chooses keys as a text is read, and a {type(cache).__name__} would have it decide anew with "
-        "each call: another model; pass past_key_values=linattn.hf.new_cache(model) from the first token on, or leave "
-        "the cache to generate; a prefix that is put into a cache (prefix tuning) takes a feature map alone"
-    )
 
 
 def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -180,14 +163,13 @@ def _settle(module: nn.Module, args: Any, options: dict[str, Any], output: Any) 
 class StatesByDefault:
     """A model's own way to prepare a cache, its growing cache exchanged for states; an object, which can be pickled."""
 
-    def __init__(self, model: PreTrainedModel, *, needs_states: bool) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.needs_states = needs_states
 
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: GenerationMode, *sizes: int
     ) -> None:
-        """Prepare the cache; one that the user gave or chose by name stays, or is refused."""
+        """Prepare the cache; one that the user gave or chose by name stays, unless it has empty slots."""
         named = generation_config.cache_implementation
         is_chosen = model_kwargs.get("past_key_values") is not None or named == "dynamic"
         getattr(type(self.model), PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
@@ -211,9 +193,6 @@ class StatesByDefault:
             model_kwargs["past_key_values"] = made
             if generation_config.is_assistant:
                 _of_text(made).activate_past_recording()
-        cache = _of_text(made)
-        if self.needs_states and isinstance(cache, Cache) and not isinstance(cache, StateCache):
-            raise ValueError(_growing(type(self.model).__name__, cache))
 
 
 def _is_ordinary(cache: Cache | None) -> bool:

@@ -63,16 +63,9 @@ class InterfaceAttention(SoftmaxAttention):
         if attention is None or heads.gates is not None:
             assert not isinstance(kept, State)
             return super()._attend_with_state(heads, kept)
-        if attention.merged is not None:
-            raise ValueError(
-                f"a LinearLM's streams have states of feature maps, and this layer attends by {attention.summary}; "
-                "pass use_cache=False, or linearize_ the model by a feature map"
-            )
         assert kept is None or isinstance(kept, State)
         tensors = heads.query, heads.key, heads.value
-        out, after = attention.advance(*tensors, kept, scale=self.head_dim**-0.5, key_mask=heads.key_mask)
-        assert isinstance(after, State)
-        return out, after
+        return attention.advance(*tensors, kept, scale=self.head_dim**-0.5, key_mask=heads.key_mask)
 
     def _checked_kept(self, state: Stream) -> State | KeptTokens:
         """Keys and values, or a linearized layer's state."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from linattn.attention.window import check_width
 from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
-from linattn.planning.map_records import describe, rebuild
-from linattn.planning.methods import HEAVY_KEYS_REMOVED
+from linattn.methods.map_records import describe, rebuild
+from linattn.methods.method import HEAVY_KEYS_REMOVED
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
 
@@ -104,7 +104,7 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _MapRecord:
-    """A method for all heads, without a map beside merged keys.
+    """A map with a window or without, or an encoder's merged keys.
 
     Merged keys are not written where there are none, nor bits where these are whole. Earlier versions wrote the number
     of heavy keys, and another rule of choosing them.

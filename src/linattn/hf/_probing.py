@@ -96,8 +96,8 @@ class Probe:
             return f"it asks for {', '.join(words)}, which a kernel φ(q)·φ(k) cannot express"
         if not takes_sinks and any(call.has_sinks for call in calls):
             return (
-                f"it asks for {SINKS}, which linearize_ gives to written forms of merged keys, as 'window 128 + merged "
-                "256', and of maps for the softmax kernel, as FavorPlus, alone"
+                f"it asks for {SINKS}, which linearize_ gives to written forms of maps for the softmax kernel, as "
+                "FavorPlus, alone; a BoundedCache takes them"
             )
         if any(isinstance(call.mask, Tensor) and call.mask.ndim != 2 for call in calls):
             return "its model gives it a mask of pairs, or a bias on them, that a kernel φ(q)·φ(k) cannot express"

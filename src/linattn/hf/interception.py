@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from linattn.hf._attention_modules import attention_modules, hook_parts, implementations, restore, switch_to
 from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token, refuse_weights
-from linattn.planning.measures import uniform_average
+from linattn.methods.measures import uniform_average
 from linattn.softmax import softmax_attention
 
 NAME = "linattn_intercept"

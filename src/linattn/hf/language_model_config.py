@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 
 from linattn import positions as encodings
 from linattn.hf._interface_attention import InterfaceAttention
+from linattn.methods import parse_method
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm
-from linattn.planning.methods import parse_method
 from linattn.positions import CosineReweighting, FixedDecay, ForgetGate, Gate, Position
 
 _POSITIONS: dict[str, Callable[..., Position]] = {

@@ -1,4 +1,4 @@
-"""What takes the place of one layer's softmax: a feature map, or merged keys.
+"""What takes the place of one layer's softmax: a feature map, or, in an encoder, merged keys.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
 """
@@ -6,11 +6,12 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from linattn.attention import (
+    Attended,
     State,
     linear_attention,
     linear_attention_with_state,
@@ -19,24 +20,10 @@ from linattn.attention import (
 )
 from linattn.attention.window import shares_normalizer
 from linattn.feature_maps import FeatureMap
-from linattn.kv_cache import (
-    MergedKV,
-    MergedState,
-    merged_attention,
-    merged_attention_with_state,
-    merged_partial,
-    merged_partial_with_state,
-)
+from linattn.kv_cache import MergedKV, merged_attention
 
 ATTRIBUTE = "linear_attention"
 """Name of a `LayerAttention` in its attention module."""
-
-
-class LayerAttended(NamedTuple):
-    """What `LayerAttention.advance` returns: the output, (B, H, L, Dv), and the state after the last key."""
-
-    out: Tensor
-    state: State | MergedState
 
 
 class LayerAttention(nn.Module):
@@ -48,7 +35,8 @@ class LayerAttention(nn.Module):
     queries enter as (c/s)·q, and nothing is multiplied where the two agree. Models that scale their queries themselves
     and then ask for c = 1 (ESM, Whisper) thereby get them back as they were.
 
-    Merged keys need no map: they stand for the softmax kernel themselves.
+    Merged keys need no map: they stand for the softmax kernel themselves. They have no state here: the cache of a
+    decoder is bounded by `linattn.hf.BoundedCache`.
 
     Cost: that of `linattn.linear_attention`, or of `linattn.merged_attention`.
 
@@ -125,30 +113,26 @@ class LayerAttention(nn.Module):
         """
         self._check_sinks(sinks)
         query = rescale_query(self.feature_map, query, scale)
+        options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": True}
         if self.merged is not None:
-            merging: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": True}
-            if sinks is None:
-                return merged_attention(query, key, value, self.merged, **merging)
-            return merged_partial(query, key, value, self.merged, **merging).with_sink(sinks)
+            return merged_attention(query, key, value, self.merged, **options)
         assert self.feature_map is not None
-        options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "window": self.window}
+        options["window"] = self.window
         if sinks is not None:
-            return linear_partial(query, key, value, self.feature_map, enable_gqa=True, **options).with_sink(sinks)
-        return (self.attend_to_parts or linear_attention)(
-            query, key, value, self.feature_map, enable_gqa=True, **options
-        )
+            return linear_partial(query, key, value, self.feature_map, **options).with_sink(sinks)
+        return (self.attend_to_parts or linear_attention)(query, key, value, self.feature_map, **options)
 
     def advance(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        state: State | MergedState | None,
+        state: State | None,
         *,
         scale: float,
         key_mask: Tensor | None = None,
         sinks: Tensor | None = None,
-    ) -> LayerAttended:
+    ) -> Attended:
         """Causal attention over the state's keys and these, and the state after them.
 
         Args:
@@ -157,6 +141,9 @@ class LayerAttention(nn.Module):
 
         Returns:
             The output (B, H, L, Dv) and the new state, constant in the number of tokens.
+
+        Raises:
+            ValueError: if it attends by merged keys; as `forward`.
         """
         if self.attend_to_parts is not None:
             raise ValueError(
@@ -165,35 +152,21 @@ class LayerAttention(nn.Module):
             )
         self._check_sinks(sinks)
         query = rescale_query(self.feature_map, query, scale)
-        if self.merged is not None:
-            assert state is None or isinstance(state, MergedState)
-            tokens = query, key, value, self.merged, state
-            if sinks is None:
-                return LayerAttended(*merged_attention_with_state(*tokens, key_mask=key_mask, enable_gqa=True))
-            rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
-            return LayerAttended(rows.with_sink(sinks), after)
-        assert self.feature_map is not None
-        assert state is None or isinstance(state, State)
+        if self.feature_map is None:
+            raise ValueError(
+                f"{self.module_name} attends by {self.summary}, which has no state here; a decoder's keys are "
+                "merged in its cache, a linattn.hf.BoundedCache"
+            )
         held, window = (query, key, value, self.feature_map, state), self.window
         if sinks is None:
-            return LayerAttended(*linear_attention_with_state(*held, key_mask=key_mask, enable_gqa=True, window=window))
+            return linear_attention_with_state(*held, key_mask=key_mask, enable_gqa=True, window=window)
         partial, later = linear_partial_with_state(*held, key_mask=key_mask, enable_gqa=True, window=window)
-        return LayerAttended(partial.with_sink(sinks), later)
+        return Attended(partial.with_sink(sinks), later)
 
     @property
     def takes_sinks(self) -> bool:
         """True if sinks may stand beside its keys: on the softmax kernel's scale, in all heads alike."""
-        return self.feature_map is None or shares_normalizer(self.feature_map)
-
-    @property
-    def num_exact(self) -> int:
-        """Width of the window of exact keys, 0 for none: so many last tokens are in no sum."""
-        return (self.window if self.merged is None else self.merged.window) or 0
-
-    @property
-    def depends_on_cuts(self) -> bool:
-        """True if causal calls over all keys are not those of a stream: each decides what is merged."""
-        return self.merged is not None
+        return self.feature_map is not None and shares_normalizer(self.feature_map)
 
     @property
     def summary(self) -> str:
@@ -212,8 +185,8 @@ class LayerAttention(nn.Module):
             return
         if not self.takes_sinks:
             raise ValueError(
-                f"{self.module_name} attends by {self.summary}, beside which sinks have no scale; give merged keys, or "
-                "a map for the softmax kernel with a positive normaliser, as FavorPlus"
+                f"{self.module_name} attends by {self.summary}, beside which sinks have no scale; give a map for "
+                "the softmax kernel with a positive normaliser, as FavorPlus"
             )
         if self.attend_to_parts is not None:
             raise ValueError(

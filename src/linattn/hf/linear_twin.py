@@ -18,9 +18,9 @@ from linattn.hf._attention_modules import attention_modules
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.language_model_config import LinearLMConfig, taking_any_map
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
+from linattn.methods import Method
+from linattn.methods.map_records import written
 from linattn.nn import LinearAttention
-from linattn.planning.map_records import written
-from linattn.planning.methods import Method
 from linattn.positions import Position, Rotary
 from linattn.positions.rotary import keeps_rotations
 
@@ -106,11 +106,8 @@ def _settings(model: LinearLMForCausalLM, attentions: Mapping[str, LayerAttentio
 def _method(attention: LayerAttention) -> str:
     """The written form of a map and its window."""
     feature_map = attention.feature_map
-    if feature_map is None:
-        raise ValueError(
-            f"{attention.module_name} attends by {attention.summary}, and linear blocks of a LinearLM have a feature "
-            f"map; {_LINEARIZE}"
-        )
+    # Merged keys take no causal layer's place.
+    assert feature_map is not None
     default = feature_map.head_dim**-0.5
     scale = getattr(feature_map, "scale", default)
     if scale != default:

@@ -1,4 +1,4 @@
-"""Replace softmax attention in a transformers model by that of feature maps, and undo it."""
+"""Replace softmax attention in a transformers model by feature maps, or an encoder's by merged keys, and undo it."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from linattn.hf._dispatch import (
     StatesByDefault,
     check_caches_of,
     hand_over,
-    refuse_growing_caches,
     refuse_other_implementations,
 )
 from linattn.hf._folders import SAVE, SaveLinearized
+from linattn.hf._merged_encoders import merged_alone, refuse_merged_decoder
 from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.kv_cache import MergedKV
-from linattn.planning.methods import Method
+from linattn.methods import Method
 
 # Where a model keeps what `restore_` needs, its former implementations and the hooks; copies and pickles have it too.
 _UNDO = "linattn_undo"
@@ -115,18 +115,19 @@ def linearize_(
 
     Each map becomes part of its attention module, `module.linear_attention`: it moves and trains with the model, and
     its tensors are in `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` of this
-    very model keeps a `StateCache`, constant in the number of tokens. Keys are merged as a text is read, so that a
-    growing cache (DynamicCache) would be another model with them: it is refused after its first call. Layers that are
-    not replaced attend as before, by the attention implementation that the model has. This changes what the model
-    computes, without training it anew: `linattn audit` says beforehand by how much. To bound the KV cache of a
-    language model, give `generate` a `BoundedCache` and leave the model as it is; merged keys are for encoders here,
-    and for models that are trained or saved with them.
+    very model keeps a `StateCache`, constant in the number of tokens. Layers that are not replaced attend as before, by
+    the attention implementation that the model has. This changes what the model computes, without training it anew:
+    `linattn audit` says beforehand by how much.
+
+    Merged keys (`linattn.MergedKV`) take the place of softmax in layers without causality: in encoders, those of
+    encoder-decoders included. To bound a decoder's KV cache, leave the model as it is and give `generate` a
+    `BoundedCache`.
 
     Passes of a few tokens, without and with padding, and with a cache where the model generates, first show what each
     layer asks its attention for. A layer keeps its softmax, and the report says why, where φ(q)·φ(k) cannot express
     that: position biases, soft-capped logits, masks of pairs that the model makes itself, keys that other layers attend
     to as well, a module that attends several times in a pass, a cache of the model's own class. So it does where it has
-    attention sinks, but for written forms of merged keys and of maps for the softmax kernel. So do, unless they are
+    attention sinks, but for written forms of maps for the softmax kernel. So do, unless they are
     named in `layers`, sliding windows and chunks, masks by which tokens of a picture see later ones, encoders that
     generate, and cross attention. What only some calls ask for is refused when
     they do: packed sequences, a mask of pairs given by the caller, texts beyond a replaced layer's window, dropout on
@@ -140,11 +141,11 @@ def linearize_(
         model: any transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the model
             within.
         method: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion + window
-            16"; or merged keys, as `MergedKV(window=32, num_merged=96)` or "window 32 + merged 96"; or a function from
-            the head width to a map, called once for each replaced layer, in order: the way to pass a map that was
-            fitted. Of the first two one for every replaced layer may be given, in order. Queries reach a map multiplied
-            by c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks, in causal
-            layers, are counted from a text's first live token, padding or not.
+            16"; or, for layers without causality, merged keys, as `MergedKV(window=32, num_merged=96)` or "window 32 +
+            merged 96"; or a function from the head width to either, called once for each replaced layer, in order: the
+            way to pass a map that was fitted. Of the first two one for every replaced layer may be given, in order.
+            Queries reach a map multiplied by c / map.scale, which is 1 but for models with a temperature of their own.
+            A window's blocks, in causal layers, are counted from a text's first live token, padding or not.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all that can
             be, without those of the kinds above.
         window: as in `linattn.linear_attention`, for maps that a function builds, or one for each replaced layer, in
@@ -167,8 +168,8 @@ def linearize_(
         ValueError: if there are not as many methods or windows as layers, the model
             ignores AttentionInterface, is linearized or intercepted already, has no such layers, a named one cannot be
             replaced or none can, the model does not run on the example, or the map cannot be built or used: a causal
-            layer needs maps that learn nothing from the call. Also if `calibrate` holds no batches or nothing to
-            calibrate is there.
+            layer needs maps that learn nothing from the call, and takes no merged keys. Also if `calibrate` holds no
+            batches or nothing to calibrate is there.
 
     Example:
         >>> import torch
@@ -195,10 +196,11 @@ def linearize_(
         raise ValueError(f"{type(model).__name__} is linearized already; call restore_(model) first")
     if attends_by(model, INTERCEPTED):
         raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
-    methods = _methods(method)
+    methods, layers = _methods(method), None if layers is None else list(layers)
+    merged = merged_alone(model, layers, methods)
     take_away(model, NAME)
     sample, calibrate = first_sample(calibrate)
-    choice = choose(model, layers, example, sample, takes_sinks=take_sinks(methods))
+    choice = choose(model, layers, example, sample, takes_sinks=take_sinks(methods), merged=merged)
     chosen = choice.chosen
     _check_counts(method, window, len(chosen))
     labels: dict[int, str] = {}
@@ -211,6 +213,8 @@ def linearize_(
         # As `_methods` found.
         assert callable(method)
         attentions = attend_by_function(chosen, method, window)
+    for found, attention in attentions:
+        refuse_merged_decoder(model, found, attention.merged)
     if calibrate is not None:
         calibrate_maps(model, attentions, calibrate)
     # Of the others with what was fitted.
@@ -291,15 +295,12 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     for found, attention in attentions:
         found.module.add_module(ATTRIBUTE, attention)
     stateful = [found.module for found, _ in attentions if found.cache_place is not None]
-    needs_states = any(attention.depends_on_cuts for found, attention in attentions if found.cache_place is not None)
     hooks = [*hook_parts(model, refuse_weights), *hook_parts(model, refuse_other_implementations)]
     hooks += [hook for module in stateful for hook in hand_over(module)]
     if stateful:
         hooks += check_caches_of(model)
-    if needs_states:
-        hooks += hook_parts(model, refuse_growing_caches)
     if stateful and hasattr(type(model), PREPARE):
-        setattr(model, PREPARE, StatesByDefault(model, needs_states=needs_states))
+        setattr(model, PREPARE, StatesByDefault(model))
     setattr(model, SAVE, SaveLinearized(model))
     mark(model)
     setattr(model, _UNDO, (former, tuple(hooks)))

@@ -15,6 +15,7 @@ from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import try_out
 from linattn.hf._folders import bring_back, describe_model, softmax_model, softmax_state
+from linattn.hf._merged_encoders import refuse_converted_decoder
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, rebuild_attention
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention
@@ -97,7 +98,8 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
             the weights.
         ValueError: if linattn.json is no JSON, of another format version, or does not agree with the weights, with
             linattn.safetensors or with the model that transformers builds, every tensor and layer being named; or a
-            file asks for what no folder written here does: code of a hub, files elsewhere, sizes beyond any model's.
+            file asks for what no folder written here does: code of a hub, files elsewhere, sizes beyond any model's; or
+            it holds a decoder whose keys an earlier version merged: a `BoundedCache` does that, and the error says how.
 
     Warns:
         UserWarning: if another version of linattn wrote the folder; the model is read nonetheless.
@@ -114,6 +116,9 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
     tensors = _model_records.read_tensors(path, record)
     model = softmax_model(path, record)
     attentions = [_attention(found, layer, path, tensors) for found, layer in _pairs(model, record, path)]
+    for found, attention in attentions:
+        refuse_converted_decoder(model, found, attention, path)
+        try_out(found, attention, attention.summary)
     bring_back(model, tensors, path)
     install(model, attentions)
     model.eval()
@@ -162,7 +167,7 @@ def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tupl
 def _attention(
     found: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]
 ) -> tuple[AttentionModule, LayerAttention]:
-    """One layer's attention with its tensors, which are taken out of `tensors`, and tried."""
+    """One layer's attention with its tensors, which are taken out of `tensors`."""
     place, prefix = f"{path / RECORD}, layer {layer.number}", f"{found.name}.{ATTRIBUTE}."
     attention = rebuild_attention(layer.kernel, found.name, place=place, remedy=REMEDY)
     own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
@@ -171,5 +176,4 @@ def _attention(
         attention.load_state_dict({name.removeprefix(prefix): x for name, x in own.items()}, assign=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from error
-    try_out(found, attention, attention.summary)
     return found, attention

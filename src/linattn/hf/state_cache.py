@@ -16,10 +16,9 @@ from linattn.hf._calls import InterfaceCall
 from linattn.hf._recorded_calls import RecordedCall, RecordingLayer
 from linattn.hf._text_caches import TextCache
 from linattn.hf.layer_attention import LayerAttention, attention_of
-from linattn.kv_cache import MergedState
 
 
-class StateLayer(RecordingLayer[State | MergedState]):
+class StateLayer(RecordingLayer[State]):
     """One layer of a `StateCache`: the state of all tokens so far.
 
     transformers' attention modules give a cache their new keys and values and attend to what `update` returns: the new
@@ -66,7 +65,7 @@ class StateLayer(RecordingLayer[State | MergedState]):
         out, state = attention.advance(*tensors, before, scale=call.scale, key_mask=key_mask, sinks=call.sinks)
         self.advance_to(state, call.key.shape[-2])
         if self.record_past:
-            self.record(RecordedCall(attention, before, tensors, call.scale, key_mask), attention.num_exact)
+            self.record(RecordedCall(attention, before, tensors, call.scale, key_mask), attention.window or 0)
         self._is_pending = False
         return out
 

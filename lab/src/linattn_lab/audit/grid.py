@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from linattn.planning.methods import BuiltMethod, Method, parse_method
+from linattn.methods import Method, parse_method
+from linattn_lab.built_methods import BuiltMethod, build
 
 DEFAULT_METHODS = (
     "FavorPlus",
@@ -58,7 +59,7 @@ class Configuration:
     def build(self, head_dim: int, *, scale: float, layer: int) -> BuiltMethod:
         """The map of one layer; see `Method.build`."""
         seed = self.first_seed + layer
-        return self.method.build(head_dim, num_features=self.num_features, scale=scale, seed=seed)
+        return build(self.method, head_dim, num_features=self.num_features, scale=scale, seed=seed)
 
 
 def in_words(configuration: Configuration, sample: BuiltMethod, draws: int) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from linattn.planning.costs import flops_per_token, state_numbers
-from linattn.planning.methods import BuiltMethod
 from linattn_lab.audit.grid import Configuration
 from linattn_lab.audit.records import HeadRow, RankRow
 from linattn_lab.audit.truth import HeadErrors, LayerTruth
+from linattn_lab.built_methods import BuiltMethod
+from linattn_lab.costs import flops_per_token, state_numbers
 
 RANKS = tuple(2**power for power in range(9))
 

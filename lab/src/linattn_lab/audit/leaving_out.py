@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil
 
-from linattn.planning.costs import exact_state_numbers, state_numbers
-from linattn.planning.methods import Method
+from linattn.methods import Method
+from linattn.methods.costs import exact_state_numbers
 from linattn_lab.audit.grid import AuditGrid
+from linattn_lab.built_methods import build
+from linattn_lab.costs import state_numbers
 
 # Errors were found not to grow up to this length; a method that keeps more than its keys and values is of no use there.
 _LENGTH = 8192
@@ -29,7 +31,7 @@ def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: floa
         Why each such method is left out, by its written form.
 
     Example:
-        >>> from linattn.planning.methods import parse_method
+        >>> from linattn.methods import parse_method
         >>> wanted = AuditGrid((parse_method("Taylor(order=1)"), parse_method("Taylor(order=2)")))
         >>> list(unpayable(wanted, [(256, 256)], scale=1.0, num_tokens=512))
         ['Taylor(order=2)']
@@ -49,5 +51,5 @@ def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: floa
 def _least_state(grid: AuditGrid, method: Method, head_dim: int, value_dim: int, scale: float) -> int:
     """Numbers the method keeps per head at the narrowest width measured."""
     width = min(grid.features) if method.takes_features else None
-    built = method.build(head_dim, num_features=width, scale=scale, seed=0)
+    built = build(method, head_dim, num_features=width, scale=scale, seed=0)
     return state_numbers(built, value_dim=value_dim)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall, LoadedModel
-from linattn.planning.methods import BuiltMethod
 from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid, Configuration, LayerMaps, in_words
 from linattn_lab.audit.kept import Kept
@@ -39,6 +38,7 @@ from linattn_lab.audit.truth import LayerTruth
 from linattn_lab.audit.weights import explored_heads, weights_row
 from linattn_lab.audit.whole_model import WholeModel
 from linattn_lab.audit.work import Work
+from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import versions
 from linattn_lab.pace import Silent, Watch
 from linattn_lab.rounds import Unit, in_rounds

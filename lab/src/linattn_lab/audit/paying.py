@@ -10,8 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from linattn.hf import AttentionCall
-from linattn.planning import paying
-from linattn.planning.timing import seconds
+from linattn.methods import crossover
+from linattn.methods.timing import seconds
 from linattn_lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
 
 LINEAR, EXACT = "linear", "exact"
@@ -51,7 +51,7 @@ def time_lengths(
 ) -> LengthsRow:
     """One layer's attention at its own length, twice that, and so on, until the method is faster than softmax.
 
-    Cost: as `linattn.planning.paying.time_lengths`.
+    Cost: as `linattn.methods.crossover.time_lengths`.
 
     Args:
         label: the method's written form.
@@ -70,7 +70,7 @@ def time_lengths(
     return LengthsRow(
         label,
         features,
-        *paying.time_lengths(
+        *crossover.time_lengths(
             lambda *tokens: answer(longer(*tokens)),
             lambda *tokens: longer(*tokens).softmax(),
             (call.query, call.key, call.value),

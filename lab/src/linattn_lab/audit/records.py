@@ -89,7 +89,7 @@ class HeadRow:
         sum_square: mean |x + y|².
         logit_std: standard deviation of the logits over the keys a query may attend to.
         predicted_ratio: error / uniform_error as the norms predict it; null where no closed form is known.
-        state_numbers: numbers the method keeps per head, see `linattn.planning.costs`.
+        state_numbers: numbers the method keeps per head, see `linattn.methods.costs`.
         flops_per_token: its operations per head and token.
     """
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from linattn.attention import attention_rows
 from linattn.feature_maps import FeatureMap, RandomFeatureMap, Sderf, Wrapper
-from linattn.planning import measures
-from linattn.planning.methods import BuiltMethod
+from linattn.methods import measures
 from linattn.softmax import softmax_attention
 from linattn_lab.audit.moments import logit_std, pair_moments, predicted_ratio
+from linattn_lab.audit.row_measures import kl_divergence, total_variation
 from linattn_lab.audit.weights import few_queries
+from linattn_lab.built_methods import BuiltMethod
 
 # One-hot values attended to at once where rows are read off the op.
 _COLUMNS = 128
@@ -106,8 +107,8 @@ class LayerTruth:
         self.uniform_error = measures.relative_error(uniform[:, :, first:], self._exact)
         log_exact = self._log_exact()
         uniform_rows = self._visible / self._visible.sum(-1, keepdim=True)
-        self.uniform_total_variation = measures.total_variation(log_exact, uniform_rows)
-        self.uniform_kl = measures.kl_divergence(log_exact, uniform_rows)
+        self.uniform_total_variation = total_variation(log_exact, uniform_rows)
+        self.uniform_kl = kl_divergence(log_exact, uniform_rows)
         self.logit_std = logit_std(log_exact, self._visible)
 
     @property
@@ -129,10 +130,11 @@ class LayerTruth:
 
         Example:
             >>> from linattn.hf import AttentionCall
-            >>> from linattn.planning.methods import parse_method
+            >>> from linattn.methods import parse_method
             >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
             >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
-            >>> built = parse_method("Taylor(order=1)").build(4, num_features=None, scale=1.0, seed=0)
+            >>> from linattn_lab.built_methods import build
+            >>> built = build(parse_method("Taylor(order=1)"), 4, num_features=None, scale=1.0, seed=0)
             >>> truth.measure(built).error.tolist()  # every logit is 0
             [0.0]
         """
@@ -144,8 +146,8 @@ class LayerTruth:
         moments = pair_moments(query, key, scale=call.scale, first_query=self.first, is_causal=call.is_causal)
         return HeadErrors(
             error=self.error(out),
-            total_variation=measures.total_variation(log_exact, weights),
-            kl=measures.kl_divergence(log_exact, weights),
+            total_variation=total_variation(log_exact, weights),
+            kl=kl_divergence(log_exact, weights),
             query_norm=moments.query_norm,
             key_norm=moments.key_norm,
             sum_square=moments.sum_square,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall, PreTrainedModel, intercept
-from linattn.planning.measures import cosine
+from linattn.methods.measures import cosine
 from linattn_lab.audit.paying import time_model
 from linattn_lab.audit.records import ModelRow, TimeRow
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.planning.costs import exact_flops_per_token, flops_per_token
-from linattn.planning.methods import BuiltMethod
+from linattn_lab.built_methods import BuiltMethod
+from linattn_lab.costs import exact_flops_per_token, flops_per_token
 
 # Singular values take this many times the operations of a product of the same size.
 _DECOMPOSITION = 20

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linattn.planning.methods import BuiltMethod
 from linattn.softmax import softmax_attention
 from linattn_lab.bench.settings import Settings
+from linattn_lab.built_methods import BuiltMethod
 
 LINEAR = "linear"
 EXACT = "exact"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linattn.planning.measures import relative_error, uniform_average
-from linattn.planning.methods import BuiltMethod
+from linattn.methods.measures import relative_error, uniform_average
 from linattn_lab.bench.contenders import Inputs, exact_run, linear_run
 from linattn_lab.bench.settings import Settings
+from linattn_lab.built_methods import BuiltMethod
 
 NUM_VERIFIED = 512
 

@@ -7,15 +7,15 @@ from statistics import median
 
 import torch
 
-from linattn.planning.costs import exact_flops_per_token, flops_per_token, state_numbers
-from linattn.planning.methods import BuiltMethod
-from linattn.planning.timing import seconds
+from linattn.methods.timing import seconds
 from linattn_lab.bench import memory
 from linattn_lab.bench.contenders import EXACT, LINEAR, Inputs, draw_inputs, exact_run, fitted_method, linear_run
 from linattn_lab.bench.errors import NUM_VERIFIED, verify
 from linattn_lab.bench.records import BenchHeader, LengthRow
 from linattn_lab.bench.settings import Settings
+from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import processor, versions
+from linattn_lab.costs import exact_flops_per_token, flops_per_token, state_numbers
 
 _EXACT_LIMIT = 60.0
 

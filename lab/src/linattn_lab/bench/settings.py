@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from linattn.planning.methods import BuiltMethod, Method, parse_method
+from linattn.methods import Method, parse_method
+from linattn_lab.built_methods import BuiltMethod, build
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda")
@@ -104,7 +105,7 @@ class Settings:
         """
         method = self.method
         width = (_FEATURES if self.features is None else self.features) if method.takes_features else None
-        built = method.build(self.head_dim, num_features=width, scale=self.head_dim**-0.5, seed=self.seed)
+        built = build(method, self.head_dim, num_features=width, scale=self.head_dim**-0.5, seed=self.seed)
         built.check_call(self.lengths[-1], is_causal=self.is_causal)
         return built.to(self.device)
 

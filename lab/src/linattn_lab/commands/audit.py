@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from linattn.cli.same_options import check_same_options
-from linattn.cli.terminal import console_of, ending, interrupts, of_option, print_table, whole_numbers
+from linattn.cli.terminal import console_of, ending, interrupts, of_option, print_table
 from linattn.hf import load
-from linattn.planning.methods import parse_method
+from linattn.methods import parse_method
 from linattn.processes import launched
 from linattn.records.texts import read_text
 from linattn_lab.audit.grid import AuditGrid, default_methods
@@ -20,6 +20,7 @@ from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, Header
 from linattn_lab.commands import _audit_options as options
 from linattn_lab.commands._audit_files import measure
+from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.memory_audit import Asked, audit_memory
 from linattn_lab.commands.stages import stages
 from linattn_lab.report import AuditSummary, advise, overview, summarise_audit, write_report

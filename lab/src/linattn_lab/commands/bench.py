@@ -10,11 +10,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.terminal import ending, interrupts, of_option, print_table, whole_numbers
-from linattn.planning.methods import parse_method
+from linattn.cli.terminal import ending, interrupts, of_option, print_table
+from linattn.methods import parse_method
 from linattn_lab.bench.measuring import Bench
 from linattn_lab.bench.records import BENCH, LengthRow, partial_path
 from linattn_lab.bench.settings import Settings
+from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.stages import stages
 from linattn_lab.pace import Pace
 from linattn_lab.report import conclude, length_table, summarise_bench, write_report

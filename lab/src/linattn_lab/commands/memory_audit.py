@@ -11,12 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.terminal import ending, interrupts, print_table, whole_numbers
+from linattn.cli.terminal import ending, interrupts, print_table
 from linattn.hf import load_language_model
 from linattn.kv_cache.layer_plans import MemoryPlan, read_memory_plans, write_memory_plans
 from linattn.processes import Processes
 from linattn.records.texts import Text, read_text
 from linattn_lab.asides import asides, set_aside
+from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.stages import Stages, stages
 from linattn_lab.constant_memory.measuring import MemoryAudit
 from linattn_lab.constant_memory.records import MEMORY, MemoryRow, key_of

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.terminal import ending, interrupts, print_words
+from linattn.cli.terminal import ending, interrupts
 from linattn.records.tables import Table
 from linattn_lab.asides import set_aside
+from linattn_lab.commands._terminal import print_words
 from linattn_lab.commands.stages import stages
 from linattn_lab.experiments import EXPERIMENTS
 from linattn_lab.experiments.experiment import FigureRow

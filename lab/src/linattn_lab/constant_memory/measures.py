@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn.hf import AttentionCall
-from linattn.planning.measures import relative_error
+from linattn.methods.measures import relative_error
 
 
 class Bins(NamedTuple):

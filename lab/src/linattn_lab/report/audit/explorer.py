@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from linattn.planning.costs import exact_state_numbers
+from linattn.methods.costs import exact_state_numbers
 from linattn.records.fields import to_json
 from linattn_lab.audit.records import EXACT
 from linattn_lab.audit.weights import LETTERS, STEPS

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from linattn.feature_maps import FEATURE_MAPS, LearnedMap, RandomFeatureMap
-from linattn.planning.costs import exact_flops_per_token, exact_state_numbers
-from linattn.planning.methods import parse_method
+from linattn.methods import parse_method
+from linattn.methods.costs import exact_state_numbers
+from linattn_lab.costs import exact_flops_per_token
 from linattn_lab.report.audit.summary import AuditSummary, Line
 from linattn_lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, baseline, drawable
 

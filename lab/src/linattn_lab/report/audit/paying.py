@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from linattn.planning.costs import exact_state_numbers
-from linattn.planning.paying import from_where
+from linattn.methods.costs import exact_state_numbers
+from linattn.methods.crossover import from_where
 from linattn_lab.report._text import Point, number
 from linattn_lab.report.audit.summary import AuditSummary, Line
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linattn.planning.paying import Crossover, find_crossover
+from linattn.methods.crossover import Crossover, find_crossover
 from linattn_lab.audit.records import AuditRow, LengthsRow, TimeRow
 
 

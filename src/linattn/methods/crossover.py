@@ -1,4 +1,4 @@
-"""Whether a method pays: its time and its state beside those of exact attention, on a layer's own tensors.
+"""From which length on linear attention is faster than softmax, on a layer's own tensors.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width.
 """
@@ -14,18 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.planning.costs import exact_state_numbers, state_numbers
-from linattn.planning.methods import BuiltMethod
-from linattn.planning.timing import seconds, spread
-from linattn.softmax import softmax_attention
+from linattn.methods.timing import seconds, spread
 
 LINEAR, EXACT = "linear", "exact"
 Tokens = tuple[Tensor, Tensor, Tensor]
 """Query (B, H, L, D), key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of self-attention."""
 
-# A call that takes longer is timed once; none is over more tokens where its time follows from fewer.
+# A call that takes longer is timed once.
 _LONG_SECONDS = 0.5
-_LONG_TEXT = 4096
 _REPEATS = 3
 # No call of exact attention that would take longer is begun, nor one over more tokens.
 _MOST_SECONDS = 2.0
@@ -61,93 +57,6 @@ class Times(NamedTuple):
     lengths: tuple[int, ...]
     seconds: tuple[float, ...]
     exact_seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A method's time and state beside those of exact attention, at one length.
-
-    Attributes:
-        num_tokens: L.
-        state_numbers: numbers that the method keeps per head.
-        exact_numbers: those of the exact cache.
-        seconds: of a call of the method, median.
-        exact_seconds: of a call of exact attention.
-    """
-
-    num_tokens: int
-    state_numbers: int
-    exact_numbers: int
-    seconds: float
-    exact_seconds: float
-
-    def words(self) -> str:
-        """The figures, without a full stop.
-
-        Example:
-            >>> Standing(512, 77952, 32768, 0.4, 0.1).words()
-            'at 512 tokens its attention takes 4.0 × the time of softmax and keeps 77,952 numbers per head, the exact \
-cache 32,768'
-        """
-        ratio = self.seconds / self.exact_seconds
-        return (
-            f"at {self.num_tokens:,} tokens its attention takes {ratio:.1f} × the time of softmax and keeps "
-            f"{self.state_numbers:,} numbers per head, the exact cache {self.exact_numbers:,}"
-        )
-
-
-def pays_not(
-    built: BuiltMethod,
-    tokens: Tokens,
-    *,
-    num_tokens: int,
-    is_causal: bool,
-    by_time_alone: bool = False,
-) -> Standing | None:
-    """A method that is neither faster nor smaller than exact attention at a length, with its figures.
-
-    Nothing is timed of a method that keeps less than the exact cache, so that only short lengths are, unless time alone
-    counts: at most as many tokens as have the numbers of the method's state.
-
-    Calls over more than 4,096 tokens are not made: their times follow from those, ours as L and softmax's as L².
-
-    Cost: none, or four calls of each kind over `num_tokens` tokens, at most 4,096.
-
-    Args:
-        built: the method, which is fitted to the tokens if it takes statistics.
-        tokens: of one layer; repeated to the length.
-        num_tokens: L.
-        is_causal: whether later keys are hidden.
-        by_time_alone: whether a smaller state is of no use, as in an encoder, which keeps nothing between calls.
-
-    Returns:
-        The `Standing`; None where the method is faster, or smaller where that is of use.
-
-    Example:
-        >>> from linattn.planning.methods import parse_method
-        >>> built = parse_method("Taylor(order=1)").build(1, num_features=None, scale=1.0, seed=0)
-        >>> x = torch.zeros(1, 1, 4, 1)
-        >>> pays_not(built, (x, x, x), num_tokens=64, is_causal=False)  # 4 numbers of 128
-    """
-    dims = built.head_dim, tokens[2].shape[-1]
-    state_size = state_numbers(built, value_dim=dims[1], is_causal=is_causal)
-    exact = exact_state_numbers(num_tokens, head_dim=dims[0], value_dim=dims[1])
-    if state_size < exact and not by_time_alone:
-        return None
-    built.fit(tokens[0], tokens[1])
-
-    def linear(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The method's call."""
-        return built.attend(query, key, value, is_causal=is_causal)
-
-    def softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Exact attention."""
-        return softmax_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
-
-    timed = min(num_tokens, _LONG_TEXT)
-    ours, theirs = _medians(linear, softmax, _repeated(tokens, timed), _REPEATS)
-    ours, theirs = ours * num_tokens / timed, theirs * (num_tokens / timed) ** 2
-    return None if ours < theirs else Standing(num_tokens, state_size, exact, ours, theirs)
 
 
 def time_lengths(linear: Callable[..., object], exact: Callable[..., object], tokens: Tokens) -> Times:

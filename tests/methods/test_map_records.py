@@ -31,8 +31,8 @@ from linattn.feature_maps import (
     Sderf,
     Taylor,
 )
-from linattn.planning.map_records import describe, rebuild, written
-from linattn.planning.map_specs import parse_map
+from linattn.methods.map_records import describe, rebuild, written
+from linattn.methods.map_specs import parse_map
 
 D, R, HEADS = 8, 12, 2
 RANDOM = {"num_features": R, "draw": "iid", "scale": 0.5, "seed": 3}

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
-from linattn.planning.map_specs import SET_ELSEWHERE, MapSpec
+from linattn.methods.map_specs import SET_ELSEWHERE, MapSpec
 
 _KINDS: dict[str, Any] = {**FEATURE_MAPS, **WRAPPERS}
 # Numbers that a map's tensors, or its state of values as wide as queries, may hold: 1 GB in float64. Far above what

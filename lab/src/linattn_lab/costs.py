@@ -13,7 +13,8 @@ from linattn.kv_cache import MergedKV
 from linattn.kv_cache.codes import coded_bytes, mixed_width
 from linattn.kv_cache.distances import num_axes
 from linattn.kv_cache.query_sample import sample_size
-from linattn.planning.methods import BuiltMethod
+from linattn.methods.costs import map_state_numbers
+from linattn_lab.built_methods import BuiltMethod
 
 # The fewest queries by whose attention an encoder's keys are merged.
 _SAMPLE = 64
@@ -30,17 +31,18 @@ def state_numbers(built: BuiltMethod, *, value_dim: int, is_causal: bool = True)
     to merged keys alone: a stream keeps some queries, 16 where eight heads or fewer share a key.
 
     Example:
-        >>> from linattn.planning.methods import parse_method
-        >>> built = parse_method("Expansion(num_centres=2) + window 16").build(4, num_features=None, scale=1.0, seed=0)
+        >>> from linattn.methods import parse_method
+        >>> from linattn_lab.built_methods import build
+        >>> method = parse_method("Expansion(num_centres=2) + window 16")
+        >>> built = build(method, 4, num_features=None, scale=1.0, seed=0)
         >>> state_numbers(built, value_dim=3)  # 10·4 + 2 + 32·7
         266
     """
-    merged, feature_map, both = built.method.merged, built.feature_map, built.head_dim + value_dim
+    merged, feature_map = built.method.merged, built.feature_map
     if merged is not None:
         return _merged_numbers(merged, built.head_dim, value_dim, is_causal=is_causal)
     assert feature_map is not None
-    sums = feature_map.num_features * (value_dim + 1) + feature_map.num_exponents
-    return sums + 2 * (built.method.window or 0) * both
+    return map_state_numbers(feature_map, value_dim=value_dim, window=built.method.window)
 
 
 def _merged_numbers(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool) -> int:
@@ -80,8 +82,9 @@ def flops_per_token(built: BuiltMethod, *, value_dim: int, is_causal: bool) -> i
     operations, and so do maps that make two features of one row (Hyperbolic, Trigonometric, Hedgehog).
 
     Example:
-        >>> from linattn.planning.methods import parse_method
-        >>> built = parse_method("FavorPlus").build(4, num_features=8, scale=1.0, seed=0)
+        >>> from linattn.methods import parse_method
+        >>> from linattn_lab.built_methods import build
+        >>> built = build(parse_method("FavorPlus"), 4, num_features=8, scale=1.0, seed=0)
         >>> flops_per_token(built, value_dim=3, is_causal=False)  # 4·8·4 + 4·8·4
         256
     """
@@ -116,11 +119,6 @@ def _merging(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool
     mixing = 2 * sum(width * mixed_width(width) for width in (head_dim, value_dim))
     # A row and its output, the block's keys as they leave and all near ones; at a merge all of them, out and in again.
     return merging + mixing * (2 + blocks.number + 1) + mixing * 2 * merged.num_merged // between
-
-
-def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> int:
-    """Numbers that exact attention keeps per head, every key and value: L·(D + Dv)."""
-    return num_tokens * (head_dim + value_dim)
 
 
 def exact_flops_per_token(num_tokens: int, *, head_dim: int, value_dim: int, is_causal: bool) -> int:

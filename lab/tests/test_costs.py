@@ -9,8 +9,10 @@ from torch.utils._pytree import tree_leaves
 from linattn import MergedKV
 from linattn.attention import State
 from linattn.kv_cache import merged_attention_with_state
-from linattn.planning.costs import exact_flops_per_token, exact_state_numbers, flops_per_token, state_numbers
-from linattn.planning.methods import BuiltMethod, Method, parse_method
+from linattn.methods import Method, parse_method
+from linattn.methods.costs import exact_state_numbers
+from linattn_lab.built_methods import BuiltMethod, build
+from linattn_lab.costs import exact_flops_per_token, flops_per_token, state_numbers
 
 D, DV = 5, 3
 NUM_FEATURES = {
@@ -21,14 +23,14 @@ NUM_FEATURES = {
 }
 
 
-def build(written: str, num_features: int | None = None, head_dim: int = D) -> BuiltMethod:
+def written_method(text: str, num_features: int | None = None, head_dim: int = D) -> BuiltMethod:
     """A written method for heads of a width."""
-    return parse_method(written).build(head_dim, num_features=num_features, scale=head_dim**-0.5, seed=0)
+    return build(parse_method(text), head_dim, num_features=num_features, scale=head_dim**-0.5, seed=0)
 
 
 def merging(config: MergedKV, head_dim: int = D) -> BuiltMethod:
     """Merged keys for heads of a width."""
-    return Method(None, merged=config).build(head_dim, num_features=None, scale=head_dim**-0.5, seed=0)
+    return build(Method(None, merged=config), head_dim, num_features=None, scale=head_dim**-0.5, seed=0)
 
 
 def products(*shapes):
@@ -38,7 +40,7 @@ def products(*shapes):
 
 @pytest.mark.parametrize("written", NUM_FEATURES)
 def test_state_numbers_are_those_of_a_state(written):
-    built = build(written, NUM_FEATURES[written])
+    built = written_method(written, NUM_FEATURES[written])
     state = State.empty(built.feature_map, batch_size=1, num_heads=1, value_dim=DV)
     assert state_numbers(built, value_dim=DV) == sum(x.numel() for x in tree_leaves(state))
 
@@ -46,7 +48,7 @@ def test_state_numbers_are_those_of_a_state(written):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_window_keeps_and_multiplies_its_tokens(is_causal):
     window = 4
-    beside, plain = build(f"FavorPlus + window {window}", 8), build("FavorPlus", 8)
+    beside, plain = written_method(f"FavorPlus + window {window}", 8), written_method("FavorPlus", 8)
     tokens = torch.zeros(2 * window, D + DV)
     assert state_numbers(beside, value_dim=DV) - state_numbers(plain, value_dim=DV) == tokens.numel()
     blocks, folds = (2, 1) if is_causal else (3, 2)
@@ -59,12 +61,13 @@ def test_what_merged_keys_cost_beside_being_seen():
     """A block's distances, what a sample attends to before and after, and sums; or a sample and the nearest cluster."""
     window, merged = 4, 6
     written = f"window {window} + merged {merged}"
-    causal, both = (flops_per_token(build(written), value_dim=DV, is_causal=x) for x in (True, False))
+    causal, both = (flops_per_token(written_method(written), value_dim=DV, is_causal=x) for x in (True, False))
     pool, sample = window + merged, 16
     block = products((pool, D + DV, pool), (sample, D, pool), (sample, D, pool), (pool, 1, D + DV)) // window
     assert causal == (2 * window + merged) * (2 * D + 2 * DV) + block
     few, whole = (
-        flops_per_token(build(x, head_dim=8), value_dim=6, is_causal=True) for x in (f"{written} in 4 bits", written)
+        flops_per_token(written_method(x, head_dim=8), value_dim=6, is_causal=True)
+        for x in (f"{written} in 4 bits", written)
     )
     # Pieces of eight, and three of two: a row, a block to be kept and two to be read; at a merge all, out and in again.
     assert (
@@ -114,9 +117,9 @@ def test_flops_are_those_of_the_products():
     groups, local = 4, 1 + D
     absorbing = [(local, 1, DV + 1)] * groups
     count = products((groups, D, 1), *absorbing, (1, local, DV + 1))
-    assert flops_per_token(build("Expansion(num_centres=4)"), value_dim=DV, is_causal=True) == count
+    assert flops_per_token(written_method("Expansion(num_centres=4)"), value_dim=DV, is_causal=True) == count
     count = products((1, D, 8), (1, D, 8), (8, 1, DV + 1), (1, 8, DV + 1))
-    assert flops_per_token(build("FavorPlus", 8), value_dim=DV, is_causal=False) == count
+    assert flops_per_token(written_method("FavorPlus", 8), value_dim=DV, is_causal=False) == count
 
 
 def test_exact_attention_keeps_every_token_and_sees_every_visible_one():

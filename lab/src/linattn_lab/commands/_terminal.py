@@ -1,0 +1,48 @@
+"""What the laboratory's commands read and show beside those of the library: lists of numbers, tables of sentences."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from linattn.cli.app import MOST
+from linattn.records.tables import Table
+
+
+def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas, in ascending order.
+
+    Args:
+        text: what was written.
+        option: the option's name, for the message.
+        example: what could have been written.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        ValueError: if the text is no such list.
+
+    Example:
+        >>> whole_numbers("256,64", "--features", "64,256")
+        (64, 256)
+    """
+    try:
+        numbers = tuple(sorted(int(part) for part in text.split(",")))
+        if abs(numbers[0]) > MOST or numbers[-1] > MOST:
+            raise ValueError(f"beyond {MOST}")
+        return numbers
+    except ValueError:
+        raise ValueError(f"{option} wants whole numbers separated by commas, as in {example}; got {text!r}") from None
+
+
+def print_words(console: Console, content: Table) -> None:
+    """A table of sentences, every column folded to the terminal's width, the first one whole."""
+    table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 1, 0))
+    for number, column in enumerate(content.columns):
+        table.add_column(column, overflow="fold", no_wrap=number == 0)
+    for row in content.rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
