@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps import FittedMap
+from linattn.hf._model_records import outlines
 
 _LOADING: ContextVar[bool] = ContextVar("loading", default=False)
 # 1 GB in float64: far above what maps hold, and far below what a broken config asks for.
@@ -35,12 +36,7 @@ def fitted_outlines(model: nn.Module) -> dict[str, Any] | None:
     """Dtype and shape of all fitted tensors by name, as `LinearLMConfig.fitted` has them; None where there are none."""
     parts = ((name, part) for name, part in model.named_modules() if isinstance(part, FittedMap))
     held = {f"{name}.{own}": getattr(part, own) for name, part in parts for own in part.fitted_buffers}
-    found = {
-        name: {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
-        for name, x in held.items()
-        if isinstance(x, Tensor)
-    }
-    return found or None
+    return outlines({name: x for name, x in held.items() if isinstance(x, Tensor)}) or None
 
 
 def make_room_(model: nn.Module, outlines: Mapping[str, Any]) -> None:

@@ -81,20 +81,34 @@ class SaveLinearized:
         state = given.get("state_dict") or model.state_dict()
         rest = {name: x for name, x in given.items() if name not in ("self", "save_directory", "state_dict", "kwargs")}
         rest.update(given.get("kwargs", {}))
-        if isinstance(model, LinearLMForCausalLM):
-            twin = linear_twin(model, state)
-            if is_main:
-                (folder / RECORD).unlink(missing_ok=True)
-            twin.save_pretrained(os.fspath(folder), **rest)
-            return
-        record, tensors = describe_model(model, state)
+        write_files(model, folder, state, is_main=is_main, **rest)
+
+
+def write_files(
+    model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None, *, is_main: bool = True, **options: Any
+) -> None:
+    """The files of a linearized model; nothing is written before everything is checked.
+
+    With a `state` all of it are the model's weights; without, those of the linear attention are apart.
+    """
+    if isinstance(model, LinearLMForCausalLM):
+        twin = linear_twin(model, state)
         if is_main:
             (folder / RECORD).unlink(missing_ok=True)
+        twin.save_pretrained(os.fspath(folder), **options)
+        return
+    record, tensors = describe_model(model, state or {})
+    # What was there before is no linearized model from now on, and what is written is one from the last file on.
+    if is_main:
+        (folder / RECORD).unlink(missing_ok=True)
+    if state is None:
+        weights = softmax_state(model)
+    else:
         # Copied, since transformers refuses tensors that share memory, as those of one map for several layers do.
-        whole = {name: x.clone() if name in tensors else x for name, x in state.items()}
-        own(model, os.fspath(folder), state_dict=whole, **rest)
-        if is_main:
-            _model_records.write(folder, record, tensors)
+        weights = {name: x.clone() if name in tensors else x for name, x in state.items()}
+    type(model).save_pretrained(model, os.fspath(folder), state_dict=weights, **options)
+    if is_main:
+        _model_records.write(folder, record, tensors)
 
 
 def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[ModelRecord, dict[str, Tensor]]:

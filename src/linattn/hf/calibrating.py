@@ -157,7 +157,7 @@ def observe(
         return call.by_former()
 
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    with torch.no_grad(), _evaluating(model), answering(model, answer):
+    with torch.no_grad(), evaluating(model), answering(model, answer):
         for batch in batches:
             own = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
             model(**{**options, **own})
@@ -174,7 +174,7 @@ def _live_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and then each module's own again."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(False)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import attention_modules
+from linattn.hf.calibrating import evaluating
 from linattn.hf.layer_attention import LayerAttention, attention_of
 from linattn.parallel import linear_attention, linear_attention_by_heads
 from linattn.parallel.agreement import Fields, agreed, exchange_fields
@@ -189,14 +190,8 @@ def _counts_from_zero(part: PreTrainedModel) -> bool:
     token = next(number for number in range(2) if number != padding)
     tokens = torch.full((1, 3), token, device=part.device)
     run = partial(part, tokens, **({"use_cache": False} if "use_cache" in _options(part) else {}))
-    modes = [(module, module.training) for module in part.modules()]
-    part.train(False)
-    try:
-        with torch.no_grad():
-            own, counted = run()[0], run(position_ids=torch.arange(3, device=part.device).unsqueeze(0))[0]
-    finally:
-        for module, training in modes:
-            module.training = training
+    with torch.no_grad(), evaluating(part):
+        own, counted = run()[0], run(position_ids=torch.arange(3, device=part.device).unsqueeze(0))[0]
     return bool(torch.equal(own, counted))
 
 

@@ -14,12 +14,10 @@ import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import try_out
-from linattn.hf._folders import bring_back, describe_model, softmax_model, softmax_state
+from linattn.hf._folders import bring_back, softmax_model, write_files
 from linattn.hf._merged_encoders import refuse_converted_decoder
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, rebuild_attention
-from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention
-from linattn.hf.linear_twin import linear_twin
 from linattn.hf.linearization import install, is_linearized
 from linattn.hf.loading import quiet
 from linattn.records.atomic import atomic_folder
@@ -132,16 +130,8 @@ def write_linearized(model: PreTrainedModel, folder: Path) -> None:
             f"{type(model).__name__} is not linearized; call linearize_ on it first, or write it by its own "
             "save_pretrained"
         )
-    if isinstance(model, LinearLMForCausalLM):
-        with quiet():
-            linear_twin(model).save_pretrained(folder)
-        return
-    record, tensors = describe_model(model, {})
-    # What was there before is no linearized model from now on, and what is written is one from the last file on.
-    (folder / RECORD).unlink(missing_ok=True)
     with quiet():
-        type(model).save_pretrained(model, folder, state_dict=softmax_state(model))
-    _model_records.write(folder, record, tensors)
+        write_files(model, folder, None)
 
 
 def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tuple[AttentionModule, LayerRecord]]:
