@@ -44,6 +44,8 @@ def _in_words(value: dict[str, Any]) -> str:
     if "$ref" in value:
         name = value["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
+    if "const" in value:
+        return f"`{value['const']}`"
     if "enum" in value:
         return " or ".join(f"`{one}`" for one in value["enum"])
     if "anyOf" in value:

@@ -130,13 +130,6 @@ FAULTS = (
         "lab/tests/report/test_damage.py",
     ),
     Fault(
-        "take truths for whole numbers",
-        "records/fields.py",
-        "if isinstance(value, bool) or wanted is bool:",
-        "if wanted is bool:",
-        "tests/records/test_fields.py",
-    ),
-    Fault(
         "draw bars of one standard error",
         "lab/report/claims/figures.py",
         "_BAR = 2",

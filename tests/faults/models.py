@@ -209,13 +209,6 @@ FAULTS = (
         "tests/hf/test_untrusted_folders.py",
     ),
     Fault(
-        "read integers of any size",
-        "records/fields.py",
-        "return abs(value) < _LARGEST",
-        "return True",
-        "tests/hf/test_untrusted_folders.py",
-    ),
-    Fault(
         "let padding into what maps are fitted to",
         "hf/calibrating.py",
         "if key_mask is not None and x.shape[2] == key_mask.shape[1]:",

@@ -156,12 +156,17 @@ def nested(depth):
         layer(window=2**40),
         layer(num_merged=2**40),
         layer(window=10**300),
-        nested(150),
+        nested(50),
     ],
 )
 def test_sizes_beyond_any_model(folder, edit):
     change(folder / "linattn.json", edit)
     assert len(refused(folder, r"linattn\.json, layer 0: ")) < 10_000
+
+
+def test_a_record_nested_beyond_what_a_reader_takes(folder):
+    change(folder / "linattn.json", nested(150))
+    refused(folder, r"linattn\.json: Invalid JSON: recursion limit exceeded .*; save the model again")
 
 
 def test_models_that_are_large_are_read():

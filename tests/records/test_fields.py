@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
+from annotated_types import Ge
 
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_json, read_record, write_json
@@ -54,18 +55,18 @@ def test_numbers_that_json_does_not_have():
     found = LOOSE.record(kind, written).weights
     assert [str(x) for x in found] == ["inf", "-inf", "nan", "1.0"]
     for number in ("inf", math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"weights\[0\] must be a finite float, got"):
+        with pytest.raises(ValueError, match=r"weights\[0\] must be a (valid|finite) number, got"):
             record(kind, {"weights": [number]})
 
 
 def test_errors_name_the_way_to_the_field():
     eggs = [to_json(egg) for egg in CAKE.eggs]
     for change, words in (
-        ({"eggs": [*eggs, 3]}, r"a.json:2, eggs\[2\]: got int, wanted the fields \['colour', 'weight'\]"),
-        ({"eggs": [{**eggs[0], "colour": "red"}]}, r"eggs\[0\]: colour must be one of 'white', 'brown', got 'red'"),
-        ({"eggs": {}}, "a.json:2: eggs must be a list, got dict; bake it again"),
-        ({"heat": 1.5}, r"heat must be a finite int \| None, got 1.5"),
-        ({"notes": {"a": ["b"]}}, r"notes\['a'\]\[0\] must be a finite float, got 'b'"),
+        ({"eggs": [*eggs, 3]}, r"a.json:2: eggs\[2\] must be .*, got 3; bake it again"),
+        ({"eggs": [{**eggs[0], "colour": "red"}]}, r"eggs\[0\].colour must be 'white' or 'brown', got 'red'"),
+        ({"eggs": {}}, "a.json:2: eggs must be a valid array, got dict; bake it again"),
+        ({"heat": 1.5}, r"heat must be a valid integer, got 1.5"),
+        ({"notes": {"a": ["b"]}}, r"notes\.a\[0\] must be a valid number, got 'b'"),
         ({"more": 1}, "a.json:2: there is no 'more', wanted the fields"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -73,26 +74,20 @@ def test_errors_name_the_way_to_the_field():
 
 
 def test_numbers_below_the_least():
-    loose = Reading("a.json:2", "bake it again")
-    egg = make_dataclass("Egg", ["weight", "age"])
-    assert loose.at_least(egg(1, None), weight=1, age=0) == egg(1, None)
-    for weight in (0, -1, math.nan):
-        with pytest.raises(ValueError, match=f"^a.json:2: weight must be at least 1, got {weight}; bake it again$"):
-            loose.at_least(egg(weight, 0), weight=1)
+    egg = make_dataclass("Egg", [("weight", Annotated[float, Ge(1)]), ("age", Annotated[int, Ge(0)] | None)])
+    assert LOOSE.record(egg, {"weight": 1, "age": None}) == egg(1, None)
+    for weight in (0, -1, "nan"):
+        with pytest.raises(ValueError, match=r"^a.json:2: weight must be greater than or equal to 1, got .*; bake it"):
+            LOOSE.record(egg, {"weight": weight, "age": 0})
 
 
-def test_types_that_json_does_not_have():
-    kind = make_dataclass("Plate", [("place", complex)])
-
-    def read(value):
-        if value != "i":
-            raise ValueError("is no number of ours")
-        return 1j
-
-    assert to_json(kind(1j), default=lambda value: "i") == {"place": "i"}
-    assert record(kind, {"place": "i"}, readers={complex: read}).place == 1j
-    with pytest.raises(ValueError, match=r"a.json:2: place is no number of ours; bake it again"):
-        record(kind, {"place": "j"}, readers={complex: read})
+def test_an_error_names_three_fields_and_counts_the_others():
+    values = {"eggs": [{"weight": "a"}] * 5, "heat": None}
+    with pytest.raises(
+        ValueError, match=r"eggs\[0\].weight .*, eggs\[2\].weight .*, and 2 more; bake it again"
+    ) as caught:
+        record(Cake, values)
+    assert "eggs[3]" not in str(caught.value)
 
 
 def test_whole_numbers_of_float_fields_are_floats():
@@ -111,7 +106,6 @@ def test_whole_numbers_of_float_fields_are_floats():
         (True, float),
         (None, float),
         (1, str),
-        ("\ud800", str),
         (1, bool),
         ("maybe", Literal["holds", "fails"]),
         ([1, "a"], list[int]),
@@ -122,6 +116,11 @@ def test_whole_numbers_of_float_fields_are_floats():
 def test_values_of_another_type_are_refused(value, wanted):
     with pytest.raises(ValueError, match=r"^a.json:2: .*field.* must be .*, got .*; bake it again$"):
         LOOSE.record(make_dataclass("Record", [("field", wanted)]), {"field": value})
+
+
+def test_half_a_character_is_refused():
+    with pytest.raises(ValueError, match=r"^a.json:2: Invalid JSON: .*; bake it again$"):
+        LOOSE.record(make_dataclass("Record", [("field", str)]), {"field": "\ud800"})
 
 
 def test_files(tmp_path):

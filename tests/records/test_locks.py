@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from linattn.records import locks
 from linattn.records.locks import LOCK, InUseError, locked
 
 # Holds a folder, says so, and waits to be told or killed.
@@ -90,25 +92,40 @@ def test_only_what_is_empty_is_removed_and_only_what_was_made(tmp_path):
 
 def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
     """Between opening the file and locking it, who held it has ended and removed it."""
-    lock, times = locks._lock, []
+    flock, times = fcntl.flock, []
 
-    def removed(file):
+    def removed(file, operation):
         times.append(None)
         if len(times) == 1:
             os.unlink(tmp_path / "work" / LOCK)
-        lock(file)
+        flock(file, operation)
 
-    monkeypatch.setattr(locks, "_lock", removed)
+    monkeypatch.setattr(fcntl, "flock", removed)
     with locked(tmp_path / "work"):
         assert len(times) == 2
         with ThreadPoolExecutor(1) as pool, pytest.raises(InUseError):
             pool.submit(hold, tmp_path / "work").result()
 
 
-def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
-    def without(file):
-        raise OSError("Operation not supported")
+def test_a_folder_that_was_removed_meanwhile_is_made_again(tmp_path, monkeypatch):
+    """Between making the folder and locking it, who held it has ended and removed it."""
+    mkdir, times = Path.mkdir, []
 
-    monkeypatch.setattr(locks, "_lock", without)
+    def made(folder, **options):
+        mkdir(folder, **options)
+        times.append(None)
+        if len(times) == 1:
+            folder.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", made)
+    with locked(tmp_path / "work"):
+        assert len(times) == 2
+
+
+def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
+    def without(file, operation):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", without)
     with pytest.raises(OSError, match="Operation not supported"):
         hold(tmp_path / "work")

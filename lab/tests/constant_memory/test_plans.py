@@ -138,8 +138,8 @@ TRIAL = stored()["trials"][0]
             for value in (-1, -1e-9, math.nan, math.inf, "0", True, None, [0.1])
         ),
         *(([stored(budget=value)], "plan 0: budget must be ") for value in (0, -60, 60.0, "60", 2**63)),
-        ([stored(num_tokens=0)], "num_tokens must be at least 1, got 0"),
-        ([stored(budgets=[40, -80])], "and budgets at least 1, got"),
+        ([stored(num_tokens=0)], "num_tokens must be greater than or equal to 1, got 0"),
+        ([stored(budgets=[40, -80])], r"budgets\[1\] must be greater than or equal to 1, got -80"),
         ([stored(budgets=[40])], r"one for each layer of \[2, 4\]"),
         ([stored(choices=["full", PLAIN])], "choices must be among sinks"),
         ([stored(layers=[])], "one for each layer of"),
@@ -150,7 +150,10 @@ TRIAL = stored()["trials"][0]
             [stored(labels=["", "windw 4 + merged 9"])],
             "labels: 'windw 4' is no part of merged keys, did you mean 'window'?",
         ),
-        ([stored(trials=[TRIAL | {"kl": -0.1}])], "plan 0: kl must be at least 0.0, got -0.1"),
+        (
+            [stored(trials=[TRIAL | {"kl": -0.1}])],
+            r"plan 0: trials\[0\].kl must be greater than or equal to 0, got -0.1",
+        ),
         ([stored(trials=[TRIAL | {"budgets": [1]}])], "one for each layer"),
     ],
 )

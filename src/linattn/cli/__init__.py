@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 
 # By every subcommand; linattn.hf and linattn.convert say what else theirs need.
-_NEEDED = ("typer", "rich")
+_NEEDED = ("typer", "rich", "pydantic", "filelock")
 
 
 def main() -> None:

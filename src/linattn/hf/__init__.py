@@ -6,8 +6,10 @@ undoes that.
 
 from importlib.util import find_spec
 
-if find_spec("transformers") is None:
-    raise ImportError("linattn.hf reads transformers models, and transformers is missing: pip install 'linattn[hf]'")
+if _missing := [package for package in ("transformers", "pydantic") if find_spec(package) is None]:
+    raise ImportError(
+        f"linattn.hf reads transformers models, and {' and '.join(_missing)} is missing: pip install 'linattn[hf]'"
+    )
 
 from transformers import PreTrainedModel as PreTrainedModel
 

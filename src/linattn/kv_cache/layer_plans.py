@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from linattn.kv_cache.budget import NEAR
 from linattn.kv_cache.config import MergedKV
@@ -32,8 +34,8 @@ class TrialRecord:
     """A `Trial`, as a file has it: names and budgets by layer."""
 
     choices: list[str]
-    budgets: list[int]
-    kl: float
+    budgets: list[Annotated[int, Ge(1)]]
+    kl: Annotated[float, Ge(0)]
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,16 @@ class MemoryPlan:
     """
 
     model: str
-    budget: int
-    num_tokens: int
+    budget: Annotated[int, Ge(1)]
+    num_tokens: Annotated[int, Ge(1)]
     calibration: str
     calibration_sha256: str
     layers: list[int]
     choices: list[str]
-    budgets: list[int]
+    budgets: list[Annotated[int, Ge(1)]]
     labels: list[str]
-    kl: float
-    window_kl: float
+    kl: Annotated[float, Ge(0)]
+    window_kl: Annotated[float, Ge(0)]
     trials: list[TrialRecord]
 
     @property
@@ -113,18 +115,16 @@ def read_memory_plans(path: Path) -> list[MemoryPlan]:
 
 def _read(reading: Reading, values: Any) -> MemoryPlan:
     """A plan, with what its fields must have in common; ValueError for any other."""
-    plan = reading.at_least(reading.record(MemoryPlan, values), budget=1, num_tokens=1, window_kl=0.0)
+    plan = reading.record(MemoryPlan, values)
     for trial in (TrialRecord(plan.choices, plan.budgets, plan.kl), *plan.trials):
-        reading.at_least(trial, kl=0.0)
         if not plan.layers or not len(plan.layers) == len(trial.choices) == len(trial.budgets):
             raise ValueError(
                 f"{reading.place}: choices and budgets must be one for each layer of {plan.layers}, got "
                 f"{trial.choices} and {trial.budgets}; {reading.remedy}"
             )
-        if not set(trial.choices) <= set(CHOICES) or min(trial.budgets) < 1:
+        if not set(trial.choices) <= set(CHOICES):
             raise ValueError(
-                f"{reading.place}: choices must be among {', '.join(CHOICES)}, and budgets at least 1, got "
-                f"{trial.choices} and {trial.budgets}; {reading.remedy}"
+                f"{reading.place}: choices must be among {', '.join(CHOICES)}, got {trial.choices}; {reading.remedy}"
             )
     if len(plan.labels) != len(plan.layers):
         raise ValueError(

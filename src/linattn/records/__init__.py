@@ -1,1 +1,1 @@
-"""How files and folders are written: whole or not at all, and by one process at a time; the standard library alone."""
+"""Files and folders: written whole or not at all, by one process at a time, and read with every field checked."""

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from filelock import FileLock, Timeout
 
 LOCK = ".lock"
 """Name of the file in a folder that is held."""
 
-_ATTEMPTS = 100
-# The folders that a thread of this process holds, so that what it calls may hold them too.
-_held: set[tuple[Path, int]] = set()
+# Seconds between two attempts, and until a folder counts as held elsewhere: longer than one is made and removed in.
+_PAUSE, _PATIENCE = 0.01, 0.2
 
 
 class InUseError(OSError):
@@ -34,7 +26,7 @@ def locked(folder: Path) -> Iterator[None]:
     The lock is the operating system's and ends with its process, killed or not: what a kill leaves of it blocks
     nobody. A thread that holds a folder may hold it again. A folder in which nothing is left at the end is removed.
 
-    Cost: opening a file.
+    Cost: opening a file; 0.2 s where the folder is held elsewhere.
 
     Args:
         folder: made if it is missing, its parents too.
@@ -43,7 +35,7 @@ def locked(folder: Path) -> Iterator[None]:
         A context manager.
 
     Raises:
-        InUseError: if the folder is held elsewhere; nothing waits.
+        InUseError: if the folder is held elsewhere.
         OSError: if the folder cannot be made, or its file system has no locks.
 
     Example:
@@ -55,69 +47,38 @@ def locked(folder: Path) -> Iterator[None]:
         >>> folder.exists()
         False
 
-    Source: flock(2); Microsoft's documentation of _locking.
+    Source: flock(2), as filelock calls it.
     """
     folder = folder.absolute()
-    mine = folder, threading.get_ident()
-    if mine in _held:
-        yield
-        return
     missing = [parent for parent in folder.parents if not parent.exists()]
-    file = _acquire(folder)
-    _held.add(mine)
+    lock = _acquired(folder)
     try:
         yield
     finally:
-        _held.discard(mine)
-        _release(folder, file)
+        is_last = lock.lock_counter == 1
+        if is_last:
+            # Before others can take it; on Windows, which removes no open file, releasing it does.
+            with suppress(FileNotFoundError, PermissionError):
+                (folder / LOCK).unlink()
+        lock.release()
         with suppress(OSError):
-            for place in (folder, *missing):
+            for place in (folder, *missing) if is_last else ():
                 place.rmdir()
 
 
-def _acquire(folder: Path) -> BinaryIO:
-    """The open file of a lock that is now this thread's."""
-    path = folder / LOCK
-    for _ in range(_ATTEMPTS):
-        folder.mkdir(parents=True, exist_ok=True)
+def _acquired(folder: Path) -> FileLock:
+    """The lock of a folder, which this thread now holds."""
+    # One object for each path, so that a thread's second hold is counted; the state is each thread's own.
+    lock = FileLock(folder / LOCK, is_singleton=True, fallback_to_soft=False)
+    while True:
         try:
-            file = path.open("ab")
+            # Makes the folder too.
+            lock.acquire(timeout=_PATIENCE, poll_interval=_PAUSE)
         except FileNotFoundError:
             # The process that held it has just ended, and removed the folder.
             continue
-        try:
-            _lock(file)
-        except (BlockingIOError, PermissionError):
-            file.close()
+        except (Timeout, PermissionError):
             raise InUseError(
                 f"{folder} is in use by another process; wait until that has ended, or take another folder"
             ) from None
-        except BaseException:
-            file.close()
-            raise
-        # A file that was removed meanwhile locks nothing.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()
-    raise InUseError(f"{folder} is being made and removed by other processes; wait until they have ended")
-
-
-def _lock(file: BinaryIO) -> None:
-    """Lock an open file, or raise at once."""
-    if sys.platform == "win32":
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _release(folder: Path, file: BinaryIO) -> None:
-    """Remove the lock; Windows removes no file that is open, and none that another process has opened."""
-    if sys.platform == "win32":
-        file.close()
-        with suppress(PermissionError):
-            (folder / LOCK).unlink(missing_ok=True)
-        return
-    with suppress(FileNotFoundError):
-        (folder / LOCK).unlink()
-    file.close()
+        return lock

@@ -65,11 +65,16 @@ def write(folder: Path, tensors: Mapping[str, Tensor], processes: Processes) -> 
 def read_stored(folder: Path) -> Mapping[str, Stored]:
     """Read the record: dtype, shape and parts of each tensor. ValueError for any other file."""
     path, remedy = folder / RECORD, _remedy(folder)
-    reading = Reading(str(path), remedy, readers={torch.dtype: _dtype})
     try:
-        return reading.record(_Record, read_record(path, _KIND, _VERSION, remedy)).tensors
+        record = Reading(str(path), remedy).record(_Record, read_record(path, _KIND, _VERSION, remedy))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; {remedy}") from None
+    for name, one in record.tensors.items():
+        if one.dtype not in _BY_NAME:
+            raise ValueError(
+                f"{path}: dtype of {name} must be one of {', '.join(_BY_NAME)}, got {one.dtype[:40]!r}; {remedy}"
+            )
+    return {name: Stored(_BY_NAME[one.dtype], one.shape, one.parts) for name, one in record.tensors.items()}
 
 
 def check_files(folder: Path, stored: Mapping[str, Stored]) -> None:
@@ -107,10 +112,19 @@ def fill_(rooms: Mapping[str, Tensor], folder: Path, stored: Mapping[str, Stored
 
 
 @dataclass(frozen=True)
+class _StoredRecord:
+    """A `Stored` as the JSON file has it, its dtype by name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
 class _Record:
     """The JSON file."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, _StoredRecord]
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], every: list[dict[str, Part]], processes: Processes) -> None:
@@ -127,8 +141,8 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], every: list[dict[str, Pa
         except SafetensorError as error:
             raise OSError(str(error)) from error
     if processes.is_first:
-        values = to_json(_Record(stored), default=lambda dtype: str(dtype).removeprefix("torch."))
-        write_json(folder / RECORD, {"kind": _KIND, "version": _VERSION, **values})
+        record = _Record({name: _StoredRecord(_name(x.dtype), x.shape, x.parts) for name, x in stored.items()})
+        write_json(folder / RECORD, {"kind": _KIND, "version": _VERSION, **to_json(record)})
 
 
 def _is_written(x: Tensor, processes: Processes) -> bool:
@@ -192,11 +206,9 @@ def _shard(process: int) -> str:
     return f"shard-{process:05}.safetensors"
 
 
-def _dtype(name: Any) -> torch.dtype:
-    """The dtype of a name."""
-    if not isinstance(name, str) or name not in _BY_NAME:
-        raise ValueError(f"must be one of {', '.join(_BY_NAME)}, got {ascii(name)[:40]}")
-    return _BY_NAME[name]
+def _name(dtype: torch.dtype) -> str:
+    """A dtype as a record has it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _remedy(folder: Path) -> str:

@@ -50,4 +50,4 @@ def report_schema() -> dict[str, Any]:
         >>> report_schema()["$defs"]["Crossover"]["properties"]["always"]
         {'description': 'whether it is faster at every length.', 'type': 'boolean'}
     """
-    return json_schema(Twin, finite=False)
+    return json_schema(Twin)
