@@ -38,17 +38,10 @@ FAULTS = (
         GROUP,
     ),
     Fault(
-        "wait for a stopped process for ever",
-        "processes/pulse.py",
-        "if max(silent) >= _PATIENCE:",
-        "if False:",
-        STOPPED,
-    ),
-    Fault(
-        "take a process that is well for a stopped one",
-        "processes/pulse.py",
-        "0 if new != old else beats + 1",
-        "beats + 1",
+        "wait half an hour for a stopped process",
+        "processes/group.py",
+        ", timeout=_TIMEOUT",
+        "",
         STOPPED,
     ),
     Fault(

@@ -28,6 +28,8 @@ from linattn.records.tables import Table
 _FAILED, _INTERRUPTED = 1, 130
 # How torch and Python say that a size is beyond the memory.
 _NO_MEMORY = re.compile(r"Storage size calculation overflowed|can't allocate memory|out of memory|MemoryError")
+# How torch says that another process does not answer, or has ended.
+_NO_ANSWER = re.compile(r"Timed out waiting|Connection closed by peer|Connection reset by peer")
 
 
 def console_of(processes: Processes) -> Console:
@@ -83,10 +85,18 @@ def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> I
     except (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError) as error:
         rank = Processes.of_this_run().rank
         who = f"{command}, process {rank}" if rank else command
-        remedy = "; there is no such memory, give smaller numbers" if _NO_MEMORY.search(repr(error)) else ""
-        text = f"linattn {who}: {in_options(str(error), command)}{remedy}"
+        text = f"linattn {who}: {in_options(str(error), command)}{_remedy(error)}"
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_FAILED) from None
+
+
+def _remedy(error: Exception) -> str:
+    """The end of a message about an error of torch's."""
+    if _NO_MEMORY.search(repr(error)):
+        return "; there is no such memory, give smaller numbers"
+    if _NO_ANSWER.search(str(error)):
+        return "; another process has ended, or is stopped: run the same command again to resume"
+    return ""
 
 
 def share_bar(console: Console) -> Progress:

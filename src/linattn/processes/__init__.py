@@ -1,4 +1,4 @@
-"""The processes of one work, as a launcher starts them: what they share out, and that none waits for a stopped one."""
+"""The processes of one work, as a launcher starts them: they share out, average and agree on what they do."""
 
 from linattn.processes.group import Processes as Processes
-from linattn.processes.launching import launched as launched
+from linattn.processes.group import launched as launched

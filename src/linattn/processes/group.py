@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +16,8 @@ from torch import Tensor
 T = TypeVar("T")
 R = TypeVar("R")
 _Failure = tuple[type[Exception], str]
+# A collective may rightly wait, as while the first process writes a model: longer than that takes.
+_TIMEOUT = timedelta(minutes=10)
 # Another process's error is raised as one of these, or else as a RuntimeError.
 _KINDS = OSError, ValueError
 
@@ -114,6 +119,26 @@ class Processes:
         """
         every = self.gather([do(item) for item in items[self.rank :: self.size]])
         return [every[place % self.size][place // self.size] for place in range(len(items))]
+
+
+@contextmanager
+def launched() -> Iterator[Processes]:
+    """The processes that a launcher (torchrun, accelerate, srun) started, in one group on gloo until the block ends.
+
+    A launcher says so by WORLD_SIZE and RANK in the environment; without it there is one process and no group. A
+    process that ends by force breaks its connections: the others' collectives fail at once, and torchrun names it. For
+    one that is stopped, as by a signal or with its machine, they wait 10 minutes. At the end of the block all wait for
+    each other.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Processes(0, 1)
+        return
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    try:
+        yield Processes.of_this_run()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 def _tried(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
