@@ -5,7 +5,6 @@ from __future__ import annotations
 from faults.fault import Fault
 
 BLOCKED = "attention/backends/blocked/"
-RECALL = "lab/experiments/recall/"
 
 FAULTS = (
     Fault(
@@ -184,55 +183,6 @@ FAULTS = (
         "if found[label] < count)",
         "if found[label] < 0)",
         "lab/tests/commands/test_audit.py",
-    ),
-    Fault(
-        "ask for the first value of a key",
-        RECALL + "_task.py",
-        "values = values.scatter(1, updated, later)",
-        "values = values.clone()",
-        "lab/tests/experiments/test_recall_task.py",
-    ),
-    Fault(
-        "put queries far from the context",
-        RECALL + "_task.py",
-        "** (task.power - 1)",
-        "** (1 - task.power)",
-        "lab/tests/experiments/test_recall_task.py",
-    ),
-    Fault(
-        "draw slots of queries one by one with the same weights",
-        RECALL + "_task.py",
-        "return (clocks / weights).argsort(1)[:, :size]",
-        "return (clocks.log() / weights).argsort(1)[:, :size]",
-        "lab/tests/experiments/test_recall_task.py",
-    ),
-    Fault(
-        "take the first value for a key",
-        RECALL + "_task.py",
-        "torch.ones(half - 1)",
-        "torch.ones(half)",
-        "lab/tests/experiments/test_recall_task.py",
-    ),
-    Fault(
-        "leave what convolutions keep out of a state's bytes",
-        RECALL + "_networks.py",
-        "pytree.tree_leaves(state)",
-        "pytree.tree_leaves([layer.stream for layer in state])",
-        "lab/tests/experiments/test_recall.py",
-    ),
-    Fault(
-        "forget the convolutions' tokens between parts of a stream",
-        RECALL + "_networks.py",
-        "self._convolved(normed, before)",
-        "self._convolved(normed, None)",
-        "lab/tests/experiments/test_recall.py",
-    ),
-    Fault(
-        "call beyond reach what two layers bring",
-        RECALL + "a_window_does_not_help_recall.py",
-        "shown.shown < below",
-        "shown.shown < first",
-        "lab/tests/experiments/test_recall.py",
     ),
     Fault(
         "look for the length from which a method pays until it is slower",

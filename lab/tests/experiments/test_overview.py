@@ -23,7 +23,6 @@ CASES = [
     ),
     ("polynomial-product", "fails", "holds", _as_expected),
     ("kl-of-the-polynomial-map", "fails", "holds", _as_expected),
-    ("kl-at-small-signal", "holds", "fails", lambda row: row.value - 0.1 if row.x < 0.1 else None),
     ("state-is-d-by-d", "holds", "fails", lambda row: row.value * row.x if row.series.startswith("S, exp") else None),
     ("elementwise-maps-keep-attention", "fails", "holds", lambda row: None if row.series == UNIFORM else 0.2),
     ("total-cost", "fails", "holds", _as_expected),

@@ -34,7 +34,7 @@ def reproduce(
     again: Annotated[bool, typer.Option("--again", help="Take all figures anew; the old file is kept aside.")] = False,
     only_list: Annotated[bool, typer.Option("--list", help="Name the claims and measure nothing.")] = False,
 ) -> None:
-    """Measure the claims of the founding texts, of the Performer paper and of recall, and say which hold.
+    """Measure the claims of the founding texts and of the Performer paper, and say which hold.
 
     Figures are kept as they are taken: after an interruption the same command goes on. Exits with 1 if an experiment
     crashed or could not decide; a claim that fails is a result.

@@ -5,7 +5,6 @@
     kernel_trick/      "The Kernel Trick: Math Behind Linearization", a tutorial
     overview/          an overview of linear attention, in Chinese
     performer/         the Performer paper (arXiv 2009.14794)
-    recall/            associative recall from a state of fixed size: Zoology (arXiv 2312.04927), Based (2402.18668)
     beyond/            what they leave out
 
 A file in one of these rooms is an experiment; there is no other list.
@@ -19,7 +18,7 @@ from typing import cast
 
 from linattn_lab.experiments.experiment import Experiment
 
-ROOMS = ("derivation", "time_to_perform", "kernel_trick", "overview", "performer", "recall", "beyond")
+ROOMS = ("derivation", "time_to_perform", "kernel_trick", "overview", "performer", "beyond")
 
 
 def _experiments() -> dict[str, Experiment]:

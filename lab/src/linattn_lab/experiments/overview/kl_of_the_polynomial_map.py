@@ -2,8 +2,8 @@
 
 Four ways to see it: at k = 0 the weights are uniform and the divergence is not 0; permuting the keys changes the trace
 and not the divergence; forcing the trace to 0 leaves the divergence; scaling queries and keys by c multiplies the
-divergence by about c² at first, where the map's own linear term leads, not by c⁴. What is true for small signals is
-in kl_at_small_signal.
+divergence by about c² at first, where the map's own linear term leads, not by c⁴. For small signals it is, by expanding
+the logarithms to first order, ½·Var_j[q_i·k_j/√d - (k/d^(3/2))·1·k_j].
 """
 
 from __future__ import annotations
