@@ -13,12 +13,6 @@ def set_aside(file: Path) -> Path:
 
     A copy: whenever what follows ends, either the old file or the new one is whole under its name.
 
-    Args:
-        file: the file.
-
-    Returns:
-        The copy.
-
     Raises:
         OSError: if it cannot be copied.
 
@@ -36,12 +30,6 @@ def set_aside(file: Path) -> Path:
 
 def asides(file: Path) -> list[Path]:
     """The copies that `set_aside` made of a file, the latest first.
-
-    Args:
-        file: the file.
-
-    Returns:
-        Their paths.
 
     Example:
         >>> asides(Path("nowhere/a.jsonl"))

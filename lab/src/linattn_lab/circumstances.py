@@ -11,12 +11,6 @@ import torch
 def versions(*packages: str) -> dict[str, str]:
     """Python's version and those of packages.
 
-    Args:
-        packages: names as pip knows them.
-
-    Returns:
-        Versions by name, "python" first; "not installed" where pip knows none.
-
     Example:
         >>> list(versions("torch"))
         ['python', 'torch']
@@ -26,9 +20,6 @@ def versions(*packages: str) -> dict[str, str]:
 
 def processor() -> str:
     """The processor's name as torch knows it, else as the system does.
-
-    Returns:
-        The name; never empty where the system knows its architecture.
 
     Example:
         >>> bool(processor())

@@ -40,13 +40,6 @@ def in_rounds(units: Iterable[Unit[R]], watch: Watch) -> Iterator[R]:
 
     In a round each process does a unit, then all exchange what they have: an early end costs a round at most.
 
-    Args:
-        units: the same on every process; looked at as they are needed.
-        watch: told what begins and what is done.
-
-    Returns:
-        An iterator that measures as it goes.
-
     Example:
         >>> from linattn_lab.pace import Silent
         >>> units = [Unit("squares", "", 1.0, lambda n=n: [n * n]) for n in range(3)]

@@ -103,9 +103,6 @@ class AuditGrid:
     def configurations(self) -> Iterator[Configuration]:
         """Everything to measure, in order: by method, then width, then draw.
 
-        Returns:
-            An iterator over `Configuration`.
-
         Example:
             >>> both = tuple(map(parse_method, ("EluPlusOne", "FavorPlus")))
             >>> [(c.method.label, c.num_features, c.draw) for c in AuditGrid(both, draws=2).configurations()][:3]
@@ -119,9 +116,6 @@ class AuditGrid:
 
 def default_methods() -> tuple[Method, ...]:
     """The methods an audit measures unless told otherwise: the textbook's, and what was found to do better.
-
-    Returns:
-        The methods.
 
     Example:
         >>> default_methods()[0].label

@@ -27,15 +27,6 @@ def time_model(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of forward passes of the whole model under a method and under softmax, in turn.
 
-    Cost: two passes of each if a pass takes long, else four.
-
-    Args:
-        linear: a pass under the method.
-        exact: the model's own pass.
-
-    Returns:
-        Both, as many of one as of the other.
-
     Example:
         >>> ours, theirs = time_model(lambda: None, lambda: None)
         >>> len(ours), len(theirs)
@@ -49,19 +40,7 @@ def time_model(
 def time_lengths(
     label: str, features: int | None, answer: Callable[[AttentionCall], Tensor], call: AttentionCall
 ) -> LengthsRow:
-    """One layer's attention at its own length, twice that, and so on, until the method is faster than softmax.
-
-    Cost: as `linattn.methods.crossover.time_lengths`.
-
-    Args:
-        label: the method's written form.
-        features: R; None where there is no single one.
-        answer: attends under the method.
-        call: what one layer was given.
-
-    Returns:
-        Medians at every length.
-    """
+    """One layer's attention at its own length, twice that, and so on, until the method is faster than softmax."""
 
     def longer(query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         """The call with other tokens, none of them padding."""
@@ -80,12 +59,6 @@ def time_lengths(
 
 def worth_timing(rows: Sequence[AuditRow]) -> list[tuple[str, int]]:
     """Methods and widths that are better than averaging, and that no other beats both in error and in time.
-
-    Args:
-        rows: of an audit, so far.
-
-    Returns:
-        Label and R of each, the fastest first.
 
     Example:
         >>> def head(name, error):

@@ -16,15 +16,6 @@ def record(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
     Layers with a sliding window are left out beside others, as `linearize_` leaves them their softmax, also where the
     text fits in their window.
 
-    Cost: as `linattn.hf.capture`.
-
-    Args:
-        model: a transformers model in evaluation mode.
-        inputs: its keyword arguments for the text.
-
-    Returns:
-        A `Capture` of those layers; `windowed` names the others.
-
     Raises:
         ValueError: as `linattn.hf.capture`; also if a layer is not self-attention over one unpadded text.
 

@@ -47,15 +47,6 @@ class Inputs:
 def draw_inputs(settings: Settings, length: int) -> Inputs:
     """Standard normal queries, keys, values and upstream gradient.
 
-    Cost: O(B H L D) time and memory.
-
-    Args:
-        settings: shapes, dtype, device and seed.
-        length: L.
-
-    Returns:
-        The inputs; the same for the same settings and length.
-
     Example:
         >>> draw_inputs(Settings(heads=2, head_dim=4), 3).tokens[0].shape
         torch.Size([1, 2, 3, 4])
@@ -74,15 +65,6 @@ def draw_inputs(settings: Settings, length: int) -> Inputs:
 def fitted_method(settings: Settings, inputs: Inputs) -> BuiltMethod:
     """The method, its map fitted on these inputs where it takes statistics, so that no call has to take them.
 
-    Cost: the map's constructor, and O(B H L D) where it is fitted.
-
-    Args:
-        settings: which map.
-        inputs: what it may learn from.
-
-    Returns:
-        The method.
-
     Raises:
         ValueError: if the map refuses its arguments.
         TypeError: if the map cannot be wrapped so.
@@ -100,16 +82,8 @@ def fitted_method(settings: Settings, inputs: Inputs) -> BuiltMethod:
 def linear_run(settings: Settings, inputs: Inputs, built: BuiltMethod, *, reference: bool = False) -> Run:
     """A call of linear attention: its output, and the three gradients where the inputs hold an upstream one.
 
-    Cost: none before it is called; then that of `linear_attention`, with `reference` quadratic.
-
-    Args:
-        settings: the method, and whether it is causal.
-        inputs: of any dtype.
-        built: the method, its map fitted.
-        reference: whether to follow the map's definition, slowly, instead of the fast way; merged keys are their own.
-
-    Returns:
-        A function of nothing, which returns when the result is there.
+    `reference` follows the map's definition, slowly, instead of the fast way; merged keys are their own. The call
+    returns when the result is there.
 
     Example:
         >>> settings = Settings(heads=1, head_dim=4, backward=True)
@@ -129,16 +103,6 @@ def linear_run(settings: Settings, inputs: Inputs, built: BuiltMethod, *, refere
 
 def exact_run(settings: Settings, inputs: Inputs, built: BuiltMethod) -> Run:
     """A call of exact attention, as `linear_run`, at the temperature of the map where that stands for softmax.
-
-    Cost: none before it is called; then that of `softmax_attention`.
-
-    Args:
-        settings: whether it is causal.
-        inputs: of any dtype.
-        built: the method it competes with.
-
-    Returns:
-        A function of nothing, which returns when the result is there.
 
     Example:
         >>> settings = Settings(heads=1, head_dim=4)

@@ -28,16 +28,6 @@ class Errors:
 def verify(settings: Settings, inputs: Inputs, built: BuiltMethod) -> Errors:
     """Compare linear attention with its definition and with exact attention, at the first 512 tokens.
 
-    Cost: quadratic attention in float64 over min(L, 512) tokens, twice; with backward, its gradients too.
-
-    Args:
-        settings: dtype, direction, whether gradients count.
-        inputs: the inputs that will be timed.
-        built: the method, its map fitted.
-
-    Returns:
-        The errors.
-
     Raises:
         ValueError: if the output or a gradient is further from the definition than rounding explains; signed maps,
             for which there is no such bound, are let through.

@@ -35,12 +35,6 @@ _WARM_UP_TOKENS = 512
 def can_measure(settings: Settings) -> bool:
     """Whether memory is wanted, and this system tells.
 
-    Args:
-        settings: the device, and whether memory is wanted.
-
-    Returns:
-        Whether `measure` may be called.
-
     Example:
         >>> can_measure(Settings(memory=False))
         False
@@ -52,12 +46,6 @@ def can_measure(settings: Settings) -> bool:
 
 def how_measured(settings: Settings) -> str:
     """What the memory figures mean, or why there are none, for a benchmark's header.
-
-    Args:
-        settings: the device, and whether memory is wanted.
-
-    Returns:
-        A phrase.
 
     Example:
         >>> how_measured(Settings(memory=False))
@@ -77,13 +65,6 @@ def extra_peak(run: Callable[[], object], device: str = "cpu") -> int:
     """Extra peak memory of a call in this process.
 
     On the CPU right only in a process under `CHILD_SETTINGS`: `measure` makes one.
-
-    Args:
-        run: the call; its result is kept until the peak is read.
-        device: "cpu" or "cuda".
-
-    Returns:
-        Bytes.
 
     Raises:
         OSError: on the CPU of a system other than Linux.
@@ -112,16 +93,6 @@ def extra_peak(run: Callable[[], object], device: str = "cpu") -> int:
 
 def measure(settings: Settings, length: int, contender: str) -> int:
     """Extra peak memory of one contender at one length; on the CPU in a process of its own.
-
-    Cost: one call at this length and a short one; a new process takes about 2 s more.
-
-    Args:
-        settings: what to call, where memory can be measured (see `can_measure`).
-        length: L.
-        contender: "linear" or "exact".
-
-    Returns:
-        Bytes.
 
     Raises:
         RuntimeError: if the process fails.

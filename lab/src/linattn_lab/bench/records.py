@@ -98,12 +98,6 @@ BENCH: Form[BenchHeader, LengthRow] = Form("a benchmark", BenchHeader, {"length"
 def partial_path(path: Path) -> Path:
     """Where the rows of an unfinished benchmark wait: beside its file.
 
-    Args:
-        path: the file of the whole benchmark.
-
-    Returns:
-        The path of the unfinished one.
-
     Example:
         >>> partial_path(Path("report/bench.jsonl")).name
         'bench.partial.jsonl'

@@ -57,14 +57,7 @@ class Asked:
 
 
 def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *, is_first: bool = True) -> None:
-    """Measure, write memory.jsonl and the page, and print what was found.
-
-    Args:
-        asked: what was asked for.
-        others: options of the other audit, which are refused here, by their names.
-        console: where it is told.
-        is_first: whether this process writes; others measure their share.
-    """
+    """Measure, write memory.jsonl and the page, and print what was found."""
     records = asked.out / "memory.jsonl"
     left = partial(_what_is_left, records, asked.out) if is_first else str
     with ending("audit", console, left), interrupts() as pressed:

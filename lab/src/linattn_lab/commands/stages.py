@@ -32,13 +32,7 @@ class Stages:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is printed yet.
-
-        Args:
-            console: where the lines go.
-            show: moves a bar.
-            clock: seconds since some moment.
-        """
+        """Nothing is printed yet."""
         self.pace = None
         self._console, self._show, self._clock = console, show, clock
         self._last = clock()

@@ -16,12 +16,6 @@ from linattn_lab.report.charts import Chart
 def write_html(path: Path, template: str, figures: Mapping[str, Chart], values: Mapping[str, object]) -> None:
     """Fill a template and write it, scripts and styles inside; the page forbids itself every network access.
 
-    Args:
-        path: the file; replaced in one step.
-        template: a file of templates/.
-        figures: charts by the id of their place on the page.
-        values: what else the template names.
-
     Raises:
         OSError: if the file cannot be written.
     """

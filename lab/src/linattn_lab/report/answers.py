@@ -16,14 +16,6 @@ _TEXTBOOK = "FavorPlus"
 def answers(audit: AuditSummary | None, claims: ClaimsSummary | None, bench: BenchSummary | None) -> tuple[Point, ...]:
     """Should I linearize this model, with what, what is lost, how fast is it elsewhere, and do the claims hold.
 
-    Args:
-        audit: of a model; None if there is none.
-        claims: of the texts; None if there are none.
-        bench: on some shapes; None if there is none.
-
-    Returns:
-        Remarks; where nothing was measured, the command that would.
-
     Example:
         >>> answers(None, None, None)[3].text
         'Not measured here: linattn bench.'

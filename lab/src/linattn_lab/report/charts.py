@@ -80,15 +80,6 @@ class Chart:
 def baseline(name: str, x: Sequence[float], y: Sequence[float | None], dash: Dash) -> Curve:
     """A grey line that is no measurement of a method.
 
-    Args:
-        name: in the legend, and what is told of it.
-        x: abscissae.
-        y: ordinates.
-        dash: of the line.
-
-    Returns:
-        The curve.
-
     Example:
         >>> baseline("averaging", [1, 2], [0.5, 0.5], "dot").tips
         ('averaging', 'averaging')

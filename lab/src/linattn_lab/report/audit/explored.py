@@ -30,13 +30,6 @@ class Explored:
 def explored_of(header: Header, rows: Iterable[AuditRow]) -> Explored | None:
     """Collect the rows that were kept.
 
-    Args:
-        header: of the audit.
-        rows: of all kinds.
-
-    Returns:
-        Those of methods whose layers are all there; None where softmax's are not.
-
     Raises:
         ValueError: if rows contradict each other.
     """

@@ -64,14 +64,7 @@ class Explorer:
 
 
 def explorer(summary: AuditSummary) -> Explorer | None:
-    """What the page's explorer is given; None where nothing was kept.
-
-    Args:
-        summary: of an audit.
-
-    Returns:
-        The methods that were measured to their end, in the order of the audit.
-    """
+    """What the page's explorer is given; None where nothing was kept."""
     kept, header = summary.explored, summary.header
     if kept is None:
         return None
@@ -105,14 +98,7 @@ def explorer(summary: AuditSummary) -> Explorer | None:
 
 
 def explorer_page(found: Explorer) -> str:
-    """What an audit kept of attention rows as one file, scripts and styles inside; it asks for no other.
-
-    Args:
-        found: what the explorer is given.
-
-    Returns:
-        The text of the file.
-    """
+    """What an audit kept of attention rows as one file, scripts and styles inside; it asks for no other."""
     return rendered("explorer_page.html.j2", {}, {"explorer": to_json(found)})
 
 

@@ -8,14 +8,7 @@ from linattn_lab.report.audit.summary import AuditSummary
 
 
 def head_cells(summary: AuditSummary) -> dict[str, list[list[float | None]]]:
-    """Error over averaging's of [layer][head] for every map and width, by "map · features"; None where not finite.
-
-    Args:
-        summary: of an audit.
-
-    Returns:
-        What the map of heads shows for each choice: 1 is averaging, 0 exact.
-    """
+    """Error over averaging's of [layer][head] for every map and width, by "map · features"; None where not finite."""
     return {
         f"{line.map} · {line.features:,}": [
             [round(ratio, 4) if math.isfinite(ratio) else None for ratio in layer] for layer in line.head_ratios

@@ -21,12 +21,6 @@ def verdict(summary: AuditSummary) -> Point:
     The method is the fastest of those with a mean error of at most 0.1, if one of them is faster than softmax; else of
     those with at most 0.3; else the one with the least error.
 
-    Args:
-        summary: of an audit.
-
-    Returns:
-        The answer, with time, bytes and error of the same method.
-
     Example:
         >>> import tempfile
         >>> from pathlib import Path
@@ -72,15 +66,7 @@ def chosen_line(summary: AuditSummary) -> Line | None:
 
 
 def costs(summary: AuditSummary, line: Line) -> str:
-    """Time against softmax, numbers against the exact cache, and the length from which the method pays.
-
-    Args:
-        summary: of an audit.
-        line: one of its methods.
-
-    Returns:
-        Sentences; without times, of the state alone.
-    """
+    """Time against softmax, numbers against the exact cache, and the length from which the method pays."""
     exact = exact_numbers(summary)
     relation = "less than" if line.state_numbers < exact else "no less than"
     state = f"keeps {line.state_numbers:,} numbers per head, {relation} the {exact:,} of the exact cache"

@@ -27,12 +27,6 @@ class Times:
 def times_of(rows: Iterable[AuditRow]) -> Times:
     """Collect the times among an audit's rows.
 
-    Args:
-        rows: of all kinds.
-
-    Returns:
-        The `Times`; empty for a file of before times were taken.
-
     Raises:
         ValueError: if a pass took no time, or a method has not as many times as lengths.
 

@@ -73,12 +73,6 @@ def summarise_bench(path: Path) -> BenchSummary:
 def slope(points: Sequence[tuple[int, float]]) -> float | None:
     """The power of L as which seconds grow: slope of the least-squares line through logarithms.
 
-    Args:
-        points: (L, seconds).
-
-    Returns:
-        The slope; None with fewer than two points.
-
     Example:
         >>> slope([(1, 3.0), (2, 12.0), (4, 48.0)])
         2.0
