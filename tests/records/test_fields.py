@@ -106,6 +106,7 @@ def test_whole_numbers_of_float_fields_are_floats():
         (True, float),
         (None, float),
         (1, str),
+        ("\ud800", str),
         (1, bool),
         ("maybe", Literal["holds", "fails"]),
         ([1, "a"], list[int]),
@@ -118,9 +119,19 @@ def test_values_of_another_type_are_refused(value, wanted):
         LOOSE.record(make_dataclass("Record", [("field", wanted)]), {"field": value})
 
 
-def test_half_a_character_is_refused():
-    with pytest.raises(ValueError, match=r"^a.json:2: Invalid JSON: .*; bake it again$"):
-        LOOSE.record(make_dataclass("Record", [("field", str)]), {"field": "\ud800"})
+@pytest.mark.parametrize("depth", [200, 900, 5000])
+def test_a_value_that_is_nested_deeply_is_refused(depth):
+    values = []
+    for _ in range(depth):
+        values = [values]
+    with pytest.raises(ValueError, match=r"^a.json:2.*(recursion limit|nested too deeply).*; bake it again$"):
+        LOOSE.record(make_dataclass("Record", [("field", Any)]), {"field": values})
+
+
+@pytest.mark.parametrize("values", ["\ud800", ["\ud800"], None, 3])
+def test_what_is_no_object_is_refused(values):
+    with pytest.raises(ValueError, match=r"^a.json:2: .*; bake it again$"):
+        LOOSE.record(Egg, values)
 
 
 def test_files(tmp_path):

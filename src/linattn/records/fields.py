@@ -94,10 +94,12 @@ class Reading:
             (record,) = _validator(cast(type, kind), self.finite).validate_json(json.dumps([values]))
         except ValidationError as error:
             details = error.errors(include_url=False)
-            words = [_in_words(one, kind) for one in details[:_NAMED]]
+            words = [_in_words(one, kind, values) for one in details[:_NAMED]]
             if len(details) > _NAMED:
                 words.append(f"and {len(details) - _NAMED} more")
             raise ValueError(f"{self.place}: {', '.join(words)}; {self.remedy}") from None
+        except RecursionError:
+            raise ValueError(f"{self.place} is nested too deeply; {self.remedy}") from None
         return cast(T, record)
 
 
@@ -127,7 +129,7 @@ def _number(value: Any) -> Any:
     return float(value) if value in NOT_FINITE else value
 
 
-def _in_words(error: ErrorDetails, kind: type) -> str:
+def _in_words(error: ErrorDetails, kind: type, values: Any) -> str:
     """An error in words, without repeating more of a damaged value than a reader can use."""
     _, *steps = error["loc"] or (0,)
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:_SHOWN]}" for step in steps).lstrip(".")
@@ -137,7 +139,18 @@ def _in_words(error: ErrorDetails, kind: type) -> str:
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"there is no {path!r}{wanted * (len(steps) == 1)}"
     if error["type"] == "json_invalid":
-        return error["msg"]
+        held = values.items() if isinstance(values, dict) else ()
+        broken = [name[:_SHOWN] for name, value in held if not _is_written(value)]
+        return f"{', '.join(broken)} must be text that can be written, got half a character" if broken else error["msg"]
     value = error["input"]
     shown = ascii(value)[:_SHOWN] if value is None or isinstance(value, str | int | float) else type(value).__name__
     return f"{path or 'it'} {error['msg'].replace('Input should', 'must')}, got {shown}{wanted * (not path)}"
+
+
+def _is_written(value: Any) -> bool:
+    """Whether texts in a value have no half of a surrogate pair, which no file can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

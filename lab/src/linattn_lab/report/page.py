@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
@@ -25,8 +25,6 @@ from linattn_lab.report.memory import words
 from linattn_lab.report.memory.figures import kl_by_bytes, kl_by_position
 from linattn_lab.report.memory.summary import MemorySummary, summarise_memory
 from linattn_lab.report.twin import VERSION, Twin
-
-T = TypeVar("T")
 
 FIGURES = ("audit.jsonl", "memory.jsonl", "claims.jsonl", "bench.jsonl")
 """The files that a page is drawn from."""
@@ -81,20 +79,11 @@ def write_report(folder: Path) -> Path:
         OSError: if a file cannot be written.
     """
     unread: list[Point] = []
-    audit_file, memory_file, claims_file, bench_file = (folder / name for name in FIGURES)
-    audit = _read(audit_file, summarise_audit, _draw_audit, unread)
-    claims = _read(claims_file, summarise_claims, _draw_claims, unread)
-    bench = _read(bench_file, summarise_bench, _draw_bench, unread)
-    memory = _read(memory_file, summarise_memory, _draw_memory, unread)
-    report = Report(
-        audit=None if audit is None else audit[0],
-        claims=None if claims is None else claims[0],
-        bench=None if bench is None else bench[0],
-        memory=None if memory is None else memory[0],
-        unread=tuple(unread),
-    )
+    found = {name: _read(folder / f"{name}.jsonl", *how, unread) for name, how in _SECTIONS.items()}
+    read = {name: one for name, one in found.items() if one is not None}
+    report = Report(**{name: summary for name, (summary, _) in read.items()}, unread=tuple(unread))
     page = folder / "index.html"
-    _write(report, [found[1] for found in (audit, claims, bench, memory) if found is not None], page)
+    _write(report, [section for _, section in read.values()], page)
     write_json(folder / TWIN, to_json(_twin(report), finite=False))
     return page
 
@@ -109,16 +98,8 @@ def write_page(report: Report, path: Path) -> None:
     Raises:
         OSError: if the file cannot be written.
     """
-    sections = []
-    if report.claims is not None:
-        sections.append(_draw_claims(report.claims))
-    if report.audit is not None:
-        sections.append(_draw_audit(report.audit))
-    if report.bench is not None:
-        sections.append(_draw_bench(report.bench))
-    if report.memory is not None:
-        sections.append(_draw_memory(report.memory))
-    _write(report, sections, path)
+    summaries = {name: getattr(report, name) for name in _SECTIONS}
+    _write(report, [_SECTIONS[name][1](summary) for name, summary in summaries.items() if summary is not None], path)
 
 
 def _write(report: Report, sections: Sequence[Section], path: Path) -> None:
@@ -139,16 +120,8 @@ def _answers(report: Report) -> tuple[Point, ...]:
 
 def _twin(report: Report) -> Twin:
     """A report's figures."""
-    return Twin(
-        kind="linattn report",
-        version=VERSION,
-        answers=_answers(report),
-        audit=report.audit,
-        claims=report.claims,
-        bench=report.bench,
-        memory=report.memory,
-        unread=report.unread,
-    )
+    sections = {name: getattr(report, name) for name in _SECTIONS}
+    return Twin("linattn report", VERSION, _answers(report), **sections, unread=report.unread)
 
 
 def _draw_claims(summary: ClaimsSummary) -> Section:
@@ -199,8 +172,8 @@ def _draw_memory(summary: MemorySummary) -> Section:
 
 
 def _read(
-    path: Path, summarise: Callable[[Path], T], draw: Callable[[T], Section], unread: list[Point]
-) -> tuple[T, Section] | None:
+    path: Path, summarise: Callable[[Path], Any], draw: Callable[[Any], Section], unread: list[Point]
+) -> tuple[Any, Section] | None:
     """A file's summary and its section of the page; what is wrong with it goes to `unread`."""
     if not path.exists():
         return None
@@ -215,3 +188,12 @@ def _read(
         what = f"its figures contradict each other ({type(error).__name__}: {error})"
         unread.append(Point(heading, f"{path} is damaged: {what}; move it away and measure again"))
     return None
+
+
+_SECTIONS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Section]]] = {
+    "audit": (summarise_audit, _draw_audit),
+    "memory": (summarise_memory, _draw_memory),
+    "claims": (summarise_claims, _draw_claims),
+    "bench": (summarise_bench, _draw_bench),
+}
+"""How each file is read, and drawn, by its name and the report's field."""
