@@ -222,8 +222,8 @@ FAULTS = (
     Fault(
         "leave a page's answers out of its figures",
         "lab/report/page.py",
-        "answers=_answers(report),",
-        "answers=(),",
+        "VERSION, _answers(report), **sections",
+        "VERSION, (), **sections",
         "lab/tests/report/test_twin.py",
     ),
     Fault(

@@ -37,7 +37,6 @@ from linattn_lab.audit.records import (
 from linattn_lab.audit.truth import LayerTruth
 from linattn_lab.audit.weights import explored_heads, weights_row
 from linattn_lab.audit.whole_model import WholeModel
-from linattn_lab.audit.work import Work
 from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import versions
 from linattn_lab.pace import Silent, Watch
@@ -46,6 +45,8 @@ from linattn_lab.rounds import Unit, in_rounds
 _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
 _MOST_RANKED = 1024
+# How much work the parts are, one layer's attention to the text being 1, roughly: for an estimate of the time left.
+_HEADS, _RANKS, _PASSES = 3.0, 20.0, 4
 _SILENT = Silent()
 _Unit = Unit[AuditRow]
 
@@ -148,7 +149,7 @@ class Audit:
         return Kept(rows, heads=heads, ranks=ranks(self._layers[0]))
 
     def work(self, kept: Kept) -> tuple[float, float]:
-        """All work, and what of it an earlier run has done, in operations, roughly.
+        """All work, and what of it an earlier run has done, roughly.
 
         Args:
             kept: what need not be measured again.
@@ -186,10 +187,10 @@ class Audit:
 
     def _units(self, kept: Kept) -> Iterator[_Unit]:
         """All but times at growing lengths."""
-        work, stage = self._work, "Exact attention and averaging the values"
+        stage, passed = "Exact attention and averaging the values", float(len(self._layers))
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
             measure = partial(self._whole.end_to_end, label, None, 0, answer)
-            yield Unit(stage, "", work.baseline, measure, _alone, is_done=kept.has_model(label, None, 0))
+            yield Unit(stage, "", passed, measure, _alone, is_done=kept.has_model(label, None, 0))
         for number in range(len(self._layers)):
             kept_already = kept.has_weights(EXACT, None, number)
             yield Unit(stage, "", 0.0, partial(self._exact_weights, number), _alone, is_done=kept_already)
@@ -197,7 +198,7 @@ class Audit:
             stage = "The limit of every rank"
             for number, layer in enumerate(self._layers):
                 words = f"{stage}, {self._place(number)}"
-                yield Unit(stage, words, work.ranks, partial(_rank_rows, number, layer), is_done=kept.has_ranks(number))
+                yield Unit(stage, words, _RANKS, partial(_rank_rows, number, layer), is_done=kept.has_ranks(number))
         for configuration in self.grid.configurations():
             yield from self._units_of(configuration, kept)
 
@@ -213,14 +214,14 @@ class Audit:
     def _units_of(self, configuration: Configuration, kept: Kept) -> Iterator[_Unit]:
         """One method at one width with one draw: each layer's heads, the model's time, then the whole model."""
         method, draw, sample = configuration.method, configuration.draw, self._sample(configuration)
-        label, features, work = method.label, sample.num_features, self._work
+        label, features, passed = method.label, sample.num_features, float(len(self._layers))
         stage, maps = in_words(configuration, sample, self.header.draws), LayerMaps(partial(self._build, configuration))
         is_whole = kept.has_model(label, features, draw)
         for number in range(len(self._layers)):
             yield Unit(
                 stage,
                 f"{stage}, {self._place(number)}",
-                work.heads(sample),
+                _HEADS,
                 partial(self._head_rows, configuration, maps, number, kept),
                 is_done=is_whole or self._has_layer(configuration, number, kept),
             )
@@ -228,9 +229,9 @@ class Audit:
         if draw == 0:
             is_timed = is_whole or kept.has_time(label, features)
             measure: Callable[[], AuditRow] = partial(self._whole.time, label, features, answer)
-            yield Unit(stage, words, work.timing(sample), measure, _alone, is_alone=True, is_done=is_timed)
+            yield Unit(stage, words, _PASSES * passed, measure, _alone, is_alone=True, is_done=is_timed)
         measure = partial(self._whole.end_to_end, label, features, draw, answer)
-        yield Unit(stage, words, work.model(sample), measure, _alone, is_done=is_whole)
+        yield Unit(stage, words, passed, measure, _alone, is_done=is_whole)
 
     def _has_layer(self, configuration: Configuration, number: int, kept: Kept) -> bool:
         """Whether a layer's figures are all there; rows for the explorer are of the first draw."""
@@ -277,20 +278,6 @@ class Audit:
     def _sample(self, configuration: Configuration) -> BuiltMethod:
         """The map that tells a configuration's sizes."""
         return self._samples[configuration.method.label, configuration.num_features]
-
-    @property
-    def _work(self) -> Work:
-        """What the parts cost, roughly."""
-        header = self.header
-        return Work(
-            num_layers=header.num_layers,
-            num_tokens=header.num_tokens,
-            num_measured=header.num_tokens - header.first_measured,
-            num_rows=header.num_rows,
-            head_dim=header.head_dim,
-            value_dim=header.value_dim,
-            is_causal=header.is_causal,
-        )
 
     def _build(self, configuration: Configuration, number: int) -> BuiltMethod:
         """The map of one layer, fitted on the tokens it may know."""

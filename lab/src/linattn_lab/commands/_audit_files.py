@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 from linattn.processes import Processes
 from linattn_lab.asides import asides, set_aside
-from linattn_lab.audit.kept import Kept
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, AuditRow
-from linattn_lab.commands.stages import Stages
+from linattn_lab.commands.stages import Stages, until_pressed
 from linattn_lab.pace import Pace
 
 
@@ -29,7 +27,7 @@ def measure(measured: Audit, records: Path | None, *, again: bool, watch: Stages
         watch.begin(f"{len(kept.rows):,} figures were measured before and are kept.")
     total, done = measured.work(kept)
     watch.pace = Pace(total, done=done)
-    rows = _rows(measured, kept, watch, pressed)
+    rows = until_pressed(measured.rows(kept, watch), pressed)
     if records is None:
         deque(rows, maxlen=0)
     else:
@@ -44,14 +42,6 @@ def _begin(measured: Audit, file: Path, *, again: bool, watch: Stages) -> list[A
         why = "" if again else " It is of another model, text, method or version; the page shows the new audit."
         watch.begin(f"What was measured before is now in {aside}.{why}")
     return found
-
-
-def _rows(measured: Audit, kept: Kept, watch: Stages, pressed: list[int]) -> Iterator[AuditRow]:
-    """The audit's rows, passed on."""
-    for row in measured.rows(kept, watch):
-        if pressed:
-            raise KeyboardInterrupt
-        yield row
 
 
 def _earlier(measured: Audit, file: Path, watch: Stages) -> list[AuditRow]:

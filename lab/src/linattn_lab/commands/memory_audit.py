@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from linattn.processes import Processes
 from linattn.records.texts import Text, read_text
 from linattn_lab.asides import asides, set_aside
 from linattn_lab.commands._terminal import whole_numbers
-from linattn_lab.commands.stages import Stages, stages
+from linattn_lab.commands.stages import Stages, stages, until_pressed
 from linattn_lab.constant_memory.measuring import MemoryAudit
 from linattn_lab.constant_memory.records import MEMORY, MemoryRow, key_of
 from linattn_lab.pace import Pace
@@ -72,7 +72,7 @@ def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *
                 [] if asked.again or not is_first else _earlier(measured, records, watch)
             )
             watch.pace = Pace(len(measured.wanted()), done=len(kept))
-            rows = _rows(measured, kept, watch, pressed)
+            rows = until_pressed(measured.rows(kept, watch), pressed)
             if not is_first:
                 deque(rows, maxlen=0)
                 return
@@ -134,14 +134,6 @@ def _plan(measured: MemoryAudit, asked: Asked, file: Path, watch: Stages, *, is_
             write_memory_plans(file, plans)
     for plan in Processes.of_this_run().from_first(plans):
         measured.take(plan)
-
-
-def _rows(measured: MemoryAudit, kept: Sequence[MemoryRow], watch: Stages, pressed: list[int]) -> Iterator[MemoryRow]:
-    """The audit's rows, passed on."""
-    for row in measured.rows(kept, watch):
-        if pressed:
-            raise KeyboardInterrupt
-        yield row
 
 
 def _earlier(measured: MemoryAudit, file: Path, watch: Stages) -> list[MemoryRow]:

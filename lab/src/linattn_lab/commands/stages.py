@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from linattn_lab.pace import Pace
+
+T = TypeVar("T")
 
 # Within a stage a line is printed when none was for so many seconds.
 _SILENCE = 20.0
@@ -70,3 +73,11 @@ def stages(console: Console) -> Iterator[Stages]:
             progress.update(task, description=escape(words), total=total, completed=done)
 
         yield Stages(console, show)
+
+
+def until_pressed(rows: Iterable[T], pressed: list[int]) -> Iterator[T]:
+    """Rows, passed on until Ctrl-C was pressed, where Python may have swallowed what that raised."""
+    for row in rows:
+        if pressed:
+            raise KeyboardInterrupt
+        yield row

@@ -12,7 +12,7 @@ from linattn.records.json_files import write_json
 from linattn_lab.report._render import write_html
 from linattn_lab.report._text import Point
 from linattn_lab.report.answers import answers
-from linattn_lab.report.audit import frontier, head_map, tables
+from linattn_lab.report.audit import frontier, tables
 from linattn_lab.report.audit.advice import advise, best_line
 from linattn_lab.report.audit.explorer import explorer
 from linattn_lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise_audit
@@ -142,7 +142,7 @@ def _draw_audit(summary: AuditSummary) -> Section:
         "end_to_end": tables.end_to_end(summary),
         "heads": tables.heads(summary),
         "chosen": f"{chosen.map} · {chosen.features:,}",
-        "cells": head_map.head_cells(summary),
+        "cells": tables.head_cells(summary),
         "small_gain": SMALL_GAIN,
         "explorer": to_json(explorer(summary)),
     }

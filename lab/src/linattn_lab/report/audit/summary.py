@@ -259,8 +259,8 @@ def _line(header: Header, heads: list[HeadRow], models: list[ModelRow], times: T
         uniform_error=_mean(row.uniform_error for row in heads),
         better_heads=_mean(over_heads(lambda row: float(row.error < row.uniform_error))),
         total_variation=_mean_and_spread(over_heads(lambda row: row.total_variation)),
-        kl=_mean_existing(row.kl for row in heads),
-        predicted_ratio=_median_existing(row.predicted_ratio for row in heads),
+        kl=_existing((row.kl for row in heads), _mean),
+        predicted_ratio=_existing((row.predicted_ratio for row in heads), statistics.median),
         embedding_cosine=_mean_and_spread([row.embedding_cosine for row in models]),
         token_cosine=_mean_and_spread([row.token_cosine for row in models]),
         head_ratios=_by_head(header, heads, lambda row: _over(row.error, row.uniform_error)),
@@ -280,7 +280,7 @@ def _uniform(row: ModelRow, heads: list[HeadRow]) -> Baseline:
         row.map,
         _mean(head.uniform_error for head in heads),
         _mean(head.uniform_total_variation for head in heads),
-        _mean_existing(head.uniform_kl for head in heads),
+        _existing((head.uniform_kl for head in heads), _mean),
         row.embedding_cosine,
         row.token_cosine,
     )
@@ -327,15 +327,8 @@ def _mean_and_spread(values: list[float]) -> MeanAndSpread:
     return MeanAndSpread(mean, statistics.stdev(values))
 
 
-def _mean_existing(values: Iterable[float | None]) -> float | None:
-    """Mean where every value exists, else None."""
+def _existing(values: Iterable[float | None], summed_up: Callable[[list[float]], float]) -> float | None:
+    """A mean or median where every value exists, else None."""
     collected = list(values)
     existing = [value for value in collected if value is not None]
-    return _mean(existing) if len(existing) == len(collected) else None
-
-
-def _median_existing(values: Iterable[float | None]) -> float | None:
-    """Median where every value exists, else None."""
-    collected = list(values)
-    existing = [value for value in collected if value is not None]
-    return statistics.median(existing) if len(existing) == len(collected) else None
+    return summed_up(existing) if len(existing) == len(collected) else None

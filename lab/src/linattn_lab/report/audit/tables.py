@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from linattn.records.tables import Table
 from linattn_lab.report._text import number
 from linattn_lab.report.audit.summary import AuditSummary, MeanAndSpread
@@ -147,6 +149,16 @@ def heads(summary: AuditSummary) -> Table:
         (*baselines, *lines),
         len(baselines),
     )
+
+
+def head_cells(summary: AuditSummary) -> dict[str, list[list[float | None]]]:
+    """Error over averaging's of [layer][head] for every map and width, by "map · features"; None where not finite."""
+    return {
+        f"{line.map} · {line.features:,}": [
+            [round(ratio, 4) if math.isfinite(ratio) else None for ratio in layer] for layer in line.head_ratios
+        ]
+        for line in summary.lines
+    }
 
 
 def with_spread(figure: MeanAndSpread, digits: int = 2) -> str:
