@@ -21,15 +21,6 @@ from linattn.records.locks import LOCK, InUseError, locked
 def new_folder(command: str, doing: str, console: Console, out: Path) -> Iterator[Path]:
     """The folder for unfinished work on `out`, held from the first look at both to the end of the work.
 
-    Args:
-        command: the subcommand, for messages.
-        doing: what another process would be doing, as in "converting a model".
-        console: where an interrupt is reported.
-        out: the folder to be made; its name must be resolved.
-
-    Returns:
-        A context manager that gives `out`.unfinished.
-
     Raises:
         typer.Exit: after an interrupt or an error inside the block, or where `out` holds anything.
     """
@@ -45,14 +36,6 @@ def shared_folder(
     command: str, doing: str, processes: Processes, out: Path, call: typer.Context
 ) -> Iterator[tuple[Console, Path | None]]:
     """A console, and the folder of `new_folder`; of several processes all but the first have no folder, and are silent.
-
-    Args:
-        command, doing, out: as in `new_folder`.
-        processes: those of this run.
-        call: the command's own, the same on all of them.
-
-    Returns:
-        A context manager that gives both.
 
     Raises:
         typer.Exit: as `new_folder`; processes were started with different arguments.

@@ -42,13 +42,6 @@ _NAMED = re.compile(rf"\w+\(.*?\)+|\b({'|'.join(OPTIONS)})\b(=True\b|=| must\b)?
 def in_options(text: str, command: str) -> str:
     """A message of a function in the words of the command line.
 
-    Args:
-        text: the message.
-        command: the subcommand's name.
-
-    Returns:
-        The message, options in place of arguments.
-
     Example:
         >>> in_options("num_features must be even, got num_features=7; Dpfp(num_features=8) has features", "convert")
         '--features must be even, got --features 7; Dpfp(num_features=8) has features'

@@ -41,12 +41,6 @@ def console_of(processes: Processes) -> Console:
 def of_option(option: str) -> Iterator[None]:
     """Let errors inside the block begin with an option's name.
 
-    Args:
-        option: the name.
-
-    Returns:
-        A context manager.
-
     Raises:
         ValueError: where the block does.
 
@@ -65,14 +59,6 @@ def of_option(option: str) -> Iterator[None]:
 @contextmanager
 def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
     """Turn an interrupt or an error inside the block into a message and an exit code: 130 or 1.
-
-    Args:
-        command: the subcommand's name, for the message; of several processes all but the first say which they are.
-        console: where an interrupt is reported; errors go to the standard error.
-        what_is_left: says after an interrupt which files there are.
-
-    Returns:
-        A context manager.
 
     Raises:
         typer.Exit: after an interrupt or an error.

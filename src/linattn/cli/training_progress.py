@@ -36,14 +36,7 @@ class Shown(NamedTuple):
 def training_progress(
     console: Console, before: str, words: Callable[[Progress], str], *, parts: int = _PARTS
 ) -> Iterator[Shown]:
-    """What shows a training.
-
-    Args:
-        console: where it is shown.
-        before: what is done until the first step.
-        words: how far a training has come, in words.
-        parts: how many lines of it are printed where there is no terminal.
-    """
+    """What shows a training."""
     with _shown(console, before, words) if console.is_terminal else _told(console, before, words, parts) as shown:
         yield shown
 

@@ -24,12 +24,6 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
     Written beside its place under a temporary name, another one for every call, then renamed, which replaces an earlier
     file in one step.
 
-    Args:
-        path: the file's name; its folder is made if it is missing.
-
-    Returns:
-        A context manager that yields the open file, UTF-8.
-
     Raises:
         OSError: if the folder cannot be made or written to, or the disk is full. Whatever ends the block early, an
             interrupt included, leaves `path` as it was and no temporary file.
@@ -63,12 +57,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder that appears under its name, with all its files, only when the block ends well.
 
     Filled beside its place under a temporary name, another one for every call, then renamed in one step.
-
-    Args:
-        folder: the name, of nothing yet or of an empty folder; its parent is made if it is missing.
-
-    Returns:
-        A context manager that yields the folder to write into.
 
     Raises:
         FileExistsError: if there is a file of that name, or a folder that is not empty.
@@ -108,12 +96,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
     """Where the disk is full, let the error say what was not written: the system's own names no file.
-
-    Args:
-        path: what is being written, by the name that its reader knows.
-
-    Returns:
-        A context manager.
 
     Raises:
         OSError: with the number of the system's error, in place of an error about a full disk, a full quota or a file

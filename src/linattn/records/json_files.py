@@ -12,10 +12,6 @@ from linattn.records.atomic import atomic_file
 def write_json(path: Path, values: Any) -> None:
     """Write plain values, as `to_json` gives them, as a file that is whole or absent.
 
-    Args:
-        path: the file; replaced in one step.
-        values: what JSON has.
-
     Raises:
         ValueError: if a number is not finite.
         OSError: if the file cannot be written.
@@ -33,14 +29,6 @@ def write_json(path: Path, values: Any) -> None:
 
 def read_json(path: Path, kind: str, remedy: str) -> Any:
     """Values of a JSON file.
-
-    Args:
-        path: the file, which exists.
-        kind: what it should be, in words; errors call the file so.
-        remedy: what to do about another file, the end of every error.
-
-    Returns:
-        The values as `json` gives them.
 
     Raises:
         ValueError: if the file is no JSON, is nested beyond what Python reads, or holds an integer of too many digits.
@@ -64,15 +52,6 @@ def read_json(path: Path, kind: str, remedy: str) -> Any:
 
 def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, Any]:
     """A JSON file that holds one record of a kind and a version.
-
-    Args:
-        path: the file, which exists.
-        kind: what its "kind" must be, in words; errors call the file so.
-        version: what its "version" must be.
-        remedy: what to do about another file, the end of every error.
-
-    Returns:
-        The record, without "kind" and "version".
 
     Raises:
         ValueError: if the file is no JSON, or of another kind or version.

@@ -41,16 +41,8 @@ class Form(Generic[H, R]):
     def write(self, path: Path, header: H, rows: Iterable[R]) -> None:
         """Write a file, row by row as it is measured, under a temporary name until it is whole.
 
-        Args:
-            path: the file.
-            header: the first row.
-            rows: consumed one by one; an exception from it, an interrupt included, leaves no file.
-
         Raises:
             OSError: if the file cannot be written.
-
-        Example:
-            See `extend`.
         """
         with atomic_file(path) as file:
             file.writelines(self._line(record) for record in chain([header], rows))
@@ -58,50 +50,22 @@ class Form(Generic[H, R]):
     def read(self, path: Path) -> tuple[H, list[R]]:
         """Read what `write` wrote.
 
-        Args:
-            path: the file.
-
-        Returns:
-            The header and the rows, in order.
-
         Raises:
             ValueError: if a line is not such a row, or the first line alone is not the header.
-
-        Example:
-            See `extend`.
         """
         return self._records(_lines(path.read_bytes(), path), path)
 
     def so_far(self, path: Path) -> tuple[H, list[R]]:
-        """Read what `extend` has written until now.
-
-        Args:
-            path: the file, finished or not.
-
-        Returns:
-            The header and the whole rows, in order; a last line that was cut off is left out.
+        """Read what `extend` has written until now; a last line that was cut off is left out.
 
         Raises:
             ValueError: as `read`, for any line but the last.
-
-        Example:
-            See `extend`.
         """
         content = path.read_bytes()
         return self._records(_lines(content[: content.rfind(b"\n") + 1], path), path)
 
     def unfinished(self, path: Path) -> tuple[H, list[R]] | None:
-        """Header and rows that an early end has left of a file written by `extend`.
-
-        Args:
-            path: the unfinished file.
-
-        Returns:
-            As `so_far`; None where there is no such file, or none that can be read.
-
-        Example:
-            See `extend`.
-        """
+        """Header and rows that an early end has left of a file written by `extend`."""
         if not path.is_file():
             return None
         try:
@@ -111,12 +75,6 @@ class Form(Generic[H, R]):
 
     def extend(self, path: Path, header: H, kept: list[R], rows: Iterable[R]) -> None:
         """Write rows that survive an early end: each is in the file before the next is measured.
-
-        Args:
-            path: the unfinished file; what it held is replaced by `header` and `kept`.
-            header: the first row.
-            kept: rows measured before, as `unfinished` gives them.
-            rows: consumed one by one; an exception from it leaves the rows before it in the file.
 
         Raises:
             OSError: if the file cannot be written.

@@ -19,12 +19,6 @@ _FIELD = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
 def json_schema(kind: type) -> dict[str, Any]:
     """The JSON Schema of what `to_json` writes of a record, "inf", "-inf" and "nan" being numbers.
 
-    Args:
-        kind: a dataclass whose docstring says under Attributes what each field is; so do those of the records in it.
-
-    Returns:
-        The schema, of draft 2020-12: every field there, none surplus, each described.
-
     Raises:
         ValueError: if a field has no words.
         pydantic.PydanticUserError: if a field's type is none that JSON has.
@@ -53,17 +47,8 @@ def json_schema(kind: type) -> dict[str, Any]:
 def field_words(kind: type) -> dict[str, str]:
     """Words of a record's docstring on each field, under Attributes.
 
-    Args:
-        kind: the dataclass.
-
-    Returns:
-        Words by field, in the order of the fields.
-
     Raises:
         ValueError: if a field has none.
-
-    Example:
-        See `json_schema`.
     """
     section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
     told = {name: " ".join(words.split()) for name, words in _FIELD.findall(section)}

@@ -34,12 +34,6 @@ class Text:
 def read_text(file: str | os.PathLike[str] | None = None) -> Text:
     """A text file, or the English prose that comes with Python: the language reference as pydoc's topics hold it.
 
-    Args:
-        file: a file in UTF-8, or None for the built-in text.
-
-    Returns:
-        The text and its source.
-
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the file holds no text, or none in UTF-8.
