@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 if _missing := [package for package in ("transformers", "pydantic") if find_spec(package) is None]:
     raise ImportError(
-        f"linattn.hf reads transformers models, and {' and '.join(_missing)} is missing: pip install 'linattn[hf]'"
+        f"linattn.hf reads transformers models with {' and '.join(_missing)}, not installed here: "
+        "pip install 'linattn[hf]'"
     )
 
 from transformers import PreTrainedModel as PreTrainedModel
