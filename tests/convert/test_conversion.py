@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from converted import names, state, unchanged
 from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.running import run
 from linattn.convert.stages import agreement, measure
@@ -18,19 +19,6 @@ from linattn.hf import from_pretrained, intercept, is_linearized, linearize_, re
 SECONDS = 12
 CONFIG = ConvertConfig("LearnedExponential(num_features=8)", minutes=SECONDS / 60, learning_rate=1e-3)
 EXACT_PART = "Expansion(num_centres=2) + window 4"
-
-
-def names(found):
-    return [stage.name for stage in found.stages]
-
-
-def state(model):
-    return {name: x.clone() for name, x in model.state_dict().items()}
-
-
-def unchanged(model, before):
-    now = model.state_dict()
-    return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
 
 
 def count_linearizations(monkeypatch, calls):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from converted import names, state, unchanged
 from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.running import run
 from linattn.convert.stages import agreement, measure
@@ -24,19 +25,6 @@ CONFIG = ConvertConfig("LearnedExponential(num_features=8)", minutes=0.2, learni
 
 class CutError(Exception):
     """What a kill is to a test."""
-
-
-def names(found):
-    return [stage.name for stage in found.stages]
-
-
-def state(model):
-    return {name: x.clone() for name, x in model.state_dict().items()}
-
-
-def unchanged(model, before):
-    now = model.state_dict()
-    return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])

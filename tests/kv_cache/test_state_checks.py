@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import linattn
+from damaged_states import CHANGES, read_again, tokens
 from linattn import MergedKV, MergedState
 
 CONFIGS = {"numbers": MergedKV(4, 8, bits=None), "codes": MergedKV(4, 8, bits=4)}
 # Which record each tensor belongs to, as errors name it.
 OTHERS = ["sample"] * 2 + ["recent"] * 3
 RECORDS = {"numbers": ["merged"] * 3 + OTHERS, "codes": ["merged"] * 11 + OTHERS}
-CHANGES = {
-    "shorter": lambda x: x[..., :-1],
-    "longer": lambda x: torch.cat((x, x), -1),
-    "another batch": lambda x: torch.cat((x, x)),
-    "another dtype": lambda x: x.to(torch.int32),
-    "half": lambda x: x.half() if x.dtype == torch.float32 else x.double(),
-    "another device": lambda x: x.to("meta"),
-}
-
-
-def tokens(length: int = 30) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 2, length, 8, generator=generator) for _ in range(3)]
 
 
 def begun(config: MergedKV) -> MergedState:
     return linattn.merged_attention_with_state(*tokens(), config).state
-
-
-def read_again(state: MergedState) -> MergedState:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 @pytest.mark.parametrize("change", CHANGES)

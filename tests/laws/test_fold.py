@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 
 import pytest
 import torch
 
 import linattn
+from damaged_states import read_again
 from grid import BACKENDS, CAUSAL_MAPS, Case, build, qkv, sums, total
 
 FOLD_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
@@ -149,10 +149,7 @@ def test_a_state_is_saved_and_loaded(window: int | None) -> None:
     feature_map = build("FavorPlus")
     options = {"enable_gqa": True, "window": window}
     state = linattn.linear_attention_with_state(*qkv(), feature_map, **options).state
-    file = io.BytesIO()
-    torch.save({"state": state}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)["state"]
+    loaded = read_again({"state": state})["state"]
     outs = [linattn.linear_attention_with_state(*qkv(seed=5), feature_map, s, **options).out for s in (state, loaded)]
     assert torch.equal(*outs)
     assert "\n" not in repr(loaded)

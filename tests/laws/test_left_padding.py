@@ -6,7 +6,6 @@ Letters: B batch, L tokens, Hkv key/value heads.
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from damaged_states import read_again
 from grid import NONNEGATIVE_MAPS, SOFTMAX_MAPS, build, qkv, takes_statistics_from_the_call, tokens
 from linattn import MergedKV
 from linattn.softmax.row_groups import RowGroups
@@ -136,10 +136,7 @@ def test_a_state_goes_on(kind: str, way: str) -> None:
     if way == "beams":
         state = state.select(torch.tensor([2, 4, 4, 0, 1, 3])).select(torch.tensor([1, 2, 3, 4, 5, 0]))
     elif way == "file":
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        state = torch.load(file)
+        state = read_again(state)
     elif way == "tree":
         state = pytree.tree_map(torch.clone, state)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import linattn
+from damaged_states import CHANGES, read_again, tokens
 from linattn import State
 from linattn.feature_maps import FavorPlus, FeatureMap, Relu
 
@@ -24,27 +24,6 @@ SUMS = ["S", "z", "m"]
 RECORDS = {"map": SUMS, "window": [*SUMS, *["window.recent"] * 3]}
 # Sizes are read from S: where it is wrong, others differ.
 OTHERS = r"the state's (z|m|window[\w.]+)"
-CHANGES = {
-    "shorter": lambda x: x[..., :-1],
-    "longer": lambda x: torch.cat((x, x), -1),
-    "another batch": lambda x: torch.cat((x, x)),
-    "another dtype": lambda x: x.to(torch.int32),
-    "half": lambda x: x.half() if x.dtype == torch.float32 else x.double(),
-    "another device": lambda x: x.to("meta"),
-}
-
-
-def tokens(length: int = 30) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 2, length, 8, generator=generator) for _ in range(3)]
-
-
-def read_again(state: State) -> State:
-    """What torch.load makes of what torch.save writes."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from torch import Tensor
 
+from damaged_states import read_again
 from linattn.feature_maps import Relu
-from linattn.nn import LinearAttention, SoftmaxAttention, Stream
+from linattn.nn import LinearAttention, SoftmaxAttention
 from linattn.positions import FixedDecay
 
 X = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
@@ -25,15 +24,6 @@ CHANGES = {
     "another device": lambda x: x.to("meta"),
     "no tensor": lambda _: 3,
 }
-
-
-def read_again(stream: Stream) -> Stream:
-    """What torch.load gives of a saved stream."""
-    file = io.BytesIO()
-    torch.save(stream, file)
-    file.seek(0)
-    found: Stream = torch.load(file)
-    return found
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -5,7 +5,6 @@ Letters: B batch, Hkv key/value heads, L tokens.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import linattn
+from damaged_states import read_again
 from fuzzing.case import Case
 from fuzzing.dice import Dice
 from fuzzing.kinds.attention import draw_window
@@ -164,14 +164,6 @@ def _outline(x: object) -> object:
     return (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else type(x)
 
 
-def _read_again(state: object) -> object:
-    """A state that went through a file."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 def run(case: Case) -> None:
     """Change one tensor of a state, or several alike, and use it."""
     dice = case.dice
@@ -192,7 +184,7 @@ def run(case: Case) -> None:
             leaves[other] = _changed(dice, leaves[other], damage) if isinstance(leaves[other], Tensor) else None
     damaged = pytree.tree_unflatten(leaves, tree)
     if dice.chance(0.3):
-        damaged = _read_again(damaged)
+        damaged = read_again(damaged)
     # Without keys beside them sums of another value width are those of other values.
     if isinstance(stream, Stream) and verb in ("read", "select", "decay", "flush"):
         is_one |= _is_narrower(wrong, stream.state.S, number, stream.window)
