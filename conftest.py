@@ -49,6 +49,8 @@ def _strict_world() -> Iterator[None]:
     torch.default_generator.manual_seed(0)
     yield
     assert torch.get_default_dtype() == torch.float32
+    # Two threads on a worker's one core make small tensors twenty times as slow, for all tests after.
+    assert torch.get_num_threads() == 1
 
 
 @pytest.fixture(scope="session")

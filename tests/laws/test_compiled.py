@@ -221,15 +221,25 @@ def test_it_says_why_not(change: object, words: str) -> None:
         linattn.linear_attention_with_state(*inputs, build("FavorPlus"), enable_gqa=True, backend="compiled")
 
 
-def test_it_says_which_map_and_size_it_leaves_to_others() -> None:
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_says_which_map_and_direction_it_leaves_to_others() -> None:
     token = tuple(x[:, :, :1] for x in qkv(dtype=torch.float32))
     with pytest.raises(ValueError, match="exponential maps that are one product"):
         linattn.linear_attention_with_state(*token, build("Relu"), enable_gqa=True, backend="compiled")
     with pytest.raises(ValueError, match="not causal"):
         linattn.linear_attention(*token, build("FavorPlus"), enable_gqa=True, backend="compiled")
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_it_leaves_large_states_to_several_threads() -> None:
     many = qkv(1, 32, 32, 1, 1, value_dim=256, dtype=torch.float32)
-    if torch.get_num_threads() == 1:
-        torch.set_num_threads(2)
     with pytest.raises(ValueError, match="a state of 1,048,576 numbers is served sooner by several"):
         linattn.linear_attention_with_state(*many, FavorPlus(8, 128), backend="compiled")
 
