@@ -71,6 +71,16 @@ def test_padding_changes_nothing(double, family, feature_map):
         assert differ(ours, single) <= CLOSE
 
 
+@pytest.mark.parametrize("config", ["merged 3", "window 1 + merged 2"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_padding_changes_no_choice_of_merged_keys(double, family, config):
+    model, inputs = double(family), batch(family)
+    linearize_(model, method=config)
+    whole, mask = run(model, inputs), real(inputs)
+    for row in range(len(LENGTHS)):
+        assert differ(whole[row][mask[row]], run(model, alone(inputs, row))[0]) <= CLOSE
+
+
 @pytest.mark.parametrize("feature_map", MAPS)
 @pytest.mark.parametrize("family", [*DECODERS, "bart", "whisper"])
 def test_a_growing_cache_of_keys(double, family, feature_map):

@@ -218,6 +218,17 @@ def test_long_texts(tiny, tmp_path, family):
     assert abs(loaded.encode(words(1499) + " d") - loaded.encode(words(1499) + " c")).max() > 0  # the last token counts
 
 
+def test_the_model_within_is_named(tiny):
+    """A SentenceTransformer, and its first module, are no models of transformers."""
+    encoder = tiny("bert")
+    for wrong, words in (
+        (encoder, r"got SentenceTransformer; pass the one within, model\.get_submodule\('0\.\w+'\)"),
+        (encoder[0], r"got Transformer; pass the one within, model\.get_submodule\('\w+'\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            linearize_(wrong, method="EluPlusOne")
+
+
 def test_what_is_no_linearized_encoder_is_refused(tiny, folder, tmp_path):
     model = tiny("bert")
     with pytest.raises(ValueError, match="BertModel is not linearized"):

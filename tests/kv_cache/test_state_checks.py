@@ -83,7 +83,7 @@ def test_more_merged_keys_than_the_config_keeps_are_refused() -> None:
     state = dataclasses.replace(state, keys=dataclasses.replace(state.keys, merged=merged.then(merged)))
     for backend in ("auto", "torch"):
         with pytest.raises(ValueError, match=r"merged.bias must be of shape \(B, H, n ≤ 8\)"):
-            linattn.merged_attention_with_state(*tokens(100), config, state, backend=backend)
+            linattn.merged_attention_with_state(*tokens(100), config, read_again(state), backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,13 @@ def test_so_it_is_in_every_backend(config: MergedKV, cuts: str, backend: str) ->
     check_rows(attend, out, given, TOLERANCE, is_causal=True, backend=backend)
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("map_name", CAUSAL_MAPS)
+# Token by token, maps of each kind of fold show what chunks of one token and of more show of all.
+FOLDED = ("FavorPlus", "Taylor", "Expansion-2", "Centred-LearnedExponential")
+
+
+@pytest.mark.parametrize(
+    ("map_name", "cuts"), [(name, cuts) for name in CAUSAL_MAPS for cuts in CUTS if cuts != "tokens" or name in FOLDED]
+)
 def test_a_stream_with_a_window_beside_a_map(map_name: str, cuts: str) -> None:
     for window, filling in zip((1, 4, 32), FILLINGS.values(), strict=True):
         attend, (given, mask) = by_map(build(map_name), window), padded(filling)
