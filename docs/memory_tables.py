@@ -24,8 +24,8 @@ MEMORY, LONG = (Path(__file__).parent / name for name in ("memory.json", "memory
 _SHOWN = (512, 1024, 2048)
 _NEEDLES = "needles"
 _RECALL = ("repeated passages", _NEEDLES, "multi-query recall")
-# How contenders begin that streams of linattn keep, and among them those whose numbers are not rounded.
-_MERGED, _AS_THEY_ARE = "merged keys", "merged keys, "
+# How contenders begin that streams of linattn keep, and among them those that are not quantized.
+_MERGED, _UNQUANTIZED = "merged keys", "merged keys, "
 
 
 def take_memory(reports: Sequence[Path], file: Path, *, beside: bool = False) -> None:
@@ -43,7 +43,7 @@ def take_memory(reports: Sequence[Path], file: Path, *, beside: bool = False) ->
     }
     former, earlier = _taken(file) if beside else (circumstances, [])
     if former != json.loads(json.dumps(circumstances)):
-        sys.exit(f"{file.name} is of {former}, and these reports are of {circumstances}; take all of them anew")
+        sys.exit(f"{file.name} is of {former}, and these reports are of {circumstances}; take all of them again")
     lines: dict[tuple[int, str], MemoryLine] = {}
     for line in (*earlier, *(line for summary in summaries for line in summary.lines if line.passages)):
         lines.setdefault((line.budget, line.contender), line)
@@ -59,22 +59,22 @@ def memory_rows() -> list[tuple[str, str, str]]:
     names = {line.contender: line for line in lines if not line.budget}
     exact, uniform, rows = names["exact"], names["uniform"], []
     for budget in dict.fromkeys(line.budget for line in lines if line.budget in _SHOWN):
-        found = {line.contender: line for line in lines if line.budget == budget}
-        merged, as_they_are = (
-            min((line for name, line in found.items() if name.startswith(kind)), key=lambda line: line.kl)
-            for kind in (_MERGED, _AS_THEY_ARE)
+        policies = {line.contender: line for line in lines if line.budget == budget}
+        merged, unquantized = (
+            min((line for name, line in policies.items() if name.startswith(kind)), key=lambda line: line.kl)
+            for kind in (_MERGED, _UNQUANTIZED)
         )
-        planned = found.get(PLANNED)
-        shared = "" if planned is None else f"shared out among layers by a plan {_nats(planned.kl)}; "
+        planned = policies.get(PLANNED)
+        per_layer = "" if planned is None else f"with per-layer budgets {_nats(planned.kl)}; "
         rows.append(
             (
-                f"KL of {header['model']}'s predictions after {header['num_tokens']:,} tokens in the bytes of "
-                f"{budget:,} keys a layer, `{merged.label}`, the best of those tried",
+                f"KL divergence of {header['model']}'s predictions, context length {header['num_tokens']:,}, budget "
+                f"{budget:,} tokens a layer: `{merged.label}`, the best tried",
                 f"{_nats(merged.kl)} nats",
-                f"{shared}the best without rounding, `{as_they_are.label}`, {_nats(as_they_are.kl)}; sinks and a "
-                f"window {_nats(found['sinks + window'].kl)}; averaging the values {uniform.kl:.2f}; exact attention "
-                f"0. Of numbers told once in {header['num_tokens'] // 2:,} tokens it says {merged.recall[_NEEDLES]:.0%}"
-                f" again, exact attention {exact.recall[_NEEDLES]:.0%}",
+                f"{per_layer}not quantized, `{unquantized.label}`, {_nats(unquantized.kl)}; sinks and sliding window "
+                f"{_nats(policies['sinks + window'].kl)}; uniform attention {uniform.kl:.2f}; full attention 0. Needle "
+                f"retrieval, {header['num_tokens'] // 2:,} tokens: accuracy {merged.recall[_NEEDLES]:.0%}, full "
+                f"attention {exact.recall[_NEEDLES]:.0%}",
             )
         )
     return rows
@@ -92,23 +92,23 @@ def _taken(file: Path) -> tuple[dict[str, Any], list[MemoryLine]]:
 
 
 def memory_table(file: Path) -> str:
-    """Every contender at every budget, the least KL first, the baselines above."""
+    """Every policy at every budget, the least KL first, the baselines above."""
     header, lines = _taken(file)
     passages = {line.passages for line in lines}
     number = str(*passages) if len(passages) == 1 else f"{min(passages)} to {max(passages)}"
     words = (
         f"{header['model']}, layers {', '.join(map(str, header['layers']))} of width {header['head_dim']}; {number} "
-        f"passages of {header['num_tokens']:,} tokens of {header['text']}, KL in nats and perplexity of the last "
-        f"{header['num_measured']}; recall on texts of half that length: passages that come again, numbers told once, "
-        "and sixteen of them asked for one by one. Budgets are the bytes of so many exact keys and values in float32, "
-        "per layer and key/value head, everything counted that a rule keeps."
+        f"passages of {header['num_tokens']:,} tokens of {header['text']}. KL divergence in nats and perplexity: of "
+        f"the last {header['num_measured']} tokens. Copying, needle retrieval, multi-query recall: accuracy on texts of "
+        "half that length. A budget of N is the bytes of N exact keys and values in float32, per layer and key/value "
+        "head; everything that a policy keeps counts."
     )
     rows = []
     for line in sorted(lines, key=lambda line: (line.budget, line.kl)):
         recall = (f"{line.recall[task]:.2f}" if task in line.recall else "" for task in _RECALL)
         budget = f"{line.budget:,}" if line.budget else "–"
-        name = f"planned: {line.label}" if line.contender == PLANNED else line.label
+        name = f"per-layer budgets: {line.label}" if line.contender == PLANNED else line.label
         name = f"**{name}**" if line.contender.startswith((PLANNED, "merged")) else name
         rows.append((budget, name, _nats(line.kl), f"{line.perplexity:.2f}", f"{line.error:.3f}", *recall))
-    head = ("budget", "rule", "KL", "perplexity", "error of heads", "passages again", "numbers", "one by one")
+    head = ("budget", "policy", "KL", "perplexity", "relative error of heads", "copying", "needles", "multi-query")
     return f"{words}\n\n{table(head, rows)}"

@@ -57,7 +57,7 @@ def test_every_table_is_what_its_file_of_results_gives(writer):
 
 
 def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, monkeypatch):
-    """In few bits too, beside the best without rounding, sinks and window and baselines; KIVI is no stream's."""
+    """Quantized too, beside the best that is not, sinks and window and baselines; KIVI is no stream's."""
     import memory_tables
 
     told = {
@@ -87,12 +87,12 @@ def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, mon
     file.write_text(json.dumps({"header": {"model": "M", "num_tokens": 2048}, "lines": lines}), encoding="utf-8")
     monkeypatch.setattr(memory_tables, "MEMORY", file)
     ((what, measured, beside),) = memory_tables.memory_rows()
-    assert "after 2,048 tokens in the bytes of 512 keys a layer, `[merged keys in 4 bits]`" in what
+    assert "context length 2,048, budget 512 tokens a layer: `[merged keys in 4 bits]`" in what
     assert measured == "0.00042 nats"
-    assert beside.startswith("shared out among layers by a plan 0.0003; ")
-    assert "the best without rounding, `[merged keys, 50% near]`, 0.2000; sinks and a window 0.4000" in beside
-    assert "averaging the values 1.50; exact attention 0." in beside
-    assert "told once in 1,024 tokens it says 80% again, exact attention 90%" in beside
+    assert beside.startswith("with per-layer budgets 0.0003; ")
+    assert "not quantized, `[merged keys, 50% near]`, 0.2000; sinks and sliding window 0.4000" in beside
+    assert "uniform attention 1.50; full attention 0." in beside
+    assert "Needle retrieval, 1,024 tokens: accuracy 80%, full attention 90%" in beside
 
 
 def test_reports_of_one_audit_are_taken_together_and_of_two_refused(writer, tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_reports_of_one_audit_are_taken_together_and_of_two_refused(writer, tmp_
     memory_tables.take_memory([first], tmp_path / "added.json")
     memory_tables.take_memory([second], tmp_path / "added.json", beside=True)
     assert json.loads((tmp_path / "added.json").read_text(encoding="utf-8"))["lines"] == kept
-    with pytest.raises(SystemExit, match="take all of them anew"):
+    with pytest.raises(SystemExit, match="take all of them again"):
         memory_tables.take_memory([third], tmp_path / "added.json", beside=True)
 
 
