@@ -99,9 +99,9 @@ def memory_table(file: Path) -> str:
     words = (
         f"{header['model']}, layers {', '.join(map(str, header['layers']))} of width {header['head_dim']}; {number} "
         f"passages of {header['num_tokens']:,} tokens of {header['text']}. KL divergence in nats and perplexity: of "
-        f"the last {header['num_measured']} tokens. Copying, needle retrieval, multi-query recall: accuracy on texts of "
-        "half that length. A budget of N is the bytes of N exact keys and values in float32, per layer and key/value "
-        "head; everything that a policy keeps counts."
+        f"the last {header['num_measured']} tokens. Copying, needle retrieval, multi-query recall: accuracy on texts "
+        "of half that length. A budget of N is the bytes of N exact keys and values in float32, per layer and "
+        "key/value head; everything that a policy keeps counts."
     )
     rows = []
     for line in sorted(lines, key=lambda line: (line.budget, line.kl)):

@@ -100,7 +100,7 @@ def test_other_settings_start_anew(run, tmp_path, timed):
     timed.clear()
     timed.ends = None
     result = run("--seed", "1")
-    assert "measured with other settings; starting anew" in result.output
+    assert "measured with other settings; starting again" in result.output
     assert timed == [8, 16, 24]
 
 

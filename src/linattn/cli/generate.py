@@ -42,7 +42,7 @@ Budget = Annotated[
 Bits = Annotated[
     int | None,
     typer.Option(
-        help="With a budget: keep merged keys and values in 2, 4 or 8 bits, or as they are: 32. "
+        help="With a budget: quantize merged keys and values to 2, 4 or 8 bits; 32: do not. "
         f"{BITS_BY_DEFAULT} if left out."
     ),
 ]
@@ -64,7 +64,7 @@ def generate(
             'Face name, or "gemma-3-270m", which comes as a package.'
         ),
     ],
-    prompt: Annotated[str, typer.Option(help="The text that is gone on with.")],
+    prompt: Annotated[str, typer.Option(help="The prompt: the text before what is generated.")],
     length: Annotated[
         int, typer.Option("--tokens", metavar="N", help="How many tokens at most; a model of bytes has one per byte.")
     ] = 256,

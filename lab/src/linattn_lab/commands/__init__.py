@@ -4,7 +4,7 @@
 COMMANDS = {
     "audit": "Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.",
     "bench": "Measure from which length on linear attention is faster than exact attention, on your shapes.",
-    "report": "Write the page of what was measured anew, open it, or print its figures as JSON.",
+    "report": "Write the page of the figures again, open it, or print its figures as JSON.",
     "reproduce": "Measure the claims of the founding texts and of the Performer paper, and say which hold.",
     "train": "Train a language model of bytes with linear or softmax attention, and say how many bits a byte costs.",
 }

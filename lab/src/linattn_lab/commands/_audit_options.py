@@ -27,7 +27,7 @@ Tokens = Annotated[int | None, typer.Option(help="Tokens of the text to read: 51
 Draws = Annotated[int, typer.Option(help="Draws per random map.")]
 Seed = Annotated[int, typer.Option(help="Seed of all draws.")]
 Out = Annotated[Path, typer.Option(help="Folder for audit.jsonl, or memory.jsonl with --budget, and index.html.")]
-Again = Annotated[bool, typer.Option("--again", help="Measure anew what was measured; the old file is kept.")]
+Again = Annotated[bool, typer.Option("--again", help="Measure everything again; the former file is renamed.")]
 PlanOut = Annotated[
     Path | None,
     typer.Option(

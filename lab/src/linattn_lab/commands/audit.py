@@ -49,9 +49,9 @@ def audit(
 ) -> None:
     """Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.
 
-    Everything is measured next to exact attention and to averaging the values uniformly. Figures are kept as they are
-    taken: after an interruption the same command goes on. Another audit's file is kept aside. Under torchrun layers and
-    methods are dealt out to the processes; any number of them goes on.
+    Everything is measured next to exact attention and to averaging the values uniformly. Each figure is saved
+    once taken: after an interruption the same command resumes. Another audit's file is renamed. Under torchrun layers
+    and methods are dealt out to the processes; any number of them may resume.
     """
     with launched() as processes:
         console = console_of(processes)
@@ -96,7 +96,7 @@ def _tell(header: Header, tokens: int, console: Console) -> None:
     if header.windowed:
         numbers = ", ".join(map(str, header.layers))
         console.print(
-            f"{len(header.windowed)} layers attend within a sliding window, in linear time as they are, and are left "
+            f"{len(header.windowed)} layers attend within a sliding window, in linear time already, and are left "
             f"alone; audited: layers {numbers}.",
             highlight=False,
         )

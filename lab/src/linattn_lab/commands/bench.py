@@ -91,7 +91,7 @@ def _measure(measured: Bench, records: Path, console: Console) -> None:
         lengths = ", ".join(f"{row.length:,}" for row in kept)
         console.print(f"Measured before the interrupt, and kept: {lengths} tokens.", highlight=False)
     elif partial.exists():
-        console.print("What an earlier run left was measured with other settings; starting anew.", highlight=False)
+        console.print("An earlier run measured with other settings; starting again.", highlight=False)
     BENCH.extend(partial, measured.header, kept, _shown(measured, kept, console))
     partial.replace(records)
 

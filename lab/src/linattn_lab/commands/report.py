@@ -27,7 +27,7 @@ def report(
         bool, typer.Option("--schema", help="Print the JSON Schema of the figures, every field in words, and end.")
     ] = False,
 ) -> None:
-    """Write the page of what was measured anew, open it, or print its figures as JSON.
+    """Write the page of the figures again, open it, or print its figures as JSON.
 
     Nothing is measured. The page is FOLDER/index.html, and FOLDER/report.json has its figures.
     """

@@ -31,12 +31,12 @@ def reproduce(
         bool, typer.Option("--full/--quick", help="At the size of the sources, or at one that takes minutes.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for claims.jsonl and index.html.")] = Path("report"),
-    again: Annotated[bool, typer.Option("--again", help="Take all figures anew; the old file is kept aside.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Take all figures again; the former file is renamed.")] = False,
     only_list: Annotated[bool, typer.Option("--list", help="Name the claims and measure nothing.")] = False,
 ) -> None:
     """Measure the claims of the founding texts and of the Performer paper, and say which hold.
 
-    Figures are kept as they are taken: after an interruption the same command goes on. Exits with 1 if an experiment
+    Each figure is saved once taken: after an interruption the same command resumes. Exits with 1 if an experiment
     crashed or could not decide; a claim that fails is a result.
     """
     console = Console()
