@@ -36,27 +36,26 @@ def tokens(model, text=TEXT, mask=MASK, **options):
     return model.generate(torch.where(mask.bool(), text, 0), attention_mask=mask, **{**LENGTH, **options})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True},
-        {"do_sample": False, "num_beams": 3},
-        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": True, "num_return_sequences": 2},
-    ],
-    ids=["greedy", "sampled", "beams", "several beams", "several samples"],
+WAYS = (
+    {"do_sample": False},
+    {"do_sample": True},
+    {"do_sample": False, "num_beams": 3},
+    {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    {"do_sample": True, "num_return_sequences": 2},
 )
+
+
 @pytest.mark.parametrize("layers", [None, (0, 2)], ids=["all", "hybrid"])
 @pytest.mark.parametrize("family", HEADS)
-def test_states_give_the_tokens_of_no_cache(linear, family, layers, options):
+def test_states_give_the_tokens_of_no_cache(linear, family, layers):
     model = linear(family, layers)
-    made = tokens(model, return_dict_in_generate=True, **options)
-    cache = made.past_key_values
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    assert isinstance(cache, StateCache)
-    assert torch.equal(made.sequences, tokens(model, use_cache=False, **options))
-    assert len(made.sequences.unique()) > 3
+    for options in WAYS:
+        made = tokens(model, return_dict_in_generate=True, **options)
+        cache = made.past_key_values
+        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        assert isinstance(cache, StateCache)
+        assert torch.equal(made.sequences, tokens(model, use_cache=False, **options)), options
+        assert len(made.sequences.unique()) > 3
 
 
 @pytest.mark.parametrize("layers", [None, (0, 2)], ids=["all", "hybrid"])

@@ -71,7 +71,10 @@ def test_logits_and_hidden_states(model):
         assert differ(steps, wanted) <= CLOSE
 
 
+@pytest.mark.parametrize("model", [("llama", None), ("gpt2", (0, 2))], indirect=True, ids=str)
 def test_one_compiled_graph_for_a_step(model):
+    """Of states alone, and beside keys of softmax."""
+    torch.compiler.reset()
     cache, compiled = StateCache(model), torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         model(TEXT[:, :7], past_key_values=cache)
