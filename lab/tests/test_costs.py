@@ -69,18 +69,15 @@ def test_what_merged_keys_cost_beside_being_seen():
         flops_per_token(written_method(x, head_dim=8), value_dim=6, is_causal=True)
         for x in (f"{written} in 4 bits", written)
     )
-    # Pieces of eight, and three of two: a row, a block to be kept and two to be read; at a merge all, out and in again.
-    assert (
-        few - whole
-        == products((2 + 2, 8, 8), (3 * (2 + 2), 2, 2)) + products((2 * merged, 8, 8), (6 * merged, 2, 2)) // window
-    )
+    # Blocks of eight, six numbers filled up to them: a row and its output, a token as it leaves; at a merge all merged.
+    assert few - whole == products((2 * 2, 8, 8)) + products((2 * merged, 8, 8)) // window
     many, fewer = (
         flops_per_token(merging(MergedKV(1, number, None)), value_dim=DV, is_causal=True) for number in (800, 400)
     )
     # Without free places it would be four times as dear.
     assert many < 2.1 * fewer
     # Three blocks of 64 before the current one.
-    wide = flops_per_token(merging(MergedKV(192, 6, None)), value_dim=DV, is_causal=True)
+    wide = flops_per_token(merging(MergedKV(192, 6, None, 0)), value_dim=DV, is_causal=True)
     pool = 64 + merged
     block = products((pool, D + DV, pool), (sample, D, pool), (sample, D, pool), (pool, 1, D + DV)) // 64
     assert wide == (256 + merged) * (2 * D + 2 * DV) + block
@@ -99,7 +96,8 @@ def test_merged_keys_are_kept_with_their_biases(config, is_causal):
     tokens = (torch.randn(1, 1, 640, width) for width in (D, D, DV))
     keys = merged_attention_with_state(*tokens, config).state.keys
     kept = sum(x.numel() for x in keys.merged) + sum(x.numel() for x in keys.recent[:2])
-    kept += keys.sample.query.numel() if is_causal else 0
+    if is_causal:
+        kept += keys.sample.query.numel() + sum(x.numel() for x in keys.sinks[:2])
     assert state_numbers(merging(config), value_dim=DV, is_causal=is_causal) == kept
 
 
@@ -109,7 +107,7 @@ def test_merged_keys_in_few_bits_are_counted_in_numbers_of_four_bytes():
     config = MergedKV(4, 12, 4)
     keys = merged_attention_with_state(q, k, v, config).state.keys
     held = sum(x.nbytes for x in tree_leaves(keys))
-    beside = keys.recent.bias.nbytes + keys.sample.there.nbytes
+    beside = keys.recent.bias.nbytes + keys.sinks.bias.nbytes + keys.sample.there.nbytes
     assert state_numbers(merging(config), value_dim=DV) == -(-(held - beside) // 4)
 
 

@@ -277,7 +277,7 @@ def test_layers_with_a_window_keep_it(language_model):
         None,
         "a sliding window of 8 tokens",
     ]
-    assert str(cache.report[1]).startswith("  1 model.layers.1.self_attn: window ")
+    assert str(cache.report[1]).startswith("  1 model.layers.1.self_attn: sinks 4 + window ")
     assert str(cache.report[0]) == "  0 model.layers.0.self_attn: exact (a sliding window of 8 tokens)"
     own = DynamicCache(config=model.config.get_text_config()).layers
     assert [type(layer) for layer in cache.layers[::2]] == [type(layer) for layer in own[::2]]

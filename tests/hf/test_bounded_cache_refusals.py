@@ -28,7 +28,7 @@ def model(build):
         ({"budget": 0}, "budget must be from 1 to 1048576 keys, got 0"),
         ({"budget": True}, "budget must be from 1 to"),
         ({"budget": 3}, "too few for a window and merged keys; give more bytes"),
-        ({"bits": 3}, "bits must be 2, 4, 8 or None, got 3"),
+        ({"bits": 9}, "bits must be from 2 to 8 in halves, .* got 9"),
         ({"config": MergedKV(None, 4)}, "config must have a window"),
         ({"config": FEW, "budget": 64}, "leave those out"),
         ({"config": FEW, "plan": "plan.json"}, "leave those out"),

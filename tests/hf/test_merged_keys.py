@@ -159,7 +159,7 @@ def test_what_merged_keys_have_not_is_refused(build):
         ({"method": [ENOUGH]}, "got 1 methods for the 2 layers to be replaced; give one for each, in order"),
         ({"method": [MergedKV(2, 3)] * 3}, "got 3 methods for the 2 layers to be replaced; give one for each"),
         ({"method": [ENOUGH] * 2, "window": 2}, "says its own window; leave window out"),
-        ({"method": "window 2 + merged 4 in 3 bits"}, "bits must be 2, 4, 8 or None, got 3"),
+        ({"method": "window 2 + merged 4 in 9 bits"}, "bits must be from 2 to 8 in halves, .* got 9"),
         ({"method": "Expansion + window 2 + merged 4"}, "leave the map out, as in 'window 32 [+] merged 128'"),
     ):
         with pytest.raises(ValueError, match=words):

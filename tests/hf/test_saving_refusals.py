@@ -150,10 +150,10 @@ def kernel(**changed):
         (lambda record: {**record, "layers": record["layers"][:1] * 2}, "each once"),
         (
             layer(kernel=None),
-            "layer 0: it must be an object, got None, wanted the fields ['bits', 'feature_map', 'num_heavy',",
+            "layer 0: it must be an object, got None, wanted the fields ['bits', 'feature_map', 'merged', 'num_heavy',",
         ),
         (lambda record: {**record, "version": True}, "is a linattn model of version True, this reads 1"),
-        (kernel(feature_map=None), "layer 0: feature_map is null and num_merged is missing or 0"),
+        (kernel(feature_map=None), "layer 0: feature_map is null and merged is missing"),
         (kernel(window=4.0), "layer 0: window must be a valid integer, got 4.0"),
         (kernel(window=3), "layer 0: the window must be a power of two below 2³¹, as 16 or 32, got 3"),
         (kernel(feature_map={"name": "Performer", "options": {}}), "layer 0: there is no feature map 'Performer'"),

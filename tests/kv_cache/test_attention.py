@@ -210,7 +210,7 @@ def test_the_fused_kernel_and_the_formed_weights_agree(config: MergedKV, is_caus
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_merge_of_many_keys_serves_several_blocks(bits: int | None) -> None:
     """Of 40 keys and blocks of one, two more than must be are merged, and the next two blocks fit."""
-    config, state, sizes = MergedKV(1, 40, bits=bits), None, []
+    config, state, sizes = MergedKV(1, 40, bits=bits, num_sinks=0), None, []
     for t in range(61):
         piece = (x[:, :, t : t + 1] for x in qkv(num_queries=61, num_keys=61))
         state = linattn.merged_attention_with_state(*piece, config, state, enable_gqa=True).state
@@ -227,7 +227,7 @@ def test_the_size_of_a_stream_s_state_does_not_grow() -> None:
         piece = (x[:, :, t : t + 1] for x in (query, key, value))
         state = linattn.merged_attention_with_state(*piece, MergedKV(4, 6, bits=None), state, enable_gqa=True).state
         sizes.add(state.tokens().key.shape[2])
-    assert max(sizes) == 2 * 4 + 6
+    assert max(sizes) == 4 + 2 * 4 + 6
     whole = linattn.merged_attention_with_state(query, key, value, MergedKV(4, 6, bits=None), enable_gqa=True).state
     for x in pytree.tree_leaves(whole):
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()

@@ -22,13 +22,13 @@ from merged_rows import LENGTH, TOLERANCE, biases, everywhere, given, leaves, st
 pytest.importorskip("linattn_compiled")
 
 PARTS = (
-    MergedKV(4, 6, bits=None),
-    MergedKV(1, 3, bits=None),
-    MergedKV(1, 20, bits=None),
-    MergedKV(7, 20, bits=None),
-    MergedKV(64, 100, bits=None),
-    MergedKV(129, 30, bits=None),
-    MergedKV(20, 330, bits=None),
+    MergedKV(4, 6, bits=None, num_sinks=0),
+    MergedKV(1, 3, bits=None, num_sinks=0),
+    MergedKV(1, 20, bits=None, num_sinks=0),
+    MergedKV(7, 20, bits=None, num_sinks=0),
+    MergedKV(64, 100, bits=None, num_sinks=0),
+    MergedKV(129, 30, bits=None, num_sinks=0),
+    MergedKV(20, 330, bits=None, num_sinks=0),
 )
 
 
@@ -54,9 +54,11 @@ def test_widths_fill_vectors_or_not(head_dim: int, value_dim: int) -> None:
     tokens = given(3, head_dim=head_dim, value_dim=value_dim)
     truth = linattn.softmax_attention(*(x.double() for x in tokens), is_causal=True, enable_gqa=True)
     bound = TOLERANCE * max(head_dim / 8, 1)
-    found = streamed(tokens, MergedKV(20, LENGTH, bits=None), cuts=(130,))[0]
+    found = streamed(tokens, MergedKV(20, LENGTH, bits=None, num_sinks=0), cuts=(130,))[0]
     torch.testing.assert_close(found.double(), truth, rtol=bound, atol=bound)
-    ours, theirs = (streamed(tokens, MergedKV(20, 40, bits=None), backend)[0] for backend in ("compiled", "torch"))
+    ours, theirs = (
+        streamed(tokens, MergedKV(20, 40, bits=None, num_sinks=0), backend)[0] for backend in ("compiled", "torch")
+    )
     torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
@@ -71,7 +73,7 @@ def test_a_stream_may_be_cut_anywhere(config: MergedKV, cuts: tuple[int, ...]) -
 
 
 def test_a_stream_may_change_backends() -> None:
-    tokens, config = given(), MergedKV(16, 40, bits=None)
+    tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     state, outs = None, []
     for start, backend in ((0, "compiled"), (90, "torch"), (150, "compiled"), (151, "auto"), (170, "compiled")):
         stop = {0: 90, 90: 150, 150: 151, 151: 170, 170: LENGTH}[start]
@@ -83,7 +85,7 @@ def test_a_stream_may_change_backends() -> None:
 
 
 def test_later_tokens_change_nothing_before_them() -> None:
-    tokens, config = given(), MergedKV(16, 40, bits=None)
+    tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     before = streamed(tokens, config)[0]
     for x in tokens:
         x[:, :, 200:] *= 1e3
@@ -91,7 +93,7 @@ def test_later_tokens_change_nothing_before_them() -> None:
 
 
 def test_masked_tokens_are_inert() -> None:
-    config, bias = MergedKV(16, 40, bits=None), biases("masks")
+    config, bias = MergedKV(16, 40, bits=None, num_sinks=0), biases("masks")
     results = []
     for filling in (0.0, torch.nan, torch.inf, 1e30):
         query, *tokens = given()
@@ -102,7 +104,7 @@ def test_masked_tokens_are_inert() -> None:
 
 
 def test_nan_stays_in_its_head_and_after_it() -> None:
-    config, (query, key, value) = MergedKV(16, 40, bits=None), given()
+    config, (query, key, value) = MergedKV(16, 40, bits=None, num_sinks=0), given()
     clean = streamed((query, key, value), config)[0]
     key[0, 1, 150, 0] = torch.nan
     query[1, 0, 90, 0] = torch.nan
@@ -119,7 +121,7 @@ def test_an_infinite_value_takes_no_key_its_weight() -> None:
     """However far it is from all others: no distance is a NaN, which would be nobody's least."""
     query, key, value = given()
     value[0, 1, 150, 0] = torch.inf
-    options = {"is_causal": True, "config": MergedKV(16, 40, bits=None)}
+    options = {"is_causal": True, "config": MergedKV(16, 40, bits=None, num_sinks=0)}
     tokens = query, key, value
     ours, theirs = (linattn.merged_partial(*tokens, backend=name, **options) for name in ("compiled", "torch"))
     torch.testing.assert_close(ours.log_normalizer, theirs.log_normalizer, rtol=TOLERANCE, atol=TOLERANCE)
@@ -130,7 +132,7 @@ def test_an_infinite_value_takes_no_key_its_weight() -> None:
 def test_short_and_long_tokens_keep_their_digits(scale: float) -> None:
     """In float64 plain torch merges the same keys: an error of theirs is one of rounding, of logits in their size."""
     query, key, value = given()
-    config, tokens = MergedKV(16, 40, bits=None), (query, scale * key, value / scale)
+    config, tokens = MergedKV(16, 40, bits=None, num_sinks=0), (query, scale * key, value / scale)
     found = streamed(tokens, config)[0]
     truth = streamed(tuple(x.double() for x in tokens), config, "torch")[0]
     # Logits are 70·scale at most.
@@ -142,7 +144,7 @@ def test_short_and_long_tokens_keep_their_digits(scale: float) -> None:
 def test_outputs_lie_in_the_hull_of_the_values() -> None:
     query, key, value = given()
     for scale in (0.7, 30.0, 1e6):
-        out = streamed((query, scale * key, value), MergedKV(4, 6, bits=None))[0]
+        out = streamed((query, scale * key, value), MergedKV(4, 6, bits=None, num_sinks=0))[0]
         slack = TOLERANCE * value.abs().max()
         assert (out <= value.amax(2, keepdim=True) + slack).all()
         assert (out >= value.amin(2, keepdim=True) - slack).all()
@@ -151,7 +153,7 @@ def test_outputs_lie_in_the_hull_of_the_values() -> None:
 def test_keys_before_the_first_query_are_merged_by_no_sample() -> None:
     """All of them alike then, as in plain torch: by numbers of equal cost in the order of their masses."""
     query, key, value = given()
-    options = {"is_causal": True, "config": MergedKV(16, 40, bits=None)}
+    options = {"is_causal": True, "config": MergedKV(16, 40, bits=None, num_sinks=0)}
     for rows in (1, 40, LENGTH - 1):
         few = query[:, :, -rows:]
         ours, theirs = (
@@ -166,7 +168,10 @@ def test_keys_before_the_first_query_are_merged_by_no_sample() -> None:
 
 
 def test_log_normalisers_are_those_of_plain_torch() -> None:
-    tokens, options = given(3), {"is_causal": True, "enable_gqa": True, "config": MergedKV(7, 20, bits=None)}
+    tokens, options = (
+        given(3),
+        {"is_causal": True, "enable_gqa": True, "config": MergedKV(7, 20, bits=None, num_sinks=0)},
+    )
     bias = biases("heads")
     ours, theirs = (
         linattn.merged_partial(*tokens, key_bias=bias, backend=backend, **options).log_normalizer
@@ -178,7 +183,7 @@ def test_log_normalisers_are_those_of_plain_torch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tokens_of_16_bits_lose_no_more_than_their_own_rounding(dtype: torch.dtype) -> None:
-    tokens, config = tuple(x.to(dtype) for x in given()), MergedKV(16, 40, bits=None)
+    tokens, config = tuple(x.to(dtype) for x in given()), MergedKV(16, 40, bits=None, num_sinks=0)
     (ours, kept), (theirs, others) = (streamed(tokens, config, backend, (100,)) for backend in ("compiled", "torch"))
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=unit, atol=unit)
@@ -190,7 +195,7 @@ def test_tokens_of_16_bits_lose_no_more_than_their_own_rounding(dtype: torch.dty
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, config, before = given(), MergedKV(16, 40, bits=None), torch.get_num_threads()
+    tokens, config, before = given(), MergedKV(16, 40, bits=None, num_sinks=0), torch.get_num_threads()
     alone = streamed(tokens, config)[0], everywhere(tokens, config)
     monkeypatch.setattr(compiled, "_MANY", 0)
     torch.set_num_threads(threads)
@@ -202,7 +207,7 @@ def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_state_is_not_written_to_and_may_lie_apart() -> None:
-    tokens, config = given(), MergedKV(16, 40, bits=None)
+    tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     first, then = (tuple(x[:, :, piece] for x in tokens) for piece in (slice(200), slice(200, None)))
     state = linattn.merged_attention_with_state(*first, config).state
     copies = [x.clone() for x in leaves(state)]
@@ -233,14 +238,14 @@ def test_auto_takes_it_for_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) ->
         return run(*call, **options)
 
     monkeypatch.setattr("linattn.kv_cache.causal.stream_in_compiled_code", counted)
-    tokens, config = given(), MergedKV(16, 40, bits=None)
+    tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     streamed(tokens, config, "auto")
     assert len(used) == 1
     streamed(tokens, config, "torch")
     streamed(tuple(x[:, :, :60] for x in tokens), config, "auto")
     streamed(tuple(x.double() for x in tokens), config, "auto")
     streamed(tuple(x.clone().requires_grad_() for x in tokens), config, "auto")
-    streamed(tokens, MergedKV(16, 40, bits=4), "auto")
+    streamed(tokens, MergedKV(16, 40, bits=4, num_sinks=0), "auto")
     torch.set_num_threads(9)
     streamed(tokens, config, "auto")
     torch.set_num_threads(8)
@@ -251,7 +256,7 @@ def test_auto_takes_it_for_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_gradients_of_what_is_kept_go_through_plain_torch() -> None:
-    tokens, config = given(), MergedKV(16, 40, bits=None)
+    tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     first, then = (tuple(x[:, :, piece] for x in tokens) for piece in (slice(0, 200), slice(200, None)))
     leaf = first[2].clone().requires_grad_()
     state = linattn.merged_attention_with_state(*first[:2], leaf, config).state
@@ -269,10 +274,10 @@ def test_gradients_of_what_is_kept_go_through_plain_torch() -> None:
 @pytest.mark.parametrize(
     ("change", "config", "words"),
     [
-        (lambda x: x.double(), MergedKV(4, 6, bits=None), "takes float32, bfloat16 and float16"),
-        (lambda x: x[:, :, :0], MergedKV(4, 6, bits=None), "with queries, and this has none"),
-        (lambda x: x.clone().requires_grad_(), MergedKV(4, 6, bits=None), "gradients follow this call"),
-        (lambda x: x, MergedKV(4, 6, bits=4), "these are kept in 4 bits"),
+        (lambda x: x.double(), MergedKV(4, 6, bits=None, num_sinks=0), "takes float32, bfloat16 and float16"),
+        (lambda x: x[:, :, :0], MergedKV(4, 6, bits=None, num_sinks=0), "with queries, and this has none"),
+        (lambda x: x.clone().requires_grad_(), MergedKV(4, 6, bits=None, num_sinks=0), "gradients follow this call"),
+        (lambda x: x, MergedKV(4, 6, bits=4), "these are kept in few bits: sinks 4"),
     ],
 )
 def test_it_says_why_not(change: object, config: MergedKV, words: str) -> None:
@@ -285,7 +290,7 @@ def test_graphs_and_maps_of_functions_leave_it_alone() -> None:
     query, key, value = given()
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return linattn.merged_attention(query, key, value, MergedKV(64, 40, bits=None), is_causal=True)
+        return linattn.merged_attention(query, key, value, MergedKV(64, 40, bits=None, num_sinks=0), is_causal=True)
 
     alone = call(query, key, value)
     graph = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -296,7 +301,7 @@ def test_graphs_and_maps_of_functions_leave_it_alone() -> None:
 
 def test_without_the_wheel_plain_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_code, "missing", lambda: "linattn-compiled is not installed")
-    tokens, config = given(), MergedKV(16, 40, bits=None)
+    tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     assert torch.equal(streamed(tokens, config, "auto")[0], streamed(tokens, config, "torch")[0])
     with pytest.raises(ValueError, match="linattn-compiled is not installed"):
         streamed(tokens, config)

@@ -51,7 +51,7 @@ def test_masses_of_keys_that_the_sample_hardly_sees_do_not_underflow() -> None:
 def test_a_merge_conserves_what_the_sample_reads(num_merged: int, num_queries: int) -> None:
     """Attention to each cluster and the values that come of it; of one query its denominator and its numerator."""
     keys, sample = weighted(num_queries=num_queries)
-    few = reduced(keys, sample, num_merged)
+    few = reduced(keys, sample, num_merged).tokens
     assert few.bias.shape[2] == num_merged
     total = attention(sample, keys).sum(-1, keepdim=True)
     total = torch.where(sample.there.unsqueeze(-1), total, 1)
@@ -64,7 +64,7 @@ def test_where_no_query_is_there_all_keys_are_worth_the_same() -> None:
     """As before a stream's first query: merged keys weigh what their members do to a query of 0."""
     keys, sample = weighted()
     for none in (QuerySample.empty(keys.key), sample._replace(there=torch.zeros_like(sample.there))):
-        few = reduced(keys, none._replace(query=torch.zeros_like(none.query)), 5)
+        few = reduced(keys, none._replace(query=torch.zeros_like(none.query)), 5).tokens
         torch.testing.assert_close(few.bias.logsumexp(-1), keys.bias.logsumexp(-1), rtol=1e-12, atol=1e-12)
         mean = torch.softmax(few.bias, -1).unsqueeze(2) @ few.value
         truth = torch.softmax(keys.bias, -1).unsqueeze(2) @ keys.value
@@ -75,13 +75,14 @@ def test_keys_that_stay_alone_are_the_same_to_the_bit() -> None:
     """However often a stream looks at them, in float32 too."""
     keys, sample = weighted(absent=0.0)
     keys, sample = Tokens(*(x.float() for x in keys)), sample._replace(query=sample.query.float())
-    few, alone = reduced(keys, sample, 30), 0
+    (few, member), alone = reduced(keys, sample, 30), 0
     for b, h, j in itertools.product(range(2), range(2), range(40)):
         same = (few.key[b, h] == keys.key[b, h, j]).all(-1)
         for c in same.nonzero().flatten().tolist():
             alone += 1
             assert torch.equal(few.value[b, h, c], keys.value[b, h, j])
             assert torch.equal(few.bias[b, h, c], keys.bias[b, h, j])
+            assert member[b, h, c] == j
     # Ten of 40 keys join others, those of twenty clusters at least are alone.
     assert alone >= 4 * 20
 
@@ -93,7 +94,7 @@ def test_keys_are_measured_by_what_queries_see() -> None:
     sample = QuerySample(query.view(1, 1, 4, 2), torch.ones(1, 1, 4, dtype=torch.bool))
     for shift in (0.0, 1e3):
         key = (places + shift).view(1, 1, 4, 2)
-        few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 4).double()), sample, 3)
+        few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 4).double()), sample, 3).tokens
         found = (few.key[0, 0] - shift).round(decimals=6).tolist()
         assert [0.0, 2.0] in found
         assert [0.0, 2.6] in found
@@ -107,7 +108,7 @@ def test_values_keep_keys_apart() -> None:
     value = torch.tensor([0.0, 0.0, 9.0, 9.0, 4.5], dtype=torch.float64).view(1, 1, 5, 1)
     query = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64).view(1, 1, 2, 2)
     sample = QuerySample(query, torch.ones(1, 1, 2, dtype=torch.bool))
-    few = reduced(Tokens(key, value, torch.zeros(1, 1, 5).double()), sample, 3)
+    few = reduced(Tokens(key, value, torch.zeros(1, 1, 5).double()), sample, 3).tokens
     assert sorted(few.value.flatten().tolist()) == pytest.approx([0.0, 4.5, 9.0])
 
 
@@ -179,7 +180,7 @@ def test_what_one_head_of_a_group_attends_to_is_dear() -> None:
     key = torch.tensor(places, dtype=torch.float64).view(1, 1, 6, 2)
     query = torch.tensor([[1.0, 0.1], [-1.0, 0.1], [1.0, -0.1], [-1.0, -0.1]], dtype=torch.float64)
     sample = QuerySample(query.view(1, 1, 4, 2), torch.ones(1, 1, 4, dtype=torch.bool))
-    few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 6).double()), sample, 5)
+    few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 6).double()), sample, 5).tokens
     kept = [bool((few.key[0, 0] == key[0, 0, i]).all(-1).any()) for i in range(6)]
     assert kept == [True, True, False, False, True, True]
 
@@ -233,7 +234,7 @@ def test_absent_keys_never_merge() -> None:
     assert (number[absent] == 5).all()
     assert (number[~absent] < 5).all()
     few = weighted(num_keys=12, absent=0.7)[0]
-    found = reduced(few, sample, 9)
+    found = reduced(few, sample, 9).tokens
     assert ((found.bias != -torch.inf).sum(-1) == (few.bias != -torch.inf).sum(-1)).all()
 
 

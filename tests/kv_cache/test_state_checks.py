@@ -15,7 +15,8 @@ from linattn import MergedKV, MergedState
 CONFIGS = {"numbers": MergedKV(4, 8, bits=None), "codes": MergedKV(4, 8, bits=4)}
 # Which record each tensor belongs to, as errors name it.
 OTHERS = ["sample"] * 2 + ["recent"] * 3
-RECORDS = {"numbers": ["merged"] * 3 + OTHERS, "codes": ["merged"] * 11 + OTHERS}
+SINKS = ["sinks"] * 3
+RECORDS = {"numbers": SINKS + ["merged"] * 3 + OTHERS, "codes": SINKS + ["merged"] * 13 + OTHERS}
 
 
 def begun(config: MergedKV) -> MergedState:
@@ -32,7 +33,9 @@ def test_every_tensor_of_a_state_is_checked(name: str, change: str) -> None:
         # these are wrong, others differ.
         match = rf"the state's {record}[\w.]* must be .*, got "
         if record == "recent":
-            match = rf"{match}|the state's (merged|sample|recent)[\w.]* must be|the state (holds|is kept in|is on)"
+            match = (
+                rf"{match}|the state's (sinks|merged|sample|recent)[\w.]* must be|the state (holds|is kept in|is on)"
+            )
         wrong = pytree.tree_unflatten([*leaves[:number], CHANGES[change](leaf), *leaves[number + 1 :]], tree)
         with pytest.raises(ValueError, match=match):
             linattn.merged_attention_with_state(*tokens(1), config, wrong)
@@ -42,7 +45,7 @@ def test_every_tensor_of_a_state_is_checked(name: str, change: str) -> None:
             read_again(wrong).read(tokens(1)[0])
 
 
-@pytest.mark.parametrize("field", ["merged", "sample", "recent", "config"])
+@pytest.mark.parametrize("field", ["sinks", "merged", "sample", "recent", "config"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_another_record_is_refused(name: str, field: str) -> None:
     state = begun(CONFIGS[name])
@@ -87,7 +90,9 @@ def test_more_merged_keys_than_the_config_keeps_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"window": 4.0}, {"window": 0}, {"num_merged": True}, {"num_merged": 2**62}, {"bits": 5}], ids=str
+    "wrong",
+    [{"window": 4.0}, {"window": 0}, {"num_merged": True}, {"num_merged": 2**62}, {"bits": 9}, {"num_sinks": -1}],
+    ids=str,
 )
 def test_a_config_that_is_read_from_a_file_is_checked(wrong: dict[str, object]) -> None:
     state = begun(MergedKV(4, 8, bits=None))

@@ -32,7 +32,7 @@ def test_any_case_spacing_and_order():
     assert method.label == "Expansion(num_centres=4) + window 16"
     assert (method.window, method.merged) == (16, None)
     method = parse_method(" MERGED 8 IN 4 bits +Window  16 ")
-    assert (method.map, method.window, method.merged) == (None, None, MergedKV(16, 8, 4))
+    assert (method.map, method.window, method.merged) == (None, None, MergedKV(16, 8, 4, 0))
     assert parse_method("Relu").window is None
     assert parse_method("Taylor(scale=1e+2)").map.options == (("scale", 100.0),)
     assert parse_method("Centred(Taylor(scale=1e+2)) + window 2").window == 2
@@ -55,7 +55,7 @@ def test_any_case_spacing_and_order():
         ("Expansion +", "'' is no window"),
         ("window 16", "'window 16' merges no keys; write, for example, window 16 + merged 128"),
         ("window", "'window' is no part of merged keys (a word and a positive whole number)"),
-        ("window 16 + Expansion", "'Expansion' is no part of merged keys; write window W, merged C"),
+        ("window 16 + Expansion", "'Expansion' is no part of merged keys; write sinks S, window W, merged C"),
         ("1 + 1", "'1' is not a feature map's written form"),
         # The unknown word is named, whatever stands beside it.
         ("windw 8", "there is no feature map 'windw', did you mean 'window'?"),
@@ -87,7 +87,7 @@ def test_refusals(written, words):
 def test_a_form_without_a_map_is_merged_keys():
     method = parse_method("MERGED 192 +window 320")
     assert method.map is None
-    assert method.merged == MergedKV(320, 192, None)
+    assert method.merged == MergedKV(320, 192, None, 0)
     assert not method.takes_features
     assert not method.is_random
     with pytest.raises(ValueError, match=r"window 320 \+ merged 192 has no map, got num_features=8"):

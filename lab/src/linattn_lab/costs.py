@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from linattn.feature_maps import GroupedFeatureMap
 from linattn.kv_cache import MergedKV
-from linattn.kv_cache.codes import coded_bytes, mixed_width
+from linattn.kv_cache.budget import frame_bytes
+from linattn.kv_cache.codes import Layout, coded_bytes
 from linattn.kv_cache.distances import num_axes
 from linattn.kv_cache.query_sample import sample_size
 from linattn.methods.costs import map_state_numbers
@@ -25,7 +26,7 @@ def state_numbers(built: BuiltMethod, *, value_dim: int, is_causal: bool = True)
 
         R·(Dv + 1) + M + (2W + N)·(D + Dv)                        S, z and maxima of the map; exact and merged keys
         N, and causally 16·D                                      beside merged keys: biases, sampled queries
-        N·(⌈D·b/8⌉ + 4·⌈D/32⌉ + …)/4 + 2·(D + Dv)                  merged keys in b bits, in numbers of four bytes
+        N·(D·b/8 + 2 + …)/4 + 2·(D + Dv) + …                       merged keys in b bits, frames; in numbers of 4 bytes
 
     The window's keys are those of two blocks, beside merged keys those of the window and a block. `is_causal` matters
     to merged keys alone: a stream keeps some queries, 16 where eight heads or fewer share a key.
@@ -47,17 +48,19 @@ def state_numbers(built: BuiltMethod, *, value_dim: int, is_causal: bool = True)
 
 def _merged_numbers(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool) -> int:
     """Numbers of merged keys, of the window's, and of what is kept beside them."""
-    both, near = head_dim + value_dim, _near(merged)
+    both, near = head_dim + value_dim, _near(merged, is_causal=is_causal)
     beside = merged.num_merged + (sample_size(1) * head_dim if is_causal else 0)
     if merged.bits is None or not is_causal:
         return (near + merged.num_merged) * both + beside
-    coded = merged.num_merged * (coded_bytes(head_dim, merged.bits) + coded_bytes(value_dim, merged.bits))
-    return near * both + -(-coded // 4) + 2 * both + beside
+    of_both = list(zip((head_dim, value_dim), merged.both_bits, strict=True))
+    coded = sum(merged.num_merged * coded_bytes(width, bits) + frame_bytes(width, 4) for width, bits in of_both)
+    return near * both + -(-coded // 4) + beside
 
 
-def _near(merged: MergedKV) -> int:
-    """Keys of a window and a block."""
-    return 0 if merged.window is None else merged.blocks.window + merged.blocks.size
+def _near(merged: MergedKV, *, is_causal: bool) -> int:
+    """Keys of a window and a block, and of a stream's sinks."""
+    near = 0 if merged.window is None else merged.blocks.window + merged.blocks.size
+    return near + (merged.num_sinks if is_causal else 0)
 
 
 def flops_per_token(built: BuiltMethod, *, value_dim: int, is_causal: bool) -> int:
@@ -68,13 +71,12 @@ def flops_per_token(built: BuiltMethod, *, value_dim: int, is_causal: bool) -> i
         window               2·3W·(D + Dv), causal 2·2W·(D + Dv)
         merged keys          2·(3W + N)·(D + Dv), causal 2·(W + b + N)·(D + Dv)
         merging, causal      (2·(N + b)²·(D + Dv) + 4·16·(N + b)·D + 2·(N + b)·(D + Dv))/m,    b tokens of a block
-        in few bits          2·(D·p(D) + Dv·p(Dv))·(2 + (W + b)/b + 2·N/m)      p the largest power of two in a width
+        in few bits          2·(D·p(D) + Dv·p(Dv))·(2 + N/m)    p the largest power of two in a width, 32 at most
         merging              2·64·D + 2·A·(D + Dv + N) + 2·(D + Dv)    A axes of the keys and values
 
     Keys are merged without causality by what 64 queries attend to, and join the nearest of N clusters; the few hundred
     keys that these are made of at first are left out, since their number does not grow with the text. Causally a merge
-    is made every m = b + (N - `MergedKV.num_left`) tokens. In few bits rows and near keys are read in the basis of the
-    codes; a text that comes token by token has its near ones there anew at every token, (W + b) in place of (W + b)/b.
+    is made every m = b + (N - `MergedKV.num_left`) tokens. In few bits rows are read in the basis of the codes.
 
     A bidirectional window computes the map's part twice, once before the window and once after it.
 
@@ -90,7 +92,7 @@ def flops_per_token(built: BuiltMethod, *, value_dim: int, is_causal: bool) -> i
     """
     head_dim, width, merged, feature_map = built.head_dim, value_dim + 1, built.method.merged, built.feature_map
     if merged is not None:
-        near = _near(merged) if is_causal else 3 * (merged.window or 0)
+        near = _near(merged, is_causal=True) if is_causal else 3 * (merged.window or 0)
         seen = 2 * (near + merged.num_merged) * (head_dim + value_dim)
         return seen + _merging(merged, head_dim, value_dim, is_causal=is_causal)
     assert feature_map is not None
@@ -116,9 +118,9 @@ def _merging(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool
     merging = (2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both) // between
     if merged.bits is None:
         return merging
-    mixing = 2 * sum(width * mixed_width(width) for width in (head_dim, value_dim))
-    # A row and its output, the block's keys as they leave and all near ones; at a merge all of them, out and in again.
-    return merging + mixing * (2 + blocks.number + 1) + mixing * 2 * merged.num_merged // between
+    mixing = 2 * sum(layout.size * layout.block for layout in map(Layout.of, (head_dim, value_dim)))
+    # A row and its output, keys as they leave; at a merge all of them.
+    return merging + 2 * mixing + mixing * merged.num_merged // between
 
 
 def exact_flops_per_token(num_tokens: int, *, head_dim: int, value_dim: int, is_causal: bool) -> int:

@@ -99,7 +99,7 @@ WRONG = {
         },
         "--tokens 1025": "--tokens must be small enough for the 1024 positions that the model has, got 1026",
         "--budget 1": "--budget: 0 bytes are left beside the sampled queries",
-        "--budget 99 --bits 3": "--bits must be 2, 4, 8 or 32, got 3",
+        "--budget 99 --bits 9": "--bits must be from 2 to 8, or 32, got 9",
         "--bits 4": "--bits say how the keys of a budget are kept; give --budget too",
         "--prompt ''": "--prompt gives no token; give a text",
     },

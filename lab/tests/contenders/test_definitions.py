@@ -11,14 +11,13 @@ from torch.utils import _pytree as pytree
 
 from linattn import MergedKV, merged_attention, merged_attention_with_state
 from linattn.kv_cache.budget import Sizes
-from linattn.kv_cache.codes import Codes
 from linattn.softmax.tokens import Tokens
 from linattn_lab.contenders import at_budget
 from linattn_lab.contenders.attention_matching import AttentionMatching, compacted
 from linattn_lab.contenders.expected_attention import ExpectedAttention
 from linattn_lab.contenders.h2o import H2O
 from linattn_lab.contenders.keydiff import KeyDiff
-from linattn_lab.contenders.kivi import Kivi
+from linattn_lab.contenders.kivi import Kivi, rounded
 from linattn_lab.contenders.merged import Merged
 from linattn_lab.contenders.moment_kv import MomentKV
 from linattn_lab.contenders.tova import Tova
@@ -179,16 +178,11 @@ def test_attention_matching_holds_no_more_than_its_room(monkeypatch):
     assert set(most) == {24 - 4 - rule.num_recent}
 
 
-def rounded(x):
-    """Rows in 4 bits."""
-    return Codes.of(x, 4).rows(x.shape[-1], 4, x.dtype)
-
-
 def test_kivi_reads_rounded_groups_and_whole_latest_tokens():
     found = Kivi(4, 32).attend(Q.repeat(1, 1, 3, 1), *(x.repeat(1, 1, 3, 1) for x in (K, V)), SCALE)
     key, value = (x[0, 0].repeat(3, 1) for x in (K, V))
-    coarse_key = torch.cat([rounded(part.T).T for part in key.split(32)])
-    coarse_value = rounded(value)
+    coarse_key = torch.cat([rounded(part.T, 4).T for part in key.split(32)])
+    coarse_value = rounded(value, 4)
     query = Q[0].repeat(1, 3, 1)
     for t in (0, 31, 40, 70, 127, 130, 179):
         near = max(t // 32 * 32 - 32, 0)
@@ -230,6 +224,6 @@ def test_merged_keys_never_take_more_bytes_than_they_say(config, dtype):
 def test_merged_keys_in_few_bits_are_whole_while_they_are_few():
     """Up to as many as the codes' bytes hold, 12 of 96 in 4 bits, the bytes are those of whole keys."""
     sizes, few, whole = Sizes(32, 32), Merged(MergedKV(4, 96, 4)), Merged(MergedKV(4, 96, None))
-    for num_tokens in (3, 8, 20):
+    for num_tokens in (3, 8, 24):
         assert few.num_bytes(sizes, num_tokens) == whole.num_bytes(sizes, num_tokens)
-    assert few.num_bytes(sizes, 21) < whole.num_bytes(sizes, 21)
+    assert few.num_bytes(sizes, 25) < whole.num_bytes(sizes, 25)

@@ -26,11 +26,10 @@ from linattn.hf import (
     stream_tokens,
 )
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, check_budget
-from linattn.kv_cache.config import BITS
 from linattn.methods import together
 
-# Bits of a number that is kept as it is.
-_WHOLE = 32
+# Bits of a number that is quantized, and of one that is kept as it is.
+_FEWEST, _MOST, _WHOLE = 2, 8, 32
 
 Budget = Annotated[
     int | None,
@@ -42,7 +41,7 @@ Budget = Annotated[
 Bits = Annotated[
     int | None,
     typer.Option(
-        help="With a budget: quantize merged keys and values to 2, 4 or 8 bits; 32: do not. "
+        help="With a budget: quantize merged keys and values to 2 to 8 bits a number; 32: do not. "
         f"{BITS_BY_DEFAULT} if left out."
     ),
 ]
@@ -129,8 +128,8 @@ def _check_length(model: torch.nn.Module, num_tokens: int) -> None:
 
 def _bits(bits: int | None, budget: int | None) -> int | None:
     """Bits of merged keys, None for 32, as --bits says them."""
-    if bits not in (None, *BITS, _WHOLE):
-        raise ValueError(f"--bits must be {', '.join(map(str, BITS))} or {_WHOLE}, got {bits}")
+    if bits not in (None, *range(_FEWEST, _MOST + 1), _WHOLE):
+        raise ValueError(f"--bits must be from {_FEWEST} to {_MOST}, or {_WHOLE}, got {bits}")
     if bits is not None and budget is None:
         raise ValueError("--bits say how the keys of a budget are kept; give --budget too")
     return {None: BITS_BY_DEFAULT, _WHOLE: None}.get(bits, bits)

@@ -106,8 +106,8 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
 class _MapRecord:
     """A map with a window or without, or an encoder's merged keys.
 
-    Merged keys are not written where there are none, nor bits where these are whole. Earlier versions wrote the number
-    of heavy keys, and another rule of choosing them.
+    Merged keys are there in their written form. Earlier versions wrote their number and bits, and before these the
+    number of heavy keys, and another rule of choosing them.
     """
 
     feature_map: Any
@@ -116,18 +116,25 @@ class _MapRecord:
     rule: str | None = None
     num_merged: int = 0
     bits: int | None = None
+    merged: str | None = None
 
     def attention(self, module_name: str) -> LayerAttention:
         """What attends, as its constructor leaves it."""
         if self.num_heavy or self.rule is not None:
             raise ValueError(f"got num_heavy={self.num_heavy}, rule={self.rule!r}; {HEAVY_KEYS_REMOVED}")
         _check_counts(window=self.window, num_merged=self.num_merged)
-        if self.num_merged:
+        if self.num_merged or self.merged is not None:
             if self.feature_map is not None:
-                raise ValueError("there are a feature_map and num_merged, of which one takes the keys")
-            return LayerAttention(MergedKV(self.window, self.num_merged, self.bits), module_name)
+                raise ValueError("there are a feature_map and merged keys, of which one takes the keys")
+            merged = (
+                MergedKV(self.window, self.num_merged, self.bits, num_sinks=0)
+                if self.merged is None
+                else MergedKV.parse(self.merged)
+            )
+            _check_counts(window=merged.window, num_merged=merged.num_merged)
+            return LayerAttention(merged, module_name)
         if self.feature_map is None:
-            raise ValueError("feature_map is null and num_merged is missing or 0, so nothing takes the keys")
+            raise ValueError("feature_map is null and merged is missing, so nothing takes the keys")
         if self.window is not None:
             check_width(self.window)
         return LayerAttention(rebuild(self.feature_map), module_name, window=self.window)
@@ -139,8 +146,7 @@ def describe_attention(attention: LayerAttention) -> dict[str, Any]:
     if merged is None:
         assert attention.feature_map is not None
         return {"feature_map": describe(attention.feature_map), "window": attention.window}
-    bits = {} if merged.bits is None else {"bits": merged.bits}
-    return {"feature_map": None, "window": merged.window, "num_merged": merged.num_merged, **bits}
+    return {"feature_map": None, "window": merged.window, "merged": merged.label}
 
 
 def rebuild_attention(record: Any, module_name: str, *, place: str, remedy: str) -> LayerAttention:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.kv_cache.codes import coded_bytes
-from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.codes import Layout, coded_bytes
+from linattn.kv_cache.config import Bits, MergedKV
 from linattn.kv_cache.query_sample import sample_size
 
 NEAR = (0.15, 0.25, 0.5)
@@ -21,6 +21,8 @@ BITS_BY_DEFAULT = 4
 _WINDOW, _SHARE = 256, 0.5
 # The window's share beside merged keys in few bits, which hold several times as many.
 _FEW_BITS_SHARE = NEAR[0]
+# Keys of a budget for each sink, of which there are four at most.
+_KEYS_PER_SINK = 16
 # Keys of a budget at most: no model has a text as long.
 _MOST = 2**20
 
@@ -63,13 +65,15 @@ def check_budget(budget: int) -> None:
         raise ValueError(f"budget must be from 1 to {_MOST} keys, got {budget}")
 
 
-def within_budget(budget: int, sizes: Sizes, bits: int | None = BITS_BY_DEFAULT, near: float | None = None) -> MergedKV:
-    """The window and the most merged keys in the bytes of a number of exact keys and their values.
+def within_budget(
+    budget: int, sizes: Sizes, bits: Bits | None = BITS_BY_DEFAULT, near: float | None = None
+) -> MergedKV:
+    """The sinks, the window and the most merged keys in the bytes of a number of exact keys and their values.
 
     Args:
         budget: in exact keys of one key/value head.
         sizes: of the layer.
-        bits: of merged keys and values; None for 32 a number.
+        bits: of merged keys and values, or of both; None for 32 a number.
         near: share of the bytes that the window takes with a block; None for 15 %, and beside merged keys in 32 bits
             for that of 256 keys, half of the bytes at most.
 
@@ -78,7 +82,7 @@ def within_budget(budget: int, sizes: Sizes, bits: int | None = BITS_BY_DEFAULT,
 
     Example:
         >>> within_budget(512, Sizes(64, 64)).label, within_budget(512, Sizes(64, 64), bits=None).label
-        ('window 37 + merged 2605 in 4 bits', 'window 200 + merged 250')
+        ('sinks 4 + window 37 + merged 2605 in 4 bits', 'sinks 4 + window 200 + merged 250')
     """
     check_budget(budget)
     if near is None:
@@ -86,9 +90,11 @@ def within_budget(budget: int, sizes: Sizes, bits: int | None = BITS_BY_DEFAULT,
     return within_bytes(budget * sizes.key_bytes, sizes, near, bits)
 
 
-def within_bytes(num_bytes: int, sizes: Sizes, near: float, bits: int | None) -> MergedKV:
+def within_bytes(num_bytes: int, sizes: Sizes, near: float, bits: Bits | None) -> MergedKV:
     """The most merged keys in so many bytes; a window and its block take the share `near` of all."""
-    room, whole = num_bytes - _shared_bytes(sizes, bits), _near_bytes(sizes)
+    whole = _near_bytes(sizes)
+    num_sinks = min(num_bytes // sizes.key_bytes // _KEYS_PER_SINK, MergedKV.num_sinks)
+    room = num_bytes - _shared_bytes(sizes, bits) - num_sinks * whole
     widths = range(max(int(room * near / whole), 0), 0, -1)
     window = next((width for width in widths if _near(width) * whole <= room * near), 1)
     num_merged = (room - _near(window) * whole) // _merged_bytes(sizes, bits)
@@ -97,13 +103,13 @@ def within_bytes(num_bytes: int, sizes: Sizes, near: float, bits: int | None) ->
             f"{max(room, 0):,} bytes are left beside the sampled queries, too few for a window and merged keys; "
             "give more bytes"
         )
-    return MergedKV(window, num_merged, bits)
+    return MergedKV(window, num_merged, bits, num_sinks)
 
 
 def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:
     """The most that a stream keeps per key/value head within so many tokens.
 
-    Keys, values and biases of the window, a block and the merged keys, and what is kept once per head.
+    Keys, values and biases of the sinks, the window, a block and the merged keys, and what is kept once per head.
     """
     blocks = config.blocks
     # Of a block so far: when it is most depends on whether merged keys are wider than those near.
@@ -111,11 +117,12 @@ def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:
 
 
 def _kept(config: MergedKV, sizes: Sizes, most_near: int, num_tokens: int) -> int:
-    """Bytes where so many keys are near at most, and all others are merged."""
+    """Bytes where so many keys are near at most, and all others but the sinks are merged."""
     near = min(most_near, num_tokens)
-    merged = min(config.num_merged, num_tokens - near)
+    sinks = min(config.num_sinks, num_tokens - near)
+    merged = min(config.num_merged, num_tokens - near - sinks)
     bits = None if merged <= config.num_unquantized else config.bits
-    return near * _near_bytes(sizes) + merged * _merged_bytes(sizes, bits) + _shared_bytes(sizes, bits)
+    return (near + sinks) * _near_bytes(sizes) + merged * _merged_bytes(sizes, bits) + _shared_bytes(sizes, bits)
 
 
 def _near(window: int | None) -> int:
@@ -129,15 +136,27 @@ def _near_bytes(sizes: Sizes) -> int:
     return sizes.key_bytes + sizes.statistic_bytes
 
 
-def _merged_bytes(sizes: Sizes, bits: int | None) -> int:
+def _merged_bytes(sizes: Sizes, bits: Bits | None) -> int:
     """A merged key and its value, and the bias."""
     if bits is None:
         return (sizes.head_dim + sizes.value_dim + 1) * sizes.statistic_bytes
-    return coded_bytes(sizes.head_dim, bits) + coded_bytes(sizes.value_dim, bits) + sizes.statistic_bytes
+    of_key, of_value = bits if isinstance(bits, tuple) else (bits, bits)
+    return coded_bytes(sizes.head_dim, of_key) + coded_bytes(sizes.value_dim, of_value) + sizes.statistic_bytes
 
 
-def _shared_bytes(sizes: Sizes, bits: int | None) -> int:
-    """A head's sampled queries, which are there, and in few bits means and deviations."""
-    frames = 0 if bits is None else 2 * (sizes.head_dim + sizes.value_dim)
+def _shared_bytes(sizes: Sizes, bits: Bits | None) -> int:
+    """A head's sampled queries, which are there, and in few bits the frames of keys and of values."""
     sample = sample_size(sizes.num_groups) * (sizes.head_dim * sizes.statistic_bytes + 1)
-    return sample + frames * sizes.statistic_bytes
+    frames = sum(frame_bytes(width, sizes.statistic_bytes) for width in (sizes.head_dim, sizes.value_dim))
+    return sample + (0 if bits is None else frames)
+
+
+def frame_bytes(width: int, number_bytes: int) -> int:
+    """Bytes of what rows of a width are quantized relative to.
+
+    Example:
+        >>> frame_bytes(256, 4)  # means and deviations, an order in 16 bits, and bits of 8 blocks
+        2568
+    """
+    layout = Layout.of(width)
+    return 2 * width * number_bytes + 2 * layout.size + layout.number

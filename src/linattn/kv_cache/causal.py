@@ -45,13 +45,15 @@ def attend_causal_merging(
     key, value = inert(bias, key, value)
     biases = before.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     tokens, config = before.recent.then(Tokens(key, value, biases.expand(key.shape[:3]))), before.config
-    stream = Stream(query, tokens, before.recent.bias.shape[2], before.merged, before.sample, config)
+    stream = Stream(query, tokens, before.recent.bias.shape[2], before.sinks, before.merged, before.sample, config)
     run = stream_in_torch
-    if is_compiled(backend, query, tokens, *before.leaves(), bits=config.bits):
+    if is_compiled(backend, query, tokens, *before.leaves(), config=config):
         run = stream_in_compiled_code
-    rows, merged, sample = run(stream, scale, with_log=with_log)
+    rows, sinks, merged, sample = run(stream, scale, with_log=with_log)
     # Copies: views would keep all keys of the call in memory.
     block, length = config.blocks.size, stream.num_tokens
     oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
-    return Streamed(rows, MergedKeys(merged, sample, recent, config))
+    if sinks.bias.shape[2] > before.sinks.bias.shape[2]:
+        sinks = Tokens(*(x.clone() for x in sinks))
+    return Streamed(rows, MergedKeys(sinks, merged, sample, recent, config))

@@ -30,7 +30,7 @@ _IN_ONE = 2
 _MANY = 2**22
 
 
-def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, bits: int | None = None) -> bool:
+def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None) -> bool:
     """Whether compiled code runs a call: where it can and is asked for, or is the faster.
 
     Args:
@@ -38,7 +38,7 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, bi
         query: (B, H, G, Lq, D).
         tokens: the call's.
         others: what else gradients may follow.
-        bits: those of merged keys, if few.
+        config: of a stream.
 
     Raises:
         ValueError: it was asked for by name and cannot; every reason is listed.
@@ -46,8 +46,10 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, bi
     if backend == "torch" or (backend == "auto" and not _is_faster(query)):
         return False
     reasons = objections_to((query, *tokens[:2]), is_followed=is_followed(query, *tokens, *others))
-    if bits is not None:
-        reasons.append(f"it keeps merged keys as they are, and these are kept in {bits} bits")
+    if config is not None and config.bits is not None:
+        reasons.append(f"it keeps merged keys as they are, and these are kept in few bits: {config.label}")
+    if config is not None and config.num_sinks:
+        reasons.append(f"it keeps no attention sinks, and {config.num_sinks} are to be kept; give num_sinks=0")
     if not reasons and query.numel() == 0:
         reasons.append("it takes calls with queries, and this has none")
     if backend == "compiled" and reasons:
@@ -87,7 +89,7 @@ def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> 
         *(config.blocks.window, config.blocks.size, config.num_merged, config.num_left, count, sampled),
     )
     _over_heads(lambda first, stop: merge_stream(*addresses, first, stop, *sizes, scale), query, config)
-    return Ended(Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), merged, sample)
+    return Ended(Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), stream.sinks, merged, sample)
 
 
 def everywhere_in_compiled_code(

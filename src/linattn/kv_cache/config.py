@@ -1,10 +1,11 @@
-"""How a KV cache is bounded: the window, the merged keys, their bits; and how that is written.
+"""How a KV cache is bounded: the sinks, the window, the merged keys, their bits; and how that is written.
 
 Letters: w tokens of the window, b tokens of a block, C merged keys, D head width, Dv value width.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -19,10 +20,17 @@ _MOST_BLOCKS, _BLOCK = 4, 64
 _MOST = 2**31
 # The part of many merged keys that a merge leaves free.
 _SPARE = 16
-_WINDOW, _MERGED = "window", "merged"
-_PART = re.compile(r"([a-z]+)\s+([1-9][0-9]*)(?:\s+in\s+([1-9][0-9]*)\s+bits)?", re.IGNORECASE)
-BITS = (2, 4, 8)
-"""Bits a merged key's numbers may be quantized to: whole levels fit into a byte."""
+_SINKS, _WINDOW, _MERGED = "sinks", "window", "merged"
+_WORDS = (_SINKS, _WINDOW, _MERGED)
+_BITS = r"([0-9.]+)(?:\s*/\s*([0-9.]+))?"
+_PART = re.compile(rf"([a-z]+)\s+(0|[1-9][0-9]*)(?:\s+in\s+{_BITS}\s+bits)?", re.IGNORECASE)
+BITS = tuple(half / 2 for half in range(4, 17))
+"""Bits that numbers may be quantized to, in the mean of a row: from 2 to 8 in halves."""
+_SINKS_BY_DEFAULT = 4
+
+
+Bits = float | tuple[float, float]
+"""Bits of a number, or of keys' and of values'."""
 
 
 class Blocks(NamedTuple):
@@ -52,15 +60,21 @@ class MergedKV:
     The error is of second order in (q - q̄)·(k₁ - k₂). With as many merged keys as tokens it is softmax attention.
 
     Causally keys are merged as blocks begin, of b tokens, by the latest max(16, 2·G) of the sampled queries before, for
-    G query heads of a key/value head. A stream keeps w + b + C keys at most, C biases, and these queries; per token
-    O((w + b + C)·(D + Dv) + (C + b)²/(b + s)·(D + Dv)) time. b is the window's width up to 64, and then 64 or a quarter
-    of it; a window that is no multiple of it is rounded up. A merge leaves s places free, a sixteenth of C in whole
-    blocks, and comes when there are none.
+    G query heads of a key/value head. A stream keeps the sinks and w + b + C keys at most, C biases, and these queries;
+    per token O((w + b + C)·(D + Dv) + (C + b)²/(b + s)·(D + Dv)) time. b is the window's width up to 64, and then 64 or
+    a quarter of it; a window that is no multiple of it is rounded up. A merge leaves s places free, a sixteenth of C in
+    whole blocks, and comes when there are none.
+
+    The first tokens of a stream stay exact and are never merged: attention sinks, whose keys and values are far from
+    all others.
 
     Quantized to few bits a stream keeps more merged keys in the same memory. Numbers are rounded, relative to the mean
-    and the deviation of their coordinate and in a basis in which none is far from the others, to 2^bits levels between
-    the least and the largest of each 32. The window and the block stay exact, and so do the first keys beyond them
-    until they would take more memory than codes. For gradients rounding adds a constant.
+    and the deviation of their coordinate and in a basis in which none is far from the others, to the 2^b levels of
+    least mean square error for normal numbers, times one scale a row. Values have equal bits; keys have more where the
+    sampled queries weigh a coordinate more, b_c of least Σ E[q_c²]·σ_c²·distortion(b_c) in the same sum. Means,
+    deviations and bits are of the keys there are when codes begin, and of three times as many once more. The sinks,
+    the window and the block stay exact, and so do the first keys between them until they would take more memory than
+    codes. For gradients rounding adds a constant.
 
     Without causality, in encoders, the sample is evenly spaced among all queries, and O(L·(64 + C)·(D + Dv)) time is
     taken. Up to 2,048 keys it has as many queries as keep 2¹⁷ logits, beyond 64. All is counted in a row's live tokens,
@@ -71,37 +85,42 @@ class MergedKV:
         window: w > 0: a query sees so many keys before its block exactly, and its own block up to itself; without
             causality its own block of w tokens and both neighbours. None for no window, without causality alone.
         num_merged: C > 0, how many weighted keys stand for all that are not near.
-        bits: 2, 4 or 8 for merged keys and values quantized to so many bits in a stream; None for numbers of at least
-            float32. Without causality nothing is kept, and nothing is quantized.
+        bits: of a number of merged keys and values in a stream, 2 to 8 in halves, or (of keys, of values); None for
+            numbers of at least float32. Without causality nothing is kept, and nothing is quantized.
+        num_sinks: how many of a row's first live tokens stay exact in a stream. Without causality there are none.
 
     Raises:
-        ValueError: a size is not positive or no integer, or bits are others.
+        ValueError: a size is negative, 0 beside sinks, or no integer, or bits are others.
 
     Example:
-        >>> MergedKV(window=64, num_merged=512, bits=4).label
-        'window 64 + merged 512 in 4 bits'
+        >>> MergedKV(window=64, num_merged=512, bits=(3, 4)).label
+        'sinks 4 + window 64 + merged 512 in 3/4 bits'
         >>> import torch
         >>> from linattn import merged_attention
         >>> q, k, v = torch.ones(1, 1, 6, 1), torch.zeros(1, 1, 6, 1), torch.arange(6.0).view(1, 1, 6, 1)
-        >>> out = merged_attention(q, k, v, MergedKV(window=1, num_merged=2, bits=None), is_causal=True)
+        >>> config = MergedKV(window=1, num_merged=2, bits=None, num_sinks=0)
+        >>> out = merged_attention(q, k, v, config, is_causal=True)
         >>> [round(x, 4) for x in out.flatten().tolist()]  # keys that are alike lose nothing by merging
         [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
 
-    Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost of a merge; Liu et al. 2024 (KIVI, arXiv
-        2402.02750) and Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456) for few bits.
+    Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost of a merge; Lloyd 1982 (doi
+        10.1109/TIT.1982.1056489) and Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456) for few bits; Xiao et al. 2024
+        (StreamingLLM, arXiv 2309.17453) for attention sinks.
     """
 
     window: int | None = 64
     num_merged: int = 512
-    bits: int | None = 4
+    bits: Bits | None = 4
+    num_sinks: int = _SINKS_BY_DEFAULT
 
     def __post_init__(self) -> None:
         """Refuse sizes that mean nothing."""
         for name, size in ((_WINDOW, 1 if self.window is None else self.window), ("num_merged", self.num_merged)):
             if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < _MOST:
                 raise ValueError(f"{name} must be a positive integer below 2³¹, got {size!r}")
-        if self.bits is not None and (type(self.bits) is not int or self.bits not in BITS):
-            raise ValueError(f"bits must be {', '.join(map(str, BITS))} or None, got {self.bits!r}")
+        if isinstance(self.num_sinks, bool) or not isinstance(self.num_sinks, int) or not 0 <= self.num_sinks < _MOST:
+            raise ValueError(f"num_sinks must be an integer from 0 to 2³¹, got {self.num_sinks!r}")
+        object.__setattr__(self, "bits", _checked_bits(self.bits))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take sizes that are read from a file, checked as the constructor's are."""
@@ -112,36 +131,52 @@ class MergedKV:
     def label(self) -> str:
         """The written form, which `MergedKV.parse` reads."""
         window = "" if self.window is None else f"{_WINDOW} {self.window} + "
-        bits = "" if self.bits is None else f" in {self.bits} bits"
-        return f"{window}{_MERGED} {self.num_merged}{bits}"
+        sinks = "" if self.num_sinks == _default_sinks(self.window) else f"{_SINKS} {self.num_sinks} + "
+        return f"{sinks}{window}{_MERGED} {self.num_merged}{self._in_bits}"
+
+    @property
+    def _in_bits(self) -> str:
+        """Bits in their written form, that of keys first."""
+        return "" if self.bits is None else f" in {'/'.join(f'{x:g}' for x in dict.fromkeys(self.both_bits))} bits"
+
+    @property
+    def both_bits(self) -> tuple[float, float]:
+        """Bits of keys and of values, quantized ones."""
+        assert self.bits is not None
+        return self.bits if isinstance(self.bits, tuple) else (self.bits, self.bits)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the written form: "window W" and "merged C" or "merged C in 4 bits", joined by plus, in any case.
+        """Read the written form: "sinks S", "window W" and "merged C", joined by plus, in any case.
+
+        Merged keys may be "in 4 bits", or "in 3/4 bits": 3 of keys, 4 of values. A window has no sinks where none are
+        written.
 
         Raises:
             ValueError: a part is none of these or is written twice, none is of merged keys, or bits are others.
 
         Example:
-            >>> MergedKV.parse("Merged 128 in 4 bits + window 32")
-            MergedKV(window=32, num_merged=128, bits=4)
+            >>> MergedKV.parse("Merged 128 in 3.5 bits + window 32 + sinks 4")
+            MergedKV(window=32, num_merged=128, bits=3.5, num_sinks=4)
         """
         sizes: dict[str, int] = {}
-        bits = None
+        bits: Bits | None = None
         for part in text.split("+"):
             match = _PART.fullmatch(part.strip())
             name = "" if match is None else match[1].lower()
-            if match is None or name not in (_WINDOW, _MERGED):
+            if match is None or name not in _WORDS:
                 raise _no_part(part.strip())
             if name in sizes:
                 raise ValueError(f"{text.strip()!r} has two parts {name!r}; write one")
             if match[3] and name != _MERGED:
                 raise ValueError(f"{part.strip()!r}: only merged keys are quantized; leave the bits out")
             sizes[name] = int(match[2])
-            bits = int(match[3]) if match[3] else bits
+            if match[3]:
+                bits = _number(match[3]) if match[4] is None else (_number(match[3]), _number(match[4]))
         if _MERGED not in sizes:
             raise ValueError(f"{text.strip()!r} merges no keys; write, for example, {text.strip()} + merged 128")
-        return cls(sizes.get(_WINDOW), sizes[_MERGED], bits)
+        window = sizes.get(_WINDOW)
+        return cls(window, sizes[_MERGED], bits, sizes.get(_SINKS, _default_sinks(window)))
 
     @classmethod
     def within(
@@ -152,9 +187,9 @@ class MergedKV:
         value_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         num_groups: int = 1,
-        bits: int | None = 4,
+        bits: Bits | None = 4,
     ) -> MergedKV:
-        """The window and the most merged keys in the bytes of a number of exact keys and values, everything counted.
+        """The sinks, the window and the most merged keys in the bytes of so many exact keys and values, all counted.
 
         Args:
             budget: N, in exact keys and values of one key/value head, from 1 to 2²⁰.
@@ -169,7 +204,7 @@ class MergedKV:
 
         Example:
             >>> MergedKV.within(512, head_dim=64).label
-            'window 37 + merged 2605 in 4 bits'
+            'sinks 4 + window 37 + merged 2605 in 4 bits'
         """
         # Imported here: budgets are said of what this file defines.
         from linattn.kv_cache.budget import Sizes, within_budget
@@ -206,7 +241,7 @@ class MergedKV:
     @property
     def num_unquantized(self) -> int:
         """How many merged keys take no more memory in 32 bits a number than all of them in few bits."""
-        return self.num_merged if self.bits is None else self.num_merged * self.bits // 32
+        return self.num_merged if self.bits is None else int(self.num_merged * sum(self.both_bits) / 2) // 32
 
     def check_call(self, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
         """Refuse calls of numbers of tokens or directions that it has no meaning for."""
@@ -227,14 +262,40 @@ def begins_merged(text: str) -> bool:
     return any(part.strip().lower().partition(" ")[0] == _MERGED for part in text.split("+"))
 
 
+def _default_sinks(window: int | None) -> int:
+    """How many sinks there are where none are written: those of a window are."""
+    return _SINKS_BY_DEFAULT if window is None else 0
+
+
+def _checked_bits(bits: object) -> Bits | None:
+    """Bits in their simplest form; ValueError for others."""
+    both = bits if isinstance(bits, tuple) else (bits, bits)
+    if bits is None:
+        return None
+    if len(both) != 2 or any(type(x) not in (int, float) or x not in BITS for x in both):
+        raise ValueError(
+            f"bits must be from 2 to 8 in halves, or two of these, of keys and of values, or None, got {bits!r}"
+        )
+    of_key, of_value = (int(x) if x == int(x) else x for x in both)
+    return of_key if of_key == of_value else (of_key, of_value)
+
+
+def _number(text: str) -> float:
+    """A written number; one that is none for a word."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _no_part(part: str) -> ValueError:
     """Say which known word a part may mean, or how parts are written."""
     word = part.partition(" ")[0]
-    is_known = word.lower() in (_WINDOW, _MERGED)
-    why = " (a word and a positive whole number)" if is_known else did_you_mean(word, (_WINDOW, _MERGED))
+    is_known = word.lower() in _WORDS
+    why = " (a word and a positive whole number)" if is_known else did_you_mean(word, _WORDS)
     return ValueError(
-        f"{part!r} is no part of merged keys{why}; write window W, {_MERGED} C or {_MERGED} C in 4 bits, as in "
-        "'window 32 + merged 128'"
+        f"{part!r} is no part of merged keys{why}; write sinks S, window W, {_MERGED} C or {_MERGED} C in 4 bits, as "
+        "in 'sinks 4 + window 32 + merged 128'"
     )
 
 

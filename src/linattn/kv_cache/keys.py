@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.kv_cache.codes import CodedTokens, Codes, Frame, Frames
+from linattn.kv_cache.coded_tokens import CodedTokens
+from linattn.kv_cache.codes import Codes
 from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.memory import Memory
 from linattn.kv_cache.query_sample import QuerySample
 from linattn.softmax.tokens import Tokens, with_places
@@ -19,16 +21,18 @@ from linattn.softmax.tokens import Tokens, with_places
 
 @dataclass(frozen=True, eq=False)
 class MergedKeys:
-    """Merged keys and values, the latest exact ones, and a sample of the queries.
+    """Merged keys and values, the first and the latest exact ones, and a sample of the queries.
 
     Attributes:
+        sinks: keys, values and biases of the first tokens, (B, H, n ≤ `num_sinks`, ·), in their dtype.
         merged: keys, values and biases of the merged tokens, (B, H, n ≤ C, ·), at least float32; free places have bias
             -inf. Quantized once they are more than take as much memory unquantized.
         sample: the latest sampled queries, which decide the next merge: (B, H, S, D).
         recent: keys, values and biases of the current block and the window's, (B, H, n ≤ w + b, ·), in their dtype.
-        config: the window, the number of merged keys, and their bits.
+        config: the sinks, the window, the number of merged keys, and their bits.
     """
 
+    sinks: Tokens
     merged: Tokens | CodedTokens
     sample: QuerySample
     recent: Tokens
@@ -39,11 +43,11 @@ class MergedKeys:
         """No tokens, for keys and values like these (B, H, L, ·)."""
         dtype = torch.promote_types(key.dtype, torch.float32)
         none = Tokens(key[:, :, :0], value[:, :, :0], key.new_zeros(*key.shape[:2], 0, dtype=dtype))
-        return cls(Tokens(*(x.to(dtype) for x in none)), QuerySample.empty(key), none, config)
+        return cls(none, Tokens(*(x.to(dtype) for x in none)), QuerySample.empty(key), none, config)
 
     def tokens(self) -> Tokens:
         """All of them, dequantized: keys, values and biases (B, H, n, ·)."""
-        return Memory.of(self.merged, self.config).tokens.then(self.recent)
+        return self.sinks.then(Memory(self.sinks, self.merged).tokens()).then(self.recent)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MergedKeys:
         """Apply a change to every tensor."""
@@ -52,7 +56,7 @@ class MergedKeys:
     def leaves(self) -> list[Tensor]:
         """The tensors, in order."""
         merged = self.merged if isinstance(self.merged, Tokens) else self.merged.leaves()
-        return [*merged, *self.sample, *self.recent]
+        return [*self.sinks, *merged, *self.sample, *self.recent]
 
 
 def _flattened(keys: MergedKeys) -> tuple[list[Tensor], MergedKV]:
@@ -62,9 +66,10 @@ def _flattened(keys: MergedKeys) -> tuple[list[Tensor], MergedKV]:
 
 def _from_leaves(tensors: Iterable[Any], config: MergedKV) -> MergedKeys:
     """Keys from what torch's tree utilities took out of some."""
-    *merged, query, there, key, value, bias = tensors
-    held = Tokens(*merged) if len(merged) == 3 else CodedTokens.from_leaves(merged)
-    return MergedKeys(held, QuerySample(query, there), Tokens(key, value, bias), config)
+    *held, query, there, key, value, bias = tensors
+    sinks, merged = Tokens(*held[:3]), held[3:]
+    numbers = Tokens(*merged) if len(merged) == 3 else CodedTokens.from_leaves(merged)
+    return MergedKeys(sinks, numbers, QuerySample(query, there), Tokens(key, value, bias), config)
 
 
 # Read by torch.load under weights_only: tensors and numbers.

@@ -25,7 +25,7 @@ CHOICES = (
 )
 """Names of what a plan chooses from, the plain window first: what a converted model can keep."""
 
-_KIND, _VERSION = "linattn memory plan", 2
+_KIND, _VERSION = "linattn memory plan", 3
 _REMEDY = "make the plan again, with `linattn audit --budget --plan-out`"
 
 

@@ -16,7 +16,14 @@ from linattn.kv_cache.query_sample import QuerySample, SampleAttention
 from linattn.softmax.tokens import Tokens
 
 
-def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
+class Reduced(NamedTuple):
+    """Weighted keys in place of more."""
+
+    tokens: Tokens  # (B, H, C, ·)
+    member: Tensor  # (B, H, C), the number of the only key in a cluster; that of all keys, n, where there are several
+
+
+def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Reduced:
     """At most `num_merged` weighted keys in place of these (B, H, n, ·), by what the sampled queries attend to.
 
     Merged are those of least Ward cost, of what the sample sees of keys and of values; m_i = Σ_s a_si, what the sample
@@ -28,7 +35,7 @@ def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
     in all but the choice of what is merged.
     """
     if tokens.bias.shape[2] <= num_merged:
-        return tokens
+        return Reduced(tokens, torch.arange(tokens.bias.shape[2], device=tokens.bias.device).expand(tokens.bias.shape))
     attended = sample.attends(tokens)
     with torch.no_grad():
         there = (tokens.bias != -torch.inf).to(tokens.bias.dtype)
@@ -36,7 +43,8 @@ def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Tokens:
         point = torch.cat(tokens[:2], -1)
         point = Metric.of(point, share, sample.spread).points(point)
         number = partition(point, attended.log_mass, num_merged, num_rounds=1)
-    return cluster_means(tokens, number, attended.log_mass, num_merged).conserving(attended)
+    means = cluster_means(tokens, number, attended.log_mass, num_merged)
+    return Reduced(means.conserving(attended), means.only_members(number))
 
 
 class ClusterMeans(NamedTuple):
@@ -52,6 +60,15 @@ class ClusterMeans(NamedTuple):
     def conserving(self, attended: SampleAttention) -> Tokens:
         """Weighted keys to which the sample attends as much as to their members."""
         return self.weighted(self.log_mass - attended.log_attended(self.key))
+
+    def only_members(self, number: Tensor) -> Tensor:
+        """The number (B, H, C) of each cluster's only key, of keys in clusters (B, H, n); n where there are several.
+
+        0 where there is none.
+        """
+        keys = torch.arange(number.shape[-1], device=number.device).expand_as(number)
+        member = keys.new_zeros(*number.shape[:2], self.size.shape[-1] + 1).scatter(-1, number, keys)
+        return torch.where(self.size > 1, number.shape[-1], member[..., :-1])
 
     def weighted(self, bias: Tensor) -> Tokens:
         """Weighted keys with these biases (B, H, C); free places have bias -inf.

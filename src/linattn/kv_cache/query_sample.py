@@ -82,6 +82,12 @@ class QuerySample(NamedTuple):
         return SampleAttention(torch.where(tokens.bias == -torch.inf, -torch.inf, log_mass), query, log)
 
     @property
+    def power(self) -> Tensor:
+        """Mean squares (B, H, D) of the coordinates; 1 where there are none."""
+        number = self.there.sum(2).unsqueeze(-1)
+        return torch.where(number == 0, 1, self.query.square().sum(2) / number.clamp(min=1))
+
+    @property
     def spread(self) -> Tensor:
         """Standard deviations (B, H, D) of the coordinates; 0 where there are none."""
         there = self.there.unsqueeze(-1)

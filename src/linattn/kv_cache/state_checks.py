@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.codes import GROUP, CodedTokens, Codes, Frame, Frames
+from linattn.kv_cache.coded_tokens import CodedTokens
+from linattn.kv_cache.codes import Codes, Layout, coded_bytes
 from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.query_sample import QuerySample, sample_size
 from linattn.softmax.precision import accumulation_dtype
@@ -24,9 +26,10 @@ from linattn.softmax.tokens import Tokens
 _REMEDY = "pass a state as merged_attention_with_state gave it, or rebuild it from the tokens"
 _PARTS = tuple(f"recent.{name}" for name in Tokens._fields)
 _SAMPLE = tuple(f"sample.{name}" for name in QuerySample._fields)
-_MERGED = (*_PARTS, *_SAMPLE, *(f"merged.{name}" for name in Tokens._fields))
+_SINKS = tuple(f"sinks.{name}" for name in Tokens._fields)
+_MERGED = (*_PARTS, *_SAMPLE, *_SINKS, *(f"merged.{name}" for name in Tokens._fields))
 _CODED = (
-    *(*_PARTS, *_SAMPLE),
+    *(*_PARTS, *_SAMPLE, *_SINKS),
     *(f"merged.{side}.{name}" for side in ("key", "value") for name in Codes._fields),
     *(f"merged.frames.{side}.{name}" for side in Frames._fields for name in Frame._fields),
     "merged.bias",
@@ -101,9 +104,10 @@ def check_tensors(keys: MergedKeys | RowGroups[MergedKeys], head_dim: int, num_g
 def _check_group(keys: MergedKeys, head_dim: int, num_groups: int | None) -> None:
     """Refuse keys of which any tensor has not the shape, dtype and device that its config and its tokens ask for."""
     check_kind(MergedKeys, "keys", keys, _REMEDY)
-    config, merged, sample, recent = keys.config, keys.merged, keys.sample, _checked_recent(keys)
+    config, merged, sample, sinks, recent = keys.config, keys.merged, keys.sample, keys.sinks, _checked_recent(keys)
     check_kind(MergedKV, "config", config, _REMEDY)
     check_kind(QuerySample, "sample", sample, _REMEDY)
+    check_kind(Tokens, "sinks", sinks, _REMEDY)
     (batch, heads), value_dim = recent.key.shape[:2], recent.value.shape[-1]
     dtype, device = recent.bias.dtype, recent.key.device
     count = check_count("recent.bias", recent.bias, config.blocks.window + config.blocks.size, _REMEDY)
@@ -115,24 +119,28 @@ def _check_group(keys: MergedKeys, head_dim: int, num_groups: int | None) -> Non
         return [(batch, heads, number, head_dim), (batch, heads, number, value_dim), (batch, heads, number)]
 
     token_dtype = recent.key.dtype if recent.key.dtype in TOKEN_DTYPES[dtype] else dtype
-    shapes = [*tokens(count), (batch, heads, sampled, head_dim), (batch, heads, sampled)]
-    dtypes = [token_dtype, token_dtype, dtype, dtype, torch.bool]
+    first = check_count("sinks.bias", sinks.bias, config.num_sinks, _REMEDY)
+    shapes = [*tokens(count), (batch, heads, sampled, head_dim), (batch, heads, sampled), *tokens(first)]
+    dtypes = [token_dtype, token_dtype, dtype, dtype, torch.bool, token_dtype, token_dtype, dtype]
     if config.bits is None or not isinstance(merged, CodedTokens):
         check_kind(Tokens, "merged", merged, _REMEDY)
         shapes += tokens(check_count("merged.bias", merged.bias, config.num_unquantized, _REMEDY))
-        names, held, dtypes = _MERGED, [*recent, *sample, *merged], [*dtypes, dtype, dtype, dtype]
+        names, held, dtypes = _MERGED, [*recent, *sample, *sinks, *merged], [*dtypes, dtype, dtype, dtype]
     else:
         number = check_count("merged.bias", merged.bias, config.num_merged, _REMEDY)
         check_kind(Frames, "merged.frames", merged.frames, _REMEDY)
         for name in ("key", "value"):
             check_kind(Codes, f"merged.{name}", getattr(merged, name), _REMEDY)
             check_kind(Frame, f"merged.frames.{name}", getattr(merged.frames, name), _REMEDY)
-        for width in (head_dim, value_dim):
-            pieces = (batch, heads, number, -(-width // GROUP))
-            shapes += [(batch, heads, number, -(-width * config.bits // 8)), pieces, pieces]
-        shapes += [*[(batch, heads, 1, head_dim)] * 2, *[(batch, heads, 1, value_dim)] * 2, (batch, heads, number)]
-        dtypes += [*[torch.uint8, torch.float16, torch.float16] * 2, *[dtype] * 5]
-        names, held = _CODED, [*recent, *sample, *merged.leaves()]
+        widths = head_dim, value_dim
+        for width, bits in zip(widths, config.both_bits, strict=True):
+            shapes += [(batch, heads, number, coded_bytes(width, bits) - 2), (batch, heads, number)]
+            dtypes += [torch.uint8, torch.float16]
+        for width, layout in zip(widths, map(Layout.of, widths), strict=True):
+            shapes += [*[(batch, heads, 1, width)] * 2, (batch, heads, layout.size), (batch, heads, layout.number)]
+            dtypes += [dtype, dtype, torch.int16, torch.uint8]
+        names, held = _CODED, [*recent, *sample, *sinks, *merged.leaves()]
+        shapes, dtypes = [*shapes, (batch, heads, number)], [*dtypes, dtype]
     for x, shape, kind, name in zip(held, shapes, dtypes, names, strict=True):
         check_tensor(name, x, shape, kind, device, _REMEDY)
 

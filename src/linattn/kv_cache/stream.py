@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.codes import CodedTokens
+from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.memory import Memory
 from linattn.kv_cache.query_sample import QuerySample
@@ -21,6 +21,7 @@ class Stream(NamedTuple):
     query: Tensor  # (B, H, G, Lq, D), of the last tokens
     tokens: Tokens  # (B, H, L, ·), of which earlier calls had the first
     num_kept: int  # so many
+    sinks: Tokens
     merged: Tokens | CodedTokens
     sample: QuerySample
     config: MergedKV
@@ -51,6 +52,7 @@ class Ended(NamedTuple):
     """Output of a call on a stream."""
 
     rows: Reading
+    sinks: Tokens
     merged: Tokens | CodedTokens
     sample: QuerySample
 
@@ -58,7 +60,7 @@ class Ended(NamedTuple):
 def stream_in_torch(stream: Stream, scale: float, *, with_log: bool) -> Ended:
     """All blocks, one after the other; differentiable."""
     query, tokens, config, first = stream.query, stream.tokens, stream.config, stream.first
-    blocks, memory, sample, parts = config.blocks, Memory.of(stream.merged, config), stream.sample, []
+    blocks, memory, sample, parts = config.blocks, Memory(stream.sinks, stream.merged), stream.sample, []
     for begin in stream.begins:
         end = min(begin + blocks.size, stream.num_tokens)
         gone = stream.leaving(begin)
@@ -72,4 +74,4 @@ def stream_in_torch(stream: Stream, scale: float, *, with_log: bool) -> Ended:
             sample = sample.add(rows, live, scale, block=blocks.size, first=start - begin)
     if not parts:
         parts.append(read(query, tokens.cut(0, 0), scale, is_causal=True, with_log=with_log))
-    return Ended(Reading.joined(parts), memory.held, sample)
+    return Ended(Reading.joined(parts), memory.sinks, memory.held, sample)

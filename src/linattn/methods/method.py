@@ -21,6 +21,8 @@ from linattn.softmax.spelling import did_you_mean
 
 # A plus outside brackets: "scale=1e+2" holds one inside.
 _PLUS = re.compile(r"\+(?![^(]*\))")
+# Parts that merged keys may be written with.
+_OF_MERGED = ("sinks", "window")
 _WINDOW = re.compile(r"window\s+([1-9][0-9]*)", re.IGNORECASE)
 # Files and written forms of earlier versions may have them.
 HEAVY_KEYS_REMOVED = "heavy keys were removed: use 'window W + merged C' without a map, or the window alone"
@@ -112,7 +114,7 @@ def parse_method(text: str) -> Method:
     parts = [part.strip() for part in _PLUS.split(text)]
     if any(_word(part) == "heavy" for part in parts):
         raise ValueError(f"{text!r}: {HEAVY_KEYS_REMOVED}")
-    if begins_merged(text) or _word(parts[0]) == "window":
+    if begins_merged(text) or _word(parts[0]) in _OF_MERGED:
         return Method(None, merged=_parse_merged(text, parts))
     feature_map = parse_map(parts[0])
     if len(parts) == 1:
@@ -133,7 +135,7 @@ def parse_method(text: str) -> Method:
 
 def _parse_merged(text: str, parts: Sequence[str]) -> MergedKV:
     """Merged keys, refused beside a map."""
-    if _word(parts[0]) not in ("window", "merged"):
+    if _word(parts[0]) not in (*_OF_MERGED, "merged"):
         # A word that is no map's is named first.
         parse_map(parts[0])
         raise ValueError(

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.budget import Sizes
-from linattn.kv_cache.codes import GROUP, Codes, coded_bytes
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.weighted import read
 from linattn_lab.contenders.contender import Contender
+
+_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Kivi(Contender):
     kind = "KIVI"
     source = "Liu et al. 2024 (arXiv 2402.02750)"
 
-    fewest: ClassVar[int] = GROUP
+    fewest: ClassVar[int] = _GROUP
 
     @property
     def num_held(self) -> int:
@@ -38,17 +39,17 @@ class Kivi(Contender):
     @property
     def label(self) -> str:
         """Its name with its sizes."""
-        return f"{self.kind} {self.bits} bit, {self.num_quantised + 2 * GROUP} tokens"
+        return f"{self.kind} {self.bits} bit, {self.num_quantised + 2 * _GROUP} tokens"
 
     @classmethod
     def within(cls, num_bytes: int, sizes: Sizes, bits: int) -> Self:
         """The largest in so many bytes."""
-        left = num_bytes - 2 * GROUP * sizes.key_bytes
-        return cls(bits, left // (GROUP * _token_bytes(sizes, bits)) * GROUP)
+        left = num_bytes - 2 * _GROUP * sizes.key_bytes
+        return cls(bits, left // (_GROUP * _token_bytes(sizes, bits)) * _GROUP)
 
     def num_bytes(self, sizes: Sizes, num_tokens: int) -> int:
         """Two groups as they are; of the others the codes, zero points and scales."""
-        whole = min(num_tokens, 2 * GROUP)
+        whole = min(num_tokens, 2 * _GROUP)
         return whole * sizes.key_bytes + min(self.num_quantised, num_tokens - whole) * _token_bytes(sizes, self.bits)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -57,9 +58,9 @@ class Kivi(Contender):
         # A group of keys is a channel of consecutive tokens.
         coarse_key, coarse_value = self._rounded(key.mT).mT, self._rounded(value)
         parts = []
-        for start in range(0, key.shape[2], GROUP):
-            stop, near = min(start + GROUP, key.shape[2]), max(start - GROUP, 0)
-            first = min(GROUP, near, self.num_quantised)
+        for start in range(0, key.shape[2], _GROUP):
+            stop, near = min(start + _GROUP, key.shape[2]), max(start - _GROUP, 0)
+            first = min(_GROUP, near, self.num_quantised)
             begin = max(first, near - (self.num_quantised - first))
             seen_key = torch.cat((coarse_key[:, :, :first], coarse_key[:, :, begin:near], key[:, :, near:stop]), 2)
             seen = (coarse_value[:, :, :first], coarse_value[:, :, begin:near], value[:, :, near:stop])
@@ -70,9 +71,32 @@ class Kivi(Contender):
 
     def _rounded(self, x: Tensor) -> Tensor:
         """Rows as few bits have them, in groups of 32."""
-        return Codes.of(x, self.bits).rows(x.shape[-1], self.bits, x.dtype)
+        return rounded(x, self.bits)
+
+
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """Numbers rounded to 2^bits levels between the least and the largest of each 32 of a row, the last ones fewer.
+
+        z + s·round((x - z) / s),   z = min x,   s = (max x - min x) / (2^bits - 1),   z and s in float16
+
+    Example:
+        >>> rounded(torch.tensor([0.0, 1.4, 3.0]), 2).tolist()
+        [0.0, 1.0, 3.0]
+    """
+    most, parts = 2**bits - 1, []
+    for group in x.split(_GROUP, -1):
+        zero = group.amin(-1, keepdim=True).half().to(x.dtype)
+        step = ((group.amax(-1, keepdim=True) - zero) / most).half().to(x.dtype)
+        level = ((group - zero) / torch.where(step == 0, 1, step)).round().clamp(0, most)
+        parts.append(zero + step * level)
+    return torch.cat(parts, -1)
+
+
+def _row_bytes(width: int, bits: int) -> int:
+    """Bytes of a row's levels, zero points and steps."""
+    return -(-width * bits // 8) + 4 * -(-width // _GROUP)
 
 
 def _token_bytes(sizes: Sizes, bits: int) -> int:
     """A token's codes, its share of the scales of its group's channels, and its values' scales."""
-    return -(-coded_bytes(GROUP, bits) * sizes.head_dim // GROUP) + coded_bytes(sizes.value_dim, bits)
+    return -(-_row_bytes(_GROUP, bits) * sizes.head_dim // _GROUP) + _row_bytes(sizes.value_dim, bits)

@@ -1,0 +1,170 @@
+"""What rows are quantized relative to: once per head; letters as in kv_cache/__init__.py.
+
+Rows are taken relative to the mean and the deviation of each coordinate, since keys have some that are large in every
+token; coordinates of like weight stand beside each other, and are mixed in blocks, in which none is far from the others
+then. A block's numbers have bits of their own.
+
+Letters: W width of a row, P numbers of its code, R of a block, N blocks, as in `codes`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from linattn.kv_cache.codes import WIDEST, Codes, Layout, coded_bytes
+from linattn.kv_cache.levels import DISTORTION
+from linattn.softmax.tokens import Tokens
+
+# Of a coordinate's deviation in the root mean square of all: later keys may differ more than those that it is taken of.
+_LEAST = 2**-5
+# Steps of a weight's logarithm to base 2 by which coordinates are sorted: rounding alone puts none before another.
+_STEPS = 4
+
+
+def _signs(size: int) -> Tensor:
+    """A Hadamard matrix of a power of two, of 1 and -1: Sylvester's, whose corners are those of smaller sizes."""
+    if size == 1:
+        return torch.ones(1, 1, device="cpu")
+    half = _signs(size // 2)
+    return torch.cat((torch.cat((half, half), 1), torch.cat((half, -half), 1)))
+
+
+_SIGNS = _signs(WIDEST)
+
+
+def mixed(x: Tensor, block: int) -> Tensor:
+    """Blocks of rows (..., P) times a Hadamard matrix, which spreads a large number over its block; its own inverse.
+
+    Example:
+        >>> mixed(torch.tensor([4.0, 0, 0, 0, 2.0, 2.0, 0, 0]), 4).tolist()
+        [2.0, 2.0, 2.0, 2.0, 2.0, 0.0, 2.0, 0.0]
+
+    Source: Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456), which rounds keys and values so.
+    """
+    matrix = _SIGNS[:block, :block].to(x) * block**-0.5
+    product: Tensor = x.unflatten(-1, (x.shape[-1] // block, block)) @ matrix
+    return product.flatten(-2)
+
+
+def allocated(weight: Tensor, total: int) -> Tensor:
+    """Bits (..., N) of blocks, `total` in sum and 8 at most, that minimise Σ weight·distortion(bits).
+
+    Bit after bit to where it gains most, which is best since gains fall; of equal gains to the first.
+
+    Example:
+        >>> allocated(torch.tensor([16.0, 1.0, 1.0, 0.01]), 8).tolist()
+        [4, 2, 2, 0]
+    """
+    gain = weight.new_tensor([less - more for less, more in pairwise(DISTORTION)])
+    gains = (gain.unsqueeze(-1) * weight.unsqueeze(-2)).flatten(-2)
+    order = gains.argsort(dim=-1, descending=True, stable=True)[..., :total]
+    chosen = torch.zeros_like(gains, dtype=torch.uint8).scatter(-1, order, 1)
+    bits: Tensor = chosen.unflatten(-1, (len(DISTORTION) - 1, weight.shape[-1])).sum(-2, dtype=torch.uint8)
+    return bits
+
+
+class Frame(NamedTuple):
+    """What rows (B, H, n, W) are quantized relative to, and in how many bits."""
+
+    mean: Tensor  # (B, H, 1, W)
+    deviation: Tensor  # (B, H, 1, W), no less than a share of the root of their mean square; the means' of one row
+    order: Tensor  # (B, H, P) int16, the coordinate at each place of a code; zeros fill it up
+    bits: Tensor  # (B, H, N) uint8, of each block's numbers
+
+    @classmethod
+    def of(cls, x: Tensor, there: Tensor, bits: float, power: Tensor | None = None) -> Self:
+        """Of those rows that are there (B, H, n), in so many bits a number in the mean.
+
+        Where the mean squares of queries (B, H, W) are given, an error e_c in a coordinate moves logits by q_c·e_c:
+        coordinates are sorted by w_c = E[q_c²]·σ_c², and the blocks' bits minimise Σ w_c·distortion(bits_c). Else bits
+        are equal; of a half the first blocks have one more.
+        """
+        share = (there.to(x.dtype) / there.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(2)
+        mean = share @ x
+        variance = share @ (x - mean).square()
+        least = _LEAST**2 * variance.sum(-1, keepdim=True) / max(x.shape[-1], 1)
+        deviation = torch.maximum(variance, least)
+        # Of rows that are all alike the deviation says nothing of what others have.
+        deviation = torch.where(deviation == 0, mean.square().mean(-1, keepdim=True), deviation).sqrt()
+        deviation = torch.where(deviation == 0, 1, deviation)
+        layout, weight = Layout.of(x.shape[-1]), torch.ones_like(mean).squeeze(2)
+        if power is not None:
+            weight = power * deviation.squeeze(2).square()
+        weight = torch.nn.functional.pad(weight, (0, layout.size - x.shape[-1]))
+        if power is None:
+            order = torch.arange(layout.size, device=x.device).expand(weight.shape)
+            blocks = weight.new_ones(*weight.shape[:2], layout.number)
+        else:
+            order = (_STEPS * weight.log2()).round().argsort(dim=-1, descending=True, stable=True)
+            blocks = weight.gather(-1, order).unflatten(-1, (layout.number, layout.block)).mean(-1)
+        return cls(mean, deviation, order.to(torch.int16), allocated(blocks, layout.spent(bits)))
+
+    def where(self, holds: Tensor, other: Self) -> Self:
+        """This one for the heads (B, H) for which a condition holds, another for the rest."""
+        pairs = zip(self, other, strict=True)
+        return type(self)(*(torch.where(holds.view(*holds.shape, *[1] * (x.ndim - 2)), x, y) for x, y in pairs))
+
+    def inside(self, x: Tensor) -> Tensor:
+        """Rows (B, H, n, W) relative to the frame, (B, H, n, P)."""
+        return self._mixed((x - self.mean) / self.deviation)
+
+    def outside(self, x: Tensor) -> Tensor:
+        """Rows (B, H, n, W) from rows relative to the frame; inverse of `inside`."""
+        place = self.order.long().argsort(-1)[..., : self.mean.shape[-1]].unsqueeze(2)
+        rows = torch.take_along_dim(mixed(x, self._block), place, 3)
+        return torch.addcmul(self.mean, rows, self.deviation)
+
+    def queries(self, query: Tensor, dtype: torch.dtype) -> Tensor:
+        """Queries (B, H, n, W) of rows relative to the frame: logits lack q·μ, the same for all.
+
+        With k = μ + σ·H(k̃):   q·k = H(σ·q)·k̃ + q·μ
+        """
+        return self._mixed(query.to(dtype) * self.deviation)
+
+    def coded(self, x: Tensor, bits: float) -> Codes:
+        """Codes of rows relative to the frame, in as many bits as it was made for."""
+        return Codes.of(x, self.bits, coded_bytes(self.mean.shape[-1], bits) - 2)
+
+    def decoded(self, codes: Codes) -> Tensor:
+        """Rows (B, H, n, P) relative to the frame."""
+        return codes.rows(self.bits, self.order.shape[-1], self.mean.dtype)
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Rows (B, H, n, W) filled up, sorted and mixed, (B, H, n, P)."""
+        filled = torch.nn.functional.pad(x, (0, self.order.shape[-1] - x.shape[-1]))
+        return mixed(torch.take_along_dim(filled, self.order.long().unsqueeze(2), 3), self._block)
+
+    @property
+    def _block(self) -> int:
+        """R."""
+        return Layout.of(self.mean.shape[-1]).block
+
+
+class Frames(NamedTuple):
+    """Frames of keys and of values."""
+
+    key: Frame
+    value: Frame
+
+    @classmethod
+    def of(cls, tokens: Tokens, bits: tuple[float, float], power: Tensor) -> Self:
+        """Of those tokens that are there, in bits of keys and of values, for queries of mean squares (B, H, D)."""
+        there = tokens.bias != -torch.inf
+        key = Frame.of(tokens.key.detach(), there, bits[0], power.detach())
+        return cls(key, Frame.of(tokens.value.detach(), there, bits[1]))
+
+    def where(self, holds: Tensor, other: Self) -> Self:
+        """Select these frames for the heads (B, H) for which a condition holds, others for the rest."""
+        return type(self)(self.key.where(holds, other.key), self.value.where(holds, other.value))
+
+    def inside(self, tokens: Tokens) -> Tokens:
+        """Tokens relative to the frames."""
+        return Tokens(self.key.inside(tokens.key), self.value.inside(tokens.value), tokens.bias)
+
+    def outside(self, tokens: Tokens) -> Tokens:
+        """Tokens from tokens relative to the frames; inverse of `inside`."""
+        return Tokens(self.key.outside(tokens.key), self.value.outside(tokens.value), tokens.bias)

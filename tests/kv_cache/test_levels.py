@@ -1,0 +1,148 @@
+"""Levels, bits and frames: fixed points, what rounding costs, how rows lie in memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from linattn.kv_cache.codes import Codes, Layout, coded_bytes
+from linattn.kv_cache.frames import Frame, allocated, mixed
+from linattn.kv_cache.levels import DISTORTION, table
+
+DRAW = torch.Generator().manual_seed(0)
+WIDTHS = (1, 5, 8, 12, 32, 70, 80, 96, 256)
+
+
+def levels(bits: int) -> Tensor:
+    return table(torch.zeros(1, dtype=torch.float64))[2**bits - 1 : 2 ** (bits + 1) - 1]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=DRAW, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_levels_are_the_means_of_what_is_nearest_to_them(bits: int) -> None:
+    """The fixed point of Lloyd's iteration, to some roundings of float64, and odd."""
+    level = levels(bits)
+    edge = torch.cat((torch.tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, torch.tensor([torch.inf]))).double()
+    density = torch.exp(-edge.square() / 2) / math.sqrt(2 * math.pi)
+    share = torch.special.ndtr(edge).diff()
+    # Of the upper half, whose probabilities are differences of numbers near 1, the mirror image is exact.
+    half = 2 ** (bits - 1)
+    torch.testing.assert_close(level[:half], -density.diff()[:half] / share[:half], rtol=1e-9, atol=1e-12)
+    assert torch.equal(level, -level.flip(0))
+    assert (level.diff() > 0).all()
+
+
+def test_levels_and_distortions_are_those_of_the_tables() -> None:
+    """Max 1960, table I: 1.510 and 0.4528 of four levels, 0.1175; one of two is √(2/π)."""
+    assert levels(2).tolist() == pytest.approx([-1.510, -0.4528, 0.4528, 1.510], abs=5e-4)
+    assert levels(1).tolist() == pytest.approx([-math.sqrt(2 / math.pi), math.sqrt(2 / math.pi)])
+    assert DISTORTION[:4] == pytest.approx((1, 1 - 2 / math.pi, 0.1175, 0.03454), abs=5e-5)
+    # Many levels: √3·π/2 over their square, from below.
+    assert DISTORTION[8] * 4**8 == pytest.approx(math.sqrt(3) * math.pi / 2, rel=0.02)
+
+
+def test_rounding_costs_what_is_said() -> None:
+    x = normal(1, 1, 4000, 32)
+    for bits in range(9):
+        wide = torch.full((1, 1, 1), bits, dtype=torch.uint8)
+        error = (Codes.of(x, wide, 4 * bits).rows(wide, 32, x.dtype) - x).square().mean().item()
+        # Scales are fitted to 32 numbers each, which have no far ones in their own deviation; they are rounded too.
+        assert 0.85 * DISTORTION[bits] < error < 1.05 * DISTORTION[bits] + 4.0**-12
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("bits", [2, 3.5, 8])
+def test_rows_take_the_bytes_that_are_counted_and_fill_them_without_gaps(width: int, bits: float) -> None:
+    x = normal(2, 3, 7, width)
+    frame = Frame.of(x, torch.ones(2, 3, 7, dtype=torch.bool), bits, normal(2, 3, width).exp())
+    codes, layout = frame.coded(frame.inside(x), bits), Layout.of(width)
+    assert codes.code.dtype == torch.uint8
+    assert sum(part.nbytes for part in codes) == 2 * 3 * 7 * coded_bytes(width, bits)
+    assert layout.size % 8 == 0
+    assert layout.size - width < 8
+    assert (frame.bits.sum(-1) == math.floor(bits * layout.number)).all()
+    assert (frame.bits.int().diff() <= 0).all()
+    # Bit by bit as the layout says.
+    found = codes.rows(frame.bits, layout.size, x.dtype)
+    place = [(0, 0, 0), (1, 2, 6)]
+    for row, head, token in place:
+        stream = "".join(f"{byte:08b}"[::-1] for byte in codes.code[row, head, token].tolist())
+        at, numbers = 0, []
+        for wide in frame.bits[row, head].tolist():
+            for _ in range(layout.block):
+                numbers.append(levels(wide)[int(stream[at : at + wide][::-1] or "0", 2)])
+                at += wide
+        assert at == len(stream)
+        wanted = torch.stack(numbers) * codes.scale[row, head, token].double()
+        torch.testing.assert_close(found[row, head, token], wanted, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_frame_is_undone(width: int) -> None:
+    """Coordinates in their places again, and products with queries those of keys less their mean."""
+    x, there = 3 * normal(2, 2, 40, width) + 5, torch.ones(2, 2, 40, dtype=torch.bool)
+    frame, query = Frame.of(x, there, 4, normal(2, 2, width).exp()), normal(2, 2, 6, width)
+    inside = frame.inside(x)
+    torch.testing.assert_close(frame.outside(inside), x, rtol=1e-11, atol=1e-11)
+    logits = frame.queries(query, x.dtype) @ inside.mT + query @ frame.mean.mT
+    torch.testing.assert_close(logits, query @ x.mT, rtol=1e-10, atol=1e-10)
+
+
+def test_bits_are_where_they_gain_most() -> None:
+    """No other bits of that sum have a smaller sum of weighted distortions."""
+    weight = normal(5, 4).mul(2).exp()
+    for total in (0, 3, 9, 20, 32):
+        ours = allocated(weight, total)
+        assert (ours.sum(-1) == total).all()
+        every = [bits for bits in itertools.product(range(9), repeat=4) if sum(bits) == total]
+        cost = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(every)] @ weight.mT
+        found = (torch.tensor(DISTORTION, dtype=torch.float64)[ours.long()] * weight).sum(-1)
+        torch.testing.assert_close(found, cost.amin(0), rtol=1e-12, atol=0)
+
+
+def test_bits_by_coordinate_keep_logits_better() -> None:
+    """Of queries that look at some coordinates alone a third of the error, in the same bytes."""
+    x, there = normal(1, 1, 500, 64), torch.ones(1, 1, 500, dtype=torch.bool)
+    query = normal(1, 1, 50, 64) * torch.logspace(1, -2, 64, dtype=torch.float64)[torch.randperm(64, generator=DRAW)]
+    truth, errors = query @ x.mT, []
+    for power in (query.square().mean(2), None):
+        frame = Frame.of(x, there, 4, power)
+        rounded = frame.outside(frame.decoded(frame.coded(frame.inside(x), 4)))
+        errors.append((query @ rounded.mT - truth).norm())
+    assert errors[0] < errors[1] / 3
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
+def test_numbers_beyond_float16_s_scales_are_finite(value: float) -> None:
+    bits = torch.full((1, 1, 1), 4, dtype=torch.uint8)
+    rounded = Codes.of(torch.full((1, 1, 1, 8), value), bits, 4).rows(bits, 8, torch.float32)
+    assert rounded.isfinite().all()
+
+
+def test_mixing_keeps_lengths_and_is_its_own_inverse() -> None:
+    for block in (1, 8, 16, 32):
+        x = normal(4, 96)
+        torch.testing.assert_close(mixed(mixed(x, block), block), x, rtol=0, atol=1e-13)
+        torch.testing.assert_close(mixed(x, block).norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
+    one = torch.zeros(96, dtype=torch.float64)
+    one[40] = 4.0
+    assert mixed(one, 16).abs().tolist() == [0.0] * 32 + [1.0] * 16 + [0.0] * 48
+
+
+def test_one_large_coordinate_leaves_the_others_their_levels() -> None:
+    """Of rows with one of their own each, on which a frame has no hold."""
+    x, bits = normal(1, 1, 60, 32), torch.full((1, 1, 1), 4, dtype=torch.uint8)
+    x[0, 0, torch.arange(60), torch.randint(32, (60,), generator=DRAW)] += 20
+
+    def error(rows: Tensor) -> float:
+        return float((rows - x).norm())
+
+    plain, spread = (Codes.of(rows, bits, 16).rows(bits, 32, x.dtype) for rows in (x, mixed(x, 32)))
+    assert error(mixed(spread, 32)) < 0.6 * error(plain)
