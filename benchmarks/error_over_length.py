@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall, capture, load
-from linattn.methods import parse_method
 from linattn.methods.measures import relative_error, softmax_log_rows
+from linattn.methods.method import parse_method
 from linattn.records.texts import read_text
 from linattn_lab.built_methods import build
 from linattn_lab.costs import flops_per_token, state_numbers

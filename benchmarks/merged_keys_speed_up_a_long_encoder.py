@@ -23,8 +23,8 @@ from torch.nn import Embedding
 from torch.nn.functional import interpolate
 
 from linattn.hf import AttentionCall, LoadedModel, intercept, load
-from linattn.methods import Method, parse_method
 from linattn.methods.crossover import find_crossover
+from linattn.methods.method import Method, parse_method
 from linattn.records.texts import read_text
 from linattn_lab.built_methods import build
 from measuring import RESULTS, ratios, record, require, seconds

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept, load
-from linattn.methods import Method, parse_method
 from linattn.methods.measures import relative_error, uniform_average
+from linattn.methods.method import Method, parse_method
 from linattn.methods.timing import spread
 from linattn.records.texts import read_text
 from linattn_lab.built_methods import build

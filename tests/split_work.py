@@ -19,7 +19,7 @@ from linattn.convert.samples import from_batches
 from linattn.convert.transfer import transfer
 from linattn.hf import LoadedModel, linearize_, load
 from linattn.hf.layer_attention import attention_of
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn.processes import Processes
 from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid

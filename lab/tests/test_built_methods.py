@@ -8,7 +8,7 @@ import torch
 from linattn import MergedKV
 from linattn.attention import linear_attention
 from linattn.kv_cache import merged_attention
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn_lab.built_methods import build
 
 

@@ -9,7 +9,7 @@ from linattn.convert.calibration import build_maps, fit_maps, record
 from linattn.feature_maps import Centred
 from linattn.hf import capture, linearize_, restore_
 from linattn.hf.layer_attention import rescale_query
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 
 
 def layers_of(model, layers=None):

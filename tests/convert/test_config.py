@@ -7,7 +7,7 @@ import math
 import pytest
 
 from linattn.convert import DEFAULT_MAP, ConvertConfig
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 
 MAP = "LearnedExponential"
 

@@ -15,8 +15,8 @@ from linattn.convert.running import run
 from linattn.convert.samples import from_batches
 from linattn.convert.transfer import transfer
 from linattn.hf import linearize_, restore_
-from linattn.methods import parse_method
 from linattn.methods.measures import softmax_log_rows
+from linattn.methods.method import parse_method
 from linattn.training.loop import train
 
 # Seconds of the tests' clock, of which a step takes one.

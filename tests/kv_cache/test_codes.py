@@ -13,7 +13,7 @@ import linattn
 from grid import qkv, relative_error
 from linattn import MergedKV
 from linattn.kv_cache.codes import coded_bytes
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 
 LENGTH = 109
 SIZES = {"num_queries": LENGTH, "num_keys": LENGTH, "head_dim": 16, "value_dim": 12}

@@ -9,7 +9,7 @@ SCRIPT = """
 import sys
 for name in "triton transformers accelerate tensorboard peft jinja2 typer rich scipy numpy".split():
     sys.modules[name] = None
-import torch, linattn, linattn.methods.measures, linattn.methods
+import torch, linattn, linattn.methods.measures, linattn.methods.method
 x = torch.randn(1, 2, 70, 8, requires_grad=True)
 for is_causal in (False, True):
     out = linattn.linear_attention(x, x, x, linattn.feature_maps.FavorPlus(8, 16), is_causal=is_causal)

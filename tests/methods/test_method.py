@@ -7,7 +7,7 @@ import re
 import pytest
 
 from linattn import MergedKV
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 
 
 @pytest.mark.parametrize(

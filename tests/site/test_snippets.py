@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import linattn.hf
 from linattn.cli.app import app, subcommands
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from public_names import ROOMS, exported, identity
 from snippets import ROOT, fences, inline, pages, python_blocks, run
 

@@ -14,7 +14,7 @@ from linattn.attention import linear_attention
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.kv_cache import merged_attention
-from linattn.methods import Method
+from linattn.methods.method import Method
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BuiltMethod:
         """Fit the map to queries (B, H, L, D) and keys (B, Hkv, L, D), in place, if it takes statistics.
 
         Example:
-            >>> from linattn.methods import parse_method
+            >>> from linattn.methods.method import parse_method
             >>> centred = build(parse_method("Centred(Taylor)"), 1, num_features=None, scale=1.0, seed=0)
             >>> centred.fit(torch.zeros(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1))
             >>> centred.feature_map.key_mean.tolist()
@@ -71,7 +71,7 @@ class BuiltMethod:
         """Refuse self-attention that the method cannot have, as causal merged keys without a window.
 
         Example:
-            >>> from linattn.methods import parse_method
+            >>> from linattn.methods.method import parse_method
             >>> build(parse_method("merged 8"), 4, num_features=None, scale=1.0, seed=0).check_call(16, is_causal=False)
         """
         if self.method.merged is not None:
@@ -95,7 +95,7 @@ class BuiltMethod:
         Keys and values may have fewer heads than queries.
 
         Example:
-            >>> from linattn.methods import parse_method
+            >>> from linattn.methods.method import parse_method
             >>> built = build(parse_method("Exponential"), 4, num_features=None, scale=1.0, seed=0)
             >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
             >>> built.attend(zero, zero, v, is_causal=False).flatten().tolist()
@@ -128,7 +128,7 @@ def build(
     """A method for heads of a width and a temperature; errors as those of `Method.build_kernel`.
 
     Example:
-        >>> from linattn.methods import parse_method
+        >>> from linattn.methods.method import parse_method
         >>> build(parse_method("merged 8"), 4, num_features=None, scale=0.5, seed=0).num_features
         0
     """

@@ -32,7 +32,7 @@ def state_numbers(built: BuiltMethod, *, value_dim: int, is_causal: bool = True)
     to merged keys alone: a stream keeps some queries, 16 where eight heads or fewer share a key.
 
     Example:
-        >>> from linattn.methods import parse_method
+        >>> from linattn.methods.method import parse_method
         >>> from linattn_lab.built_methods import build
         >>> method = parse_method("Expansion(num_centres=2) + window 16")
         >>> built = build(method, 4, num_features=None, scale=1.0, seed=0)
@@ -84,7 +84,7 @@ def flops_per_token(built: BuiltMethod, *, value_dim: int, is_causal: bool) -> i
     operations, and so do maps that make two features of one row (Hyperbolic, Trigonometric, Hedgehog).
 
     Example:
-        >>> from linattn.methods import parse_method
+        >>> from linattn.methods.method import parse_method
         >>> from linattn_lab.built_methods import build
         >>> built = build(parse_method("FavorPlus"), 4, num_features=8, scale=1.0, seed=0)
         >>> flops_per_token(built, value_dim=3, is_causal=False)  # 4·8·4 + 4·8·4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn_lab.audit.grid import DEFAULT_METHODS, AuditGrid, default_methods
 
 

@@ -10,7 +10,7 @@ import torch
 
 from linattn.feature_maps import features
 from linattn.hf import capture, load
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit

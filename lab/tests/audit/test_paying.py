@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from linattn.hf import AttentionCall, load
-from linattn.methods import crossover, parse_method
+from linattn.methods import crossover
+from linattn.methods.method import parse_method
 from linattn.records.texts import Text
 from linattn_lab.audit import paying
 from linattn_lab.audit.grid import AuditGrid

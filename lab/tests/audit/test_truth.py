@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from linattn.hf import AttentionCall
-from linattn.methods import parse_method
 from linattn.methods.measures import relative_error
+from linattn.methods.method import parse_method
 from linattn_lab.audit.truth import LayerTruth
 from linattn_lab.built_methods import build
 

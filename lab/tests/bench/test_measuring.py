@@ -11,7 +11,7 @@ import torch
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import features
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn_lab import built_methods
 from linattn_lab.bench import measuring, memory
 from linattn_lab.bench.contenders import draw_inputs, exact_run, fitted_method, linear_run

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from apart import Apart
 from linattn.cli.app import app
 from linattn.hf import load
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, HeadRow, LengthsRow, TimeRow
 from linattn_lab.audit.truth import LayerTruth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from linattn.hf import load
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit

@@ -26,7 +26,7 @@ from linattn.hf import (
     stream_tokens,
 )
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, check_budget
-from linattn.methods import together
+from linattn.methods.method import together
 
 # Bits of a number that is quantized, and of one that is kept as it is.
 _FEWEST, _MOST, _WHOLE = 2, 8, 32

@@ -13,7 +13,7 @@ from torch import Tensor
 from linattn.convert.running import Batch, to_device
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
-from linattn.methods import Method
+from linattn.methods.method import Method
 from linattn.processes import Processes
 
 

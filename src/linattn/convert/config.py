@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from linattn.methods import Method, parse_method
+from linattn.methods.method import Method, parse_method
 
 DEFAULT_MAP = "Expansion(num_centres=16) + window 32"
 """The method of a conversion that names none: of maps the nearest to softmax, before any training."""

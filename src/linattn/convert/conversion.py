@@ -21,7 +21,7 @@ from linattn.convert.stages import Measured, in_silence
 from linattn.hf import LinearLMForCausalLM, is_linearized
 from linattn.hf.linear_twin import check_twin
 from linattn.hf.linearization import choose_layers
-from linattn.methods import Method, together
+from linattn.methods.method import Method, together
 from linattn.processes import Processes
 from linattn.training import Notify, WorkFolder, alone_in, weights_digest
 

@@ -31,8 +31,8 @@ from linattn.hf import (
 )
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.hf.linearization import choose_layers
-from linattn.methods import Method, together
 from linattn.methods.crossover import from_where
+from linattn.methods.method import Method, together
 from linattn.processes import Processes
 from linattn.training import Notify, Trained, Training, WorkFolder, train
 

@@ -11,7 +11,7 @@ from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._calls import SINKS
 from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
-from linattn.methods import Method, parse_method
+from linattn.methods.method import Method, parse_method
 
 Attending = tuple[AttentionModule, LayerAttention]
 """An attention module and what attends in its place."""

@@ -12,7 +12,7 @@ from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
-from linattn.methods import Method
+from linattn.methods.method import Method
 
 CAUSAL = "it is causal, and a BoundedCache merges the keys of such layers"
 """Why a causal layer keeps its softmax beside others whose keys are merged."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from linattn import positions as encodings
 from linattn.hf._interface_attention import InterfaceAttention
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm
 from linattn.positions import CosineReweighting, FixedDecay, ForgetGate, Gate, Position

@@ -18,8 +18,8 @@ from linattn.hf._attention_modules import attention_modules
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.language_model_config import LinearLMConfig, taking_any_map
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
-from linattn.methods import Method
 from linattn.methods.map_records import written
+from linattn.methods.method import Method
 from linattn.nn import LinearAttention
 from linattn.positions import Position, Rotary
 from linattn.positions.rotary import keeps_rotations

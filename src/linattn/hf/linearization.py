@@ -48,7 +48,7 @@ from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.kv_cache import MergedKV
-from linattn.methods import Method
+from linattn.methods.method import Method
 
 # Where a model keeps what `restore_` needs, its former implementations and the hooks; copies and pickles have it too.
 _UNDO = "linattn_undo"

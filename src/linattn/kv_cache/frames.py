@@ -1,4 +1,4 @@
-"""What rows are quantized relative to: once per head; letters as in kv_cache/__init__.py.
+"""Frames that rows are quantized in, one per head; letters as in kv_cache/__init__.py.
 
 Rows are taken relative to the mean and the deviation of each coordinate, since keys have some that are large in every
 token; coordinates of like weight stand beside each other, and are mixed in blocks, in which none is far from the others
@@ -68,7 +68,7 @@ def allocated(weight: Tensor, total: int) -> Tensor:
 
 
 class Frame(NamedTuple):
-    """What rows (B, H, n, W) are quantized relative to, and in how many bits."""
+    """Mean, deviation and bits that rows (B, H, n, W) are quantized by."""
 
     mean: Tensor  # (B, H, 1, W)
     deviation: Tensor  # (B, H, 1, W), no less than a share of the root of their mean square; the means' of one row

@@ -119,7 +119,7 @@ class Memory(NamedTuple):
 
 
 def _numbers(memory: Memory) -> Tokens:
-    """What codes stand for, relative to their frames."""
+    """Rows that codes stand for, in their frames' coordinates."""
     assert isinstance(memory.held, CodedTokens)
     return memory.held.decoded() if memory.followed is None else memory.followed
 

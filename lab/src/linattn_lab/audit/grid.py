@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from linattn.methods import Method, parse_method
+from linattn.methods.method import Method, parse_method
 from linattn_lab.built_methods import BuiltMethod, build
 
 DEFAULT_METHODS = (

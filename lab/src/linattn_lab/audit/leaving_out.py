@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil
 
-from linattn.methods import Method
 from linattn.methods.costs import exact_state_numbers
+from linattn.methods.method import Method
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.built_methods import build
 from linattn_lab.costs import state_numbers
@@ -31,7 +31,7 @@ def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: floa
         Why each such method is left out, by its written form.
 
     Example:
-        >>> from linattn.methods import parse_method
+        >>> from linattn.methods.method import parse_method
         >>> wanted = AuditGrid((parse_method("Taylor(order=1)"), parse_method("Taylor(order=2)")))
         >>> list(unpayable(wanted, [(256, 256)], scale=1.0, num_tokens=512))
         ['Taylor(order=2)']

@@ -130,7 +130,7 @@ class LayerTruth:
 
         Example:
             >>> from linattn.hf import AttentionCall
-            >>> from linattn.methods import parse_method
+            >>> from linattn.methods.method import parse_method
             >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
             >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
             >>> from linattn_lab.built_methods import build

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from linattn.methods import Method, parse_method
+from linattn.methods.method import Method, parse_method
 from linattn_lab.built_methods import BuiltMethod, build
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

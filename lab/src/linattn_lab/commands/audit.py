@@ -12,7 +12,7 @@ from rich.markup import escape
 from linattn.cli.same_options import check_same_options
 from linattn.cli.terminal import console_of, ending, interrupts, of_option, print_table
 from linattn.hf import load
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn.processes import launched
 from linattn.records.texts import read_text
 from linattn_lab.audit.grid import AuditGrid, default_methods

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linattn.cli.terminal import ending, interrupts, of_option, print_table
-from linattn.methods import parse_method
+from linattn.methods.method import parse_method
 from linattn_lab.bench.measuring import Bench
 from linattn_lab.bench.records import BENCH, LengthRow, partial_path
 from linattn_lab.bench.settings import Settings

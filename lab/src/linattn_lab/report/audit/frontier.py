@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from linattn.feature_maps import FEATURE_MAPS, LearnedMap, RandomFeatureMap
-from linattn.methods import parse_method
 from linattn.methods.costs import exact_state_numbers
+from linattn.methods.method import parse_method
 from linattn_lab.costs import exact_flops_per_token
 from linattn_lab.report.audit.summary import AuditSummary, Line
 from linattn_lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, baseline, drawable

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.methods import parse_method
 from linattn.methods.crossover import Crossover
+from linattn.methods.method import parse_method
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.records import (
     AUDIT,
