@@ -24,9 +24,9 @@ FAULTS = (
     ),
     Fault(
         "leave the bias out of the neighbourhood",
-        "attention/window/neighbourhood.py",
-        "self.around(bias.unsqueeze(-1), -torch.inf)",
-        "self.around(torch.zeros_like(bias).unsqueeze(-1), -torch.inf)",
+        "softmax/neighbourhood.py",
+        "inputs.bias.unsqueeze(-1)).mT, alpha=LOG2_E)",
+        "inputs.bias.clamp(max=0).unsqueeze(-1)).mT, alpha=LOG2_E)",
         LAWS,
     ),
     Fault(

@@ -139,13 +139,6 @@ FAULTS = (
         "tests/laws/test_mapped_calls.py -k layers",
     ),
     Fault(
-        "cut no chunk where there are no tokens",
-        "softmax/blocks.py",
-        "return cuts or [(first, last)]",
-        "return cuts",
-        "tests/laws/test_empty.py",
-    ),
-    Fault(
         "let cancellation make a normaliser negative",
         "attention/backends/blocked/grouped_reading.py",
         "den = self.feature_map.normalizer(phi_q, z)",

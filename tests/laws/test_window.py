@@ -313,3 +313,11 @@ def test_what_cannot_be_is_refused() -> None:
         state.merge(state)
     with pytest.raises(ValueError, match="flush the state first"):
         state.absorb(favor, key, value)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_reference_has_second_derivatives_beside_a_window(is_causal: bool) -> None:
+    feature_map = FavorPlus(2, 3)
+    leaves = [torch.randn(1, 1, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    options = {"is_causal": is_causal, "window": 1, "backend": "reference"}
+    assert torch.autograd.gradgradcheck(lambda *x: linattn.linear_attention(*x, feature_map, **options), leaves)

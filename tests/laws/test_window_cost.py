@@ -97,3 +97,25 @@ def test_a_short_text_costs_the_same_beside_merged_keys(attend: Callable[..., ob
     """Within two blocks no key is merged: the rows are softmax attention."""
     narrow, wide = (written(attend, *tokens(length), MergedKV(w, 4)) for w in (16, 4096))
     assert wide == narrow
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_keep_no_weight_of_near_keys(is_causal: bool) -> None:
+    """Numbers kept for the backward pass, views once: as many beside a window four times as wide."""
+    feature_map = MAPS["FavorPlus"]()
+
+    def kept(window: int) -> int:
+        """How many of one call."""
+        sizes: dict[int, int] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
+            return x
+
+        leaves = [x.requires_grad_() for x in tokens(512)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = linattn.linear_attention(*leaves, feature_map, is_causal=is_causal, window=window, backend="blocked")
+        assert out.requires_grad
+        return sum(sizes.values())
+
+    assert kept(64) <= kept(16) * 1.1

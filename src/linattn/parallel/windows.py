@@ -136,7 +136,7 @@ def _read_around(
     assert view.bias is not None
     with outside_autocast(key.device):
         sums = others[0].sums, others[1].sums
-        partial = combine(*attend_around(call, view.bias, choose(backend, call), window, sums))
+        partial = combine(*attend_around(call, choose(backend, call), window, sums))
     return partial.out.flatten(1, 2)[:, :, num_before : num_before + length]
 
 

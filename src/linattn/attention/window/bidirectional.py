@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from linattn.attention.backends import Backend, Call
 from linattn.attention.map_rows import as_partial, map_rows
@@ -11,7 +10,6 @@ from linattn.attention.sums import Sums
 from linattn.attention.window.neighbourhood import near
 from linattn.softmax.attention import inert
 from linattn.softmax.partial import Partial, combine, joined
-from linattn.softmax.tokens import Tokens
 
 # Tokens turned round at once where later keys are folded in from the end.
 _SEGMENT = 4096
@@ -20,27 +18,17 @@ _SEGMENT = 4096
 def attend_bidirectional(call: Call, backend: Backend, window: int, nothing: Sums) -> Partial:
     """Rows (B, H, G, Lq, ·): neighbouring blocks exactly, keys before and after them by the map, as two parts."""
     key, value = inert(call.bias, call.key, call.value)
-    bias = nothing.z.new_zeros(1, 1, key.shape[2]) if call.bias is None else call.bias
-    call = call._replace(key=key, value=value)
-    return combine(*attend_around(call, bias, backend, window, (nothing, nothing)))
+    return combine(*attend_around(call._replace(key=key, value=value), backend, window, (nothing, nothing)))
 
 
-def attend_around(
-    call: Call,
-    bias: Tensor,  # (B or 1, H or 1, L), the call's if it has one
-    backend: Backend,
-    window: int,
-    others: tuple[Sums, Sums],
-) -> list[Partial]:
+def attend_around(call: Call, backend: Backend, window: int, others: tuple[Sums, Sums]) -> list[Partial]:
     """The parts of rows (B, H, G, L, ·) with a window: near keys exactly, all others by the map; masked ones are inert.
 
     Where the call is a part of a sequence, the others are the keys before and after it; they must be two blocks or more
     from every row that is wanted.
     """
     before, after = others
-    tokens, scale = Tokens(call.key, call.value, bias), call.bound.feature_map.scale
-    call = call._replace(is_causal=True)
-    local = near(call.query, tokens, window, scale, is_causal=False)
+    local, call = near(call._replace(is_causal=False), backend, window), call._replace(is_causal=True)
     return [local, _earlier_blocks(call, backend, before, window), _later_blocks(call, backend, after, window)]
 
 

@@ -28,9 +28,10 @@ def attend_causal(call: Call, backend: Backend, before: Sums, keys: WindowKeys) 
     tokens = recent.then(Tokens(key, value, biases.expand(key.shape[:3])))
     length = tokens.key.shape[2]
     leaving = max(-(-length // window) - 2, 0) * window
-    local, left = near(query, tokens, window, call.bound.feature_map.scale, is_causal=True), tokens.cut(0, leaving)
     # Without a bias the folds copy nothing.
     is_plain = bias is None and recent.bias.shape[2] == 0
+    seen = call._replace(key=tokens.key, value=tokens.value, bias=None if is_plain else tokens.bias)
+    local, left = near(seen, backend, window), tokens.cut(0, leaving)
     rest = call._replace(key=left.key, value=left.value, bias=None if is_plain else left.bias)
     distant, after = _map_rows(rest, backend, length - query.shape[3], before, window)
     if leaving or not 0 < recent.bias.shape[2] < length:

@@ -1,84 +1,56 @@
-"""Exact attention between neighbouring blocks of tokens; letters as in window/__init__.py, n blocks of a chunk."""
+"""Exact attention between neighbouring blocks as a fold, for autograd and graphs; letters as in window/__init__.py."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from linattn.softmax.attention import causal_mask, softmax_rows
-from linattn.softmax.blocks import by_block, from_blocks, spans
-from linattn.softmax.partial import Partial, joined
-from linattn.softmax.tokens import Tokens
+from linattn.attention.backends import Backend, Call
+from linattn.attention.backends.blocked.fold import Fold, run
+from linattn.attention.backends.blocked.records import Gradients, Saved
+from linattn.attention.backends.reference import Reference
+from linattn.feature_maps import FeatureMap
+from linattn.softmax.neighbourhood import Near, Neighbourhood, empty_rows
+from linattn.softmax.partial import Partial
 
-# Weights held at once.
-_CHUNK = 2**22
-
-
-def near(query: Tensor, tokens: Tokens, window: int, scale: float, *, is_causal: bool) -> Partial:
-    """Softmax of rows (B, H, G, Lq, D) of the last of L tokens over their block and both neighbours, or causally.
-
-    Time O(Lq·min(L, w)·(D + Dv)).
-    """
-    batch, heads, groups, _, _ = query.shape
-    length = tokens.key.shape[2]
-    first = length - query.shape[3]
-    per_block = batch * heads * groups * window * window * (2 if is_causal else 3)
-    parts = []
-    for start, stop in spans(first, length, window, max(_CHUNK // max(per_block, 1), 1)):
-        chunk = Chunk(start, stop, window, is_causal)
-        rows = by_block(query[..., start - first : stop - first, :], chunk.num_blocks, chunk.num_rows)
-        k, v, bias = chunk.around(tokens.key), chunk.around(tokens.value), chunk.bias(tokens.bias, groups)
-        parts.append(from_blocks(softmax_rows(rows, k, v, bias, scale), groups, stop - start))
-    return joined(parts)
+# Weights held at once: they stay in a second-level cache of 2 MB.
+_CHUNK = 2**19
 
 
-class Chunk(NamedTuple):
-    """Rows of consecutive whole blocks, or of a part of one, and the keys around them."""
+def near(call: Call, backend: Backend, window: int) -> Partial:
+    """Softmax of a call's rows, of the last of its tokens, over their block and both neighbours, or causally."""
+    bias = None if call.bias is None else call.bias.expand(call.key.shape[:3])
+    inputs, feature_map = Near(call.query, call.key, call.value, bias), call.bound.feature_map
+    if isinstance(backend, Reference):
+        # Autograd alone follows the reference, any number of times.
+        return _around(feature_map, window, is_causal=call.is_causal).all_weights(inputs)
+    rows: Partial = run(CAUSAL if call.is_causal else NEAR, call.bound, inputs, window)
+    return rows
 
-    start: int
-    stop: int
-    window: int
-    is_causal: bool
 
-    @property
-    def num_blocks(self) -> int:
-        """0 without rows."""
-        return -(-(self.stop - self.start) // self.window)
+def _around(feature_map: FeatureMap, window: int, *, is_causal: bool) -> Neighbourhood:
+    """Which keys are near, on the map's scale."""
+    return Neighbourhood(window, is_causal, feature_map.scale, _CHUNK)
 
-    @property
-    def num_rows(self) -> int:
-        """Of each block."""
-        return min(self.stop - self.start, self.window)
 
-    @property
-    def sides(self) -> tuple[int, ...]:
-        """Which blocks a query sees, counted from its own."""
-        return (-1, 0) if self.is_causal else (-1, 0, 1)
+def _forward(feature_map: FeatureMap, inputs: Near, window: int, *, is_causal: bool) -> Partial:
+    """The rows."""
+    return _around(feature_map, window, is_causal=is_causal).rows(inputs)
 
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The first key that any row sees, and the one after the last; beyond the tokens' ends at the ends."""
-        last = self.stop if self.is_causal else (-(-self.stop // self.window) + 1) * self.window
-        return (self.start // self.window - 1) * self.window, last
 
-    def around(self, x: Tensor, filling: float = 0.0) -> Tensor:
-        """The tokens around each block, (B, H, L, ·) -> (B, H, n, K, ·), `filling` beyond the ends around several."""
-        low, high = self.ends
-        before, after = max(-low, 0), max(high - x.shape[2], 0)
-        around = x[:, :, max(low, 0) : min(high, x.shape[2])]
-        if self.num_blocks <= 1:
-            return around.unsqueeze(2)
-        if before or after:
-            around = torch.nn.functional.pad(around, (0, 0, before, after), value=filling)
-        blocks = around.unflatten(2, (-1, self.window))
-        return torch.cat([blocks[:, :, 1 + side : 1 + side + self.num_blocks] for side in self.sides], 3)
+def _backward(feature_map: FeatureMap, saved: Saved, window: int, *, is_causal: bool) -> Gradients:
+    """Gradients of (query, key, value); the map's tensors have no part in it."""
+    around, inputs = _around(feature_map, window, is_causal=is_causal), saved.inputs
+    *grads, of_bias = around.gradients(inputs, saved.outputs.log_normalizer, saved.grads)
+    of_tokens = [grad.to(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True)]
+    return Gradients(of_tokens, of_bias if saved.bias_grad else None, [torch.zeros_like(x) for x in saved.tensors])
 
-    def bias(self, bias: Tensor, groups: int) -> Tensor:
-        """Bias on the logits of a block's rows: (B or 1, H or 1, n, G·R or 1, K), -inf for unseen keys."""
-        around = self.around(bias.unsqueeze(-1), -torch.inf).transpose(3, 4)
-        if not self.is_causal or self.num_rows == 1:
-            return around
-        past = causal_mask(self.num_rows, around.shape[-1], bias.device)
-        return around.masked_fill(~past.repeat(groups, 1), -torch.inf)
+
+def _fold(name: str, *, is_causal: bool) -> Fold:
+    """The fold of this name in this file."""
+    forward, backward = partial(_forward, is_causal=is_causal), partial(_backward, is_causal=is_causal)
+    return Fold(f"{__name__}:{name}", forward, backward, Near, Partial, lambda inputs, _: empty_rows(inputs))
+
+
+NEAR, CAUSAL = _fold("NEAR", is_causal=False), _fold("CAUSAL", is_causal=True)

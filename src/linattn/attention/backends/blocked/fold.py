@@ -25,7 +25,7 @@ from linattn.softmax.tracing import is_followed, is_traced
 class Fold(NamedTuple):
     """forward(map, inputs) -> outputs; backward(map, saved) -> gradients; records of tensors in and out."""
 
-    path: str  # by which a graph finds it: its module in attention/backends/, and its name there
+    path: str  # by which a graph finds it: its module, in attention/backends/ or by its full name, and its name there
     forward: Callable[..., Any]
     backward: Callable[..., Gradients]
     inputs: Any
@@ -34,12 +34,14 @@ class Fold(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """The name of the backend that it is of."""
-        return self.path.partition(".")[0]
+        """The name of the backend that it is of; other packages' folds are plain torch."""
+        return "triton" if self.path.startswith("triton.") else "blocked"
 
     def constants(self, feature_map: FeatureMap, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs without a gradient; a plain map's exponents of rows are maxima, a grouped one's are not."""
-        followed = {"out", "den", "S", "z"} | ({"reference"} if isinstance(feature_map, GroupedFeatureMap) else set())
+        followed = {"out", "den", "S", "z", "log_normalizer"} | (
+            {"reference"} if isinstance(feature_map, GroupedFeatureMap) else set()
+        )
         return [x for name, x in zip(self.outputs._fields, outputs, strict=True) if name not in followed]
 
 
@@ -79,7 +81,7 @@ def run(fold: Fold, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
 def forward(task: Task, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
     """The fold's outputs, no gradient recorded; the biases, last of the inputs, may be missing."""
     record = task.fold.inputs(*inputs)
-    with outside_autocast(record.S.device):
+    with outside_autocast(record[0].device):
         return task.fold.forward(task.swapped(tensors), record, *task.options)
 
 
