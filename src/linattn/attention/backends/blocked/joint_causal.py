@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_, causal_mask
+from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
@@ -25,7 +25,7 @@ from linattn.attention.backends.blocked.features import (
     query_rows,
 )
 from linattn.attention.backends.blocked.grouped_causal import BlockState, TokenGradients
-from linattn.attention.backends.blocked.jumps import split, split_gradients, split_rows
+from linattn.attention.backends.blocked.jumps import Split, split, split_gradients, split_rows
 from linattn.attention.backends.blocked.records import Causal, KeyGradients, Saved
 from linattn.attention.backends.blocked.rows import SavedRows, saved_rows, times_z
 from linattn.attention.sums import lowest
@@ -48,6 +48,13 @@ class JointRows:
         keys, values, apart = self.keys.features(block), self.keys.values(block), None
         t = query_block(self.map, query_rows(self.query, block, space), space)
         c = keys.peak(state.m)
+        if self.sees_sums_alone(block):
+            phi_q, reference = query_features(t, state.m.clone(), exponential, over=True)
+            flat_q = phi_q.flatten(0, 1)
+            num, den = space.product("num", flat_q, state.S), times_z(flat_q, state.z)
+            state.rescale(c)
+            state.fold_in(keys.turned_relative_to(c), values)
+            return num, den, reference
         safe = self.safe_heads(keys, block, state.m, c)
         # First, since rescaling and the features write over the sums, queries and keys that the split rows need.
         if safe is not None:
@@ -68,13 +75,18 @@ class JointRows:
         num, den = (torch.where(keep, x, y.flatten(0, 1)) for x, y in zip((num, den), apart[:2], strict=True))
         return num, den, torch.where(safe[..., None], reference, apart[2])
 
+    def sees_sums_alone(self, block: slice) -> bool:
+        """Whether a block lies in one span, so that its rows see none of its own keys."""
+        length: int = block.stop - block.start
+        return length <= self.span
+
     def safe_heads(self, keys: Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
         """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
         everywhere.
 
         Each head decides for itself, so that its rounding does not depend on its neighbours.
         """
-        if keys.log is None:
+        if keys.log is None or self.sees_sums_alone(block):
             return None
         first, masked = keys.log[..., 0, :], self.keys.masked(block)
         if self.span:
@@ -90,10 +102,11 @@ class JointRows:
     def hide_later_(self, scores: Tensor) -> Tensor:
         """Scores (B·H, G·n, n) with those of unseen keys set to 0, in place."""
         rows = scores if self.groups == 1 else scores.unflatten(1, (self.groups, -1))
-        if self.span:
-            rows.masked_fill_(~causal_mask(scores.shape[-1], self.span, scores.device), 0)
-        else:
-            rows.tril_()
+        rows.tril_()
+        if span := self.span:
+            whole = scores.shape[-1] // span * span
+            rows[..., whole:, whole:].zero_()
+            rows[..., :whole, :whole].unflatten(-1, (-1, span)).unflatten(-3, (-1, span)).diagonal(0, -4, -2).zero_()
         return scores
 
 
@@ -131,12 +144,17 @@ class JointGradients(JointRows):
         """Gradients of S and z before a block, from those after, which may be written over; its tokens' are stored."""
         x_q, value = query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
         rows = saved_rows(self._saved, visit.block, query_block(self.map, x_q, self.space), self.space)
-        if visit.safe is None:
+        if self.sees_sums_alone(visit.block):
+            pulled = self._pull_apart(visit, rows, value, grad_S, grad_z, None)
+        elif visit.safe is None:
             pulled = self._pull_joint(visit, rows, value, grad_S, grad_z)
         else:
-            # The split goes first, and the joint part gets copies, since that writes over t, grad S and grad z.
-            apart = self._pull_split(visit, rows, value, grad_S, grad_z)
-            pulled = self._pull_joint(visit, rows, value, grad_S.clone(), grad_z.clone()).where(visit.safe, apart)
+            # The segment's pass wrote the features over the exponents, which are wanted here.
+            keys = self.keys.features(visit.block, visit.x, "split ")
+            cut = split(rows.t, keys, value, self.groups, self.span, self.map.exponential)
+            # Each part writes over grad S and grad z.
+            apart = self._pull_apart(visit, rows, value, grad_S.clone(), grad_z.clone(), cut)
+            pulled = self._pull_joint(visit, rows, value, grad_S, grad_z).where(visit.safe, apart)
         block, masked = visit.block, self.keys.masked(visit.block)
         self.of_bias.store(block, masked, pulled.keys.log)
         self.back.query(x_q, pulled.t, partial(tokens.store_query, block))
@@ -177,26 +195,30 @@ class JointGradients(JointRows):
             grad_z.mul_(decay),
         )
 
-    def _pull_split(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
-        """A block whose maximum jumps: the sums at their own exponent, and its own past cut into rectangles."""
-        (S, z, m), c, exponential = visit.before, visit.c, self.map.exponential
-        phi_q = normalised_query_features(rows.t, m, rows.reference, exponential)
-        # The segment's pass wrote the features over the exponents, which are wanted here.
-        keys = self.keys.features(visit.block, visit.x, "split ")
-        cut = split(rows.t, keys, value, self.groups, self.span, exponential)
-        length = value.shape[2]
-        flat_num, flat_den = rows.gradients(lambda: split_rows(cut, length, visit.before)[:2], self.space)
-        grad_num, grad_den = (x.view(*value.shape[:2], *x.shape[1:]) for x in (flat_num, flat_den))
-        inner = split_gradients(cut, length, grad_num, grad_den, rows.reference)
-        grad_phi_q = grad_num @ S.mT + grad_den * z.unsqueeze(-2)
-        grad_t = query_gradient(grad_phi_q, phi_q, m, rows.reference, exponential)
-        grad_phi_k = value @ grad_S.mT + grad_z.unsqueeze(-2)
-        decay = (m - c).exp_()
-        of_state = keys.gradients(c, visit.phi_k, grad_phi_k)
-        return Pulled(
-            grad_t + inner.t,
-            of_state.join(inner.keys, torch.add),
-            visit.phi_k @ grad_S + inner.value,
-            grad_S * decay.unsqueeze(-1) + phi_q.mT @ grad_num,
-            grad_z * decay + (phi_q * grad_den).sum(-2),
+    def _pull_apart(
+        self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor, cut: Split | None
+    ) -> Pulled:
+        """Rows that read the sums at their own exponent, and where it jumps their block's own past, in rectangles."""
+        (S, z, m), c, space, exponential = visit.before, visit.c, self.space, self.map.exponential
+        flat_S, flat_z, length = S.flatten(0, 1), z.flatten(0, 1), value.shape[2]
+        shaped_q = normalised_query_features(rows.t, m, rows.reference, exponential, over=visit.safe is None)
+        phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
+        grad_num, grad_den = rows.gradients(
+            lambda: split_rows(cut, length, visit.before)[:2] if cut else (phi_q @ flat_S, times_z(phi_q, flat_z)),
+            space,
         )
+        grad_phi_q = space.product("grad_q", grad_num, flat_S.mT).addcmul_(grad_den, flat_z.unsqueeze(-2))
+        flat_grad_S = grad_S.flatten(0, 1)
+        grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
+        grad_v = space.product("grad_v", phi_k, flat_grad_S).view(value.shape)
+        decay = (m - c).exp_()
+        grad_S.mul_(decay.unsqueeze(-1))
+        add_product_(flat_grad_S, phi_q, grad_num)
+        grad_z.mul_(decay).add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
+        grad_t = query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, m, rows.reference, exponential)
+        of_keys = visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape))
+        if cut is None:
+            return Pulled(grad_t, of_keys, grad_v, grad_S, grad_z)
+        num, den = (x.view(*value.shape[:2], *x.shape[1:]) for x in (grad_num, grad_den))
+        inner = split_gradients(cut, length, num, den, rows.reference)
+        return Pulled(grad_t + inner.t, of_keys.join(inner.keys, torch.add), grad_v + inner.value, grad_S, grad_z)
