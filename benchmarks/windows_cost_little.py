@@ -1,8 +1,12 @@
-"""Claim: one token beside a window of 1,024 costs at most 1.3 times as much as one beside a window of 64.
+"""Claim: an exact window beside a map costs at most 1.5 times the time without one, and a token little more beside a
+wide window than beside a narrow one.
 
-8 query heads on 8 and on 2 key heads, D = 64, 256 features, float32, through `linear_attention_with_state`, where a
-stream keeps the most keys, two blocks of the window but one: each step reads them and copies them into the new state. A
-text of ten tokens costs the same beside any window.
+Texts: windows of 32 and 128 beside FavorPlus with 256 features and LearnedExponential with 64, bidirectional and
+causal, forward and with the backward pass, which reaches learned features too. By multiplications per token and head
+the window adds, bidirectional, 3·w·(D + Dv) to the map's 4·D·R, which it has read twice, and causally 2·w·(D + Dv).
+Tokens: 8 query heads on 8 and on 2 key heads, 256 features, through `linear_attention_with_state`, where a stream keeps
+the most keys, two blocks of the window but one: each step reads them and copies them into the new state. A text of ten
+tokens costs the same beside any window. 8 heads, D = 64, float32.
 """
 
 from __future__ import annotations
@@ -13,12 +17,27 @@ import torch
 from torch import Tensor
 
 import linattn
-from linattn.feature_maps import FeatureMap
-from measuring import HEADS, favor, ratios, record, relative_error, require, seconds, spread, tokens
+from linattn.feature_maps import FeatureMap, LearnedExponential
+from measuring import (
+    HEAD_DIM,
+    HEADS,
+    favor,
+    ratios,
+    record,
+    relative_error,
+    require,
+    seconds,
+    spread,
+    tokens,
+    verified_window,
+)
 
 NARROW, WIDE = 64, 1_024
 TEXT, SHORTEST, LONGEST = 10, 16, 4_096
 VERIFIED_STEPS, STEPS, REPEATS = 4, 20, 30
+WINDOWS, LENGTHS = (32, 128), (16_384, 65_536)
+# More than two blocks of either window, no whole number of them; the reference holds every exponent.
+VERIFIED_LENGTH, VERIFIED_HEADS = 300, 2
 
 
 def shared(inputs: list[Tensor], num_heads: int) -> list[Tensor]:
@@ -54,6 +73,51 @@ def short(window: int, feature_map: FeatureMap) -> tuple[partial[object], float]
     return attend, error
 
 
+def beside(feature_map: FeatureMap, length: int, *, is_causal: bool, gradients: bool) -> None:
+    """The ratios of what windows cost to none; each result verified first."""
+    contenders, errors = {}, {}
+    for window in (None, *WINDOWS):
+        short = [x[:, :VERIFIED_HEADS] for x in tokens(VERIFIED_LENGTH, gradients=gradients)]
+        errors[window] = verified_window(window, feature_map, short, is_causal=is_causal)
+        if gradients:
+            errors[window] = max(errors[window], gradient_error(window, feature_map, short, is_causal=is_causal))
+        inputs = tokens(length, gradients=gradients)
+        contenders[str(window)] = partial(attended, window, feature_map, inputs, is_causal=is_causal)
+    times = seconds(contenders, repeats=5)
+    what = f"{'causal' if is_causal else 'bidirectional'}, {'forward and backward' if gradients else 'forward'}"
+    for window in WINDOWS:
+        record(
+            f"time beside a window of {window} over that without, {type(feature_map).__name__} with "
+            f"{feature_map.num_features} features, {what}, {length:,} tokens",
+            figure=ratios(times[str(window)], times["None"]),
+            unit="×",
+            bound="<= 1.5",
+            seconds={name: spread(samples) for name, samples in times.items()},
+            error=errors[window],
+        )
+
+
+def attended(window: int | None, feature_map: FeatureMap, inputs: list[Tensor], *, is_causal: bool) -> list[Tensor]:
+    """The rows; of inputs that require gradients those of all, the map's own among them."""
+    out = linattn.linear_attention(*inputs, feature_map, is_causal=is_causal, window=window)
+    if not inputs[0].requires_grad:
+        return [out]
+    weights = [x for x in feature_map.parameters() if x.requires_grad]
+    return list(torch.autograd.grad(out, [*inputs, *weights], inputs[0].detach()))
+
+
+def gradient_error(window: int | None, feature_map: FeatureMap, inputs: list[Tensor], *, is_causal: bool) -> float:
+    """Largest relative error of the gradients of queries, keys and values; refuses a wrong one."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    options = {"is_causal": is_causal, "window": window, "backend": "reference"}
+    truth = linattn.linear_attention(*exact, feature_map, **options)
+    wanted = torch.autograd.grad(truth, exact, exact[0].detach())
+    found = attended(window, feature_map, inputs, is_causal=is_causal)[:3]
+    error = max(relative_error(x, y) for x, y in zip(found, wanted, strict=True))
+    require(f"gradients of {feature_map!r} + window {window}", error, 1e-4)
+    return error
+
+
 def repeated(run: partial[object]) -> None:
     """A few calls, so that one of them is no outlier."""
     for _ in range(STEPS):
@@ -77,6 +141,11 @@ def compare(claim: str, bound: str, narrow: tuple[partial[object], float], wide:
 def main() -> None:
     """Verify, time, record."""
     feature_map = favor()
+    for each in (feature_map, LearnedExponential(HEAD_DIM, 64)):
+        for length in LENGTHS:
+            for gradients, is_causal in ((False, False), (False, True), (True, False), (True, True)):
+                with torch.set_grad_enabled(gradients):
+                    beside(each, length, is_causal=is_causal, gradients=gradients)
     with torch.no_grad():
         for num_heads in (HEADS, HEADS // 4):
             narrow, wide = (stepped(window, num_heads, feature_map) for window in (NARROW, WIDE))
