@@ -5,7 +5,8 @@ from __future__ import annotations
 from faults.fault import Fault
 
 CODES, FRAMES, LEVELS = "kv_cache/codes.py", "kv_cache/frames.py", "kv_cache/levels.py"
-MEMORY, STREAMS, LAWS = "kv_cache/memory.py", "tests/kv_cache/test_codes.py", "tests/kv_cache/test_levels.py"
+MEMORY, TIER = "kv_cache/memory.py", "kv_cache/tier.py"
+STREAMS, LAWS, TIERS = (f"tests/kv_cache/test_{name}.py" for name in ("codes", "levels", "tiers"))
 
 FAULTS = (
     Fault("stop before levels are fixed", LEVELS, "_STEPS = 12", "_STEPS = 1", LAWS),
@@ -46,37 +47,37 @@ FAULTS = (
     Fault("round in the model's own basis", FRAMES, "@ matrix", "@ (matrix.abs() > 2).to(x)", LAWS),
     Fault(
         "take a new frame at every block",
-        MEMORY,
+        TIER,
         "self.held.frames.where(self.held.is_there, others)",
         "others",
         STREAMS,
     ),
     Fault(
         "give padding's frame to the text after it",
-        MEMORY,
+        TIER,
         "self.held.frames.where(self.held.is_there, others)",
         "self.held.frames",
         STREAMS,
     ),
     Fault(
         "cut the gradient where keys are rounded",
-        MEMORY,
+        TIER,
         "if not is_followed(*exact[:2]):",
         "if exact:",
         STREAMS,
     ),
     Fault(
         "round keys that would fit as they are",
-        MEMORY,
-        "config.bits is None or tokens.bias.shape[2] <= config.num_unquantized",
-        "config.bits is None",
+        TIER,
+        "size.bits is None or tokens.bias.shape[2] <= size.num_unquantized",
+        "size.bits is None",
         STREAMS,
     ),
     Fault(
         "round keys again at every merge",
-        MEMORY,
-        "return self._merged(leaving, few, member, sample, config)",
-        "return self._rounded(few, held.frames, config)",
+        TIER,
+        "if isinstance(self.held, Tokens):\n            return self.of(few, sample, size)",
+        "if True:\n            return self.of(few, sample, size)",
         STREAMS,
     ),
     Fault("merge the sinks", MEMORY, "count = min(config.num_sinks", "count = min(0 * config.num_sinks", STREAMS),
@@ -90,8 +91,30 @@ FAULTS = (
     Fault(
         "merge at every block, however many keys there are",
         MEMORY,
-        "config.num_left)\n",
-        "config.num_merged)\n",
+        "sample, config.num_left)\n",
+        "sample, config.num_merged)\n",
         "tests/kv_cache/test_attention.py",
+    ),
+    Fault(
+        "evict the newest of a tier",
+        TIER,
+        "return self.held.frames.outside(oldest), self._replace(held=self.held.cut(number, self.number)",
+        "return self.held.frames.outside(oldest), self._replace(held=self.held.cut(0, self.number - number)",
+        TIERS,
+    ),
+    Fault("lose what passes a tier", TIER, "oldest.then(tokens.cut(0, through))", "oldest", TIERS),
+    Fault(
+        "forget the frames of tiers",
+        "kv_cache/budget.py",
+        "for each in (bits, *(few for _, few in tiers))",
+        "for each in (bits,)",
+        TIERS,
+    ),
+    Fault(
+        "take a damaged tier",
+        "kv_cache/state_checks.py",
+        '_check_tier(f"coded[{place}]"',
+        'continue\n        _check_tier(f"coded[{place}]"',
+        TIERS,
     ),
 )

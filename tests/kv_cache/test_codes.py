@@ -217,8 +217,8 @@ def test_other_sinks_are_refused(num_sinks: object) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for text, words in (
-        ("window 4 in 4 bits + merged 8", "only merged keys are quantized; leave the bits out"),
-        ("sinks 4 in 4 bits + merged 8", "only merged keys are quantized; leave the bits out"),
+        ("window 4 in 4 bits + merged 8", "only tiers and merged keys are quantized; leave the bits out"),
+        ("sinks 4 in 4 bits + merged 8", "only tiers and merged keys are quantized; leave the bits out"),
         ("window 4 + merged 8 in 9 bits", "bits must be from 2 to 8"),
         ("window 4 + merged 8 in 4/4/4 bits", "is no part of merged keys"),
         ("window 4 + merged 8 in 3..5 bits", "bits must be from 2 to 8"),

@@ -49,12 +49,18 @@ def state_numbers(built: BuiltMethod, *, value_dim: int, is_causal: bool = True)
 def _merged_numbers(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool) -> int:
     """Numbers of merged keys, of the window's, and of what is kept beside them."""
     both, near = head_dim + value_dim, _near(merged, is_causal=is_causal)
-    beside = merged.num_merged + (sample_size(1) * head_dim if is_causal else 0)
-    if merged.bits is None or not is_causal:
-        return (near + merged.num_merged) * both + beside
-    of_both = list(zip((head_dim, value_dim), merged.both_bits, strict=True))
-    coded = sum(merged.num_merged * coded_bytes(width, bits) + frame_bytes(width, 4) for width, bits in of_both)
-    return near * both + -(-coded // 4) + beside
+    if not is_causal:
+        return (near + merged.num_merged) * both + merged.num_merged
+    count = near * both + sample_size(1) * head_dim
+    coded = 0
+    for tier in (*merged.tiers, merged.merged_tier):
+        count += tier.number
+        if tier.bits is None:
+            count += tier.number * both
+        else:
+            of_both = zip((head_dim, value_dim), tier.both_bits, strict=True)
+            coded += sum(tier.number * coded_bytes(width, bits) + frame_bytes(width, 4) for width, bits in of_both)
+    return count + -(-coded // 4)
 
 
 def _near(merged: MergedKV, *, is_causal: bool) -> int:
@@ -93,7 +99,8 @@ def flops_per_token(built: BuiltMethod, *, value_dim: int, is_causal: bool) -> i
     head_dim, width, merged, feature_map = built.head_dim, value_dim + 1, built.method.merged, built.feature_map
     if merged is not None:
         near = _near(merged, is_causal=True) if is_causal else 3 * (merged.window or 0)
-        seen = 2 * (near + merged.num_merged) * (head_dim + value_dim)
+        coded = sum(tier.number for tier in merged.tiers) if is_causal else 0
+        seen = 2 * (near + coded + merged.num_merged) * (head_dim + value_dim)
         return seen + _merging(merged, head_dim, value_dim, is_causal=is_causal)
     assert feature_map is not None
     if isinstance(feature_map, GroupedFeatureMap):
@@ -116,11 +123,14 @@ def _merging(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool
     blocks = merged.blocks
     pool, between = merged.num_merged + blocks.size, blocks.size + merged.num_merged - merged.num_left
     merging = (2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both) // between
-    if merged.bits is None:
-        return merging
+    if merged.bits is None and not merged.coded:
+        return merging if merged.num_merged else 0
     mixing = 2 * sum(layout.size * layout.block for layout in map(Layout.of, (head_dim, value_dim)))
-    # A row and its output, keys as they leave; at a merge all of them.
-    return merging + 2 * mixing + mixing * merged.num_merged // between
+    # A row and its output, and keys as they enter and leave, of each tier; at a merge all merged keys.
+    mixed = 2 * (len(merged.tiers) + (merged.bits is not None)) * mixing
+    if merged.num_merged == 0:
+        return mixed
+    return merging + mixed + (0 if merged.bits is None else mixing * merged.num_merged // between)
 
 
 def exact_flops_per_token(num_tokens: int, *, head_dim: int, value_dim: int, is_causal: bool) -> int:

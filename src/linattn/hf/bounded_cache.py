@@ -21,7 +21,16 @@ from linattn.hf._text_caches import TextCache
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.linearization import is_linearized
 from linattn.kv_cache import MergedKV
-from linattn.kv_cache.budget import BITS_BY_DEFAULT, Sizes, check_budget, kept_bytes, within_budget
+from linattn.kv_cache.budget import (
+    BITS_BY_DEFAULT,
+    RECALLS,
+    Recall,
+    Sizes,
+    check_budget,
+    kept_bytes,
+    within_budget,
+)
+from linattn.kv_cache.config import Bits
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan, read_memory_plans
 
 _BUDGET = 512
@@ -93,11 +102,13 @@ class BoundedCache(TextCache):
         model: a causal transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the
             model within.
         budget: in exact keys and values, per layer and key/value head.
-        bits: of merged keys and values: 2, 4, 8, or None for 32.
+        bits: of merged keys and values and of the newest tier, 2 to 8 in halves, or two of these, of keys and of
+            values; None for 32 and no tiers.
+        recall: "near" for the least KL divergence; "far" for tiers that reach further back, in fewer bits.
         config: window and merged keys of every bounded layer, `MergedKV(window=64, num_merged=512, bits=4)`; leave
-            budget and bits out then.
+            budget, bits and recall out then.
         plan: file that `linattn audit --budget --plan-out` wrote: each layer's own window and merged keys at the
-            budget; leave bits out then.
+            budget; leave bits and recall out then.
 
     Raises:
         TypeError: if `model` is no transformers model, or `config` no `linattn.MergedKV`.
@@ -108,7 +119,7 @@ class BoundedCache(TextCache):
         >>> import linattn, torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2)).eval()
-        >>> cache = BoundedCache(model, config=linattn.MergedKV(window=4, num_merged=8, bits=None))
+        >>> cache = BoundedCache(model, config=linattn.MergedKV(4, 8, bits=None, num_sinks=0))
         >>> print(cache.report[0])
           0 transformer.h.0.attn: window 4 + merged 8
         >>> prompt, options = torch.tensor([[1, 2, 3]]), {"max_new_tokens": 40, "eos_token_id": None}
@@ -124,17 +135,18 @@ class BoundedCache(TextCache):
         model: PreTrainedModel,
         budget: int = _BUDGET,
         *,
-        bits: int | None = BITS_BY_DEFAULT,
+        bits: Bits | None = BITS_BY_DEFAULT,
+        recall: Recall = RECALLS[0],
         config: MergedKV | None = None,
         plan: str | Path | None = None,
     ) -> None:
         model = unwrapped(model)
-        _check_options(budget, bits, config, plan)
+        _check_options(budget, bits, recall, config, plan)
         _check_model(model)
         cached = cached_layers(model)
         reasons = _reasons(model, cached, budget, config)
         bounded = [layer for layer in cached if reasons[layer.number] is None]
-        configs = _configs(model, bounded, budget, bits, config, plan)
+        configs = _configs(model, bounded, (budget, bits, recall), config, plan)
         layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         for layer in bounded:
             layers[layer.place] = BoundedLayer(layer.name, configs[layer.number])
@@ -179,7 +191,7 @@ class BoundedCache(TextCache):
             )
 
 
-def _check_options(budget: int, bits: int | None, config: object, plan: object) -> None:
+def _check_options(budget: int, bits: Bits | None, recall: Recall, config: object, plan: object) -> None:
     """Refuse options that do not go together."""
     check_budget(budget)
     if config is not None and not isinstance(config, MergedKV):
@@ -188,14 +200,15 @@ def _check_options(budget: int, bits: int | None, config: object, plan: object) 
         )
     if isinstance(config, MergedKV) and config.window is None:
         raise ValueError(f"config must have a window, got {config!r}; give MergedKV(window=64, num_merged=512)")
-    if config is not None and (budget != _BUDGET or bits != BITS_BY_DEFAULT or plan is not None):
+    if config is not None and ((budget, bits, recall, plan) != (_BUDGET, BITS_BY_DEFAULT, RECALLS[0], None)):
         raise ValueError(
-            f"config={config!r} says what every layer keeps, got budget={budget}, bits={bits}, plan={plan!r} too; "
-            "leave those out"
+            f"config={config!r} says what every layer keeps, got budget={budget}, bits={bits}, recall={recall!r}, "
+            f"plan={plan!r} too; leave those out"
         )
-    if plan is not None and bits != BITS_BY_DEFAULT:
+    if plan is not None and (bits, recall) != (BITS_BY_DEFAULT, RECALLS[0]):
         raise ValueError(
-            f"a plan says in how many bits each layer keeps merged keys, got bits={bits} too; leave bits out"
+            f"a plan says what each layer keeps, and in how many bits, got bits={bits}, recall={recall!r} too; leave "
+            "them out"
         )
 
 
@@ -247,18 +260,18 @@ def _has_narrow_window(layer: CachedLayer, budget: int, config: MergedKV | None)
 def _configs(
     model: PreTrainedModel,
     bounded: list[CachedLayer],
-    budget: int,
-    bits: int | None,
+    wanted: tuple[int, Bits | None, Recall],  # the budget, in how many bits, and what is to be recalled
     config: MergedKV | None,
     plan: str | Path | None,
 ) -> dict[int, MergedKV]:
-    """Window and merged keys of each bounded layer, by its number."""
+    """Window, tiers and merged keys of each bounded layer, by its number."""
+    budget, bits, recall = wanted
     if config is not None:
         return {layer.number: config for layer in bounded}
     if plan is not None:
         return _planned(model, [layer.number for layer in bounded], _plan_of(Path(plan), budget))
     sized = ((layer.number, layer.sizes) for layer in bounded)
-    return {number: within_budget(budget, sizes, bits) for number, sizes in sized if sizes is not None}
+    return {number: within_budget(budget, sizes, bits, recall=recall) for number, sizes in sized if sizes is not None}
 
 
 def _plan_of(file: Path, budget: int) -> MemoryPlan:

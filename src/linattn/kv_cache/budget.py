@@ -5,7 +5,9 @@ Letters: D head width, Dv value width, G query heads of a key/value head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from linattn.kv_cache.codes import Layout, coded_bytes
 from linattn.kv_cache.config import Bits, MergedKV
@@ -16,6 +18,17 @@ NEAR = (0.15, 0.25, 0.5)
 
 BITS_BY_DEFAULT = 4
 """Of merged keys and values, where nothing is said."""
+
+Recall = Literal["near", "far"]
+"""What a budget is best at: the least KL divergence, or recall of what was said long ago."""
+
+RECALLS = get_args(Recall)
+
+# Shares of the bytes beside the window that tiers take, and their bits, the newest first; None for the merged ones.
+_TIERS: dict[str, tuple[tuple[float, Bits | None], ...]] = {
+    "near": ((0.5, None),),
+    "far": ((0.24, None), (0.52, 2)),
+}
 
 # What a window is best at on real text, its block included, and at most: more bytes are better spent on merged keys.
 _WINDOW, _SHARE = 256, 0.5
@@ -66,50 +79,69 @@ def check_budget(budget: int) -> None:
 
 
 def within_budget(
-    budget: int, sizes: Sizes, bits: Bits | None = BITS_BY_DEFAULT, near: float | None = None
+    budget: int,
+    sizes: Sizes,
+    bits: Bits | None = BITS_BY_DEFAULT,
+    near: float | None = None,
+    recall: Recall = "near",
 ) -> MergedKV:
-    """The sinks, the window and the most merged keys in the bytes of a number of exact keys and their values.
+    """The sinks, the window, the tiers and the most merged keys in the bytes of a number of exact keys and values.
 
     Args:
         budget: in exact keys of one key/value head.
         sizes: of the layer.
-        bits: of merged keys and values, or of both; None for 32 a number.
+        bits: of merged keys and values and of the newest tier, or of both; None for 32 a number and no tiers.
         near: share of the bytes that the window takes with a block; None for 15 %, and beside merged keys in 32 bits
             for that of 256 keys, half of the bytes at most.
+        recall: "near" for the least KL divergence; "far" for tiers that reach further back, in fewer bits.
 
     Raises:
-        ValueError: if the budget is out of range, or leaves no room beside the sampled queries.
+        ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`.
 
     Example:
-        >>> within_budget(512, Sizes(64, 64)).label, within_budget(512, Sizes(64, 64), bits=None).label
-        ('sinks 4 + window 37 + merged 2605 in 4 bits', 'sinks 4 + window 200 + merged 250')
+        >>> within_budget(512, Sizes(64, 64)).label
+        'sinks 4 + window 36 + 1501 in 4 bits + merged 1502 in 4 bits'
+        >>> within_budget(512, Sizes(64, 64), bits=None).label
+        'sinks 4 + window 196 + merged 251'
     """
     check_budget(budget)
+    if recall not in RECALLS:
+        raise ValueError(f"recall must be {' or '.join(map(repr, RECALLS))}, got {recall!r}")
     if near is None:
         near = min(_WINDOW / budget, _SHARE) if bits is None else _FEW_BITS_SHARE
-    return within_bytes(budget * sizes.key_bytes, sizes, near, bits)
+    tiers = () if bits is None else tuple((share, few or bits) for share, few in _TIERS[recall])
+    return within_bytes(budget * sizes.key_bytes, sizes, near, bits, tiers)
 
 
-def within_bytes(num_bytes: int, sizes: Sizes, near: float, bits: Bits | None) -> MergedKV:
-    """The most merged keys in so many bytes; a window and its block take the share `near` of all."""
+def within_bytes(
+    num_bytes: int, sizes: Sizes, near: float, bits: Bits | None, tiers: Sequence[tuple[float, Bits]] = ()
+) -> MergedKV:
+    """The most merged keys in so many bytes.
+
+    A window and its block take the share `near` of all, each tier its share of the rest, in so many bits.
+    """
     whole = _near_bytes(sizes)
     num_sinks = min(num_bytes // sizes.key_bytes // _KEYS_PER_SINK, MergedKV.num_sinks)
-    room = num_bytes - _shared_bytes(sizes, bits) - num_sinks * whole
+    beside = sample_bytes(sizes) + sum(_frames_bytes(sizes, each) for each in (bits, *(few for _, few in tiers)))
+    room = num_bytes - beside - num_sinks * whole
     widths = range(max(int(room * near / whole), 0), 0, -1)
     window = next((width for width in widths if _near(width) * whole <= room * near), 1)
-    num_merged = (room - _near(window) * whole) // _merged_bytes(sizes, bits)
-    if num_merged < 1:
+    room -= _near(window) * whole
+    coded = tuple((int(room * share) // token_bytes(sizes, few), few) for share, few in tiers)
+    num_merged = (room - sum(number * token_bytes(sizes, few) for number, few in coded)) // token_bytes(sizes, bits)
+    if num_merged < 1 or any(number < 1 for number, _ in coded):
         raise ValueError(
             f"{max(room, 0):,} bytes are left beside the sampled queries, too few for a window and merged keys; "
             "give more bytes"
         )
-    return MergedKV(window, num_merged, bits, num_sinks)
+    return MergedKV(window, num_merged, bits, num_sinks, coded)
 
 
 def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:
     """The most that a stream keeps per key/value head within so many tokens.
 
-    Keys, values and biases of the sinks, the window, a block and the merged keys, and what is kept once per head.
+    Keys, values and biases of the sinks, the window, a block, the tiers and the merged keys, and what is kept once per
+    head.
     """
     blocks = config.blocks
     # Of a block so far: when it is most depends on whether merged keys are wider than those near.
@@ -117,12 +149,15 @@ def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:
 
 
 def _kept(config: MergedKV, sizes: Sizes, most_near: int, num_tokens: int) -> int:
-    """Bytes where so many keys are near at most, and all others but the sinks are merged."""
+    """Bytes where so many keys are near at most, and all others but the sinks are in tiers."""
     near = min(most_near, num_tokens)
     sinks = min(config.num_sinks, num_tokens - near)
-    merged = min(config.num_merged, num_tokens - near - sinks)
-    bits = None if merged <= config.num_unquantized else config.bits
-    return (near + sinks) * _near_bytes(sizes) + merged * _merged_bytes(sizes, bits) + _shared_bytes(sizes, bits)
+    total, rest = (near + sinks) * _near_bytes(sizes) + sample_bytes(sizes), num_tokens - near - sinks
+    for tier in (*config.tiers, config.merged_tier):
+        number = min(tier.number, rest)
+        bits = None if number <= tier.num_unquantized else tier.bits
+        total, rest = total + number * token_bytes(sizes, bits) + _frames_bytes(sizes, bits), rest - number
+    return total
 
 
 def _near(window: int | None) -> int:
@@ -136,19 +171,23 @@ def _near_bytes(sizes: Sizes) -> int:
     return sizes.key_bytes + sizes.statistic_bytes
 
 
-def _merged_bytes(sizes: Sizes, bits: Bits | None) -> int:
-    """A merged key and its value, and the bias."""
+def token_bytes(sizes: Sizes, bits: Bits | None) -> int:
+    """A key and its value in so many bits, and the bias."""
     if bits is None:
         return (sizes.head_dim + sizes.value_dim + 1) * sizes.statistic_bytes
     of_key, of_value = bits if isinstance(bits, tuple) else (bits, bits)
     return coded_bytes(sizes.head_dim, of_key) + coded_bytes(sizes.value_dim, of_value) + sizes.statistic_bytes
 
 
-def _shared_bytes(sizes: Sizes, bits: Bits | None) -> int:
-    """A head's sampled queries, which are there, and in few bits the frames of keys and of values."""
-    sample = sample_size(sizes.num_groups) * (sizes.head_dim * sizes.statistic_bytes + 1)
-    frames = sum(frame_bytes(width, sizes.statistic_bytes) for width in (sizes.head_dim, sizes.value_dim))
-    return sample + (0 if bits is None else frames)
+def sample_bytes(sizes: Sizes) -> int:
+    """A head's sampled queries, which are there."""
+    return sample_size(sizes.num_groups) * (sizes.head_dim * sizes.statistic_bytes + 1)
+
+
+def _frames_bytes(sizes: Sizes, bits: Bits | None) -> int:
+    """In few bits the frames of keys and of values."""
+    both = (frame_bytes(width, sizes.statistic_bytes) for width in (sizes.head_dim, sizes.value_dim))
+    return 0 if bits is None else sum(both)
 
 
 def frame_bytes(width: int, number_bytes: int) -> int:

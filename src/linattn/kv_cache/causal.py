@@ -45,15 +45,17 @@ def attend_causal_merging(
     key, value = inert(bias, key, value)
     biases = before.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     tokens, config = before.recent.then(Tokens(key, value, biases.expand(key.shape[:3]))), before.config
-    stream = Stream(query, tokens, before.recent.bias.shape[2], before.sinks, before.merged, before.sample, config)
+    stream = Stream(
+        query, tokens, before.recent.bias.shape[2], before.sinks, before.coded, before.merged, before.sample, config
+    )
     run = stream_in_torch
     if is_compiled(backend, query, tokens, *before.leaves(), config=config):
         run = stream_in_compiled_code
-    rows, sinks, merged, sample = run(stream, scale, with_log=with_log)
+    rows, sinks, coded, merged, sample = run(stream, scale, with_log=with_log)
     # Copies: views would keep all keys of the call in memory.
     block, length = config.blocks.size, stream.num_tokens
     oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
     if sinks.bias.shape[2] > before.sinks.bias.shape[2]:
         sinks = Tokens(*(x.clone() for x in sinks))
-    return Streamed(rows, MergedKeys(sinks, merged, sample, recent, config))
+    return Streamed(rows, MergedKeys(sinks, coded, merged, sample, recent, config))

@@ -42,15 +42,18 @@ class CodedTokens(NamedTuple):
         bias = torch.cat((self.bias, other.bias), 2)
         return type(self)(self.key.then(other.key), self.value.then(other.value), bias, other.frames)
 
+    def cut(self, start: int, stop: int) -> Self:
+        """Consecutive tokens."""
+        bias = self.bias[:, :, start:stop]
+        return type(self)(self.key.cut(start, stop), self.value.cut(start, stop), bias, self.frames)
+
     def at(self, place: Tensor, bias: Tensor) -> Self:
         """Tokens by number (B, H, n), with these biases."""
         return type(self)(self.key.at(place), self.value.at(place), bias, self.frames)
 
-    def decoded(self, start: int = 0, stop: int | None = None) -> Tokens:
-        """Consecutive tokens relative to the frames, (B, H, n, P)."""
-        stop = self.bias.shape[2] if stop is None else stop
-        key, value = self.key.cut(start, stop), self.value.cut(start, stop)
-        return Tokens(self.frames.key.decoded(key), self.frames.value.decoded(value), self.bias[:, :, start:stop])
+    def decoded(self) -> Tokens:
+        """Tokens relative to the frames, (B, H, n, P)."""
+        return Tokens(self.frames.key.decoded(self.key), self.frames.value.decoded(self.value), self.bias)
 
     def read(self, query: Tensor, scale: float, followed: Tokens | None) -> Partial:
         """Rows (B, H, G, n, Dv) over all of them, decoded a piece at a time; or over numbers that gradients follow.
@@ -64,7 +67,7 @@ class CodedTokens(NamedTuple):
         pieces = (
             [followed]
             if followed is not None
-            else (self.decoded(start, min(start + size, number)) for start in range(0, max(number, 1), size))
+            else (self.cut(start, start + size).decoded() for start in range(0, max(number, 1), size))
         )
         parts = (read(rows, piece, scale, is_causal=False, with_log=True).partial() for piece in pieces)
         out, log = combine(*parts)

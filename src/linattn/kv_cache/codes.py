@@ -21,6 +21,9 @@ from linattn.kv_cache.levels import edges, table
 
 # Of numbers relative to a frame: scales of rows as large are float16's.
 _LARGEST = 2.0**15
+# Numbers that are 0 but for rounding, in the middle of all levels, are rounded alike.
+_TIE = 2.0**-14
+
 WIDEST = 32
 """Numbers of a block at most."""
 
@@ -90,7 +93,7 @@ class Codes(NamedTuple):
 
         size = (weighed(blocks.square()) / (worth.sum(2) * blocks.shape[-1]).clamp(min=1)).sqrt()
         relative = blocks / torch.where(size == 0, 1, size)[:, :, None, :, None]
-        level = torch.searchsorted(edges(bits, x), relative.flatten(3)).view(blocks.shape)
+        level = torch.searchsorted(edges(bits, x), relative.flatten(3) + _TIE).view(blocks.shape)
         nearest = _levels(level, bits[..., None, None], x)
         power = weighed(nearest.square())
         scale = weighed(blocks * nearest) / torch.where(power == 0, 1, power)

@@ -46,7 +46,7 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, co
     if backend == "torch" or (backend == "auto" and not _is_faster(query)):
         return False
     reasons = objections_to((query, *tokens[:2]), is_followed=is_followed(query, *tokens, *others))
-    if config is not None and config.bits is not None:
+    if config is not None and (config.bits is not None or config.coded):
         reasons.append(f"it keeps merged keys as they are, and these are kept in few bits: {config.label}")
     if config is not None and config.num_sinks:
         reasons.append(f"it keeps no attention sinks, and {config.num_sinks} are to be kept; give num_sinks=0")
@@ -89,7 +89,9 @@ def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> 
         *(config.blocks.window, config.blocks.size, config.num_merged, config.num_left, count, sampled),
     )
     _over_heads(lambda first, stop: merge_stream(*addresses, first, stop, *sizes, scale), query, config)
-    return Ended(Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), stream.sinks, merged, sample)
+    return Ended(
+        Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), stream.sinks, stream.coded, merged, sample
+    )
 
 
 def everywhere_in_compiled_code(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -23,7 +23,7 @@ _SPARE = 16
 _SINKS, _WINDOW, _MERGED = "sinks", "window", "merged"
 _WORDS = (_SINKS, _WINDOW, _MERGED)
 _BITS = r"([0-9.]+)(?:\s*/\s*([0-9.]+))?"
-_PART = re.compile(rf"([a-z]+)\s+(0|[1-9][0-9]*)(?:\s+in\s+{_BITS}\s+bits)?", re.IGNORECASE)
+_PART = re.compile(rf"(?:([a-z]+)\s+)?(0|[1-9][0-9]*)(?:\s+in\s+{_BITS}\s+bits)?", re.IGNORECASE)
 BITS = tuple(half / 2 for half in range(4, 17))
 """Bits that numbers may be quantized to, in the mean of a row: from 2 to 8 in halves."""
 _SINKS_BY_DEFAULT = 4
@@ -31,6 +31,29 @@ _SINKS_BY_DEFAULT = 4
 
 Bits = float | tuple[float, float]
 """Bits of a number, or of keys' and of values'."""
+
+
+class TierSize(NamedTuple):
+    """How many tokens a tier keeps, and in how many bits."""
+
+    number: int
+    bits: Bits | None
+
+    @property
+    def both_bits(self) -> tuple[float, float]:
+        """Bits of keys and of values, quantized ones."""
+        assert self.bits is not None
+        return self.bits if isinstance(self.bits, tuple) else (self.bits, self.bits)
+
+    @property
+    def num_unquantized(self) -> int:
+        """How many tokens take no more memory in 32 bits a number than all of them in few bits."""
+        return self.number if self.bits is None else int(self.number * min(self.both_bits)) // 32
+
+    @property
+    def in_bits(self) -> str:
+        """Bits in their written form, that of keys first."""
+        return "" if self.bits is None else f" in {'/'.join(f'{x:g}' for x in dict.fromkeys(self.both_bits))} bits"
 
 
 class Blocks(NamedTuple):
@@ -87,6 +110,8 @@ class MergedKV:
         num_merged: C > 0, how many weighted keys stand for all that are not near.
         bits: of a number of merged keys and values in a stream, 2 to 8 in halves, or (of keys, of values); None for
             numbers of at least float32. Without causality nothing is kept, and nothing is quantized.
+        coded: tiers between the window and the merged keys, the newest first: how many tokens, and in how many bits a
+            number. A token is coded as it enters a tier. With tiers `num_merged` may be 0: then the oldest are evicted.
         num_sinks: how many of a row's first live tokens stay exact in a stream. Without causality there are none.
 
     Raises:
@@ -112,10 +137,17 @@ class MergedKV:
     num_merged: int = 512
     bits: Bits | None = 4
     num_sinks: int = _SINKS_BY_DEFAULT
+    coded: tuple[tuple[int, Bits], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse sizes that mean nothing."""
-        for name, size in ((_WINDOW, 1 if self.window is None else self.window), ("num_merged", self.num_merged)):
+        object.__setattr__(self, "coded", _checked_tiers(self.coded))
+        sizes = {_WINDOW: 1 if self.window is None else self.window, "num_merged": self.num_merged}
+        if self.coded and type(self.num_merged) is int and self.num_merged == 0:
+            # None are merged, in no bits.
+            object.__setattr__(self, "bits", None)
+            del sizes["num_merged"]
+        for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < _MOST:
                 raise ValueError(f"{name} must be a positive integer below 2³¹, got {size!r}")
         if isinstance(self.num_sinks, bool) or not isinstance(self.num_sinks, int) or not 0 <= self.num_sinks < _MOST:
@@ -132,51 +164,58 @@ class MergedKV:
         """The written form, which `MergedKV.parse` reads."""
         window = "" if self.window is None else f"{_WINDOW} {self.window} + "
         sinks = "" if self.num_sinks == _default_sinks(self.window) else f"{_SINKS} {self.num_sinks} + "
-        return f"{sinks}{window}{_MERGED} {self.num_merged}{self._in_bits}"
+        tiers = [f"{tier.number}{tier.in_bits}" for tier in self.tiers]
+        merged = [f"{_MERGED} {self.num_merged}{self.merged_tier.in_bits}"] if self.num_merged else []
+        return f"{sinks}{window}{' + '.join(tiers + merged)}"
 
     @property
-    def _in_bits(self) -> str:
-        """Bits in their written form, that of keys first."""
-        return "" if self.bits is None else f" in {'/'.join(f'{x:g}' for x in dict.fromkeys(self.both_bits))} bits"
+    def tiers(self) -> tuple[TierSize, ...]:
+        """The coded tiers, the newest first."""
+        return tuple(TierSize(*tier) for tier in self.coded)
 
     @property
-    def both_bits(self) -> tuple[float, float]:
-        """Bits of keys and of values, quantized ones."""
-        assert self.bits is not None
-        return self.bits if isinstance(self.bits, tuple) else (self.bits, self.bits)
+    def merged_tier(self) -> TierSize:
+        """The merged keys."""
+        return TierSize(self.num_merged, self.bits)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the written form: "sinks S", "window W" and "merged C", joined by plus, in any case.
+        """Read the written form: "sinks S", "window W", tiers as "N in 4 bits", and "merged C", joined by plus.
 
-        Merged keys may be "in 4 bits", or "in 3/4 bits": 3 of keys, 4 of values. A window has no sinks where none are
-        written.
+        Tiers come in their order, the newest first, all else in any. Bits may be two numbers, "in 3/4 bits": 3 of keys,
+        4 of values. A window has no sinks where none are written.
 
         Raises:
-            ValueError: a part is none of these or is written twice, none is of merged keys, or bits are others.
+            ValueError: a part is none of these or is written twice, none is a tier or merged keys, or bits are others.
 
         Example:
-            >>> MergedKV.parse("Merged 128 in 3.5 bits + window 32 + sinks 4")
-            MergedKV(window=32, num_merged=128, bits=3.5, num_sinks=4)
+            >>> MergedKV.parse("window 32 + 800 in 4 bits + 3400 in 2 bits + Merged 128 in 3.5 bits").coded
+            ((800, 4), (3400, 2))
         """
         sizes: dict[str, int] = {}
+        coded: list[tuple[int, Bits]] = []
         bits: Bits | None = None
         for part in text.split("+"):
             match = _PART.fullmatch(part.strip())
-            name = "" if match is None else match[1].lower()
-            if match is None or name not in _WORDS:
+            name = "" if match is None or match[1] is None else match[1].lower()
+            if match is None or (name not in _WORDS if name else match[3] is None):
                 raise _no_part(part.strip())
+            in_bits = None if match[3] is None else _bits_of(match[3], match[4])
+            if not name and in_bits is not None:
+                coded.append((int(match[2]), in_bits))
+                continue
             if name in sizes:
                 raise ValueError(f"{text.strip()!r} has two parts {name!r}; write one")
-            if match[3] and name != _MERGED:
-                raise ValueError(f"{part.strip()!r}: only merged keys are quantized; leave the bits out")
+            if in_bits is not None and name != _MERGED:
+                raise ValueError(
+                    f"{part.strip()!r}: only tiers and merged keys are quantized; leave the bits out, or the word"
+                )
             sizes[name] = int(match[2])
-            if match[3]:
-                bits = _number(match[3]) if match[4] is None else (_number(match[3]), _number(match[4]))
-        if _MERGED not in sizes:
+            bits = bits if in_bits is None else in_bits
+        if _MERGED not in sizes and not coded:
             raise ValueError(f"{text.strip()!r} merges no keys; write, for example, {text.strip()} + merged 128")
         window = sizes.get(_WINDOW)
-        return cls(window, sizes[_MERGED], bits, sizes.get(_SINKS, _default_sinks(window)))
+        return cls(window, sizes.get(_MERGED, 0), bits, sizes.get(_SINKS, _default_sinks(window)), tuple(coded))
 
     @classmethod
     def within(
@@ -188,6 +227,7 @@ class MergedKV:
         dtype: torch.dtype = torch.float32,
         num_groups: int = 1,
         bits: Bits | None = 4,
+        recall: Literal["near", "far"] = "near",
     ) -> MergedKV:
         """The sinks, the window and the most merged keys in the bytes of so many exact keys and values, all counted.
 
@@ -197,20 +237,21 @@ class MergedKV:
             value_dim: Dv; D if None.
             dtype: of the model's keys and values.
             num_groups: query heads of a key/value head, whose sampled queries are counted.
-            bits: of merged keys and values; None for 32.
+            bits: of merged keys and values and of the newest tier; None for 32 and no tiers.
+            recall: "near" for the least KL divergence; "far" for tiers that reach further back, in fewer bits.
 
         Raises:
-            ValueError: if the budget is out of range, or leaves no room beside the sampled queries.
+            ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`.
 
         Example:
             >>> MergedKV.within(512, head_dim=64).label
-            'sinks 4 + window 37 + merged 2605 in 4 bits'
+            'sinks 4 + window 36 + 1501 in 4 bits + merged 1502 in 4 bits'
         """
         # Imported here: budgets are said of what this file defines.
         from linattn.kv_cache.budget import Sizes, within_budget
 
         sizes = Sizes(head_dim, head_dim if value_dim is None else value_dim, dtype.itemsize, num_groups)
-        return within_budget(budget, sizes, bits)
+        return within_budget(budget, sizes, bits, recall=recall)
 
     @property
     def blocks(self) -> Blocks:
@@ -241,10 +282,12 @@ class MergedKV:
     @property
     def num_unquantized(self) -> int:
         """How many merged keys take no more memory in 32 bits a number than all of them in few bits."""
-        return self.num_merged if self.bits is None else int(self.num_merged * sum(self.both_bits) / 2) // 32
+        return self.merged_tier.num_unquantized
 
     def check_call(self, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
         """Refuse calls of numbers of tokens or directions that it has no meaning for."""
+        if not is_causal and self.num_merged == 0:
+            raise ValueError(f"tiers are those of a stream, got {self.label!r} without causality; give merged keys")
         if is_causal and self.window is None:
             raise ValueError(
                 f"causal merged keys are those that leave a window, got {self!r} without window; give window too"
@@ -258,8 +301,9 @@ class MergedKV:
 
 
 def begins_merged(text: str) -> bool:
-    """Whether a written form is of merged keys: any of its parts begins with their word."""
-    return any(part.strip().lower().partition(" ")[0] == _MERGED for part in text.split("+"))
+    """Whether a written form is of merged keys or tiers: any of its parts begins with their word or with a number."""
+    words = (part.strip().lower().partition(" ")[0] for part in text.split("+"))
+    return any(word == _MERGED or word.isdecimal() for word in words)
 
 
 def _default_sinks(window: int | None) -> int:
@@ -278,6 +322,26 @@ def _checked_bits(bits: object) -> Bits | None:
         )
     of_key, of_value = (int(x) if x == int(x) else x for x in both)
     return of_key if of_key == of_value else (of_key, of_value)
+
+
+def _checked_tiers(tiers: object) -> tuple[tuple[int, Bits], ...]:
+    """Numbers of tokens and bits in their simplest form; ValueError for others."""
+    checked = []
+    for tier in tiers if isinstance(tiers, tuple | list) else (tiers,):
+        number, bits = tier if isinstance(tier, tuple | list) and len(tier) == 2 else (None, None)
+        if type(number) is not int or not 0 < number < _MOST or bits is None:
+            raise ValueError(
+                f"coded must be tiers of a positive number of tokens and their bits, the newest first, as "
+                f"((800, 4), (3400, 2)), got {tiers!r}"
+            )
+        checked.append((number, _checked_bits(bits)))
+    return tuple((number, bits) for number, bits in checked if bits is not None)
+
+
+def _bits_of(of_key: str, of_value: str | None) -> Bits:
+    """Bits as they are written; no number for what is none."""
+    first, second = (_number(of_key), _number(of_value or of_key))
+    return first if of_value is None else (first, second)
 
 
 def _number(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Frames that rows are quantized in, one per head; letters as in kv_cache/__init__.py.
+"""Frames that rows are quantized relative to, one for each head; letters as in kv_cache/__init__.py.
 
 Rows are taken relative to the mean and the deviation of each coordinate, since keys have some that are large in every
 token; coordinates of like weight stand beside each other, and are mixed in blocks, in which none is far from the others
@@ -37,7 +37,7 @@ _SIGNS = _signs(WIDEST)
 
 
 def mixed(x: Tensor, block: int) -> Tensor:
-    """Blocks of rows (..., P) times a Hadamard matrix, which spreads a large number over its block; its own inverse.
+    """Multiply blocks of rows (..., P) by a Hadamard matrix, which spreads large numbers over them; its own inverse.
 
     Example:
         >>> mixed(torch.tensor([4.0, 0, 0, 0, 2.0, 2.0, 0, 0]), 4).tolist()
@@ -68,7 +68,7 @@ def allocated(weight: Tensor, total: int) -> Tensor:
 
 
 class Frame(NamedTuple):
-    """Mean, deviation and bits that rows (B, H, n, W) are quantized by."""
+    """Means, deviations and bits of the coordinates that rows (B, H, n, W) are quantized relative to."""
 
     mean: Tensor  # (B, H, 1, W)
     deviation: Tensor  # (B, H, 1, W), no less than a share of the root of their mean square; the means' of one row

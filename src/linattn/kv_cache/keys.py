@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class MergedKeys:
 
     Attributes:
         sinks: keys, values and biases of the first tokens, (B, H, n ≤ `num_sinks`, ·), in their dtype.
+        coded: of the coded tiers, the newest first, as the merged ones.
         merged: keys, values and biases of the merged tokens, (B, H, n ≤ C, ·), at least float32; free places have bias
             -inf. Quantized once they are more than take as much memory unquantized.
         sample: the latest sampled queries, which decide the next merge: (B, H, S, D).
@@ -33,6 +35,7 @@ class MergedKeys:
     """
 
     sinks: Tokens
+    coded: tuple[Tokens | CodedTokens, ...]
     merged: Tokens | CodedTokens
     sample: QuerySample
     recent: Tokens
@@ -43,33 +46,51 @@ class MergedKeys:
         """No tokens, for keys and values like these (B, H, L, ·)."""
         dtype = torch.promote_types(key.dtype, torch.float32)
         none = Tokens(key[:, :, :0], value[:, :, :0], key.new_zeros(*key.shape[:2], 0, dtype=dtype))
-        return cls(none, Tokens(*(x.to(dtype) for x in none)), QuerySample.empty(key), none, config)
+        wide = Tokens(*(x.to(dtype) for x in none))
+        return cls(none, (wide,) * len(config.coded), wide, QuerySample.empty(key), none, config)
 
     def tokens(self) -> Tokens:
         """All of them, dequantized: keys, values and biases (B, H, n, ·)."""
-        return self.sinks.then(Memory(self.sinks, self.merged).tokens()).then(self.recent)
+        return Memory.of(self.sinks, self.coded, self.merged).tokens().then(self.recent)
+
+    @property
+    def parts(self) -> tuple[Tokens | CodedTokens, ...]:
+        """All that have tokens: the sinks, the tiers, the merged and the recent ones."""
+        return (self.sinks, *self.coded, self.merged, self.recent)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MergedKeys:
         """Apply a change to every tensor."""
-        return _from_leaves(map(change, self.leaves()), self.config)
+        return _from_leaves(map(change, self.leaves()), self.outline)
 
     def leaves(self) -> list[Tensor]:
         """The tensors, in order."""
-        merged = self.merged if isinstance(self.merged, Tokens) else self.merged.leaves()
-        return [*self.sinks, *merged, *self.sample, *self.recent]
+        tiers = [x for tier in (*self.coded, self.merged) for x in tier_leaves(tier)]
+        return [*self.sinks, *tiers, *self.sample, *self.recent]
+
+    @property
+    def outline(self) -> tuple[MergedKV, tuple[int, ...]]:
+        """The config, and how many tensors each tier has, the merged keys last."""
+        return self.config, tuple(len(tier_leaves(tier)) for tier in (*self.coded, self.merged))
 
 
-def _flattened(keys: MergedKeys) -> tuple[list[Tensor], MergedKV]:
-    """The tensors, in order, and the config."""
-    return keys.leaves(), keys.config
+def tier_leaves(tier: Tokens | CodedTokens) -> list[Tensor]:
+    """The tensors of a tier, in order."""
+    return list(tier) if isinstance(tier, Tokens) else tier.leaves()
 
 
-def _from_leaves(tensors: Iterable[Any], config: MergedKV) -> MergedKeys:
+def _flattened(keys: MergedKeys) -> tuple[list[Tensor], tuple[MergedKV, tuple[int, ...]]]:
+    """The tensors, in order, and their outline."""
+    return keys.leaves(), keys.outline
+
+
+def _from_leaves(tensors: Iterable[Any], outline: tuple[MergedKV, tuple[int, ...]]) -> MergedKeys:
     """Keys from what torch's tree utilities took out of some."""
-    *held, query, there, key, value, bias = tensors
-    sinks, merged = Tokens(*held[:3]), held[3:]
-    numbers = Tokens(*merged) if len(merged) == 3 else CodedTokens.from_leaves(merged)
-    return MergedKeys(sinks, numbers, QuerySample(query, there), Tokens(key, value, bias), config)
+    leaves, (config, counts) = iter(tensors), outline
+    sinks = Tokens(*islice(leaves, 3))
+    tiers = [(Tokens._make if count == 3 else CodedTokens.from_leaves)(islice(leaves, count)) for count in counts]
+    *coded, merged = tiers
+    query, there, key, value, bias = leaves
+    return MergedKeys(sinks, tuple(coded), merged, QuerySample(query, there), Tokens(key, value, bias), config)
 
 
 # Read by torch.load under weights_only: tensors and numbers.
@@ -80,6 +101,6 @@ pytree.register_pytree_node(
     _from_leaves,
     flatten_with_keys_fn=with_places(_flattened),
     serialized_type_name="linattn.MergedKeys",
-    to_dumpable_context=lambda config: config.label,
-    from_dumpable_context=MergedKV.parse,
+    to_dumpable_context=lambda outline: [outline[0].label, list(outline[1])],
+    from_dumpable_context=lambda written: (MergedKV.parse(written[0]), tuple(written[1])),
 )

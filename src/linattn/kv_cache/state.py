@@ -38,7 +38,7 @@ class MergedState:
         >>> import torch
         >>> from linattn import MergedKV, merged_attention_with_state
         >>> q, k, v = torch.ones(1, 1, 6, 1), torch.zeros(1, 1, 6, 1), torch.arange(6.0).view(1, 1, 6, 1)
-        >>> out, state = merged_attention_with_state(q, k, v, MergedKV(window=1, num_merged=2, bits=None))
+        >>> out, state = merged_attention_with_state(q, k, v, MergedKV(1, 2, bits=None, num_sinks=0))
         >>> state.num_tokens, round(state.read(q[:, :, :1]).out.item(), 4)  # of 6 tokens; their mean
         (4, 2.5)
     """
@@ -65,7 +65,7 @@ class MergedState:
     @property
     def num_tokens(self) -> int:
         """How many keys and values it holds for each head at most, merged and exact."""
-        return max(keys.merged.bias.shape[2] + keys.recent.bias.shape[2] for keys in self.groups)
+        return max(sum(part.bias.shape[2] for part in keys.parts) for keys in self.groups)
 
     def tokens(self) -> Tokens:
         """All of them, dequantized: keys, values and biases (B, H, n, ·), -inf for free places."""

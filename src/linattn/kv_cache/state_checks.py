@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.codes import Codes, Layout, coded_bytes
-from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.config import MergedKV, TierSize
 from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.query_sample import QuerySample, sample_size
@@ -27,12 +27,10 @@ _REMEDY = "pass a state as merged_attention_with_state gave it, or rebuild it fr
 _PARTS = tuple(f"recent.{name}" for name in Tokens._fields)
 _SAMPLE = tuple(f"sample.{name}" for name in QuerySample._fields)
 _SINKS = tuple(f"sinks.{name}" for name in Tokens._fields)
-_MERGED = (*_PARTS, *_SAMPLE, *_SINKS, *(f"merged.{name}" for name in Tokens._fields))
-_CODED = (
-    *(*_PARTS, *_SAMPLE, *_SINKS),
-    *(f"merged.{side}.{name}" for side in ("key", "value") for name in Codes._fields),
-    *(f"merged.frames.{side}.{name}" for side in Frames._fields for name in Frame._fields),
-    "merged.bias",
+_CODES = (
+    *(f"{side}.{name}" for side in ("key", "value") for name in Codes._fields),
+    *(f"frames.{side}.{name}" for side in Frames._fields for name in Frame._fields),
+    "bias",
 )
 
 
@@ -122,27 +120,48 @@ def _check_group(keys: MergedKeys, head_dim: int, num_groups: int | None) -> Non
     first = check_count("sinks.bias", sinks.bias, config.num_sinks, _REMEDY)
     shapes = [*tokens(count), (batch, heads, sampled, head_dim), (batch, heads, sampled), *tokens(first)]
     dtypes = [token_dtype, token_dtype, dtype, dtype, torch.bool, token_dtype, token_dtype, dtype]
-    if config.bits is None or not isinstance(merged, CodedTokens):
-        check_kind(Tokens, "merged", merged, _REMEDY)
-        shapes += tokens(check_count("merged.bias", merged.bias, config.num_unquantized, _REMEDY))
-        names, held, dtypes = _MERGED, [*recent, *sample, *sinks, *merged], [*dtypes, dtype, dtype, dtype]
-    else:
-        number = check_count("merged.bias", merged.bias, config.num_merged, _REMEDY)
-        check_kind(Frames, "merged.frames", merged.frames, _REMEDY)
-        for name in ("key", "value"):
-            check_kind(Codes, f"merged.{name}", getattr(merged, name), _REMEDY)
-            check_kind(Frame, f"merged.frames.{name}", getattr(merged.frames, name), _REMEDY)
-        widths = head_dim, value_dim
-        for width, bits in zip(widths, config.both_bits, strict=True):
-            shapes += [(batch, heads, number, coded_bytes(width, bits) - 2), (batch, heads, number)]
-            dtypes += [torch.uint8, torch.float16]
-        for width, layout in zip(widths, map(Layout.of, widths), strict=True):
-            shapes += [*[(batch, heads, 1, width)] * 2, (batch, heads, layout.size), (batch, heads, layout.number)]
-            dtypes += [dtype, dtype, torch.int16, torch.uint8]
-        names, held = _CODED, [*recent, *sample, *sinks, *merged.leaves()]
-        shapes, dtypes = [*shapes, (batch, heads, number)], [*dtypes, dtype]
+    names, held = [*_PARTS, *_SAMPLE, *_SINKS], [*recent, *sample, *sinks]
     for x, shape, kind, name in zip(held, shapes, dtypes, names, strict=True):
         check_tensor(name, x, shape, kind, device, _REMEDY)
+    if not isinstance(keys.coded, tuple) or len(keys.coded) != len(config.coded):
+        refuse("coded", keys.coded, f"a tuple of {len(config.coded)} tiers", _REMEDY)
+    for place, (tier, size) in enumerate(zip(keys.coded, config.tiers, strict=True)):
+        _check_tier(f"coded[{place}]", tier, size, recent, head_dim)
+    _check_tier("merged", merged, config.merged_tier, recent, head_dim)
+
+
+def _check_tier(name: str, tier: object, size: TierSize, recent: Tokens, head_dim: int) -> None:
+    """Refuse tokens of a tier of which any tensor has not the shape, dtype and device that all have."""
+    (batch, heads), value_dim = recent.key.shape[:2], recent.value.shape[-1]
+    dtype, device, widths = recent.bias.dtype, recent.key.device, (head_dim, value_dim)
+    if size.bits is None or not isinstance(tier, CodedTokens):
+        check_kind(Tokens, name, tier, _REMEDY)
+        assert isinstance(tier, Tokens)
+        number = check_count(f"{name}.bias", tier.bias, size.num_unquantized, _REMEDY)
+        for field, x, rest in zip(Tokens._fields, tier, ((head_dim,), (value_dim,), ()), strict=True):
+            check_tensor(f"{name}.{field}", x, (batch, heads, number, *rest), dtype, device, _REMEDY)
+        return
+    number = check_count(f"{name}.bias", tier.bias, size.number, _REMEDY)
+    check_kind(Frames, f"{name}.frames", tier.frames, _REMEDY)
+    for side in ("key", "value"):
+        check_kind(Codes, f"{name}.{side}", getattr(tier, side), _REMEDY)
+        check_kind(Frame, f"{name}.frames.{side}", getattr(tier.frames, side), _REMEDY)
+    shapes: list[tuple[int, ...]] = []
+    for width, bits in zip(widths, size.both_bits, strict=True):
+        shapes += [(batch, heads, number, coded_bytes(width, bits) - 2), (batch, heads, number)]
+    for width, layout in zip(widths, map(Layout.of, widths), strict=True):
+        shapes += [*[(batch, heads, 1, width)] * 2, (batch, heads, layout.size), (batch, heads, layout.number)]
+    shapes.append((batch, heads, number))
+    dtypes = [
+        torch.uint8,
+        torch.float16,
+        torch.uint8,
+        torch.float16,
+        *[dtype, dtype, torch.int16, torch.uint8] * 2,
+        dtype,
+    ]
+    for field, x, shape, kind in zip(_CODES, tier.leaves(), shapes, dtypes, strict=True):
+        check_tensor(f"{name}.{field}", x, shape, kind, device, _REMEDY)
 
 
 def _checked_recent(keys: MergedKeys) -> Tokens:

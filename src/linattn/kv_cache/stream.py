@@ -22,6 +22,7 @@ class Stream(NamedTuple):
     tokens: Tokens  # (B, H, L, ·), of which earlier calls had the first
     num_kept: int  # so many
     sinks: Tokens
+    coded: tuple[Tokens | CodedTokens, ...]
     merged: Tokens | CodedTokens
     sample: QuerySample
     config: MergedKV
@@ -53,6 +54,7 @@ class Ended(NamedTuple):
 
     rows: Reading
     sinks: Tokens
+    coded: tuple[Tokens | CodedTokens, ...]
     merged: Tokens | CodedTokens
     sample: QuerySample
 
@@ -60,7 +62,12 @@ class Ended(NamedTuple):
 def stream_in_torch(stream: Stream, scale: float, *, with_log: bool) -> Ended:
     """All blocks, one after the other; differentiable."""
     query, tokens, config, first = stream.query, stream.tokens, stream.config, stream.first
-    blocks, memory, sample, parts = config.blocks, Memory(stream.sinks, stream.merged), stream.sample, []
+    blocks, memory, sample, parts = (
+        config.blocks,
+        Memory.of(stream.sinks, stream.coded, stream.merged),
+        stream.sample,
+        [],
+    )
     for begin in stream.begins:
         end = min(begin + blocks.size, stream.num_tokens)
         gone = stream.leaving(begin)
@@ -74,4 +81,4 @@ def stream_in_torch(stream: Stream, scale: float, *, with_log: bool) -> Ended:
             sample = sample.add(rows, live, scale, block=blocks.size, first=start - begin)
     if not parts:
         parts.append(read(query, tokens.cut(0, 0), scale, is_causal=True, with_log=with_log))
-    return Ended(Reading.joined(parts), memory.sinks, memory.held, sample)
+    return Ended(Reading.joined(parts), memory.sinks, memory.coded_tokens, memory.merged.held, sample)

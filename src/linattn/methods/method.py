@@ -135,7 +135,7 @@ def parse_method(text: str) -> Method:
 
 def _parse_merged(text: str, parts: Sequence[str]) -> MergedKV:
     """Merged keys, refused beside a map."""
-    if _word(parts[0]) not in (*_OF_MERGED, "merged"):
+    if _word(parts[0]) not in (*_OF_MERGED, "merged") and not _word(parts[0]).isdecimal():
         # A word that is no map's is named first.
         parse_map(parts[0])
         raise ValueError(
