@@ -30,7 +30,10 @@ def model(build):
         ({"budget": 3}, "too few for a window and merged keys; give more bytes"),
         ({"bits": 9}, "bits must be from 2 to 8 in halves, .* got 9"),
         ({"config": MergedKV(None, 4)}, "config must have a window"),
+        ({"recall": "all"}, "recall must be 'near' or 'far', got 'all'"),
         ({"config": FEW, "budget": 64}, "leave those out"),
+        ({"config": FEW, "recall": "far"}, "leave those out"),
+        ({"plan": "plan.json", "recall": "far"}, "got bits=4, recall='far' too; leave them out"),
         ({"config": FEW, "plan": "plan.json"}, "leave those out"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -56,6 +57,18 @@ def test_another_record_is_refused(name: str, field: str) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=rf"the state('s {field} must be| was built with None)"):
             use()
+
+
+def test_a_state_of_an_earlier_version_is_refused() -> None:
+    """It has no sinks and no tiers, and is to be made of its tokens again."""
+    state = begun(CONFIGS["numbers"])
+    for field in ("sinks", "coded"):
+        older = copy.deepcopy(state)
+        del older.keys.__dict__[field]
+        with pytest.raises(
+            TypeError, match=rf"the state's {field} must be .*, got NoneType; .* rebuild it from the tokens"
+        ):
+            linattn.merged_attention_with_state(*tokens(1), CONFIGS["numbers"], read_again(older))
 
 
 def test_a_file_does_not_say_that_its_state_was_looked_at() -> None:

@@ -118,7 +118,8 @@ def within_bytes(
 ) -> MergedKV:
     """The most merged keys in so many bytes.
 
-    A window and its block take the share `near` of all, each tier its share of the rest, in so many bits.
+    A window and its block take the share `near` of all, each tier its share of the rest, in so many bits. There are no
+    tiers where one would have no token.
     """
     whole = _near_bytes(sizes)
     num_sinks = min(num_bytes // sizes.key_bytes // _KEYS_PER_SINK, MergedKV.num_sinks)
@@ -126,10 +127,12 @@ def within_bytes(
     room = num_bytes - beside - num_sinks * whole
     widths = range(max(int(room * near / whole), 0), 0, -1)
     window = next((width for width in widths if _near(width) * whole <= room * near), 1)
-    room -= _near(window) * whole
+    room = max(room - _near(window) * whole, 0)
     coded = tuple((int(room * share) // token_bytes(sizes, few), few) for share, few in tiers)
     num_merged = (room - sum(number * token_bytes(sizes, few) for number, few in coded)) // token_bytes(sizes, bits)
-    if num_merged < 1 or any(number < 1 for number, _ in coded):
+    if tiers and (num_merged < 1 or any(number < 1 for number, _ in coded)):
+        return within_bytes(num_bytes, sizes, near, bits)
+    if num_merged < 1:
         raise ValueError(
             f"{max(room, 0):,} bytes are left beside the sampled queries, too few for a window and merged keys; "
             "give more bytes"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
@@ -40,6 +40,10 @@ class MergedKeys:
     sample: QuerySample
     recent: Tokens
     config: MergedKV
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields that a file or a copy has; where some are missing, the state is refused as it is used."""
+        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
 
     @classmethod
     def empty(cls, config: MergedKV, key: Tensor, value: Tensor) -> MergedKeys:
