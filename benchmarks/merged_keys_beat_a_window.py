@@ -16,11 +16,10 @@ import torch
 import linattn
 from linattn.hf import AttentionCall, LoadedModel, intercept, load
 from linattn.hf.linearization import global_layers
-from linattn.kv_cache.budget import Sizes
+from linattn.kv_cache.budget import Sizes, kept_bytes
 from linattn.methods.measures import relative_error, uniform_average
-from linattn_lab.contenders.contender import Contender
-from linattn_lab.contenders.merged import Merged
-from linattn_lab.contenders.windows import SinksAndWindow
+from linattn_lab.kv_audit.methods import exact_window
+from linattn_lab.kv_audit.planning import attended
 from measuring import record, require
 
 NUM_TOKENS, LAST, STARTS = 3840, 256, (0, 150_000)
@@ -50,9 +49,9 @@ def exact(call: AttentionCall) -> torch.Tensor:
     return linattn.softmax_attention(call.query[:, :, -LAST:], call.key, call.value, **options)
 
 
-def error(contender: Contender, calls: list[AttentionCall]) -> float:
+def error(kept: linattn.MergedKV, calls: list[AttentionCall]) -> float:
     """Mean relative error over all heads."""
-    found = [contender.attend(call.query, call.key, call.value, call.scale)[:, :, -LAST:] for call in calls]
+    found = [attended({call.module_name: kept}, call)[:, :, -LAST:] for call in calls]
     return float(torch.cat([relative_error(x, exact(call)) for x, call in zip(found, calls, strict=True)]).mean())
 
 
@@ -70,18 +69,18 @@ def main() -> None:
     """Verify, measure and record every budget, beside sinks and window and averaging the values."""
     loaded, prose = load("gemma-3-270m"), "\n\n".join(topics[name] for name in sorted(topics))
     first, second = (calls_of(loaded, prose[start:]) for start in STARTS)
-    require("as many merged keys as tokens", error(Merged(linattn.MergedKV(256, NUM_TOKENS, None)), first), 1e-4)
+    require("as many merged keys as tokens", error(linattn.MergedKV(256, NUM_TOKENS, None), first), 1e-4)
     call = first[0]
     sizes = Sizes(call.query.shape[-1], call.value.shape[-1], 4, call.query.shape[1] // call.key.shape[1])
     for budget, rule, bound in CASES:
-        merged, window = Merged(rule), SinksAndWindow(budget)
-        held = merged.num_bytes(sizes, NUM_TOKENS) / sizes.key_bytes
-        require(f"{merged.label} in the bytes of {budget} keys", held, budget)
-        claim = f"error per head on Gemma 3 270M's global layers, {merged.label}, {budget:,} keys' bytes"
+        window = exact_window(budget, sizes)
+        held = kept_bytes(rule, sizes, NUM_TOKENS) / sizes.key_bytes
+        require(f"{rule.label} in the bytes of {budget} keys", held, budget)
+        claim = f"error per head on Gemma 3 270M's global layers, {rule.label}, {budget:,} keys' bytes"
         others = {"sinks and window": error(window, first), "averaging the values": uniform_error(first)}
-        record(claim, figure=error(merged, first), unit="", bound=f"<= {bound}", beside=others, keys_held=held)
-        ratio = error(merged, second) / error(window, second)
-        claim = f"the same over sinks and window's on another passage, {merged.label}, {budget:,} keys' bytes"
+        record(claim, figure=error(rule, first), unit="", bound=f"<= {bound}", beside=others, keys_held=held)
+        ratio = error(rule, second) / error(window, second)
+        claim = f"the same over sinks and window's on another passage, {rule.label}, {budget:,} keys' bytes"
         record(claim, figure=ratio, unit="×", bound="<= 1")
 
 

@@ -1,15 +1,14 @@
 """Write the figures of README.md and of the site: tables between markers, docs/claims.md, docs/cli.md,
 docs/report_json.md, docs/explorer_frame.html and drawings.
 
-    python docs/write_tables.py [--take REPORT | --{take,add,take-long}-memory REPORT …]
+    python docs/write_tables.py [--take REPORT | --take-memory REPORT …]
 
 A line <!-- NAME --> and one <!-- end --> in README.md or any page of docs/ enclose the table of that name.
 
 From docs/figures.json, docs/explorer.json, benchmarks/results.jsonl (make bench) and benchmarks/language_models.jsonl
 (benchmarks/language_models_at_equal_time.py). --take first takes docs/figures.json and docs/explorer.json from
 audit.jsonl and claims.jsonl of a folder (`make readme` measures them), which are too large to be kept. --take-memory
-takes docs/memory.json from memory.jsonl of folders, of `linattn audit MODEL --budget …`, --add-memory adds lines of
-others to it, and --take-long-memory takes docs/memory_long.json.
+takes docs/memory.json from memory.jsonl of folders, of `linattn audit MODEL --budget …`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from draw_figures import drawings
 from explorer_figures import explorer_frame, take_explorer
 from linattn.records.atomic import atomic_file
 from linattn_lab.report import SOURCES, summarise_audit, summarise_claims
-from memory_tables import LONG, MEMORY, memory_rows, memory_table, take_memory
+from memory_tables import MEMORY, memory_rows, memory_table, take_memory
 from models_table import models_table
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
 from site_tables import claims_table, honest_table, misses_table, no_better_table, picture_words, time_words
@@ -316,7 +315,6 @@ def tables() -> dict[str, str]:
         "ranks_simulation": ranks_simulation(lines),
         "misses": misses_table(lines),
         "memory": memory_table(MEMORY),
-        "memory_long": memory_table(LONG),
         "models": models_table(),
         "no_better_than_averaging": no_better_table(audit),
     }
@@ -370,15 +368,8 @@ def main() -> None:
                 file.write("\n")
         case ["--take-memory", _, *_]:
             take_memory([Path(report) for report in sys.argv[2:]], MEMORY)
-        case ["--add-memory", _, *_]:
-            take_memory([Path(report) for report in sys.argv[2:]], MEMORY, beside=True)
-        case ["--take-long-memory", _, *_]:
-            take_memory([Path(report) for report in sys.argv[2:]], LONG)
         case others:
-            sys.exit(
-                "write_tables.py knows --take REPORT, --take-memory REPORT …, --add-memory REPORT … and "
-                f"--take-long-memory REPORT …, got {' '.join(others)}"
-            )
+            sys.exit(f"write_tables.py knows --take REPORT and --take-memory REPORT …, got {' '.join(others)}")
     for path, content in written().items():
         with atomic_file(path) as file:
             file.write(content)

@@ -25,8 +25,8 @@ from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AuditRow, LengthsRow, TimeRow
-from linattn_lab.constant_memory.measuring import MemoryAudit
-from linattn_lab.constant_memory.records import MemoryRow
+from linattn_lab.kv_audit.measuring import MemoryAudit
+from linattn_lab.kv_audit.records import MemoryRow
 
 METHODS = ("FavorPlus", "Centred(Taylor(order=1))", "Expansion(num_centres=2) + window 4")
 
@@ -43,8 +43,8 @@ def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> list[AuditRow]
 def memory_audited(
     mesh: DeviceMesh | None, loaded: LoadedModel, text: Text, budget: int, **sizes: Any
 ) -> list[MemoryRow]:
-    """The rows of an audit of a constant memory."""
-    return list(MemoryAudit(loaded, text, [budget], **sizes).rows())
+    """The rows of an audit of a bounded KV cache."""
+    return list(MemoryAudit(loaded, {"text": text}, [budget], **sizes).rows())
 
 
 def converted(mesh: DeviceMesh | None, folder: Path, written: str) -> tuple[Conversion, dict[str, Tensor]]:

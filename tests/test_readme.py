@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,10 @@ from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, TimeRow
 from linattn_lab.experiments import EXPERIMENTS, reproduction
 from linattn_lab.experiments.records import CLAIMS
 from linattn_lab.experiments.reproduction import Reproduction
-from linattn_lab.report.memory.summary import MemoryLine
+from linattn_lab.kv_audit.methods import BOUNDED, FULL, UNIFORM
+from linattn_lab.kv_audit.records import MEMORY
+from linattn_lab.report import summarise_memory
+from memory_rows import MEMORY_HEADER, memory_facts, memory_passage
 from trials import Trial
 
 README = Path(__file__).parents[1] / "README.md"
@@ -56,78 +58,46 @@ def test_every_table_is_what_its_file_of_results_gives(writer):
         assert path.read_text(encoding="utf-8") == content, f"{path} is not what its figures give; run `make readme`"
 
 
-def test_a_budget_is_told_by_the_best_of_what_streams_keep(writer, tmp_path, monkeypatch):
-    """Quantized too, beside the best that is not, sinks and window and baselines; KIVI is no stream's."""
+@pytest.fixture
+def audited(tmp_path):
+    """A folder with a small audit of a bounded KV cache."""
+    rows = [
+        memory_passage(0, FULL, 0.0, budget=0),
+        memory_passage(0, UNIFORM, 1.5, budget=0),
+        memory_passage(0, BOUNDED, 0.00042),
+        memory_passage(0, "sinks + window", 0.4),
+        memory_facts(FULL, [1.0, 0.8], 0),
+        memory_facts(BOUNDED, [0.9, 0.1]),
+    ]
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, rows)
+    return tmp_path
+
+
+def test_a_budget_is_told_by_the_default_beside_other_methods(writer, audited, monkeypatch):
     import memory_tables
 
-    told = {
-        "label": "",
-        "num_bytes": 1,
-        "perplexity": 1.0,
-        "same": 1.0,
-        "error": 0.0,
-        "kl_by_position": [],
-        "passages": 1,
-    }
-    kinds = {
-        "exact": (0, 0.0, 0.9),
-        "uniform": (0, 1.5, 0.0),
-        "sinks + window": (512, 0.4, 0.1),
-        "merged keys, 25% near": (512, 0.3, 0.2),
-        "merged keys, 50% near": (512, 0.2, 0.3),
-        "merged keys in 4 bits": (512, 0.00042, 0.8),
-        "KIVI, 4 bit": (512, 0.0001, 0.85),
-        "planned": (512, 0.0003, 0.85),
-    }
-    lines = [
-        told | {"contender": name, "label": f"[{name}]", "budget": budget, "kl": kl, "recall": {"needles": recall}}
-        for name, (budget, kl, recall) in kinds.items()
-    ]
-    file = tmp_path / "memory.json"
-    file.write_text(json.dumps({"header": {"model": "M", "num_tokens": 2048}, "lines": lines}), encoding="utf-8")
+    file = audited / "memory.json"
+    memory_tables.take_memory([audited], file)
     monkeypatch.setattr(memory_tables, "MEMORY", file)
     ((what, measured, beside),) = memory_tables.memory_rows()
-    assert "context length 2,048, budget 512 tokens a layer: `[merged keys in 4 bits]`" in what
+    assert "after 600 tokens within the bytes of 64 float32 keys a layer, `[bounded cache]`; 50% of the tokens" in what
     assert measured == "0.00042 nats"
-    assert beside.startswith("with per-layer budgets 0.0003; ")
-    assert "not quantized, `[merged keys, 50% near]`, 0.2000; sinks and sliding window 0.4000" in beside
-    assert "uniform attention 1.50; full attention 0." in beside
-    assert "Needle retrieval, 1,024 tokens: accuracy 80%, full attention 90%" in beside
+    assert beside.startswith("sinks + window 0.4000; uniform attention 1.5000; full cache 0.0000")
+    assert beside.endswith("Facts told once at depths of 90%, 10%: 90% / 10%, full cache 100% / 80%")
 
 
-def test_reports_of_one_audit_are_taken_together_and_of_two_refused(writer, tmp_path, monkeypatch):
-    """A line for each budget and contender, of the first report that has it."""
+def test_figures_that_are_kept_are_those_of_the_report(writer, audited):
+    """A table a length and budget, of every audit that is taken."""
     import memory_tables
 
-    class Header(SimpleNamespace):
-        def measures_as(self, other):
-            return self.num_tokens == other.num_tokens
-
-    def summary(num_tokens, *lines):
-        names = ("model", "layers", "head_dim", "number_bytes", "num_measured", "text", "versions")
-        header = Header(num_tokens=num_tokens, **dict.fromkeys(names, "x"))
-        return SimpleNamespace(header=header, lines=lines)
-
-    def line(budget, contender, kl):
-        return MemoryLine(contender, "", budget, 1, kl, 1.0, 1.0, 0.0, (), {}, 1)
-
-    reports = {
-        tmp_path / "a": summary(64, line(512, "H2O", 0.1)),
-        tmp_path / "b": summary(64, line(128, "TOVA", 0.2), line(512, "H2O", 0.3)),
-        tmp_path / "c": summary(128),
-    }
-    monkeypatch.setattr(memory_tables, "summarise_memory", lambda file: reports[file.parent])
-    first, second, third = reports
-    memory_tables.take_memory([first, second], tmp_path / "memory.json")
-    kept = json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))["lines"]
-    assert [(one["budget"], one["contender"], one["kl"]) for one in kept] == [(128, "TOVA", 0.2), (512, "H2O", 0.1)]
-    with pytest.raises(SystemExit, match="differ in more than budgets and contenders"):
-        memory_tables.take_memory([first, third], tmp_path / "memory.json")
-    memory_tables.take_memory([first], tmp_path / "added.json")
-    memory_tables.take_memory([second], tmp_path / "added.json", beside=True)
-    assert json.loads((tmp_path / "added.json").read_text(encoding="utf-8"))["lines"] == kept
-    with pytest.raises(SystemExit, match="take all of them again"):
-        memory_tables.take_memory([third], tmp_path / "added.json", beside=True)
+    file = audited / "memory.json"
+    memory_tables.take_memory([audited, audited], file)
+    summary = summarise_memory(audited / "memory.jsonl")
+    assert memory_tables.audits_of(file) == [summary, summary]
+    assert memory_tables.memory_table(file).count("**600 tokens within the bytes of 64 float32 keys**") == 2
+    file.write_text(file.read_text().replace('"unmerged"', '"merged"'))
+    with pytest.raises(ValueError, match="--take-memory"):
+        memory_tables.audits_of(file)
 
 
 def test_a_place_without_a_table_and_a_table_without_a_place(writer, monkeypatch, tmp_path):

@@ -26,6 +26,9 @@ FEWEST = {
     "train": "train OUT --text TEXT",
 }
 # By command: what is added to its fewest words, and what the error says.
+BELONG = (
+    "--dtype, --passages, --method, --task, --samples, --plan-out and --calibration belong to --budget; give that too"
+)
 WRONG = {
     "audit": {
         "--features 0 --map FavorPlus": "--features must be different positive integers, got [0]",
@@ -38,14 +41,18 @@ WRONG = {
         "--tokens 9999": "--tokens must be at least 1 and at most 512",
         "--tokens 2": "--tokens must be at least 8 and the text as long; of",
         "--features 999999999999999999 --map FavorPlus --tokens 16": "there is no such memory, give smaller numbers",
-        "--calibration TEXT": "--passages, --contender, --plan-out and --calibration belong to --budget; give that too",
-        "--plan-out TEXT": "--passages, --contender, --plan-out and --calibration belong to --budget; give that too",
+        "--calibration TEXT": BELONG,
+        "--plan-out TEXT": BELONG,
         "--map Nope": "--map: 'Nope': there is no feature map 'Nope'; write one of Exponential",
         "--map FavorPlus(rows=3)": "those of FavorPlus(num_features, draw, lengths, scale)",
         "--map Relu --map relu": "--map must be one or more, each once; got Relu twice",
         "--map Relu+windy": "--map: 'Relu+windy': 'windy' is no window, did you mean 'window'?",
         "--map Relu+heavy": "--map: 'Relu+heavy': heavy keys were removed: use 'window W + merged C'",
-        "--passages 3": "--passages, --contender, --plan-out and --calibration belong to --budget; give that too",
+        "--passages 3": BELONG,
+        "--samples 3": BELONG,
+        "--dtype bfloat16": BELONG,
+        "--tokens many": "--tokens wants whole numbers separated by commas",
+        "--tokens 8,16": "several numbers of tokens are for --budget, got 8,16; give one",
         "--budget 16": "holds a BertModel, which does not predict a next token; give a causal language model",
     },
     "audit LM": {
@@ -54,7 +61,10 @@ WRONG = {
         "--budget 16 --tokens 1": "--tokens must be at least 64, got 1",
         "--budget 16 --passages 0": "--passages must be at least 1, got 0",
         "--budget 16 --tokens 600": "give a longer text, fewer --passages or fewer --tokens",
-        "--budget 16 --tokens 160 --contender nope": "--contender must be among sinks + window",
+        "--budget 16 --tokens 160 --method nope": "--method must be among bounded cache",
+        "--budget 16 --tokens 160 --task nope": "--task must be among facts, niah_single",
+        "--budget 16 --tokens 160 --samples 0": "--samples must be at least 1, got 0",
+        "--budget 16 --dtype float8": "--dtype must be one of float32, bfloat16; got 'float8'",
         "--budget 16 --map Relu": "--map and --budget are of two audits; leave one out",
     },
     "bench": {
@@ -151,7 +161,7 @@ FILES = {
     "report MISSING": "holds none of audit.jsonl",
     "train OUT --text MISSING": "there is no file or folder",
 }
-UNKNOWN = ("audit --tokens many", "bench --bogus", "train", "convert MODEL", "generate X", "nope")
+UNKNOWN = ("bench --bogus", "train", "convert MODEL", "generate X", "nope")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ if _missing := [package for package in ("transformers", "pydantic") if find_spec
         "pip install 'linattn[hf]'"
     )
 
+from transformers import Cache as Cache
 from transformers import PreTrainedModel as PreTrainedModel
 
 from linattn.hf._bounded_layers import BoundedLayer as BoundedLayer

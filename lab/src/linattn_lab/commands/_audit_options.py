@@ -23,7 +23,13 @@ Maps = Annotated[
     ),
 ]
 Features = Annotated[str, typer.Option(metavar="R,R,…", help="Feature counts, for maps whose width is free.")]
-Tokens = Annotated[int | None, typer.Option(help="Tokens of the text to read: 512 if left out, 4096 with --budget.")]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,…",
+        help="Tokens of the text to read: 512 if left out; 4096 with --budget, where several may be given.",
+    ),
+]
 Draws = Annotated[int, typer.Option(help="Draws per random map.")]
 Seed = Annotated[int, typer.Option(help="Seed of all draws.")]
 Out = Annotated[Path, typer.Option(help="Folder for audit.jsonl, or memory.jsonl with --budget, and index.html.")]
@@ -41,14 +47,30 @@ Budget = Annotated[
     str | None,
     typer.Option(
         metavar="N,N,…",
-        help="Of a causal language model: bound what its global layers keep to the bytes of N keys, by every rule, "
-        "and measure KL, perplexity and recall.",
+        help="Of a causal language model: bound the KV cache to the bytes of N keys in the model's dtype, by every "
+        "method, and measure KL, retrieval, memory and time beside the full cache.",
     ),
 ]
-Passages = Annotated[int, typer.Option(help="Passages of the text to measure. Needs --budget.")]
-Contenders = Annotated[
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, the default, or bfloat16: of the model and its keys. Needs --budget.")
+]
+Passages = Annotated[int, typer.Option(help="Passages of each text to measure. Needs --budget.")]
+Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--contender", metavar="NAME", help="A rule by its name in the table; may be repeated. Needs --budget."
+        "--method",
+        metavar="NAME",
+        help='A method by its name in the table, or a written form as in "window 64 + merged 512 in 4 bits"; may be '
+        "repeated. Needs --budget.",
     ),
 ]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--task",
+        metavar="NAME",
+        help="A retrieval task: facts, the default, or one of RULER's, niah_single, niah_multikey, vt, cwe, fwe; may "
+        "be repeated. Needs --budget.",
+    ),
+]
+Samples = Annotated[int, typer.Option(help="Texts of each retrieval task. Needs --budget.")]

@@ -44,8 +44,11 @@ def audit(
     plan_out: options.PlanOut = None,
     calibration: options.Calibration = None,
     budget: options.Budget = None,
+    dtype: options.Dtype = None,
     passages: options.Passages = 1,
-    contenders: options.Contenders = None,
+    kinds: options.Methods = None,
+    tasks: options.Tasks = None,
+    samples: options.Samples = 1,
 ) -> None:
     """Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.
 
@@ -58,19 +61,20 @@ def audit(
         with ending("audit", console, str):
             check_same_options(processes, call)
         if budget is not None:
-            asked = Asked(model, text, budget, tokens, passages, contenders, out, again, plan_out, calibration)
+            words = (model, text, budget, tokens, dtype, passages, kinds, tasks, samples)
+            asked = Asked(*words, out, again, plan_out, calibration)
             audit_memory(asked, {"--map": maps}, console, is_first=processes.is_first)
             return
-        tokens = _TOKENS if tokens is None else tokens
         records = out / "audit.jsonl" if processes.is_first else None
         begun: list[Header] = []
         left = partial(_what_is_left, begun, records) if records else str
         with ending("audit", console, left), interrupts() as pressed:
-            if passages != 1 or contenders or plan_out or calibration:
+            if passages != 1 or samples != 1 or kinds or tasks or dtype or plan_out or calibration:
                 raise ValueError(
-                    "--passages, --contender, --plan-out and --calibration belong to --budget; give that too, as in "
-                    "--budget 256,512"
+                    "--dtype, --passages, --method, --task, --samples, --plan-out and --calibration belong to "
+                    "--budget; give that too, as in --budget 256,512"
                 )
+            num_tokens = _number_of(tokens)
             with of_option("--map"):
                 methods = tuple(map(parse_method, maps)) if maps else default_methods()
             wanted = AuditGrid(methods, whole_numbers(features, "--features", "64,256"), draws, seed)
@@ -78,15 +82,25 @@ def audit(
                 watch.begin(f"Loading {model or 'the packaged encoder'}")
                 loaded, content = load(model), read_text(text)
                 # What was asked for by name is measured, whatever it keeps.
-                measured = Audit(loaded, content, wanted, num_tokens=tokens, leave_out=not maps, watch=watch)
+                measured = Audit(loaded, content, wanted, num_tokens=num_tokens, leave_out=not maps, watch=watch)
                 begun.append(measured.header)
-                _tell(measured.header, tokens, console)
+                _tell(measured.header, num_tokens, console)
                 measure(measured, records, again=again, watch=watch, pressed=pressed)
             if records is None:
                 return
             summary, page = summarise_audit(records), write_report(out)
     _print(console, summary)
     console.print(f"Written: {escape(f'{records} and {page}')}", highlight=False)
+
+
+def _number_of(tokens: str | None) -> int:
+    """Tokens to read, of which there is one number here."""
+    if tokens is None:
+        return _TOKENS
+    numbers = whole_numbers(tokens, "--tokens", str(_TOKENS))
+    if len(numbers) > 1:
+        raise ValueError(f"several numbers of tokens are for --budget, got {tokens}; give one")
+    return numbers[0]
 
 
 def _tell(header: Header, tokens: int, console: Console) -> None:

@@ -1,30 +1,35 @@
-"""`linattn audit --budget` as the terminal shows it: what a language model loses by a constant memory."""
+"""`linattn audit --budget` as the terminal shows it: what a language model loses by a bounded KV cache."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
+from torch import nn
 
 from linattn.cli.terminal import ending, interrupts, print_table
-from linattn.hf import load_language_model
+from linattn.hf import LoadedModel, load_language_model
 from linattn.kv_cache.layer_plans import MemoryPlan, read_memory_plans, write_memory_plans
 from linattn.processes import Processes
-from linattn.records.texts import Text, read_text
+from linattn.records.texts import Text
 from linattn_lab.asides import asides, set_aside
 from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.stages import Stages, stages, until_pressed
-from linattn_lab.constant_memory.measuring import MemoryAudit
-from linattn_lab.constant_memory.records import MEMORY, MemoryRow, key_of
+from linattn_lab.kv_audit.measuring import MemoryAudit
+from linattn_lab.kv_audit.planning import is_of, plan_memory
+from linattn_lab.kv_audit.records import MEMORY, MemoryRow, key_of
+from linattn_lab.kv_audit.tasks import FACTS
+from linattn_lab.kv_audit.texts import audit_texts, calibration_text
 from linattn_lab.pace import Pace
 from linattn_lab.report import MemorySummary, conclusions, lost, summarise_memory, table_at, write_report
 
-_TOKENS = 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -33,23 +38,29 @@ class Asked:
 
     Attributes:
         model: name, folder or file.
-        text: a file, or None for the built-in text.
+        text: a file, or None for the built-in texts.
         budget: in exact keys, as it was written.
-        tokens: of a passage; None for 4,096.
-        passages: how many.
-        contenders: names; None for all.
+        tokens: of passages, as it was written; None for 4,096, or as many as the model takes.
+        dtype: of the model; None for float32.
+        passages: how many of each text.
+        kinds: names of methods, or written forms; None for all names.
+        tasks: names; None for facts alone.
+        samples: texts of each task.
         out: folder of the files.
         again: whether to measure anew what was measured.
         plan_out: file of plans to be made and measured; None for none.
-        calibration: the text to plan on; None for the second half of the text.
+        calibration: the text to plan on; None for one that is not measured.
     """
 
     model: str | None
     text: Path | None
     budget: str
-    tokens: int | None
+    tokens: str | None
+    dtype: str | None
     passages: int
-    contenders: list[str] | None
+    kinds: list[str] | None
+    tasks: list[str] | None
+    samples: int
     out: Path
     again: bool
     plan_out: Path | None
@@ -57,116 +68,148 @@ class Asked:
 
 
 def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *, is_first: bool = True) -> None:
-    """Measure, write memory.jsonl and the page, and print what was found."""
+    """Measure, write memory.jsonl and the page, and print the figures.
+
+    Args:
+        asked: what was asked for.
+        others: options of the other audit, which are refused here, by their names.
+        console: where it is told.
+        is_first: whether this process writes; others measure their share.
+    """
     records = asked.out / "memory.jsonl"
     left = partial(_what_is_left, records, asked.out) if is_first else str
     with ending("audit", console, left), interrupts() as pressed:
-        senseless = [name for name, given in others.items() if given is not None]
+        senseless = [name for name, value in others.items() if value is not None]
         if senseless:
             raise ValueError(f"{', '.join(senseless)} and --budget are of two audits; leave one out")
         with stages(console) as watch:
-            measured = _begun(asked, watch)
+            loaded, measured = _begun(asked, watch)
             if asked.plan_out is not None:
-                _plan(measured, asked, asked.plan_out, watch, is_first=is_first)
-            kept = Processes.of_this_run().from_first(
+                _plan(loaded, measured, asked, asked.plan_out, watch, is_first=is_first)
+            earlier = Processes.of_this_run().from_first(
                 [] if asked.again or not is_first else _earlier(measured, records, watch)
             )
-            watch.pace = Pace(len(measured.wanted()), done=len(kept))
-            rows = until_pressed(measured.rows(kept, watch), pressed)
+            _tell_the_cost(measured, earlier, watch)
+            rows = until_pressed(measured.rows(earlier, watch), pressed)
             if not is_first:
                 deque(rows, maxlen=0)
                 return
-            MEMORY.extend(records, measured.header, kept, rows)
+            MEMORY.extend(records, measured.header, earlier, rows)
         summary = summarise_memory(records)
         page = write_report(asked.out)
     _print(console, summary)
     console.print(f"Written: {escape(str(records))} and {escape(str(page))}", highlight=False)
 
 
-def _begun(asked: Asked, watch: Stages) -> MemoryAudit:
-    """The audit, with its model and its text."""
+def _begun(asked: Asked, watch: Stages) -> tuple[LoadedModel, MemoryAudit]:
+    """The model, and the audit of it."""
     if asked.model is None:
         raise ValueError("--budget is for causal language models; name one, as in linattn audit gemma-3-270m")
     budgets = whole_numbers(asked.budget, "--budget", "256,512,1024")
+    lengths = None if asked.tokens is None else whole_numbers(asked.tokens, "--tokens", "4096,8192")
     if budgets[0] < 1:
         raise ValueError(f"budget must be 1 key or more, got {budgets[0]}")
     if asked.calibration is not None and asked.plan_out is None:
         raise ValueError("--calibration belongs to a plan; give --plan-out too, as in --plan-out plan.json")
+    if asked.dtype is not None and asked.dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {asked.dtype!r}")
     watch.begin(f"Loading {asked.model}")
-    loaded, text = load_language_model(asked.model), read_text(asked.text)
-    tokens = _TOKENS if asked.tokens is None else asked.tokens
-    calibration = None if asked.plan_out is None else _calibration(asked)
-    if calibration is not None and asked.calibration is None:
-        text = Text(f"first half of {text.source}", text.content[: len(text.content) // 2])
-    return MemoryAudit(
+    loaded = load_language_model(asked.model)
+    nn.Module.to(loaded.model, DTYPES[asked.dtype or "float32"])
+    texts = audit_texts(asked.text)
+    if asked.plan_out is not None and asked.text is not None and asked.calibration is None:
+        texts = {kind: _half(text, 0) for kind, text in texts.items()}
+    audit = MemoryAudit(
         loaded,
-        text,
+        texts,
         budgets,
-        num_tokens=tokens,
+        lengths=lengths,
         num_passages=asked.passages,
-        kinds=asked.contenders,
-        calibration=calibration,
+        kinds=asked.kinds,
+        tasks=asked.tasks or [FACTS],
+        num_samples=asked.samples,
+        calibration=None if asked.plan_out is None else _calibration(asked),
     )
+    return loaded, audit
 
 
 def _calibration(asked: Asked) -> Text:
     """The text that plans are made on, of which nothing is measured."""
-    if asked.calibration is not None:
-        return read_text(asked.calibration)
-    text = read_text(asked.text)
-    return Text(f"second half of {text.source}", text.content[len(text.content) // 2 :])
+    if asked.text is None or asked.calibration is not None:
+        return calibration_text(asked.calibration)
+    (text,) = audit_texts(asked.text).values()
+    return _half(text, 1)
 
 
-def _plan(measured: MemoryAudit, asked: Asked, file: Path, watch: Stages, *, is_first: bool) -> None:
+def _half(text: Text, number: int) -> Text:
+    """The first or the second half of a text."""
+    middle = len(text.content) // 2
+    return Text(
+        f"{('first', 'second')[number]} half of {text.source}", (text.content[:middle], text.content[middle:])[number]
+    )
+
+
+def _plan(
+    loaded: LoadedModel, measured: MemoryAudit, asked: Asked, file: Path, watch: Stages, *, is_first: bool
+) -> None:
     """A plan at every budget, those of the file kept where they are of the same; the first process makes them."""
     plans: list[MemoryPlan] = []
     if is_first:
-        text = _calibration(asked)
+        text, header = _calibration(asked), measured.header
         try:
-            found = {plan.budget: plan for plan in read_memory_plans(file)}
+            former = {plan.budget: plan for plan in read_memory_plans(file)}
         except (OSError, ValueError):
-            found = {}
-        for budget in measured.header.budgets:
-            plan = found.get(budget)
-            if plan is None or asked.again or not measured.is_of(plan, text):
-                plan = measured.plan(text, budget, watch)
+            former = {}
+        for budget in header.budgets:
+            plan = former.get(budget)
+            if plan is None or asked.again or not is_of(plan, header, text):
+                plan = plan_memory(loaded, text, budget, num_tokens=header.lengths[0], begin=watch.begin)
             plans.append(plan)
             write_memory_plans(file, plans)
     for plan in Processes.of_this_run().from_first(plans):
-        measured.take(plan)
+        measured.take(plan, file)
+
+
+def _tell_the_cost(measured: MemoryAudit, earlier: Sequence[MemoryRow], watch: Stages) -> None:
+    """Say what is to come and how long it takes, from the time of a short text."""
+    done = set(map(key_of, earlier))
+    works = {key: measured.work(key) for key in measured.wanted()}
+    left = sum(work for key, work in works.items() if key not in done)
+    watch.begin(f"{len(works) - len(done):,} figures to measure, about {left / 60:,.0f} minutes on this machine.")
+    watch.pace = Pace(sum(works.values()), done=sum(works.values()) - left, seconds_per_unit=1.0)
 
 
 def _earlier(measured: MemoryAudit, file: Path, watch: Stages) -> list[MemoryRow]:
-    """Wanted rows that stand in the audit's file or in ones kept aside, where those differ in budgets and contenders.
+    """Wanted rows that stand in the audit's file or in ones kept aside, where those differ in what was asked for alone.
 
     A file of an audit with others is kept aside.
     """
     order = measured.wanted()
-    wanted, kept = set(order), dict[tuple[str, str, int], MemoryRow]()
+    wanted, kept_rows = set(order), dict[object, MemoryRow]()
     # A plan may be another one at the same budget.
-    labels = {(entry.name, entry.budget): entry.label for entry in measured.entries}
+    labels = {(method.name, method.budget): method.label for method in measured.methods}
     for path in (file, *asides(file)):
         header, rows = MEMORY.unfinished(path) or (None, [])
         if header is None or not header.measures_as(measured.header):
             continue
         for row in rows:
-            if key_of(row) in wanted and labels[row.contender, row.budget] == row.label:
-                kept.setdefault(key_of(row), row)
-    found = MEMORY.unfinished(file)
-    if file.exists() and (found is None or found[0] != measured.header):
+            if key_of(row) in wanted and labels[row.method, row.budget] == row.label:
+                kept_rows.setdefault(key_of(row), row)
+    former = MEMORY.unfinished(file)
+    if file.exists() and (former is None or former[0] != measured.header):
         watch.begin(f"What was measured before is now in {set_aside(file)}: it is another audit's.")
-    if kept:
-        watch.begin(f"{len(kept):,} of {len(order):,} figures were measured before and are kept.")
-    return [kept[key] for key in order if key in kept]
+    if kept_rows:
+        watch.begin(f"{len(kept_rows):,} of {len(order):,} figures were measured before and are kept.")
+    return [kept_rows[key] for key in order if key in kept_rows]
 
 
 def _print(console: Console, summary: MemorySummary) -> None:
-    """What is lost, then the figures budget by budget."""
+    """What is lost, then the figures length by length and budget by budget."""
     first = lost(summary)
     console.print(f"[bold]{escape(first.heading)}[/bold] {escape(first.text)}", highlight=False)
-    for budget in summary.budgets:
-        console.print(f"[bold]At the bytes of {budget:,} keys:[/bold]", highlight=False)
-        print_table(console, table_at(summary, budget))
+    for length, budget in summary.settings:
+        console.print(f"[bold]{length:,} tokens within the bytes of {budget:,} keys:[/bold]", highlight=False)
+        print_table(console, table_at(summary, length, budget))
     for point in conclusions(summary):
         console.print(f"[bold]{escape(point.heading)}.[/bold] {escape(point.text)}", highlight=False)
 

@@ -22,7 +22,7 @@ from linattn_lab.report.charts import Chart
 from linattn_lab.report.claims.figures import alternative, claim_chart
 from linattn_lab.report.claims.summary import SOURCES, ClaimsSummary, summarise_claims
 from linattn_lab.report.memory import words
-from linattn_lab.report.memory.figures import kl_by_bytes, kl_by_position
+from linattn_lab.report.memory.figures import kl_by_bytes
 from linattn_lab.report.memory.summary import MemorySummary, summarise_memory
 from linattn_lab.report.twin import VERSION, Twin
 
@@ -40,7 +40,7 @@ class Report:
         audit: how wrong the maps are on a model's heads.
         claims: what was said of linear attention, and what holds.
         bench: how fast it is.
-        memory: what a language model loses by a constant memory.
+        memory: what a language model loses by a bounded KV cache.
         unread: files that could not be read, with what is wrong with them.
     """
 
@@ -113,7 +113,7 @@ def _write(report: Report, sections: Sequence[Section], path: Path) -> None:
 
 
 def _answers(report: Report) -> tuple[Point, ...]:
-    """What a reader asks first; what a constant memory loses comes before all else."""
+    """What a reader asks first; what a bounded KV cache loses comes before all else."""
     first = () if report.memory is None else (words.lost(report.memory),)
     return (*first, *answers(report.audit, report.claims, report.bench))
 
@@ -160,15 +160,16 @@ def _draw_bench(summary: BenchSummary) -> Section:
 
 
 def _draw_memory(summary: MemorySummary) -> Section:
-    """The charts of an audit of a constant memory, and what its section names."""
-    budget = summary.budgets[0] if summary.budgets else 0
+    """The chart of an audit of a bounded KV cache, and what its section names."""
+    length = summary.lines[-1].num_tokens
     values = {
         "memory_lost": words.lost(summary),
         "memory_points": words.conclusions(summary),
-        "memory_tables": {one: words.table_at(summary, one) for one in summary.budgets},
-        "memory_budget": budget,
+        "memory_setting": words.setting_words(summary),
+        "memory_tables": {setting: words.table_at(summary, *setting) for setting in summary.settings},
+        "memory_length": length,
     }
-    return Section({"kl-by-bytes": kl_by_bytes(summary), "kl-by-position": kl_by_position(summary, budget)}, values)
+    return Section({"kl-by-bytes": kl_by_bytes(summary, length)}, values)
 
 
 def _read(

@@ -26,7 +26,7 @@ class Twin:
         audit: how wrong methods are on a model's heads; null where audit.jsonl is not there, as the next three.
         claims: what was said of linear attention, and what holds.
         bench: how fast it is.
-        memory: what a language model loses by a constant memory.
+        memory: what a language model loses by a bounded KV cache.
         unread: files that could not be read, with what is wrong with them.
     """
 

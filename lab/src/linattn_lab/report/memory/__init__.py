@@ -1,1 +1,1 @@
-"""An audit of a constant memory: its rows summed up, put into words, tables and charts."""
+"""An audit of a bounded KV cache: its rows summed up, put into words, tables and charts."""

@@ -1,59 +1,34 @@
-"""Charts of an audit of a constant memory: KL against bytes, and along a passage."""
+"""A chart of an audit of a bounded KV cache: KL against bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linattn_lab.constant_memory.records import EXACT, UNIFORM
+from linattn_lab.kv_audit.methods import UNIFORM
 from linattn_lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, baseline, drawable
-from linattn_lab.report.memory.summary import MemorySummary
+from linattn_lab.report.memory.summary import MemoryLine, MemorySummary
 
 
-def kl_by_bytes(summary: MemorySummary) -> Chart:
-    """KL divergence against the bytes kept, one curve per contender; the dotted line is averaging the values."""
-    curves = []
-    for place, name in enumerate(_names(summary)):
-        lines = [line for line in summary.lines if line.contender == name and line.passages]
-        lines.sort(key=lambda line: line.num_bytes)
-        points = [(line.num_bytes, line.kl) for line in lines]
-        curves.append(_curve(place, name, points, [f"{x:,} bytes" for x, _ in points]))
-    uniform = summary.line(UNIFORM)
-    ends = [line.num_bytes for line in summary.lines if line.budget and line.passages]
-    if uniform is not None and uniform.passages and ends:
-        curves.append(baseline("averaging the values", [min(ends), max(ends)], [uniform.kl] * 2, "dot"))
-    return _chart(curves, "bytes kept in all global layers")
+def kl_by_bytes(summary: MemorySummary, num_tokens: int) -> Chart:
+    """KL divergence against the bytes kept, one curve per method; the dotted line is uniform attention."""
+    lines = [line for line in summary.lines if line.num_tokens == num_tokens and line.budget]
+    names = dict.fromkeys(line.method for line in lines)
+    curves = [_curve(place, name, [x for x in lines if x.method == name]) for place, name in enumerate(names)]
+    uniform = next((line for line in summary.without_budget(num_tokens) if line.method == UNIFORM), None)
+    ends = [line.num_bytes for line in lines]
+    if uniform is not None and ends:
+        curves.append(baseline(UNIFORM, [min(ends), max(ends)], [uniform.kl] * 2, "dot"))
+    kl = Axis("KL from the full cache, nats", is_logarithmic=True)
+    return Chart(tuple(curves), Axis("bytes kept in all bounded layers", is_logarithmic=True), kl, height=440)
 
 
-def kl_by_position(summary: MemorySummary, budget: int) -> Chart:
-    """KL divergence along a passage at one budget, one curve per contender."""
-    curves = []
-    for place, name in enumerate(_names(summary)):
-        line = summary.line(name, budget)
-        if line is not None and line.passages:
-            points = list(zip(summary.header.ends, line.kl_by_position, strict=True))
-            curves.append(_curve(place, name, points, [f"up to {end:,}" for end, _ in points]))
-    return _chart(curves, "position in the passage, tokens")
-
-
-def _names(summary: MemorySummary) -> list[str]:
-    """Contenders in order, baselines left out."""
-    found = (line.contender for line in summary.lines if line.contender not in (EXACT, UNIFORM))
-    return list(dict.fromkeys(found))
-
-
-def _curve(place: int, name: str, points: Sequence[tuple[int, float]], where: Sequence[str]) -> Curve:
-    """One contender; where nothing is lost the point lies below any logarithmic axis."""
+def _curve(place: int, name: str, lines: Sequence[MemoryLine]) -> Curve:
+    """One method; where nothing is lost the point lies below any logarithmic axis."""
     return Curve(
         name,
-        tuple(x for x, _ in points),
-        tuple(drawable(y, is_logarithmic=True) for _, y in points),
-        tuple(f"{name}, {words}: {y:.4f}" for (_, y), words in zip(points, where, strict=True)),
+        tuple(line.num_bytes for line in lines),
+        tuple(drawable(line.kl, is_logarithmic=True) for line in lines),
+        tuple(f"{name}, {line.num_bytes:,} bytes: {line.kl:.4f}" for line in lines),
         place % NUM_COLOURS,
         "solid" if place < NUM_COLOURS else "dot",
     )
-
-
-def _chart(curves: Sequence[Curve], title: str) -> Chart:
-    """Logarithmic axes."""
-    kl = Axis("KL from the exact model, nats", is_logarithmic=True)
-    return Chart(tuple(curves), Axis(title, is_logarithmic=True), kl, height=440)

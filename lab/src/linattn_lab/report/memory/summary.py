@@ -1,95 +1,123 @@
-"""What an audit of a constant memory found: one line per contender and budget, means over passages."""
+"""The figures of an audit of a bounded KV cache: a line per length, budget and method, over all passages."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from linattn_lab.constant_memory.records import (
-    EXACT,
-    MEMORY,
-    PLANNED,
-    UNIFORM,
-    MemoryHeader,
-    MemoryRow,
-    PassageRow,
-    RecallRow,
-)
+from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
+from linattn_lab.kv_audit.methods import BOUNDED, FULL, NO_BUDGET
+from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow
+from linattn_lab.kv_audit.tasks import FACTS
 
-SINKS = "sinks + window"
-"""The contender that is the plain one, with all bytes in exact keys."""
+_WITH_BITS = re.compile(r"(sinks \+ window) in ([\d.]+) bits")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over passages.
+
+    Attributes:
+        median: of them.
+        low: the least.
+        high: the largest.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """A contender at a budget.
+    """A method at a length and a budget.
 
     Attributes:
-        contender: its name.
+        num_tokens: of a passage.
+        method: its name.
         label: its written form.
-        budget: in exact keys; 0 for baselines.
-        num_bytes: of all global layers after a passage.
-        kl: KL divergence from the exact model, mean over passages; nan where no passage is measured.
-        perplexity: geometric mean over passages.
-        same: share of tokens with the exact model's likeliest next one.
-        error: relative error of a head's output, mean over heads and passages.
-        kl_by_position: for each stretch.
-        recall: score by task; tasks that are not measured are missing.
+        budget: in exact keys; 0 for none.
         passages: how many are measured.
+        num_bytes: of all bounded layers after a passage.
+        unmerged: share of a passage's tokens that are held one by one.
+        peak_bytes: the largest over passages.
+        prefill_seconds: of a passage.
+        tokens_per_second: of writing after it.
+        kl: KL divergence from the full cache, mean over passages.
+        kl_median: mean over passages of a passage's median.
+        kl_high: the same of its 99 % quantile.
+        kl_largest: the largest on any passage.
+        kl_by_text: mean over the passages of each kind of text.
+        kl_ratio: of the mean KL to the bounded cache's at the same length and budget, paired by passage; null where
+            there is nothing to compare with.
+        perplexity: geometric mean over passages.
+        same: share of predictions with the full cache's likeliest token.
+        parted: tokens of the greedy text before it leaves the full cache's, mean over passages.
+        agreement: share of its tokens that are the full cache's.
+        facts: share of what was told that is right, by depth in per cent.
+        tasks: score by name of RULER's task.
     """
 
-    contender: str
+    num_tokens: int
+    method: str
     label: str
     budget: int
+    passages: int
     num_bytes: int
+    unmerged: float
+    peak_bytes: int
+    prefill_seconds: Spread
+    tokens_per_second: Spread
     kl: float
+    kl_median: float
+    kl_high: float
+    kl_largest: float
+    kl_by_text: dict[str, float]
+    kl_ratio: Ratio | None
     perplexity: float
     same: float
-    error: float
-    kl_by_position: tuple[float, ...]
-    recall: dict[str, float]
-    passages: int
+    parted: float
+    agreement: float
+    facts: dict[str, float]
+    tasks: dict[str, float]
 
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """An audit of a constant memory.
+    """An audit of a bounded KV cache.
 
     Attributes:
         header: the circumstances.
-        lines: baselines first, then by budget, in the order of measurement.
-        num_rows: how many rows there are.
+        lines: by length, then by budget, methods without one first, in the order of measurement.
+        unanswered: by "task at length", the full cache's own score where it is too low for the task to be scored.
     """
 
     header: MemoryHeader
     lines: tuple[MemoryLine, ...]
-    num_rows: int
+    unanswered: dict[str, float]
 
     @property
-    def budgets(self) -> list[int]:
-        """Those of which there is a line, ascending."""
-        return sorted({line.budget for line in self.lines if line.budget})
+    def settings(self) -> list[tuple[int, int]]:
+        """Lengths and budgets of which there is a line, ascending."""
+        return sorted({(line.num_tokens, line.budget) for line in self.lines if line.budget})
 
-    def at(self, budget: int) -> list[MemoryLine]:
-        """The contenders at a budget of which a passage is measured, the least KL first."""
-        found = [line for line in self.lines if line.budget == budget and line.passages]
-        return sorted(found, key=lambda line: line.kl)
+    def at(self, num_tokens: int, budget: int) -> list[MemoryLine]:
+        """The methods at a length and budget, the least KL first, windows in few bits with the best bits alone."""
+        lines = [line for line in self.lines if (line.num_tokens, line.budget) == (num_tokens, budget)]
+        return best_bits(sorted(lines, key=lambda line: line.kl))
 
-    def line(self, contender: str, budget: int = 0) -> MemoryLine | None:
-        """A contender's line at a budget, or a baseline's; None if it is not measured."""
-        found = (line for line in self.lines if (line.contender, line.budget) == (contender, budget))
-        return next(found, None)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the same command would go on."""
-        places = len(self.header.passages) + len(self.header.tasks)
-        left_out = sum(" at " in name for name in self.header.left_out)
-        entries = 2 + len(self.header.kinds) * len(self.header.budgets) - left_out
-        planned = sum(line.contender == PLANNED for line in self.lines)
-        return self.num_rows < places * (entries + planned)
+    def without_budget(self, num_tokens: int) -> list[MemoryLine]:
+        """The full cache, uniform attention and written forms at a length."""
+        return [line for line in self.lines if (line.num_tokens, line.budget) == (num_tokens, NO_BUDGET)]
 
 
 def summarise_memory(path: Path) -> MemorySummary:
@@ -105,36 +133,87 @@ def summarise_memory(path: Path) -> MemorySummary:
         ValueError: if the file is damaged, or holds no figures yet.
     """
     header, rows = MEMORY.so_far(path)
-    if not any(isinstance(row, PassageRow) for row in rows):
+    passages = [row for row in rows if isinstance(row, PassageRow)]
+    if not passages:
         raise ValueError(f"{path} holds no figures yet; run the same command again")
-    places = list(dict.fromkeys((row.contender, row.budget) for row in rows))
-    lines = [_line(header, [row for row in rows if (row.contender, row.budget) == place]) for place in places]
-    lines.sort(key=lambda line: (line.budget, line.contender not in (EXACT, UNIFORM)))
-    return MemorySummary(header, tuple(lines), len(rows))
+    places = dict.fromkeys((row.num_tokens, row.budget, row.method) for row in passages)
+    lines = [_line(place, rows) for place in places]
+    lines.sort(key=lambda line: (line.num_tokens, line.budget))
+    return MemorySummary(header, tuple(lines), _unanswered(rows))
 
 
-def _line(header: MemoryHeader, rows: Sequence[MemoryRow]) -> MemoryLine:
-    """One contender's rows at one budget."""
-    texts = [row for row in rows if isinstance(row, PassageRow)]
-    tasks = {row.task: row.score for row in rows if isinstance(row, RecallRow)}
-    first = rows[0]
-    heads = [error for row in texts for layer in row.errors for error in layer]
-    stretches = range(len(header.ends))
+def best_bits(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
+    """Lines in their order, of windows in different bits only the first."""
+    first: dict[str, MemoryLine] = {}
+    for line in lines:
+        match = _WITH_BITS.fullmatch(line.method)
+        first.setdefault(line.method if match is None else match[1] + " in few bits", line)
+    return list(first.values())
+
+
+def _line(place: tuple[int, int, str], rows: Sequence[MemoryRow]) -> MemoryLine:
+    """One method's rows at one length and budget."""
+    num_tokens, budget, method = place
+    several = [row for row in rows if (row.num_tokens, row.budget, row.method) == place]
+    texts = [row for row in several if isinstance(row, PassageRow)]
+    facts: dict[str, list[float]] = {}
+    tasks: dict[str, list[float]] = {}
+    for row in several:
+        if isinstance(row, TaskRow) and row.task == FACTS:
+            for depth, hit in zip(row.depths, row.hits, strict=True):
+                facts.setdefault(f"{depth:.0%}", []).append(hit)
+        elif isinstance(row, TaskRow):
+            tasks.setdefault(row.task, []).append(row.score)
     return MemoryLine(
-        contender=first.contender,
-        label=first.label,
-        budget=first.budget,
-        num_bytes=texts[0].num_bytes if texts else 0,
+        num_tokens=num_tokens,
+        method=method,
+        label=texts[0].label,
+        budget=budget,
+        passages=len(texts),
+        num_bytes=texts[0].num_bytes,
+        unmerged=texts[0].unmerged,
+        peak_bytes=max(row.peak_bytes for row in texts),
+        prefill_seconds=Spread.of([row.prefill_seconds for row in texts]),
+        tokens_per_second=Spread.of([row.tokens_per_second for row in texts]),
         kl=_mean([row.kl for row in texts]),
+        kl_median=_mean([row.kl_median for row in texts]),
+        kl_high=_mean([row.kl_high for row in texts]),
+        kl_largest=max(row.kl_largest for row in texts),
+        kl_by_text={kind: _mean([row.kl for row in texts if row.text == kind]) for kind in {r.text: 0 for r in texts}},
+        kl_ratio=_ratio(texts, rows),
         perplexity=math.exp(_mean([math.log(row.perplexity) for row in texts])),
         same=_mean([row.same for row in texts]),
-        error=_mean(heads),
-        kl_by_position=tuple(_mean([row.kl_by_position[place] for row in texts]) for place in stretches),
-        recall=tasks,
-        passages=len(texts),
+        parted=_mean([row.parted for row in texts]),
+        agreement=_mean([row.agreement for row in texts]),
+        facts={depth: _mean(hits) for depth, hits in facts.items()},
+        tasks={name: _mean(scores) for name, scores in tasks.items()},
     )
 
 
+def _ratio(texts: Sequence[PassageRow], rows: Sequence[MemoryRow]) -> Ratio | None:
+    """KL over the bounded cache's on the passages that both have."""
+    places = {(row.text, row.passage): row.kl for row in texts}
+    others = {
+        (row.text, row.passage): row.kl
+        for row in rows
+        if isinstance(row, PassageRow)
+        and (row.method, row.num_tokens, row.budget) == (BOUNDED, texts[0].num_tokens, texts[0].budget)
+    }
+    both = [place for place in places if place in others]
+    return paired_ratio([places[place] for place in both], [others[place] for place in both])
+
+
+def _unanswered(rows: Sequence[MemoryRow]) -> dict[str, float]:
+    """Tasks that no other method has a row of, and the full cache's score."""
+    tasks = [row for row in rows if isinstance(row, TaskRow)]
+    scored = {(row.task, row.num_tokens) for row in tasks if row.method != FULL}
+    alone: dict[str, list[float]] = {}
+    for row in tasks:
+        if (row.task, row.num_tokens) not in scored:
+            alone.setdefault(f"{row.task} at {row.num_tokens:,}", []).append(row.score)
+    return {place: _mean(scores) for place, scores in alone.items()}
+
+
 def _mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; nan of none."""
-    return sum(values) / len(values) if values else math.nan
+    """Arithmetic mean of at least one value."""
+    return sum(values) / len(values)

@@ -1,21 +1,21 @@
-"""An audit of a constant memory in words and tables."""
+"""An audit of a bounded KV cache in words and tables."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 from linattn.records.tables import Table
-from linattn_lab.constant_memory.records import EXACT, PLANNED, UNIFORM
+from linattn_lab.kv_audit.intervals import Ratio
+from linattn_lab.kv_audit.methods import BOUNDED, FULL
 from linattn_lab.report._text import Point, number
-from linattn_lab.report.memory.summary import SINKS, MemoryLine, MemorySummary
+from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, Spread
 
-_OFF = "far part off"
-_MERGED = "merged keys"
+_COLUMNS = (
+    *("method", "unmerged", "MB", "peak MB", "KL", "median", "99 %", "largest", "÷ bounded cache", "same token"),
+    *("perplexity", "tokens alike", "prefill s", "tokens/s"),
+)
 
 
 def lost(summary: MemorySummary) -> Point:
-    """What a constant memory cannot do: recall per task at the smallest budget, beside the exact model's.
+    """Facts that are retrieved at the smallest budget and longest text, beside the full cache's.
 
     Args:
         summary: of an audit.
@@ -23,101 +23,136 @@ def lost(summary: MemorySummary) -> Point:
     Returns:
         A remark for the first screen.
     """
-    heading = "What does a constant memory lose?"
-    exact, budgets = summary.line(EXACT), summary.budgets
-    parts = []
-    for task in summary.header.tasks if exact is not None and budgets else []:
-        lines = [line for line in summary.lines if line.budget == budgets[0] and task in line.recall]
-        if not lines or exact is None or task not in exact.recall:
-            continue
-        best = max(lines, key=lambda line: line.recall[task])
-        plain = summary.line(SINKS, budgets[0])
-        beside = "" if plain is None or task not in plain.recall else f", {SINKS} {plain.recall[task]:.0%}"
-        parts.append(
-            f"{task}: exact {exact.recall[task]:.0%}, best of all {best.recall[task]:.0%} ({best.contender}){beside}"
-        )
-    if not parts:
-        return Point(heading, "Recall is not measured: the texts are too short, or the audit is not finished.")
-    text = f"Recall of what was said before, at the bytes of {budgets[0]:,} keys: {'; '.join(parts)}."
-    return Point(heading, text)
+    heading = "What does a bounded KV cache lose?"
+    length, budget = _hardest(summary)
+    full = next((line for line in summary.without_budget(length) if line.method == FULL and line.facts), None)
+    lines = [line for line in summary.at(length, budget) if line.facts]
+    if full is None or not lines:
+        return Point(heading, "Retrieval is not measured: the texts are too short, or the audit is not finished.")
+    parts = [f"{line.method} {_by_depth(line)}" for line in (full, *lines)]
+    return Point(
+        heading,
+        f"Of facts told once in {length:,} tokens at depths of {', '.join(full.facts)}, within the bytes of "
+        f"{budget:,} keys: {'; '.join(parts)}.",
+    )
 
 
 def conclusions(summary: MemorySummary) -> list[Point]:
-    """Budget by budget: which contender is nearest to the exact model, and what both controls say of merged keys.
+    """Setting by setting: which method is nearest to the full cache, and how far the bounded cache is from it.
 
     Args:
         summary: of an audit.
 
     Returns:
-        A remark per budget.
+        A remark for each length and budget.
     """
     points = []
-    for budget in summary.budgets:
-        lines = summary.at(budget)
-        if not lines:
-            continue
-        best, plain = lines[0], summary.line(SINKS, budget)
-        text = f"Least KL {number(best.kl, 3)}: {best.contender} ({best.label})."
-        if plain is not None and plain.passages and plain is not best:
-            text += f" {SINKS} has {number(plain.kl, 3)}."
-        text += _controls(summary, lines, budget)
-        planned = summary.line(PLANNED, budget)
-        if planned is not None and planned.passages:
-            text += f" The plan ({planned.label}) has {number(planned.kl, 3)}."
-        points.append(Point(f"At the bytes of {budget:,} keys", text))
+    for length, budget in summary.settings:
+        lines = summary.at(length, budget)
+        text = f"Least KL {nats(lines[0].kl)}: {lines[0].method} ({lines[0].label})."
+        for line in lines[1:]:
+            ratio = "" if line.kl_ratio is None or line.method == BOUNDED else f", {ratio_words(line.kl_ratio)}"
+            text += f" {line.method} ({line.label}) {nats(line.kl)}{ratio}."
+        points.append(Point(f"{length:,} tokens within the bytes of {budget:,} keys", text))
     return points
 
 
-def table_at(summary: MemorySummary, budget: int) -> Table:
-    """All contenders at a budget, the least KL first, after both baselines.
+def table_at(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
+    """A method a row, the baselines first and then the least KL.
 
     Args:
         summary: of an audit.
-        budget: one of its own.
+        num_tokens: one of its lengths.
+        budget: one of its budgets.
 
     Returns:
         A table.
     """
-    baselines = [line for line in (summary.line(EXACT), summary.line(UNIFORM)) if line is not None]
-    only_recall = [line for line in summary.lines if line.budget == budget and not line.passages]
-    lines = [*baselines, *summary.at(budget), *only_recall]
-    columns = ("contender", "sizes", "bytes", "KL", "perplexity", "same token", "error", *summary.header.tasks)
-    return Table(columns, tuple(_row(summary, line) for line in lines), baselines=len(baselines))
+    baselines = summary.without_budget(num_tokens)
+    within = summary.at(num_tokens, budget)
+    lines = [*baselines, *within]
+    # What the full cache alone has is not scored.
+    depths = list(dict.fromkeys(depth for line in within for depth in line.facts))
+    tasks = list(dict.fromkeys(name for line in within for name in line.tasks))
+    columns = (*_COLUMNS, *(f"facts at {depth}" for depth in depths), *tasks)
+    return Table(columns, tuple(_row(line, depths, tasks) for line in lines), baselines=len(baselines))
 
 
-def _row(summary: MemorySummary, line: MemoryLine) -> tuple[str, ...]:
+def setting_words(summary: MemorySummary) -> str:
+    """What the columns of the tables say, in a few sentences."""
+    header = summary.header
+    words = (
+        f"{header.model} in {header.dtype}, layers {', '.join(map(str, header.layers))} of width {header.head_dim}, "
+        f"{_count(header.num_threads, 'thread')} of {header.processor}; "
+        f"{_count(header.num_passages, 'passage')} each of "
+        f"{', '.join(f'{kind} ({source})' for kind, source in header.texts.items())}, read in chunks of "
+        f"{header.chunk} tokens. Budgets are the bytes of so many exact keys and values, per layer and key/value head, "
+        "everything counted. Unmerged: share of the text's tokens that the cache holds one by one. KL in nats of the "
+        f"last {header.num_measured} predictions from the full cache's, which itself is read again in chunks of "
+        "another length as a control; ÷ bounded cache: the ratio of KL to the default's in the geometric mean over "
+        "passages, with a 95 % bootstrap interval. Tokens alike: of the greedy text before it leaves the full "
+        f"cache's, of {header.num_written}. Peak: bytes kept, and the most that one more chunk allocates. Times: "
+        "medians over passages, and their range."
+    )
+    for place, score in summary.unanswered.items():
+        words += f" {place} tokens is not scored: the full cache itself has {score:.0%}."
+    return words
+
+
+def _count(number: int, noun: str) -> str:
+    """A number of things."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def nats(kl: float) -> str:
+    """Four decimals, or where these are next to nothing two digits."""
+    return f"{kl:.4f}" if kl == 0 or kl >= 1e-3 else f"{kl:.2g}"
+
+
+def ratio_words(ratio: Ratio) -> str:
+    """A ratio with its interval.
+
+    Example:
+        >>> ratio_words(Ratio(2.0, 1.5, 2.5))
+        '2.00 × (1.50 to 2.50)'
+    """
+    return f"{ratio.mean:.2f} × ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _row(line: MemoryLine, depths: list[str], tasks: list[str]) -> tuple[str, ...]:
     """One line's figures."""
-    recall = (line.recall.get(task, math.nan) for task in summary.header.tasks)
     return (
-        line.contender,
-        line.label,
-        f"{line.num_bytes:,}",
-        number(line.kl, 3),
+        line.method if line.label == line.method else f"{line.method}: {line.label}",
+        f"{line.unmerged:.0%}",
+        f"{line.num_bytes / 1e6:.2f}",
+        f"{line.peak_bytes / 1e6:.1f}",
+        *map(nats, (line.kl, line.kl_median, line.kl_high, line.kl_largest)),
+        "–" if line.kl_ratio is None or line.method == BOUNDED else ratio_words(line.kl_ratio),
+        f"{line.same:.1%}",
         number(line.perplexity),
-        _share(line.same),
-        number(line.error, 3),
-        *(_share(score) for score in recall),
+        f"{line.parted:.0f}",
+        _spread(line.prefill_seconds),
+        _spread(line.tokens_per_second),
+        *(_share(line.facts, depth) for depth in depths),
+        *(_share(line.tasks, name) for name in tasks),
     )
 
 
-def verdict(merged: float, plain: float, off: float) -> str:
-    """Whether a far part is worth its bytes, given its KL, that of these bytes in exact keys, and that without it."""
-    return "worth their bytes" if merged < min(plain, off) else "not worth their bytes"
+def _hardest(summary: MemorySummary) -> tuple[int, int]:
+    """The longest text and the smallest budget of it."""
+    return min(summary.settings, key=lambda setting: (-setting[0], setting[1]), default=(0, 0))
 
 
-def _controls(summary: MemorySummary, lines: Sequence[MemoryLine], budget: int) -> str:
-    """Whether merged keys beat their bytes in exact keys, and nothing at all."""
-    merged = next((line for line in lines if line.contender.startswith(_MERGED)), None)
-    plain, off = summary.line(SINKS, budget), summary.line(_OFF, budget)
-    if merged is None or plain is None or off is None or not (plain.passages and off.passages):
-        return ""
-    found = verdict(merged.kl, plain.kl, off.kl)
-    return (
-        f" Merged keys ({merged.label}) are {found}: KL {number(merged.kl, 3)}, with these bytes in exact keys "
-        f"{number(plain.kl, 3)}, with the far part off {number(off.kl, 3)}."
-    )
+def _by_depth(line: MemoryLine) -> str:
+    """Retrieved facts depth by depth."""
+    return ", ".join(f"{share:.0%}" for share in line.facts.values())
 
 
-def _share(value: float) -> str:
+def _spread(spread: Spread) -> str:
+    """A median and the range."""
+    return f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
+
+
+def _share(shares: dict[str, float], name: str) -> str:
     """Per cent; a dash for what is not measured."""
-    return "–" if math.isnan(value) else f"{value:.0%}"
+    return f"{shares[name]:.0%}" if name in shares else "–"

@@ -1,0 +1,291 @@
+"""The audit of a bounded KV cache: every method at every budget, on passages and on retrieval tasks.
+
+Each text is read in chunks through the method's cache, as a long prompt is, and the predictions after its last tokens
+are compared with those of the full cache on the same text. Nothing is fitted beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linattn.hf import BoundedCache, LoadedModel
+from linattn.kv_cache import MergedKV
+from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan
+from linattn.records.texts import Text
+from linattn_lab.circumstances import processor, versions
+from linattn_lab.kv_audit.methods import DEFAULT_KINDS, FULL, PLANNED, Bounded, Method, methods
+from linattn_lab.kv_audit.passage_figures import MOST_MEASURED, NUM_WRITTEN, Passage, most_tokens
+from linattn_lab.kv_audit.passages import TokenText
+from linattn_lab.kv_audit.reading import read, write
+from linattn_lab.kv_audit.records import Key, MemoryHeader, MemoryRow, PassageRow, TaskRow, key_of
+from linattn_lab.kv_audit.ruler import ENOUGH
+from linattn_lab.kv_audit.tasks import FACTS, TASKS, Tasks
+from linattn_lab.pace import Silent, Watch
+from linattn_lab.rounds import Unit, in_rounds
+
+_SILENT = Silent()
+_FEWEST, _LENGTH = 64, 4096
+# Tokens of the text from which the time of an audit is told.
+_TRIED = 128
+
+
+class MemoryAudit:
+    """A causal language model and texts, ready to be measured.
+
+    Attributes:
+        header: the circumstances, complete before anything is measured.
+        methods: what is measured, the full cache first.
+    """
+
+    header: MemoryHeader
+    methods: list[Method]
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        texts: Mapping[str, Text],
+        budgets: Sequence[int],
+        *,
+        lengths: Sequence[int] | None = None,
+        num_passages: int = 1,
+        kinds: Sequence[str] | None = None,
+        tasks: Sequence[str] = (FACTS,),
+        num_samples: int = 1,
+        num_facts: int = 6,
+        chunk: int = 512,
+        calibration: Text | None = None,
+    ) -> None:
+        """Find the layers, the passages and the tasks; nothing is measured yet.
+
+        Cost: a few short forward passes.
+
+        Args:
+            loaded: a causal language model with its head.
+            texts: by kind; the first is also what stands between facts.
+            budgets: in exact keys and values in the model's dtype, per key/value head of a layer.
+            lengths: tokens of passages and tasks; None for 4,096, or as many as the model takes.
+            num_passages: of each text and length, evenly spaced in the text.
+            kinds: names among `KINDS`, or written forms; None for `DEFAULT_KINDS`.
+            tasks: names among `TASKS`.
+            num_samples: texts of each task and length.
+            num_facts: facts that are told at each depth.
+            chunk: tokens of a forward pass.
+            calibration: the text that plans will be made on, for the header; None for no plans.
+
+        Raises:
+            ValueError: if the model is no language model, a text too short, or a number or a name senseless.
+        """
+        _check(loaded, tasks, num_passages=num_passages, num_samples=num_samples, num_facts=num_facts, chunk=chunk)
+        lengths = _lengths(loaded, lengths)
+        self._loaded, self._bounded = loaded, Bounded.of(loaded.model)
+        probe = BoundedCache(loaded.model, config=MergedKV(window=1, num_merged=1, bits=None)).report
+        self._full = [layer for layer in probe if layer.config is not None]
+        self._texts = {kind: TokenText.of(loaded, text) for kind, text in texts.items()}
+        self._places = [
+            (kind, number, length, start)
+            for length in lengths
+            for kind, text in self._texts.items()
+            for number, start in enumerate(text.starts(length, num_passages))
+        ]
+        self.methods, left_out = methods(budgets, tuple(kinds or DEFAULT_KINDS), self._bounded.sizes)
+        self._tasks = Tasks(loaded, next(iter(self._texts.values())), num_samples, num_facts, chunk)
+        self._asked, without_room = self._with_room(tasks, lengths)
+        self.header = MemoryHeader(
+            **_circumstances(loaded, self._bounded, texts),
+            lengths=list(lengths),
+            num_passages=num_passages,
+            num_measured=MOST_MEASURED,
+            chunk=chunk,
+            num_written=NUM_WRITTEN,
+            tasks=list(tasks),
+            num_samples=num_samples,
+            num_facts=num_facts,
+            budgets=list(budgets),
+            kinds=list(kinds or DEFAULT_KINDS),
+            left_out=left_out | without_room,
+            calibration=None if calibration is None else calibration.source,
+        )
+
+    @property
+    def bounded(self) -> Bounded:
+        """The layers that are bounded."""
+        return self._bounded
+
+    def take(self, plan: MemoryPlan, file: Path) -> None:
+        """Measure a plan of a file too, after all other methods; not one of plain windows, which no cache takes."""
+        if PLAIN in plan.choices:
+            return
+        self.methods.append(Method(PLANNED, plan.label, plan.budget, plan=file))
+
+    def wanted(self) -> list[Key]:
+        """What is measured of what, in order."""
+        places = [(kind, number, length) for kind, number, length, _ in self._places]
+        keys = [(*place, method.name, method.budget) for place in places for method in self.methods]
+        return keys + [(*place, method.name, method.budget) for place, method in self._questions()]
+
+    def work(self, key: Key) -> float:
+        """Seconds that a figure takes on this machine, estimated from a short text."""
+        name, _, num_tokens, _, _ = key
+        per_token, per_step = self._seconds
+        writes = NUM_WRITTEN if name in self._texts else 0 if name == FACTS else 64
+        return (num_tokens + self.header.chunk) * per_token + writes * per_step
+
+    def rows(self, earlier: Sequence[MemoryRow] = (), watch: Watch = _SILENT) -> Iterator[MemoryRow]:
+        """Measure passage by passage, then task by task, the full cache first.
+
+        Cost: for each passage a pass of the full cache, and for each method a pass and 64 steps; for each task and
+        method a pass and the steps of its answer. A task that the full cache does not answer is not measured further.
+
+        Args:
+            earlier: rows of an earlier run, which are not measured again.
+            watch: told what begins, and of each row.
+
+        Returns:
+            An iterator that measures as it goes.
+        """
+        scores = {key_of(row): row.score for row in earlier if isinstance(row, TaskRow)}
+        yield from in_rounds(self._units(set(map(key_of, earlier)), scores, watch), watch)
+
+    @property
+    def _seconds(self) -> tuple[float, float]:
+        """Seconds of a token of a prompt, and of a step."""
+        if not hasattr(self, "_measured_seconds"):
+            kind, _, length, start = self._places[0]
+            tokens, model = self._texts[kind].passage(start, min(length, _TRIED)), self._loaded.model
+            memory = self.methods[0].cache(model)
+            read(model, tokens, memory, last=1, chunk=self.header.chunk)
+            begin = time.perf_counter()
+            reading = read(model, tokens, memory, last=1, chunk=self.header.chunk)
+            steps = write(model, reading.logs[-1], memory, 5).seconds / 4
+            self._measured_seconds = ((time.perf_counter() - begin) / tokens.shape[1], steps)
+        return self._measured_seconds
+
+    def _units(self, done: set[Key], scores: dict[Key, float], watch: Watch) -> Iterator[Unit[MemoryRow]]:
+        """Every row that is not done; passages one at a time, since times are taken."""
+        for kind, number, length, start in self._places:
+            passage = Passage(self._loaded.model, self._texts[kind].passage(start, length), self.header.chunk)
+            for method in self.methods:
+                key = (kind, number, length, method.name, method.budget)
+                if key not in done:
+                    words = f"{method.label}{_at(method.budget)}, {kind} {number + 1}, {length:,} tokens"
+                    measure = partial(self._passage_row, passage, (kind, number), method)
+                    yield Unit(words, "", self.work(key), measure, is_alone=True)
+        for place, method in self._questions():
+            key = (*place, method.name, method.budget)
+            if key in done:
+                continue
+            is_full = method.name == FULL
+            if not is_full and not self._is_answered(place, scores):
+                watch.advance(self.work(key))
+                continue
+            words = f"{method.label}{_at(method.budget)}, {place[0]} {place[1] + 1}, {place[2]:,} tokens"
+            answer, take = partial(self._task_row, place, method), partial(_noted, scores)
+            yield Unit(words, "", self.work(key), answer, take, is_alone=is_full)
+
+    def _questions(self) -> Iterator[tuple[tuple[str, int, int], Method]]:
+        """Every text of a task and method: all that the full cache answers, then the others."""
+        full, *others = self.methods
+        for task, length in self._asked:
+            places = [(task, sample, length) for sample in range(self.header.num_samples)]
+            yield from ((place, full) for place in places)
+            yield from ((place, method) for place in places for method in others)
+
+    def _is_answered(self, place: tuple[str, int, int], scores: Mapping[Key, float]) -> bool:
+        """Whether the full cache answers a task, in the mean over its samples."""
+        task, _, length = place
+        found = [score for key, score in scores.items() if (key[0], key[2], key[3]) == (task, length, FULL)]
+        return sum(found) / len(found) >= ENOUGH
+
+    def _passage_row(self, passage: Passage, place: tuple[str, int], method: Method) -> list[PassageRow]:
+        """One method's figures on a passage."""
+        figures = passage.figures(method, self._full)
+        return [PassageRow(*place, passage.num_tokens, method.name, method.label, method.budget, **figures)]
+
+    def _task_row(self, place: tuple[str, int, int], method: Method) -> list[TaskRow]:
+        """One method's answers to a task."""
+        task, sample, length = place
+        model = self._loaded.model
+        with method.attending(model, self._bounded.names):
+            depths, hits = self._tasks.answer(task, length, sample, method.cache(model))
+        return [TaskRow(task, sample, length, method.name, method.label, method.budget, depths, hits)]
+
+    def _with_room(self, tasks: Iterable[str], lengths: Sequence[int]) -> tuple[list[tuple[str, int]], dict[str, str]]:
+        """Tasks and lengths, task by task, and why some are left out."""
+        asked: list[tuple[str, int]] = []
+        left_out: dict[str, str] = {}
+        for task in tasks:
+            for length in lengths:
+                try:
+                    self._tasks.check(task, length)
+                except ValueError as error:
+                    left_out[f"{task} at {length}"] = str(error)
+                else:
+                    asked.append((task, length))
+        return asked, left_out
+
+
+def _circumstances(loaded: LoadedModel, bounded: Bounded, texts: Mapping[str, Text]) -> dict[str, Any]:
+    """What figures depend on beside what is asked for."""
+    return {
+        "versions": versions("linattn", "torch", "transformers"),
+        "processor": processor(),
+        "num_threads": torch.get_num_threads(),
+        "model": loaded.name,
+        "architecture": type(loaded.model).__name__,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "layers": list(bounded.numbers),
+        "num_exact": bounded.num_exact,
+        "num_heads": bounded.num_heads,
+        "num_key_heads": bounded.num_key_heads,
+        "head_dim": bounded.sizes.head_dim,
+        "value_dim": bounded.sizes.value_dim,
+        "number_bytes": bounded.sizes.number_bytes,
+        "texts": {kind: text.source for kind, text in texts.items()},
+        "texts_sha256": {kind: text.sha256 for kind, text in texts.items()},
+    }
+
+
+def _check(loaded: LoadedModel, tasks: Sequence[str], **numbers: int) -> None:
+    """Refuse models without predictions, and numbers and names that mean nothing."""
+    if not loaded.model.can_generate():
+        raise ValueError(f"{loaded.name} is a {type(loaded.model).__name__}; --budget is for causal language models")
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown:
+        raise ValueError(f"tasks must be among {', '.join(TASKS)}; got {', '.join(unknown)}")
+
+
+def _lengths(loaded: LoadedModel, lengths: Sequence[int] | None) -> Sequence[int]:
+    """Lengths that are asked for, or 4,096 tokens where the model takes as many; ValueError for others."""
+    most = most_tokens(loaded.model)
+    if lengths is None:
+        return (min(_LENGTH, most),)
+    for num_tokens in lengths:
+        if num_tokens < _FEWEST:
+            raise ValueError(f"num_tokens must be at least {_FEWEST}, got {num_tokens}")
+        if num_tokens > most:
+            raise ValueError(
+                f"num_tokens must be at most {most:,}, so that what is written after them has positions of "
+                f"{loaded.name}; got {num_tokens:,}"
+            )
+    return lengths
+
+
+def _noted(scores: dict[Key, float], rows: Iterable[TaskRow]) -> Iterator[MemoryRow]:
+    """Rows, their scores taken down."""
+    for row in rows:
+        scores[key_of(row)] = row.score
+        yield row
+
+
+def _at(budget: int) -> str:
+    """A budget in words."""
+    return f" at {budget:,} keys" if budget else ""

@@ -1,0 +1,258 @@
+"""Methods that keep a language model's keys and values: the full cache, and bounded ones by their written form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from linattn.hf import (
+    AttentionCall,
+    BoundedCache,
+    BoundedLayerReport,
+    Cache,
+    PreTrainedModel,
+    intercept,
+    new_cache,
+)
+from linattn.hf.linearization import choose_layers
+from linattn.kv_cache import MergedKV
+from linattn.kv_cache.budget import Sizes, kept_bytes, within_budget
+from linattn.kv_cache.config import BITS
+
+FULL, UNIFORM, BOUNDED, PLANNED = "full cache", "uniform attention", "bounded cache", "planned"
+NO_BUDGET = 0
+"""The budget of methods that have none: baselines, and written forms, whose sizes are their own."""
+
+WINDOW = "sinks + window"
+"""The rival of all: sinks and the latest tokens exact, or but the very latest in few bits; the oldest are evicted."""
+
+_ANY_LENGTH = 2**62
+# Exact tokens before those in few bits, beside a block of as many: at most, and as a part of the budget.
+_MOST_LATEST, _PART = 32, 16
+
+Maker = Callable[[int, Sizes], MergedKV]
+"""Makes the largest configuration of a kind in the bytes of a number of exact keys of a layer's sizes."""
+
+
+def exact_window(budget: int, sizes: Sizes) -> MergedKV:
+    """Sinks and the most exact tokens; before these a single one in 8 bits, since tiers alone may have none merged."""
+    return largest(lambda size: MergedKV(size, num_merged=0, coded=((1, 8),)), budget, sizes)
+
+
+def coded_window(budget: int, sizes: Sizes, bits: float) -> MergedKV:
+    """Sinks, the latest tokens exact, and the most before them in few bits."""
+    return largest(lambda size: MergedKV(_latest(budget), num_merged=0, coded=((size, bits),)), budget, sizes)
+
+
+def merged_keys(budget: int, sizes: Sizes) -> MergedKV:
+    """Sinks, the latest tokens exact, and the most merged keys in 4 bits; no tiers."""
+    return largest(lambda size: MergedKV(_latest(budget), size, bits=4), budget, sizes)
+
+
+WINDOWS_IN_BITS: dict[str, Maker] = {f"{WINDOW} in {bits:g} bits": partial(coded_window, bits=bits) for bits in BITS}
+KINDS: dict[str, Maker] = {
+    BOUNDED: within_budget,
+    "bounded cache, far": partial(within_budget, recall="far"),
+    "merged keys": merged_keys,
+    WINDOW: exact_window,
+    **WINDOWS_IN_BITS,
+}
+"""By name, what can be measured at each budget; the first is what `BoundedCache` takes by default."""
+
+DEFAULT_KINDS = tuple(kind for kind in KINDS if ".5" not in kind)
+"""Names of what is measured where nothing is said: of windows in few bits those in whole bits."""
+
+
+class Bounded(NamedTuple):
+    """The layers of a model that a cache bounds.
+
+    Attributes:
+        numbers: of their attention modules.
+        names: of these modules.
+        num_exact: layers that keep transformers' own cache, such as those with a sliding window.
+        num_heads: query heads of a layer.
+        num_key_heads: key/value heads of a layer.
+        sizes: of their keys and values.
+    """
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    num_exact: int
+    num_heads: int
+    num_key_heads: int
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Bounded:
+        """Those of a causal model that attend to all tokens; a few short forward passes.
+
+        Raises:
+            ValueError: if there are none, or their keys differ in width.
+        """
+        choose_layers(model)
+        report = BoundedCache(model, config=MergedKV(window=1, num_merged=1, bits=None)).report
+        layers = [layer for layer in report if layer.config is not None]
+        widths = {(layer.sizes, layer.num_key_heads) for layer in layers if layer.sizes is not None}
+        if len(widths) != 1:
+            raise ValueError(f"budgets want layers of one width; these have {widths}: audit another model")
+        ((sizes, heads),) = widths
+        return cls(
+            tuple(layer.layer for layer in layers),
+            tuple(layer.module_name for layer in layers),
+            len(report) - len(layers),
+            heads * sizes.num_groups,
+            heads,
+            sizes,
+        )
+
+
+@dataclass(frozen=True)
+class Method:
+    """What keeps the keys and values.
+
+    Attributes:
+        name: of its kind.
+        label: its written form.
+        budget: in exact keys; 0 for none.
+        config: of every bounded layer; None for baselines and plans.
+        plan: file of a plan; None for others.
+    """
+
+    name: str
+    label: str
+    budget: int = NO_BUDGET
+    config: MergedKV | None = None
+    plan: Path | None = None
+
+    def cache(self, model: PreTrainedModel) -> Cache:
+        """A cache of no tokens yet."""
+        if self.plan is not None:
+            return BoundedCache(model, self.budget, plan=self.plan)
+        return new_cache(model) if self.config is None else BoundedCache(model, config=self.config)
+
+    def attending(self, model: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Within it the model's layers of these names attend as the method does."""
+        return intercept(model, partial(_averaged, frozenset(names))) if self.name == UNIFORM else nullcontext()
+
+
+def methods(budgets: Iterable[int], kinds: Iterable[str], sizes: Sizes) -> tuple[list[Method], dict[str, str]]:
+    """The baselines, and every kind at every budget, in the bytes of so many exact keys, everything counted.
+
+    Args:
+        budgets: in exact keys and values of a key/value head.
+        kinds: names among `KINDS`, or written forms, which are measured once.
+        sizes: of the layers.
+
+    Returns:
+        The methods, and by "name at budget" why others are left out.
+
+    Raises:
+        ValueError: if a budget is below 1, or a kind is neither a name nor a written form.
+
+    Example:
+        >>> several, _ = methods([512], ["sinks + window", "window 64 + merged 128"], Sizes(64, 64))
+        >>> [method.label for method in several]
+        ['all keys, exact', 'mean of all values', 'window 64 + merged 128', 'sinks 4 + window 392 + 1 in 8 bits']
+    """
+    written = {kind: _written_form(kind) for kind in kinds if kind not in KINDS}
+    several = [Method(FULL, "all keys, exact"), Method(UNIFORM, "mean of all values")]
+    several += [Method(config.label, config.label, config=config) for config in written.values()]
+    left_out: dict[str, str] = {}
+    for budget in budgets:
+        if budget < 1:
+            raise ValueError(f"budget must be 1 key or more, got {budget}")
+        for kind in kinds:
+            if kind in written:
+                continue
+            try:
+                config = KINDS[kind](budget, sizes)
+            except ValueError as error:
+                left_out[f"{kind} at {budget}"] = str(error)
+            else:
+                several.append(Method(kind, config.label, budget, config))
+    return several, left_out
+
+
+def largest(make: Callable[[int], MergedKV], budget: int, sizes: Sizes) -> MergedKV:
+    """The largest configuration of one free size in the bytes of a number of exact keys.
+
+    Args:
+        make: a configuration of a size of 1 or more, which keeps more bytes the larger it is.
+        budget: in exact keys.
+        sizes: of the layer.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: if the smallest one keeps more.
+
+    Example:
+        >>> largest(lambda size: MergedKV(64, size, bits=None), 512, Sizes(64, 64)).label
+        'sinks 4 + window 64 + merged 368'
+    """
+    room = budget * sizes.key_bytes
+
+    def fits(size: int) -> bool:
+        """Whether a size keeps no more."""
+        return kept_bytes(make(size), sizes, _ANY_LENGTH) <= room
+
+    if not fits(1):
+        raise ValueError(f"{make(1).label} keeps more than the {room:,} bytes of {budget} keys; give more bytes")
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return make(low)
+
+
+def _latest(budget: int) -> int:
+    """Exact tokens before those in few bits."""
+    return max(min(_MOST_LATEST, budget // _PART), 1)
+
+
+def num_unmerged(config: MergedKV) -> int:
+    """Tokens of a text that a cache holds one by one, before any are merged or evicted.
+
+    Example:
+        >>> num_unmerged(MergedKV(64, 512, coded=((800, 4),)))  # and four sinks
+        1380
+    """
+    coded = sum(number for number, _ in config.coded)
+    return config.num_sinks + config.blocks.window + coded + config.num_merged
+
+
+def kept(cache: Cache, num_tokens: int, full: Sequence[BoundedLayerReport]) -> tuple[int, float]:
+    """Bytes that a cache keeps of a text's tokens in all bounded layers, and the share of them that it holds unmerged.
+
+    Of `full`, a report on these layers, everything is kept where the cache bounds none.
+    """
+    layers = [one for one in cache.report if one.config is not None] if isinstance(cache, BoundedCache) else []
+    if not layers:
+        return sum(layer.exact_bytes(num_tokens) for layer in full), 1.0
+    unmerged = min(num_unmerged(layer.config) for layer in layers if layer.config is not None)
+    return sum(layer.kept_bytes(num_tokens) for layer in layers), min(unmerged / num_tokens, 1.0)
+
+
+def _averaged(names: frozenset[str], call: AttentionCall) -> Tensor:
+    """The mean of the values in some layers, softmax attention in others."""
+    return call.uniform() if call.module_name in names else call.softmax()
+
+
+def _written_form(kind: str) -> MergedKV:
+    """A configuration by its written form."""
+    try:
+        return MergedKV.parse(kind)
+    except ValueError as error:
+        raise ValueError(
+            f"kinds must be among {', '.join(KINDS)}, or a written form as window 64 + merged 512 in 4 bits; got "
+            f"{kind}: {error}"
+        ) from None

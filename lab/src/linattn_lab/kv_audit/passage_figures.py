@@ -1,0 +1,98 @@
+"""The figures of one method on one passage; letters as in __init__.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from linattn.hf import BoundedLayerReport, PreTrainedModel, new_cache
+from linattn_lab.kv_audit.divergence import divergence, tails
+from linattn_lab.kv_audit.methods import Method, kept
+from linattn_lab.kv_audit.peak import peak_bytes
+from linattn_lab.kv_audit.reading import Reading, Writing, read, same_beginning, write
+
+MOST_MEASURED, NUM_WRITTEN = 512, 64
+"""Predictions of a passage that are measured at most, and tokens that are written after it."""
+
+_ANY_LENGTH = 2**62
+
+
+def most_tokens(model: PreTrainedModel) -> int:
+    """Tokens of a passage at most, so that what is written after it and one token more have positions of the model."""
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    return _ANY_LENGTH if positions is None else positions - NUM_WRITTEN - 1
+
+
+class _Exact(NamedTuple):
+    """A passage under the full cache: what others are measured against."""
+
+    reading: Reading
+    writing: Writing
+
+
+class Passage:
+    """A passage, read under the full cache once a figure is asked for.
+
+    Attributes:
+        num_tokens: L.
+    """
+
+    num_tokens: int
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, chunk: int) -> None:
+        """Nothing is read yet.
+
+        Args:
+            model: a causal language model.
+            tokens: (1, L).
+            chunk: tokens of a forward pass.
+        """
+        self.num_tokens = tokens.shape[1]
+        self._model, self._tokens, self._chunk = model, tokens, chunk
+
+    def figures(self, method: Method, full: Sequence[BoundedLayerReport]) -> dict[str, Any]:
+        """What a method loses, keeps and takes, by the names of a row's fields.
+
+        Cost: a pass over the text, 64 steps, and a pass over a chunk under the profiler.
+
+        Args:
+            method: what keeps the keys and values.
+            full: a report on the layers that caches bound.
+
+        Returns:
+            The figures.
+        """
+        exact, last, memory = self._exact, len(self._exact.reading.logs), method.cache(self._model)
+        with method.attending(self._model, [layer.module_name for layer in full]):
+            reading = read(self._model, self._tokens, memory, last=last, chunk=self._chunk)
+            num_bytes, unmerged = kept(memory, self.num_tokens, full)
+            writing = write(self._model, reading.logs[-1], memory, NUM_WRITTEN)
+            again = self._tokens[:, : min(self._chunk, most_tokens(self._model) + 1 - self.num_tokens)]
+            allocated = peak_bytes(partial(read, self._model, again, memory, last=1, chunk=self._chunk))
+        apart = divergence(exact.reading.logs[:-1], reading.logs[:-1], self._tokens[0, 1 - last :])
+        spread = tails(apart.kl)
+        return {
+            "num_bytes": num_bytes,
+            "unmerged": unmerged,
+            "peak_bytes": num_bytes + allocated,
+            "prefill_seconds": reading.seconds,
+            "tokens_per_second": NUM_WRITTEN / writing.seconds,
+            "kl": spread.mean,
+            "kl_median": spread.median,
+            "kl_high": spread.high,
+            "kl_largest": spread.largest,
+            "perplexity": float(apart.loss.mean().exp()),
+            "same": float(apart.same.mean()),
+            "parted": same_beginning(exact.writing.tokens, writing.tokens),
+            "agreement": float((exact.writing.tokens == writing.tokens).double().mean()),
+        }
+
+    @cached_property
+    def _exact(self) -> _Exact:
+        """In chunks of twice the length: the full cache is read again in others, as a control."""
+        memory, last = new_cache(self._model), min(MOST_MEASURED, self.num_tokens // 2) + 1
+        reading = read(self._model, self._tokens, memory, last=last, chunk=2 * self._chunk)
+        return _Exact(reading, write(self._model, reading.logs[-1], memory, NUM_WRITTEN))

@@ -1,0 +1,74 @@
+"""The most that a call allocates, as torch's profiler counts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+# File descriptor of the standard error.
+_ERRORS = 2
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The largest sum of what a call has allocated and not freed, at any moment, on the CPU.
+
+        max_t Σ_{events until t} bytes,   frees negative
+
+    What was allocated before the call and is freed by it does not count. Cost: the call's, and about as much again for
+    every few ten thousand allocations.
+
+    Args:
+        run: the call.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> import torch
+        >>> peak_bytes(lambda: [torch.ones(1024) for _ in range(3)])  # one at a time would be 4,096
+        12288
+
+    Source: torch.profiler's memory events.
+    """
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = run()
+    del result
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    memory = [event for event in events if event.get("name") == "[memory]"]
+    return highest([event["args"]["Bytes"] for event in sorted(memory, key=lambda event: event["ts"])])
+
+
+def highest(changes: Sequence[int]) -> int:
+    """The largest partial sum of changes, at least 0.
+
+    Example:
+        >>> highest([4, 4, -8, 6]), highest([-4, 2])
+        (8, 0)
+    """
+    total = most = 0
+    for change in changes:
+        total += change
+        most = max(most, total)
+    return most
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that torch's profiler writes to the standard error, whatever its log level, as it begins."""
+    former, nothing = os.dup(_ERRORS), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, _ERRORS)
+        yield
+    finally:
+        os.dup2(former, _ERRORS)
+        os.close(former)
+        os.close(nothing)

@@ -1,0 +1,96 @@
+"""A language model that reads a text in chunks through a KV cache, and writes on; letters as in __init__.py."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.hf import Cache, PreTrainedModel
+
+
+class Reading(NamedTuple):
+    """What a model predicts after the last tokens of a text.
+
+    Attributes:
+        logs: (n, V), logarithms of the next token's probabilities, at least float32.
+        seconds: of reading the text.
+    """
+
+    logs: Tensor
+    seconds: float
+
+
+class Writing(NamedTuple):
+    """What a model writes.
+
+    Attributes:
+        tokens: (n,), each the likeliest.
+        seconds: of writing them.
+    """
+
+    tokens: Tensor
+    seconds: float
+
+
+def read(model: PreTrainedModel, tokens: Tensor, cache: Cache, *, last: int, chunk: int) -> Reading:
+    """Read a text chunk by chunk, as a long prompt is: the cache is bounded within the prefill already.
+
+    Args:
+        model: a causal language model.
+        tokens: (1, L).
+        cache: of the tokens before, to which these are added.
+        last: after how many of the last tokens predictions are wanted, at least 1.
+        chunk: tokens of one forward pass.
+
+    Returns:
+        A `Reading`.
+    """
+    length, parts, begin = tokens.shape[1], [], time.perf_counter()
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        count = stop - max(start, length - last)
+        logits = _logits(model, tokens[:, start:stop], cache, max(count, 1))
+        if count > 0:
+            parts.append(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    logs = torch.cat(parts)
+    # In place: two copies of so many numbers would not fit beside a model everywhere.
+    return Reading(logs.sub_(logs.logsumexp(-1, keepdim=True)), time.perf_counter() - begin)
+
+
+def write(model: PreTrainedModel, first: Tensor, cache: Cache, count: int) -> Writing:
+    """Go on greedily for a number of tokens.
+
+    Args:
+        model: a causal language model.
+        first: (V,), the predictions after the text so far.
+        cache: of the text so far.
+        count: how many tokens.
+
+    Returns:
+        A `Writing`.
+    """
+    tokens, begin = [first.argmax()], time.perf_counter()
+    for _ in range(count - 1):
+        tokens.append(_logits(model, tokens[-1].view(1, 1), cache, 1)[0].argmax())
+    written = torch.stack(tokens)
+    return Writing(written, time.perf_counter() - begin)
+
+
+def same_beginning(first: Tensor, second: Tensor) -> int:
+    """How many tokens two texts (n,) have in common before they part.
+
+    Example:
+        >>> same_beginning(torch.tensor([5, 7, 7, 2]), torch.tensor([5, 7, 1, 2]))
+        2
+    """
+    return int((first == second).long().cumprod(0).sum())
+
+
+def _logits(model: PreTrainedModel, tokens: Tensor, cache: Cache, count: int) -> Tensor:
+    """Logits (count, V) after the last of some new tokens."""
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=count).logits[0]
+    return logits

@@ -1,0 +1,90 @@
+"""Texts that an audit reads: prose, source code, and both in turn, all of them Python's own."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from sysconfig import get_path
+
+from linattn.records.texts import Text, read_text
+
+PROSE, CODE, MIXED = "prose", "code", "mixed"
+KINDS = (PROSE, CODE, MIXED)
+
+# Long modules of the standard library that every version has.
+_MODULES = (
+    "argparse",
+    "tarfile",
+    "typing",
+    "inspect",
+    "_pydecimal",
+    "zipfile",
+    "pickle",
+    "subprocess",
+    "smtplib",
+    "ast",
+)
+# Characters of one text in a row, in a mixed one.
+_PIECE = 3000
+# Shares of prose and of code that each text takes, so that no two have a part in common.
+_SHARES = {PROSE: (0.0, 0.5), CODE: (0.0, 0.5), MIXED: (0.5, 0.85)}
+_CALIBRATION = (0.85, 1.0)
+
+
+def audit_texts(file: Path | None = None) -> dict[str, Text]:
+    """Texts by their kind: a file's alone, or prose, code and mixed text that come with Python.
+
+    Args:
+        file: a text file in UTF-8; None for Python's own texts.
+
+    Returns:
+        The texts, none of which shares a part with another.
+
+    Raises:
+        FileNotFoundError, ValueError: as `linattn.records.texts.read_text`.
+
+    Example:
+        >>> list(audit_texts())
+        ['prose', 'code', 'mixed']
+    """
+    if file is not None:
+        text = read_text(file)
+        return {text.source: text}
+    sources = {PROSE: ("pydoc topics", _prose()), CODE: ("the standard library", _code())}
+    texts = {kind: Text(source, _part(text, _SHARES[kind])) for kind, (source, text) in sources.items()}
+    return {**texts, MIXED: _mixed(_SHARES[MIXED])}
+
+
+def calibration_text(file: Path | None = None) -> Text:
+    """A text to plan on: a file, or mixed text of which `audit_texts` has no part."""
+    return _mixed(_CALIBRATION) if file is None else read_text(file)
+
+
+def _prose() -> str:
+    """The language reference by topic."""
+    return read_text().content
+
+
+@cache
+def _code() -> str:
+    """Modules one after another."""
+    return "\n\n".join((Path(get_path("stdlib")) / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
+
+
+def _mixed(share: tuple[float, float]) -> Text:
+    """Pieces of prose and code in turn."""
+    halves = [[text[i : i + _PIECE] for i in range(0, len(text), _PIECE)] for text in _both(share)]
+    pieces = chain.from_iterable(zip(*halves, strict=False))
+    return Text("pydoc topics and the standard library in turn", "\n\n".join(pieces))
+
+
+def _both(share: tuple[float, float]) -> tuple[str, str]:
+    """A share of prose, and of code."""
+    return _part(_prose(), share), _part(_code(), share)
+
+
+def _part(text: str, share: tuple[float, float]) -> str:
+    """A text from one share of its length to another."""
+    start, stop = (int(len(text) * place) for place in share)
+    return text[start:stop]

@@ -1,0 +1,53 @@
+"""Bytes that a configuration promises are those that its stream holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from linattn import MergedKV, merged_attention_with_state
+from linattn.kv_cache.budget import Sizes, kept_bytes
+
+L, D, DV, HEADS, GROUPS = 60, 8, 6, 1, 3
+
+
+def tokens(dtype):
+    draw = torch.Generator().manual_seed(5)
+    shapes = ((HEADS * GROUPS, D), (HEADS, D), (HEADS, DV))
+    return [torch.randn(1, heads, L, width, generator=draw, dtype=torch.float64).to(dtype) for heads, width in shapes]
+
+
+def held_bytes(state):
+    return sum(x.nbytes for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.parametrize("config", [MergedKV(6, 8, None), MergedKV(6, 20, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_stream_of_whole_blocks_holds_what_is_promised(config, dtype):
+    """Of narrow tokens the window alone is narrow."""
+    state = merged_attention_with_state(*tokens(dtype), config, enable_gqa=True).state
+    sizes = Sizes(D, DV, dtype.itemsize, GROUPS)
+    # 60 tokens are ten whole blocks: two are held.
+    assert held_bytes(state) == kept_bytes(config, sizes, L)
+
+
+@pytest.mark.parametrize("config", [MergedKV(6, 32, None), MergedKV(6, 40, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_stream_never_holds_more_than_is_promised(config, dtype):
+    """At every token, while memory fills too, when narrow tokens leave the window for wider merged keys."""
+    sizes, state, least = Sizes(D, DV, dtype.itemsize, GROUPS), None, []
+    for t in range(L):
+        token = (x[:, :, t : t + 1] for x in tokens(dtype))
+        state = merged_attention_with_state(*token, config, state, enable_gqa=True).state
+        least.append(kept_bytes(config, sizes, t + 1) - held_bytes(state))
+    assert min(least[16:]) == 0
+    assert min(least) >= 0
+
+
+def test_merged_keys_in_few_bits_are_exact_while_they_are_few():
+    """Up to as many as the codes' bytes hold, 12 of 96 in 4 bits, the bytes are those of exact keys."""
+    sizes, few, exact = Sizes(32, 32), MergedKV(4, 96, 4), MergedKV(4, 96, None)
+    for num_tokens in (3, 8, 24):
+        assert kept_bytes(few, sizes, num_tokens) == kept_bytes(exact, sizes, num_tokens)
+    assert kept_bytes(few, sizes, 25) < kept_bytes(exact, sizes, 25)
