@@ -301,9 +301,9 @@ class MergedKV:
 
 
 def begins_merged(text: str) -> bool:
-    """Whether a written form is of merged keys or tiers: any of its parts begins with their word or with a number."""
-    words = (part.strip().lower().partition(" ")[0] for part in text.split("+"))
-    return any(word == _MERGED or word.isdecimal() for word in words)
+    """Whether a written form is of merged keys or tiers: a part begins with their word, or is N in few bits."""
+    parts = [part.strip().lower().split() for part in text.split("+")]
+    return any(words[:1] == [_MERGED] or (words[1:2] == ["in"] and words[0].isdecimal()) for words in parts)
 
 
 def _default_sinks(window: int | None) -> int:
