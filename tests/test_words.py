@@ -22,6 +22,9 @@ ROOMS = (
     "kv_cache",
     "attention",
     "methods",
+    "hf",
+    "convert",
+    "cli",
 )
 LEANING = re.compile(r"(What|Those|The same|Its|As|These|That)\b")
 VAGUE = {"found", "kept", "own", "given"}

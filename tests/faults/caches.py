@@ -30,7 +30,7 @@ FAULTS = (
     Fault(
         "read a decoder of merged keys",
         "hf/saving.py",
-        "        refuse_converted_decoder(model, found, attention, path)\n",
+        "        refuse_converted_decoder(model, part, attention, path)\n",
         "",
         MERGED,
     ),

@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "leave out of the progress what is measured",
         "convert/stages.py",
-        "        measured(name, next(done) / own)\n",
+        "        measured(name, next(done) / num_batches)\n",
         "",
         "tests/convert/test_conversion.py",
     ),
@@ -220,8 +220,8 @@ FAULTS = (
     Fault(
         "keep the last stage and not the best",
         "convert/course.py",
-        "kept = best(self._stages).name",
-        "kept = self._stages[-1].name",
+        "name = best(self._stages).name",
+        "name = self._stages[-1].name",
         "tests/convert/test_conversion.py",
     ),
     Fault(
@@ -304,8 +304,8 @@ FAULTS = (
     Fault(
         "convert what saves nothing without being told to",
         "convert/course.py",
-        "if found is not None and longest is not None and not found.saves_memory and not found.is_faster_at(longest):",
-        "if False:",
+        "if paying is not None and longest is not None",
+        "if False",
         "tests/convert/test_paying.py",
     ),
     Fault(

@@ -53,14 +53,14 @@ FAULTS = (
     Fault(
         "share the draws of several heads",
         "hf/linear_twin.py",
-        "    return bool(found)",
+        "    return bool(head_counts)",
         "    return False",
         TWIN,
     ),
     Fault(
         "forget the options of rotary positions",
         "hf/language_model_config.py",
-        "[*kept, relaxed]",
+        "[*options, relaxed]",
         "[relaxed]",
         TWIN,
     ),

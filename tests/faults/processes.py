@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         "leave maps that others fitted as they were drawn",
         "convert/calibration.py",
-        "        if name not in own:\n",
+        "        if name not in share:\n",
         "        if False:\n",
         SHARED,
     ),

@@ -164,12 +164,12 @@ def _tell(console: Console, num_read: int, num_written: int, times: list[float],
 
 
 def _tell_beside_exact(console: Console, cache: BoundedCache, num_tokens: int) -> None:
-    """What exact attention keeps at this length in the bounded layers."""
+    """Print the bytes that the bounded layers keep, at most and at this length, beside those of exact attention."""
     bounded = [(layer, layer.config.label) for layer in cache.report if layer.config is not None]
-    most, kept = (sum(layer.kept_bytes(number) for layer, _ in bounded) for number in (2**62, num_tokens))
+    most, kept_bytes = (sum(layer.kept_bytes(number) for layer, _ in bounded) for number in (2**62, num_tokens))
     exactly = sum(layer.exact_bytes(num_tokens) for layer, _ in bounded)
     console.print(
         f"{len(bounded)} global layers by {together([label for _, label in bounded])}: they keep at most {most:,} "
-        f"bytes, {kept:,} after {num_tokens:,} tokens; exact attention keeps {exactly:,} of them",
+        f"bytes, {kept_bytes:,} after {num_tokens:,} tokens; exact attention keeps {exactly:,} of them",
         highlight=False,
     )

@@ -71,7 +71,7 @@ def finish(work: Path, out: Path, write: Callable[[Path], None]) -> None:
 
 
 def _what_is_left(work: Path) -> str:
-    """What an interrupt has left."""
+    """Say what an interrupt has left."""
     if not work.exists():
         return "Nothing was kept yet."
     return f"The work so far is in {work}; the same command goes on."

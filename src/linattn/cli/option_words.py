@@ -62,7 +62,7 @@ def in_options(text: str, command: str) -> str:
 
 
 def _word(name: str, known: Collection[str]) -> str | None:
-    """What a command calls an argument; None where it has no such option."""
+    """Option of a command for an argument; None where it has no such option."""
     if OPTIONS[name] in known:
         return OPTIONS[name]
     # The width of a head follows from two options of training.

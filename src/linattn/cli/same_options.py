@@ -1,4 +1,4 @@
-"""That a launcher started every process alike, told before they work together."""
+"""Check that a launcher started every process alike, before they work together."""
 
 from __future__ import annotations
 

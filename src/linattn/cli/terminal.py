@@ -1,4 +1,4 @@
-"""What the commands show in the terminal: progress, tables, errors."""
+"""Terminal output of the commands: progress, tables, errors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Shown(NamedTuple):
 def training_progress(
     console: Console, before: str, words: Callable[[Progress], str], *, parts: int = _PARTS
 ) -> Iterator[Shown]:
-    """What shows a training."""
+    """Show a training: by a bar in a terminal, else by lines."""
     with _shown(console, before, words) if console.is_terminal else _told(console, before, words, parts) as shown:
         yield shown
 

@@ -74,17 +74,17 @@ def _projections(model: PreTrainedModel, attentions: Sequence[str]) -> list[str]
     # A matrix may be both an embedding and what makes logits.
     head: Callable[[], nn.Module | None] = model.get_output_embeddings
     others = {id(end.weight) for end in (model.get_input_embeddings(), head()) if end is not None}
-    found, is_converted = [], False
+    names, is_converted = [], False
     for name, module in model.named_modules():
         is_converted = is_converted or name in attentions
         weight = None if isinstance(module, nn.Embedding) else getattr(module, "weight", None)
         if not is_converted or weight is None or weight.ndim != 2:
             continue
         if id(weight) not in others and ATTRIBUTE not in name.split("."):
-            found.append(name)
-    if not found:
+            names.append(name)
+    if not names:
         raise ValueError(
             f"{type(model).__name__} has no projections to adapt from {', '.join(attentions)} on; leave adapter_rank "
             "out, and all weights are trained"
         )
-    return found
+    return names

@@ -66,21 +66,21 @@ def fit_maps(
     named = zip(layers, maps, strict=True)
     fitted = {layer.module_name: feature_map for layer, feature_map in named if isinstance(feature_map, FittedMap)}
     processes, names = Processes.of_this_run(), list(fitted)
-    if own := {name: fitted[name] for name in names[processes.rank :: processes.size]}:
-        calibrating.fit_maps(model, own, batches)
+    if share := {name: fitted[name] for name in names[processes.rank :: processes.size]}:
+        calibrating.fit_maps(model, share, batches)
     for name, state in zip(names, processes.each(names, lambda name: fitted[name].state_dict()), strict=True):
-        if name not in own:
+        if name not in share:
             fitted[name].load_state_dict(state)
 
 
 def texts(call: AttentionCall) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Query, key and value of each row of a batch, without its padding."""
-    found = []
+    rows = []
     for row in range(len(call.query)):
         live = slice(None) if call.key_mask is None else call.key_mask[row]
         query = call.query[row : row + 1]
         # Queries of another text than the keys have no padding that is known of.
         if query.shape[2] == call.key.shape[2]:
             query = query[:, :, live]
-        found.append((query, call.key[row : row + 1, :, live], call.value[row : row + 1, :, live]))
-    return found
+        rows.append((query, call.key[row : row + 1, :, live], call.value[row : row + 1, :, live]))
+    return rows

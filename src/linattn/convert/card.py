@@ -41,8 +41,8 @@ def stage_table(conversion: Conversion) -> Table:
         if any(getattr(stage.agreement, name) is not None for stage in stages)
     }
     # The original model's perplexity is a figure of its own, of every stage the same.
-    own = stages[-1].agreement.exact_perplexity
-    rows = [("exact attention", *(_number(own if exact is None else exact) for _, exact in measured.values()))]
+    perplexity = stages[-1].agreement.exact_perplexity
+    rows = [("exact attention", *(_number(perplexity if exact is None else exact) for _, exact in measured.values()))]
     rows += [(_WORDS[stage.name], *(_number(getattr(stage.agreement, name)) for name in measured)) for stage in stages]
     return Table(("stage", *(words for words, _ in measured.values())), tuple(rows), baselines=2)
 
@@ -61,13 +61,15 @@ def kept_in_words(conversion: Conversion) -> str:
     later = conversion.stages[conversion.stages.index(result) + 1 :]
     if not later:
         return f"Kept: {_WORDS[result.name]}"
-    kept, others = _figure(result), [_figure(stage) for stage in later]
-    digits = _MORE if any(f"{other:.{_FEWER}f}" == f"{kept:.{_FEWER}f}" for other in others) else _FEWER
+    figure, others = _figure(result), [_figure(stage) for stage in later]
+    digits = _MORE if any(f"{other:.{_FEWER}f}" == f"{figure:.{_FEWER}f}" for other in others) else _FEWER
     measure = "embedding cosine" if result.agreement.divergence is None else "prediction KL"
     work = " and ".join(_WORK[stage.name] for stage in later)
-    effect = "no better" if any(other == kept for other in others) else "worse"
+    effect = "no better" if any(other == figure for other in others) else "worse"
     figures = " and ".join(f"{other:.{digits}f}" for other in others)
-    return f"Kept: {_WORDS[result.name]}, since {work} made it {effect}: {measure} {figures} against {kept:.{digits}f}"
+    return (
+        f"Kept: {_WORDS[result.name]}, since {work} made it {effect}: {measure} {figures} against {figure:.{digits}f}"
+    )
 
 
 def speed_in_words(conversion: Conversion) -> str:
@@ -109,7 +111,7 @@ def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> 
     steps = ", ".join(
         f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
     )
-    kept = [f"* {line}" for line in kept_layers(conversion)]
+    softmax_layers = [f"* {line}" for line in kept_layers(conversion)]
     layers = conversion.linearization
     parts = [
         f"# {name} with linear attention",
@@ -122,22 +124,22 @@ def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> 
         "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
         layer_table(conversion).markdown(),
     ]
-    if kept:
-        parts += ["Layers that keep softmax:", "\n".join(kept)]
+    if softmax_layers:
+        parts += ["Layers that keep softmax:", "\n".join(softmax_layers)]
     return "\n\n".join(parts) + "\n"
 
 
 def _layer_row(stages: list[Stage], result: Stage, number: int) -> tuple[str, ...]:
     """One layer."""
-    kept = result.layers[number]
+    summary = result.layers[number]
     errors = (_number(stage.layers[number].error) for stage in stages)
-    return kept.layer, _number(kept.uniform_error), *errors, _number(kept.worst)
+    return summary.layer, _number(summary.uniform_error), *errors, _number(summary.worst)
 
 
 def _figure(stage: Stage) -> float:
-    """What stages are compared by, as it is shown."""
-    found = stage.agreement
-    return found.embedding_cosine if found.divergence is None else found.divergence
+    """Figure by which stages are compared, as it is shown: divergence, or embedding cosine."""
+    agreement = stage.agreement
+    return agreement.embedding_cosine if agreement.divergence is None else agreement.divergence
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What a conversion is to do."""
+"""Settings of a conversion."""
 
 from __future__ import annotations
 

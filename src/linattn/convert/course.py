@@ -43,7 +43,7 @@ _DISTILLED_MAP_RATE = 0.1
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did, and how wrong the model is at each stage of it, on texts it never trained on.
+    """Result of a conversion: replaced layers, and how wrong the model is at each stage, on texts it never trained on.
 
     Attributes:
         method: written form of the map and its exact part, those of the converted layers in order where they differ.
@@ -105,11 +105,11 @@ class Course:
         """All stages in order."""
         teacher = self._teacher
         numbers = range(len(self._samples.held_out))
-        own = numbers[self._processes.rank :: self._processes.size]
+        share = numbers[self._processes.rank :: self._processes.size]
         self._exact: dict[int, Outputs] = {}
-        for number in own:
+        for number in share:
             self._exact[number] = teacher_outputs(teacher, self._samples.held_out[number])
-            self._measured("exact", len(self._exact) / len(own))
+            self._measured("exact", len(self._exact) / len(share))
         self._layers = choose_layers(self._model, self._config.layers).replaced
         # Checked once, that what is recorded explains the model.
         first = to_device(self._samples.calibration[0], teacher.device)
@@ -117,7 +117,7 @@ class Course:
         is_causal = any(calls[layer.module_name].is_causal for layer in self._layers)
         maps, fitted, linearization = self._linearize(calls, is_causal=is_causal)
         self._train(maps, fitted)
-        kept = self._keep_the_best()
+        stage_name = self._keep_the_best()
         live = self._processes.each(numbers, lambda number: self._exact[number].live.sum(1).tolist())
         # While the other processes wait.
         speed, paying = self._processes.first_does(lambda: self._times(calls))
@@ -129,13 +129,13 @@ class Course:
             num_held_out=sum(map(len, live)),
             num_held_out_tokens=sum(map(sum, live)),
             stopped=self._stopped,
-            kept=kept,
+            kept=stage_name,
             speed=speed,
             paying=paying,
         )
 
     def _times(self, calls: dict[str, AttentionCall]) -> tuple[Speed, Paying | None]:
-        """What the model's passes take, and its first converted layer."""
+        """Times of the model's passes and of its first converted layer."""
         speed = measure_speed(self._model, self._teacher, self._samples.held_out)
         return speed, self._paying(calls, speed.num_tokens)
 
@@ -222,7 +222,7 @@ class Course:
 
     @contextmanager
     def _distilled_weights(self) -> Iterator[Weights]:
-        """What distillation trains beside the maps: the adapters', or all weights."""
+        """Weights that distillation trains beside the maps, the adapters' or all, and their learning rate."""
         rank, rate = self._config.adapter_rank, self._config.learning_rate
         if rank is None:
             yield list(self._model.parameters()), rate
@@ -233,22 +233,22 @@ class Course:
 
     def _keep_the_best(self) -> str:
         """Take the model back to its best stage, if it is past that; the stage's name."""
-        kept = best(self._stages).name
-        if kept != self._stages[-1].name:
+        name = best(self._stages).name
+        if name != self._stages[-1].name:
             # All but the kernels; no stage before the last has other weights than the original's.
             self._model.load_state_dict(self._teacher.state_dict(), strict=False)
-            self._put(self._kernels[kept])
-        return kept
+            self._put(self._kernels[name])
+        return name
 
     def _check_pays(self, calls: dict[str, AttentionCall]) -> None:
         """Refuse a method of our own choice that saves nothing on any text that the model takes."""
         longest = self._longest
-        found = None if longest is None else self._processes.first_does(lambda: self._paying(calls, longest))
-        if found is not None and longest is not None and not found.saves_memory and not found.is_faster_at(longest):
+        paying = None if longest is None else self._processes.first_does(lambda: self._paying(calls, longest))
+        if paying is not None and longest is not None and not paying.saves_memory and not paying.is_faster_at(longest):
             raise ValueError(
                 f"{self._methods[0].label}, the default, does not pay on {type(self._model).__name__}: it keeps "
-                f"{found.state_numbers:,} numbers per head, the exact cache of {longest:,} tokens "
-                f"{found.exact_numbers:,}. {from_where(found.crossover, longest)} Keep the model as it is, or name a "
+                f"{paying.state_numbers:,} numbers per head, the exact cache of {longest:,} tokens "
+                f"{paying.exact_numbers:,}. {from_where(paying.crossover, longest)} Keep the model as it is, or name a "
                 "method by feature_map, which is taken whatever it costs"
             )
 

@@ -38,7 +38,7 @@ Mean = Callable[[Tensor], Tensor]
 
 
 def itself(x: Tensor) -> Tensor:
-    """That of one process."""
+    """Return x, the mean over one process."""
     return x
 
 

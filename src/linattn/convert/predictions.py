@@ -1,4 +1,4 @@
-"""What a model predicts of each token, made piece by piece: logits of a whole text may be larger than the model.
+"""Predictions of a model for each token, made piece by piece: logits of a whole text may be larger than the model.
 
 Letters: n tokens, E width of a state, V vocabulary.
 """
@@ -41,7 +41,7 @@ class Predictions(NamedTuple):
         return logits.to(torch.promote_types(logits.dtype, dtype)).log_softmax(-1)
 
     def at(self, chosen: Tensor) -> Predictions:
-        """Those of some tokens."""
+        """Select the predictions of some tokens."""
         return Predictions(self.states[chosen], self.head, None if self.following is None else self.following[chosen])
 
     def room(self) -> int:
@@ -160,17 +160,17 @@ def next_token_losses(predictions: Predictions) -> Tensor | None:
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
-        >>> found = next_token_losses(Predictions(logits, None, torch.tensor([1, NONE])))
-        >>> round(found.exp().item(), 4)
+        >>> losses = next_token_losses(Predictions(logits, None, torch.tensor([1, NONE])))
+        >>> round(losses.exp().item(), 4)
         1.3333
     """
     following = predictions.following
     if following is None:
         return None
-    found = []
+    losses = []
     with torch.no_grad():
         for piece in predictions.pieces():
             wanted = following[piece]
             logs = predictions.log_probabilities(predictions.states[piece], torch.float64)
-            found.append(-logs[wanted != NONE].gather(-1, wanted[wanted != NONE].unsqueeze(-1)).squeeze(-1))
-    return torch.cat(found) if found else following.new_zeros(0, dtype=torch.float64)
+            losses.append(-logs[wanted != NONE].gather(-1, wanted[wanted != NONE].unsqueeze(-1)).squeeze(-1))
+    return torch.cat(losses) if losses else following.new_zeros(0, dtype=torch.float64)

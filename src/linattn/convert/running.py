@@ -45,24 +45,24 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
     Example:
         >>> from transformers import BertConfig, BertModel
         >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
-        >>> found = run(BertModel(BertConfig(**sizes)).eval(), {"input_ids": torch.tensor([[1, 2, 3]])})
-        >>> len(found.states), tuple(found.states[-1].shape), found.live.tolist()
+        >>> outputs = run(BertModel(BertConfig(**sizes)).eval(), {"input_ids": torch.tensor([[1, 2, 3]])})
+        >>> len(outputs.states), tuple(outputs.states[-1].shape), outputs.live.tolist()
         (2, (1, 3, 4), [[True, True, True]])
     """
     batch = to_device(batch, next((weight.device for weight in model.parameters()), torch.device("cpu")))
     names = inspect.signature(model.forward).parameters
     # Without the first option a decoder would cache every layer's keys, which training does not read.
     options = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in names}
-    found = _pass(model, batch, options)
-    states = tuple(found.hidden_states[1:])
+    outputs = _pass(model, batch, options)
+    states = tuple(outputs.hidden_states[1:])
     mask = batch.get("attention_mask")
     live = mask.bool() if mask is not None else states[-1].new_ones(states[-1].shape[:2], dtype=torch.bool)
-    head = _head(model, found, states[-1]) if "logits_to_keep" in options else None
+    head = _head(model, outputs, states[-1]) if "logits_to_keep" in options else None
     if head is not None:
         return Outputs(states, Predictions(states[-1][live], head, _following(batch, live)), live)
     if options.pop("logits_to_keep", None):
-        found = _pass(model, batch, options)
-    logits = getattr(found, "logits", None)
+        outputs = _pass(model, batch, options)
+    logits = getattr(outputs, "logits", None)
     if logits is None or logits.shape[:2] != live.shape:
         return Outputs(states, None, live)
     following = _following(batch, live) if _predicts_next(model) else None
@@ -71,24 +71,24 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
 
 def _pass(model: nn.Module, batch: Batch, options: Mapping[str, Any]) -> Any:
     """The outputs of transformers' forward pass, states of tokens among them."""
-    found = model(**batch, output_hidden_states=True, return_dict=True, **options)
-    states = getattr(found, "hidden_states", None)
+    outputs = model(**batch, output_hidden_states=True, return_dict=True, **options)
+    states = getattr(outputs, "hidden_states", None)
     if not states or states[-1].ndim != 3:
         raise ValueError(
             f"{type(model).__name__} gives no hidden states (B, L, E), which a conversion compares; give an encoder or "
             "a decoder, with or without its language-model head"
         )
-    return found
+    return outputs
 
 
-def _head(model: nn.Module, found: Any, last: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """What makes logits of last states (B, L, E), if it makes those found (B, 1, V) of the last token's."""
+def _head(model: nn.Module, outputs: Any, last: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Map from last states (B, L, E) to logits, if it reproduces the model's own (B, 1, V) for the last token."""
     head: Callable[[Tensor], Tensor] | None = getattr(model, "get_output_embeddings", lambda: None)()
     embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
     if head is None and isinstance(embedding, nn.Embedding) and embedding.embedding_dim == last.shape[-1]:
         # A model without a layer of its own for it makes logits with its embedding.
         head = partial(linear, weight=embedding.weight)
-    logits = getattr(found, "logits", None)
+    logits = getattr(outputs, "logits", None)
     if head is None or logits is None or logits.ndim != 3:
         return None
     with torch.no_grad():
@@ -107,9 +107,9 @@ def _following(batch: Batch, live: Tensor) -> Tensor | None:
     tokens = batch.get("input_ids")
     if tokens is None:
         return None
-    found = torch.full_like(tokens, NONE)
-    found[:, :-1] = torch.where(live[:, 1:], tokens[:, 1:], NONE)
-    return found[live]
+    following = torch.full_like(tokens, NONE)
+    following[:, :-1] = torch.where(live[:, 1:], tokens[:, 1:], NONE)
+    return following[live]
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:

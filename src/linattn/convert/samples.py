@@ -146,8 +146,8 @@ def _documents(tokenizer: Tokenizer, texts: Sequence[str], least: int, room: int
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     """The special tokens that the tokenizer puts before and after a text."""
-    found = tokenizer("a", return_special_tokens_mask=True)
-    ids, special = found["input_ids"], [bool(flag) for flag in found["special_tokens_mask"]]
+    encoding = tokenizer("a", return_special_tokens_mask=True)
+    ids, special = encoding["input_ids"], [bool(flag) for flag in encoding["special_tokens_mask"]]
     text = [place for place, flag in enumerate(special) if not flag]
     return torch.tensor(ids[: text[0]], dtype=torch.long), torch.tensor(ids[text[-1] + 1 :], dtype=torch.long)
 
@@ -160,9 +160,9 @@ def _spread(found: Sequence[T], most: int) -> tuple[T, ...]:
 
 def _digest(batches: Sequence[Batch]) -> str:
     """SHA-256 of names and values."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for batch in batches:
         for name, tensor in sorted(batch.items()):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

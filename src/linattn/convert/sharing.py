@@ -45,6 +45,6 @@ def mean_of(x: Tensor, processes: Processes) -> Tensor:
     """The mean of all processes' numbers, a constant for gradients."""
     if processes.size == 1:
         return x
-    found = x.detach().clone()
-    processes.average_([found])
-    return found
+    mean = x.detach().clone()
+    processes.average_([mean])
+    return mean

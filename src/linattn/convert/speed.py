@@ -60,15 +60,15 @@ def measure_speed(model: nn.Module, original: nn.Module, batches: Sequence[Batch
         batch = max(batches, key=lambda one: run(original, one).live.shape[1])
         live = run(original, batch).live
         passes = {name: partial(_finished, one, batch) for name, one in (("linear", model), ("exact", original))}
-        found = seconds(passes, repeats=_REPEATS)
+        durations = seconds(passes, repeats=_REPEATS)
     size, length = live.shape
-    times = tuple(found["linear"]), tuple(found["exact"])
+    times = tuple(durations["linear"]), tuple(durations["exact"])
     return Speed(size, length, *times, torch.get_num_threads(), live.device.type)
 
 
 @dataclass(frozen=True)
 class Paying:
-    """What a converted layer keeps beside the exact cache, and from which length it is faster than softmax.
+    """Numbers that a converted layer keeps beside the exact cache's, and times of its attention beside softmax's.
 
     Attributes:
         num_tokens: L, of the exact cache.
@@ -116,13 +116,13 @@ def measure_paying(
         return None
     exact = exact_state_numbers(num_tokens, head_dim=key.shape[-1], value_dim=value.shape[-1])
     assert attention.feature_map is not None
-    kept = map_state_numbers(attention.feature_map, value_dim=value.shape[-1], window=attention.window)
+    state_numbers = map_state_numbers(attention.feature_map, value_dim=value.shape[-1], window=attention.window)
     times = time_lengths(
         partial(attention, scale=call.scale, is_causal=call.is_causal),
         lambda q, k, v: replace(call, query=q, key=k, value=v, key_mask=None).softmax(),
         tokens,
     )
-    return Paying(num_tokens, kept, exact, *times, longest, call.is_causal)
+    return Paying(num_tokens, state_numbers, exact, *times, longest, call.is_causal)
 
 
 def _finished(model: nn.Module, batch: Batch) -> None:

@@ -73,7 +73,7 @@ class Agreement:
 
     @property
     def merit(self) -> float:
-        """What stages are compared by, more is better: minus the divergence of predictions, else embedding cosine."""
+        """Figure to compare stages by, more is better: minus the divergence of predictions, else embedding cosine."""
         merit = self.embedding_cosine if self.divergence is None else -self.divergence
         return -math.inf if math.isnan(merit) else merit
 
@@ -120,12 +120,14 @@ def measure(
         def compared(number: int) -> _Compared:
             """One batch."""
             errors.clear()
-            found = _compared(run(model, batches[number]), exact[number])
-            return found._replace(errors=dict(errors))
+            comparison = _compared(run(model, batches[number]), exact[number])
+            return comparison._replace(errors=dict(errors))
 
-        found = _each(name, compared, len(batches), measured)
-    layers = (_summary(layer, [pair for one in found for pair in one.errors[layer]]) for layer in found[0].errors)
-    return Stage(name, _agreement(found), tuple(layers))
+        comparisons = _each(name, compared, len(batches), measured)
+    layers = (
+        _summary(layer, [pair for one in comparisons for pair in one.errors[layer]]) for layer in comparisons[0].errors
+    )
+    return Stage(name, _agreement(comparisons), tuple(layers))
 
 
 def measure_uniform(
@@ -146,20 +148,20 @@ def measure_uniform(
         return _compared(run(model, batches[number]), exact[number])
 
     with torch.no_grad(), intercept(model, answer):
-        found = _each(BASELINE, compared, len(batches), measured)
-    return Stage(BASELINE, _agreement(found))
+        comparisons = _each(BASELINE, compared, len(batches), measured)
+    return Stage(BASELINE, _agreement(comparisons))
 
 
 def _each(name: str, compared: Callable[[int], _Compared], number: int, measured: Measured) -> list[_Compared]:
-    """What is found on every batch, of which this process does its share and tells so."""
+    """Compare every batch, of which this process does its share and reports its progress."""
     processes, done = Processes.of_this_run(), count(1)
-    own = len(range(number)[processes.rank :: processes.size])
+    num_batches = len(range(number)[processes.rank :: processes.size])
 
     def told(batch: int) -> _Compared:
         """One batch, done."""
-        found = compared(batch)
-        measured(name, next(done) / own)
-        return found
+        comparison = compared(batch)
+        measured(name, next(done) / num_batches)
+        return comparison
 
     return processes.each(range(number), told)
 
@@ -224,12 +226,12 @@ def _agreement(found: Sequence[_Compared]) -> Agreement:
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
     """Errors (B, H) and uniform errors (B, H) of each kernel, one pair per call, while the block runs."""
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    errors: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def compare(kernel: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
         """Forward hook: the same call answered exactly and uniformly."""
         assert isinstance(kernel, LayerAttention)
-        found.setdefault(kernel.module_name, []).append(_errors(*args, out=out, **options))
+        errors.setdefault(kernel.module_name, []).append(_errors(*args, out=out, **options))
 
     hooks = [
         module.register_forward_hook(compare, with_kwargs=True)
@@ -237,7 +239,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]
         if isinstance(module, LayerAttention)
     ]
     try:
-        yield found
+        yield errors
     finally:
         for hook in hooks:
             hook.remove()

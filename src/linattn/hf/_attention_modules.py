@@ -76,7 +76,7 @@ class AttentionModule:
 
     @property
     def cache_place(self) -> int | None:
-        """Its layer's number in the model's cache; None for modules that have none, or whose queries see later keys."""
+        """Number of the layer in the model's cache; None for modules without one, or whose queries see later keys."""
         place = getattr(self.module, "layer_idx", None)
         return place if self.is_causal and isinstance(place, int) else None
 
@@ -108,8 +108,8 @@ def attention_modules(model: PreTrainedModel) -> Iterator[AttentionModule]:
     """Every module that looks its attention function up, in order."""
     kinds = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
     attending = {kind for kind in kinds if _looks_attention_up(kind)}
-    found = ((name, module) for name, module in model.named_modules() if type(module) in attending)
-    for number, (name, module) in enumerate(found):
+    pairs = ((name, module) for name, module in model.named_modules() if type(module) in attending)
+    for number, (name, module) in enumerate(pairs):
         if type(module) not in _LOOKUPS:
             _LOOKUPS[type(module)] = _read_lookup(type(module))
         yield AttentionModule(number, name, module)
@@ -177,36 +177,38 @@ def take_away(model: PreTrainedModel, name: str) -> None:
     """Undo `put_before`, and a loading by that name; configurations shared with a linearized model are refused."""
     for part in _parts(model):
         for config in _configs(part):
-            own = config._attn_implementation
-            if own == name and vars(config).get(_WRITTEN) == MARK:
+            implementation = config._attn_implementation
+            if implementation == name and vars(config).get(_WRITTEN) == MARK:
                 raise ValueError(
                     f"{type(model).__name__} has its configuration in common with a linearized model, which says by "
                     "what that attends; build it from a copy, copy.deepcopy(config)"
                 )
-            if own == name:
+            if implementation == name:
                 default = "sdpa" if part._supports_sdpa else "eager"
-                config._attn_implementation_internal = own.former if isinstance(own, Implementation) else default
+                config._attn_implementation_internal = (
+                    implementation.former if isinstance(implementation, Implementation) else default
+                )
 
 
 def former_of(module: nn.Module) -> str | None:
-    """What an attention module attended by before `put_before`, or would by itself where it was loaded so."""
+    """Name of the attention implementation before `put_before`; the class's default where it was loaded with ours."""
     config: Any = module.config
     name = config._attn_implementation
     return name.former if isinstance(name, Implementation) else _default_implementation(type(module))
 
 
 def _default_implementation(kind: type[nn.Module]) -> str:
-    """What transformers has a class of attention modules attend by where nothing is said."""
+    """Default attention implementation of a class of attention modules in transformers."""
     if kind not in _DEFAULTS:
         names = vars(sys.modules[kind.__module__]).values()
         models = [each for each in names if isinstance(each, type) and issubclass(each, PreTrainedModel)]
-        own = [model for model in models if model.__module__ == kind.__module__]
-        _DEFAULTS[kind] = "sdpa" if all(model._supports_sdpa for model in own) else "eager"
+        local_models = [model for model in models if model.__module__ == kind.__module__]
+        _DEFAULTS[kind] = "sdpa" if all(model._supports_sdpa for model in local_models) else "eager"
     return _DEFAULTS[kind]
 
 
 def _read_lookup(kind: type[nn.Module]) -> tuple[Any, Any]:
-    """What the source of a forward pass names; transformers' SDPA for a class of our own, which names none."""
+    """Functions by name and eager one that a forward pass looks up; those of transformers and SDPA if it names none."""
     for base in _forwards(kind):
         names = _LOOKUP.search(_source(base.forward))
         if names is not None:

@@ -52,7 +52,7 @@ def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
 
 
 def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
-    """Those of a model that is probed now."""
+    """Probe a model now for the layers of its cache."""
     modules = list(attention_modules(model))
     if not modules:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What takes the place of each chosen layer's softmax: built from methods or maps, and tried."""
+"""Build the attention that replaces each chosen layer's softmax, from methods or a function, and try it out."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def attend_by_methods(
 ) -> list[Attending]:
     """The attention of each layer by its method."""
     built = []
-    for found, method in zip(chosen, methods, strict=True):
+    for part, method in zip(chosen, methods, strict=True):
         # At the default scale whatever the module's: LayerAttention makes up the difference with each call.
-        scale, drawn = found.head_dim**-0.5, seed + found.number
-        kernel = method.build_kernel(found.head_dim, num_features=num_features, scale=scale, seed=drawn)
+        scale, drawn = part.head_dim**-0.5, seed + part.number
+        kernel = method.build_kernel(part.head_dim, num_features=num_features, scale=scale, seed=drawn)
         if isinstance(kernel, FeatureMap):
             # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
             kernel.requires_grad_(True)
-        built.append((found, LayerAttention(kernel, found.name, window=method.window)))
+        built.append((part, LayerAttention(kernel, part.name, window=method.window)))
     return built
 
 
@@ -53,7 +53,7 @@ def attend_by_function(
     """The attention of each layer by what a function returns."""
     windows = window if isinstance(window, Sequence) else [window] * len(chosen)
     pairs = zip(chosen, windows, strict=True)
-    return [(found, LayerAttention(kernel(found.head_dim), found.name, window=width)) for found, width in pairs]
+    return [(part, LayerAttention(kernel(part.head_dim), part.name, window=width)) for part, width in pairs]
 
 
 def take_sinks(methods: Sequence[Method]) -> bool:

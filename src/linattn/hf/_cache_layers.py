@@ -1,4 +1,4 @@
-"""What the layers of both caches share: each holds one immutable state, whose size transformers is not to know.
+"""Base of the layers of both caches: each holds one immutable state, whose size transformers is not to know.
 
 Letters: B batch.
 """
@@ -103,7 +103,7 @@ class ForkedCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """What its layers hold, in bytes: states, and the keys and values of layers that kept their softmax."""
+        """Bytes that its layers hold: states, and the keys and values of layers that kept their softmax."""
         return cache_bytes(self)
 
     @property
@@ -119,7 +119,7 @@ class ForkedCache(Cache):
 
 
 def cache_bytes(cache: Cache) -> int:
-    """What the layers of any cache hold, in bytes.
+    """Bytes that the layers of any cache hold.
 
     Cost: linear in the number of layers.
 

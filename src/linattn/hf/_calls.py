@@ -82,7 +82,7 @@ class CachedTokens(int):
 
 @dataclass(frozen=True, eq=False)
 class AskedMask:
-    """What transformers asks a mask function for; layers build of it what they read, once in a forward pass."""
+    """A request for a mask by transformers; layers build the masks they read from it, once in a forward pass."""
 
     sizes: tuple[int, int, int, int, int]  # B, Lq, Lk, and the positions of the first query and of the first key
     options: dict[str, Any]
@@ -169,7 +169,7 @@ AnyMask = AskedMask | Tensor | None
 
 @dataclass(frozen=True, eq=False)
 class InterfaceCall:
-    """What transformers passes to an attention function; the options are its keywords: scaling, dropout, is_causal…
+    """A call of an attention function by transformers; the options are its keywords: scaling, dropout, is_causal…
 
     `former` names the attention implementation in whose place linattn's function was called.
     """
@@ -209,15 +209,15 @@ class InterfaceCall:
 
     def refuse_options(self, name: str, num_keys: int, *, takes_sinks: bool = False) -> None:
         """Refuse what the call asks for beyond q, k, v, a padding mask and causality, and perhaps sinks."""
-        found, dropout = inexpressible(self.options, takes_sinks=takes_sinks), self.options.get("dropout")
+        requests, dropout = inexpressible(self.options, takes_sinks=takes_sinks), self.options.get("dropout")
         if self._exceeds_window(num_keys):
-            found.append(f"a sliding window of {self.options['sliding_window']} over {num_keys} keys")
+            requests.append(f"a sliding window of {self.options['sliding_window']} over {num_keys} keys")
         if dropout:
-            found.append(
+            requests.append(
                 f"dropout of {dropout} on the weights (call model.eval(), or load the model with attention dropout 0)"
             )
-        if found:
-            raise ValueError(_refusal(name, ", ".join(dict.fromkeys(found))))
+        if requests:
+            raise ValueError(_refusal(name, ", ".join(dict.fromkeys(requests))))
 
     def read_mask(self, name: str) -> tuple[Tensor | None, bool]:
         """Key padding, (B, Lk) bool or None, and causality."""

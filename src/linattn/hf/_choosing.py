@@ -24,7 +24,7 @@ class Choice:
 
     @property
     def chosen(self) -> list[AttentionModule]:
-        """Those that are replaced."""
+        """The modules whose softmax is replaced."""
         return [module for module in self.modules if module.number not in self.reasons]
 
 

@@ -112,8 +112,8 @@ def check_caches_of(model: PreTrainedModel) -> list[RemovableHandle]:
 
 def _check_caches(mask_name: str, mask_place: int, part: nn.Module, args: Any, options: dict[str, Any]) -> None:
     """Forward pre-hook of a model whose mask has a name and a place among its arguments."""
-    for given in (*args, *options.values()):
-        cache = _of_text(given)
+    for argument in (*args, *options.values()):
+        cache = _of_text(argument)
         if isinstance(cache, StateCache):
             if part.training and any(vars(each).get("gradient_checkpointing") for each in part.modules()):
                 raise ValueError(

@@ -114,7 +114,7 @@ def _sounds(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def _setting(model: PreTrainedModel, name: str) -> Any:
-    """What the configuration says, or that of the part of the model that reads pictures or sounds."""
+    """A setting of the configuration, or of that of the part of the model that reads pictures or sounds."""
     config = model.config
     parts = [config, *(getattr(config, part, None) for part in config.sub_configs)]
     return next((value for value in (getattr(part, name, None) for part in parts) if value is not None), None)

@@ -1,5 +1,5 @@
-"""What maps of a `LinearLM` were fitted with, in its folder: config.json says which tensors there are, the weights hold
-them, and a model that is loaded has places for them.
+"""Fitted tensors of a `LinearLM`'s maps, in its folder: config.json says which there are, the weights hold them, and a
+model that is loaded has places for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def loading() -> Iterator[None]:
 def fitted_outlines(model: nn.Module) -> dict[str, Any] | None:
     """Dtype and shape of all fitted tensors by name, as `LinearLMConfig.fitted` has them; None where there are none."""
     parts = ((name, part) for name, part in model.named_modules() if isinstance(part, FittedMap))
-    held = {f"{name}.{own}": getattr(part, own) for name, part in parts for own in part.fitted_buffers}
+    held = {f"{name}.{buffer}": getattr(part, buffer) for name, part in parts for buffer in part.fitted_buffers}
     return outlines({name: x for name, x in held.items() if isinstance(x, Tensor)}) or None
 
 
@@ -48,8 +48,8 @@ def make_room_(model: nn.Module, outlines: Mapping[str, Any]) -> None:
         return
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, outline in outlines.items():
-        place, _, own = name.rpartition(".")
-        parts[place][own] = _placeholder(name, outline)
+        place, _, buffer = name.rpartition(".")
+        parts[place][buffer] = _placeholder(name, outline)
     modules = dict(model.named_modules())
     for place, tensors in parts.items():
         part = modules.get(place)

@@ -65,22 +65,24 @@ class SaveLinearized:
 
     def __call__(self, *args: Any, **options: Any) -> None:
         """Takes what transformers' own takes, and refuses what would give another kind of folder."""
-        model, own = self.model, type(self.model).save_pretrained
-        given = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **options).arguments
+        model, save = self.model, type(self.model).save_pretrained
+        arguments = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **options).arguments
         # Of a model with adapters transformers writes the adapters alone: no folder of a model.
         if getattr(model, "_hf_peft_config_loaded", False):
-            own(model, *args, **options)
+            save(model, *args, **options)
             return
-        refused = [f"{name} ({cure})" for name, cure in _REFUSED.items() if given.get(name)]
+        refused = [f"{name} ({cure})" for name, cure in _REFUSED.items() if arguments.get(name)]
         if refused:
             raise ValueError(
                 f"{type(model).__name__} is linearized, and the folder would not hold its linear attention with "
                 f"{', '.join(refused)}"
             )
-        folder, is_main = Path(given["save_directory"]), given.get("is_main_process", True)
-        state = given.get("state_dict") or model.state_dict()
-        rest = {name: x for name, x in given.items() if name not in ("self", "save_directory", "state_dict", "kwargs")}
-        rest.update(given.get("kwargs", {}))
+        folder, is_main = Path(arguments["save_directory"]), arguments.get("is_main_process", True)
+        state = arguments.get("state_dict") or model.state_dict()
+        rest = {
+            name: x for name, x in arguments.items() if name not in ("self", "save_directory", "state_dict", "kwargs")
+        }
+        rest.update(arguments.get("kwargs", {}))
         write_files(model, folder, state, is_main=is_main, **rest)
 
 
@@ -122,11 +124,11 @@ def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple
     _check_weights(model)
     modules = list(attention_modules(model))
     layers, tensors = [], not_brought_back(model)
-    for found in modules:
-        attention = attention_of(found.module)
+    for part in modules:
+        attention = attention_of(part.module)
         if attention is not None:
-            layers.append(LayerRecord(found.number, found.name, describe_attention(attention)))
-            tensors |= attention.state_dict(prefix=f"{found.name}.{ATTRIBUTE}.")
+            layers.append(LayerRecord(part.number, part.name, describe_attention(attention)))
+            tensors |= attention.state_dict(prefix=f"{part.name}.{ATTRIBUTE}.")
     tensors = {name: state.get(name, x) for name, x in tensors.items()}
     versions = linattn.__version__, torch.__version__, transformers.__version__
     name, dtype = kind.__name__, str(model.dtype).removeprefix("torch.")
@@ -245,7 +247,7 @@ def bring_back(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path
 
 
 def _linear_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """What the names of all tensors of linear attention begin with, under every name a module has."""
+    """Prefixes of the names of all tensors of linear attention, under every name a module has."""
     modules = model.named_modules(remove_duplicate=False)
     return tuple(f"{name}." for name, module in modules if isinstance(module, LayerAttention))
 
@@ -270,11 +272,11 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
     """Every name and value in JSON, at any depth."""
     pending = [config]
     while pending:
-        found = pending.pop()
-        if isinstance(found, dict):
-            yield from found.items()
-        if isinstance(found, dict | list):
-            pending.extend(found.values() if isinstance(found, dict) else found)
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield from value.items()
+        if isinstance(value, dict | list):
+            pending.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _weight_files(path: Path) -> list[str]:
@@ -282,8 +284,8 @@ def _weight_files(path: Path) -> list[str]:
     index = path / _INDEX
     if not index.is_file():
         return [_WEIGHTS]
-    found = read_json(index, "index of weights", REMEDY)
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    content = read_json(index, "index of weights", REMEDY)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} names no files of weights; {REMEDY}")
     for name in weight_map.values():

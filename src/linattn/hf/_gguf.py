@@ -23,11 +23,11 @@ def gguf_file(source: Path) -> Path | None:
         return source
     if not source.is_dir() or (source / "config.json").is_file():
         return None
-    found = sorted(path for path in source.iterdir() if path.suffix.lower() == SUFFIX)
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise ValueError(f"{source} holds {len(found)} GGUF files ({names}); name one of them")
-    return found[0] if found else None
+    files = sorted(path for path in source.iterdir() if path.suffix.lower() == SUFFIX)
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise ValueError(f"{source} holds {len(files)} GGUF files ({names}); name one of them")
+    return files[0] if files else None
 
 
 def load_gguf(file: Path, *, with_head: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -58,7 +58,7 @@ class InterfaceAttention(SoftmaxAttention):
         return answered
 
     def _attend_with_state(self, heads: Heads, kept: State | KeptTokens | None) -> tuple[Tensor, State | KeptTokens]:
-        """As `SoftmaxAttention`, or, linearized, from the state of the map that took the softmax's place."""
+        """Attend as `SoftmaxAttention`, or, linearized, from the state of the map that took the softmax's place."""
         attention = attention_of(self)
         if attention is None or heads.gates is not None:
             assert not isinstance(kept, State)

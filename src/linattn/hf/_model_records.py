@@ -88,18 +88,18 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing, and with it the tensors of the linear attention; {REMEDY}")
     try:
-        found = {name: x.clone() for name, x in load_file(path, device="cpu").items()}
+        tensors = {name: x.clone() for name, x in load_file(path, device="cpu").items()}
     # The second kind: dtypes that safetensors knows, and its reader for torch does not.
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {REMEDY}") from None
-    got, wanted = outlines(found), record.tensors
+    got, wanted = outlines(tensors), record.tensors
     both = sorted(got.keys() & wanted.keys())
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - got.keys())]
     wrong += [f"{name} is surplus" for name in sorted(got.keys() - wanted.keys())]
     wrong += [f"{name} is {got[name]}, wanted {wanted[name]}" for name in both if got[name] != wanted[name]]
     if wrong:
         raise ValueError(f"{path} does not hold what {RECORD} says: {', '.join(wrong)}; {REMEDY}")
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _MapRecord:
     merged: str | None = None
 
     def attention(self, module_name: str) -> LayerAttention:
-        """What attends, as its constructor leaves it."""
+        """Build the attention, as its constructor leaves it."""
         if self.num_heavy or self.rule is not None:
             raise ValueError(f"got num_heavy={self.num_heavy}, rule={self.rule!r}; {HEAVY_KEYS_REMOVED}")
         _check_counts(window=self.window, num_merged=self.num_merged)

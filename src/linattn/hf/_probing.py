@@ -1,4 +1,4 @@
-"""What each attention module of a model asks its attention function for, learned from passes of a few tokens.
+"""Probe what each attention module of a model asks its attention function for, by passes of a few tokens.
 
 Letters: B batch, H query heads, L tokens (Lq, Lk), D head width.
 """

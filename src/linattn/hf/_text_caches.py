@@ -1,4 +1,4 @@
-"""What caches of states know of their text: which tokens are shown, and that all layers have the same ones.
+"""Caches of states of a text: checks of which tokens are shown, and that all layers have seen equally many.
 
 Letters: B batch, n tokens.
 """
@@ -48,8 +48,8 @@ class TextCache(ForkedCache):
 
     def check_level(self) -> None:
         """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
-        own = [layer for place, layer in enumerate(self.layers) if place in self._own_places]
-        counted = [layer for layer in own if isinstance(layer, StatefulLayer | DynamicLayer)]
+        layers = [layer for place, layer in enumerate(self.layers) if place in self._own_places]
+        counted = [layer for layer in layers if isinstance(layer, StatefulLayer | DynamicLayer)]
         counts = [layer.get_seq_length() for layer in counted]
         if any(count != counts[0] for count in counts):
             raise RuntimeError(

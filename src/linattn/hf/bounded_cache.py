@@ -40,7 +40,7 @@ _ANY_LENGTH = 2**62
 
 @dataclass(frozen=True)
 class BoundedLayerReport:
-    """What a `BoundedCache` keeps of one layer.
+    """Report of one layer of a `BoundedCache`: its bound, or why its keys and values stay exact.
 
     Attributes:
         layer: number of its attention module, from 0, in the order of the model's modules.
@@ -285,7 +285,7 @@ def _plan_of(file: Path, budget: int) -> MemoryPlan:
 
 
 def _planned(model: PreTrainedModel, numbers: list[int], plan: MemoryPlan) -> dict[int, MergedKV]:
-    """What a plan says of each layer."""
+    """Merged keys of each layer by a plan; a plan of other layers, or of no method, is refused."""
     if plan.layers != numbers:
         raise ValueError(
             f"the plan is of {plan.model}, whose global layers are {plan.layers}, and {type(model).__name__} has "

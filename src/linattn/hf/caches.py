@@ -41,6 +41,6 @@ def new_cache(model: PreTrainedModel) -> Cache:
     """
     if isinstance(model, LinearLMForCausalLM):
         return StreamCache(len(model.model.blocks))
-    if any(attention_of(found.module) is not None for found in attention_modules(model)):
+    if any(attention_of(part.module) is not None for part in attention_modules(model)):
         return StateCache(model)
     return DynamicCache(config=model.config)

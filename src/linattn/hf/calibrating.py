@@ -30,7 +30,7 @@ _MOST_TOKENS = 16384
 
 def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Iterable[Mapping[str, Any]]) -> None:
     """Fit maps, by the name of their attention module and in place, to what a softmax model attends with on batches."""
-    modules = [found for found in attention_modules(model) if found.name in maps]
+    modules = [part for part in attention_modules(model) if part.name in maps]
     for name, observed in observe(model, modules, batches).items():
         query, key, scale = observed.tokens()
         with torch.no_grad():
@@ -42,7 +42,7 @@ def calibrate_maps(
     model: PreTrainedModel, attentions: Sequence[tuple[AttentionModule, LayerAttention]], batches: Iterable[Sample]
 ) -> None:
     """Fit the maps that take statistics, each to what its own layer attends with."""
-    maps = {found.name: attention.feature_map for found, attention in attentions}
+    maps = {part.name: attention.feature_map for part, attention in attentions}
     fitted = {name: each for name, each in maps.items() if isinstance(each, FittedMap)}
     if not fitted:
         names = ", ".join(sorted({attention.summary for _, attention in attentions}))
@@ -111,7 +111,7 @@ class _Spread:
 
 
 class Observed:
-    """What the layer of one attention module attended with."""
+    """Queries and keys that one attention module attended with, and its scale."""
 
     def __init__(self, module_name: str) -> None:
         self.module_name = module_name
@@ -144,12 +144,12 @@ class Observed:
 def observe(
     model: PreTrainedModel, modules: Iterable[AttentionModule], batches: Iterable[Mapping[str, Any]]
 ) -> dict[str, Observed]:
-    """What these modules of a softmax model attend with, by name, in one forward pass per batch; the model stays."""
-    found = {each.module: Observed(each.name) for each in modules}
+    """Record the queries and keys of a softmax model's modules, by name, in one pass per batch; the model stays."""
+    observations = {each.module: Observed(each.name) for each in modules}
 
     def answer(call: InterfaceCall) -> Tensor:
         """By its own attention, after the call is added to what is observed."""
-        observed = found.get(call.module)
+        observed = observations.get(call.module)
         if observed is not None:
             call.refuse_options(observed.module_name, call.key.shape[-2], takes_sinks=True)
             key_mask, _ = call.read_mask(observed.module_name)
@@ -159,9 +159,9 @@ def observe(
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with torch.no_grad(), evaluating(model), answering(model, answer):
         for batch in batches:
-            own = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-            model(**{**options, **own})
-    return {observed.module_name: observed for observed in found.values()}
+            inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+            model(**{**options, **inputs})
+    return {observed.module_name: observed for observed in observations.values()}
 
 
 def _live_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -130,21 +130,21 @@ class _Numbering:
 
     def __call__(self, part: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """One keyword more."""
-        given = inspect.signature(part.forward).bind_partial(*args, **options).arguments
-        if given.get("labels") is not None:
+        arguments = inspect.signature(part.forward).bind_partial(*args, **options).arguments
+        if arguments.get("labels") is not None:
             raise ValueError(
                 f"{type(part).__name__} shifts labels within its part of a text, whose last token has its label on the "
                 "next rank; shift them before the text is split, and take the loss of the logits"
             )
-        if given.get(_POSITIONS) is not None:
+        if arguments.get(_POSITIONS) is not None:
             return args, options
         if not self.counts:
             raise ValueError(
                 f"{type(part).__name__} numbers its tokens otherwise than 0, 1, 2, …, so that a part's positions are "
                 f"not known; pass {_POSITIONS} of the whole text, split as its tokens are"
             )
-        tokens = given.get("input_ids")
-        tokens = given["inputs_embeds"] if tokens is None else tokens
+        tokens = arguments.get("input_ids")
+        tokens = arguments["inputs_embeds"] if tokens is None else tokens
         batch, length = tokens.shape[:2]
         first = self.parts.num_before(length)
         positions = torch.arange(first, first + length, device=tokens.device).expand(batch, -1)
@@ -153,24 +153,24 @@ class _Numbering:
 
 def _splittable(model: PreTrainedModel, *, by_heads: bool) -> list[LayerAttention]:
     """The model's linear attentions; layers whose sequences cannot be split are refused."""
-    found, kept = [], []
+    attentions, names = [], []
     for part in attention_modules(model):
         attention = attention_of(part.module)
         if attention is None:
-            kept.append(part.name)
+            names.append(part.name)
             continue
         if attention.merged is not None:
             raise ValueError(
                 f"{part.name} attends by {attention.summary}: which keys are merged is decided over all of a "
                 "sequence, and a rank has some of it; linearize_ the layers by maps"
             )
-        found.append(attention)
-    if kept or not found:
+        attentions.append(attention)
+    if names or not attentions:
         raise ValueError(
-            f"{', '.join(kept) or type(model).__name__} attends by softmax, whose keys would have to be sent to all "
+            f"{', '.join(names) or type(model).__name__} attends by softmax, whose keys would have to be sent to all "
             "ranks; linearize_ all layers by maps"
         )
-    return found
+    return attentions
 
 
 def _numbered(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -191,10 +191,10 @@ def _counts_from_zero(part: PreTrainedModel) -> bool:
     tokens = torch.full((1, 3), token, device=part.device)
     run = partial(part, tokens, **({"use_cache": False} if "use_cache" in _options(part) else {}))
     with torch.no_grad(), evaluating(part):
-        own, counted = run()[0], run(position_ids=torch.arange(3, device=part.device).unsqueeze(0))[0]
-    return bool(torch.equal(own, counted))
+        output, counted_output = run()[0], run(position_ids=torch.arange(3, device=part.device).unsqueeze(0))[0]
+    return bool(torch.equal(output, counted_output))
 
 
 def _options(part: PreTrainedModel) -> Any:
-    """What a model's call takes."""
+    """Parameters of a model's forward pass, by name."""
     return inspect.signature(part.forward).parameters

@@ -199,7 +199,7 @@ def _attend(
 
 
 class Capture(NamedTuple):
-    """What `capture` returns.
+    """Calls and output of one forward pass, as `capture` records them.
 
     Attributes:
         calls: one per layer, in the order of the forward pass; tensors detached, contiguous and the caller's own.
@@ -249,8 +249,8 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
 
     def record(call: AttentionCall) -> Tensor:
         """Keep the call, answer exactly."""
-        own = {name: getattr(call, name).detach().contiguous().clone() for name in ("query", "key", "value")}
-        calls.append(replace(call, **own))
+        tensors = {name: getattr(call, name).detach().contiguous().clone() for name in ("query", "key", "value")}
+        calls.append(replace(call, **tensors))
         return call.softmax()
 
     with torch.no_grad():
@@ -259,7 +259,7 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
             rebuilt: Tensor = model(**inputs)[0]
     _check_rebuilt(model, output, rebuilt, inputs.get("attention_mask"))
     recorded = {call.module_name for call in calls}
-    windows = (found.name for found in attention_modules(model) if found.window is not None)
+    windows = (part.name for part in attention_modules(model) if part.window is not None)
     return Capture(tuple(calls), output, tuple(name for name in windows if name not in recorded))
 
 

@@ -126,7 +126,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss, logits, past_key_values, hidden_states)
 
     def _vectors(self, input_ids: Tensor, key_mask: Tensor | None, cache: StreamCache | None) -> Tensor:
-        """What the last block gives; a cache goes on with these tokens."""
+        """Vectors after the last block; a cache goes on with these tokens."""
         x: Tensor
         if cache is None:
             x = self.model.vectors(input_ids, key_mask=key_mask)
@@ -137,7 +137,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         return x
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """As transformers'; config.json says what maps were fitted with, which the folder then brings back."""
+        """Write a folder as transformers does; config.json lists the maps' fitted tensors, which loading restores."""
         self.config.fitted = fitted_outlines(self)
         try:
             super().save_pretrained(*args, **options)
@@ -146,14 +146,14 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        """As transformers', but for a folder that does not fit, which is refused instead of warned of.
+        """Load a folder as transformers does, but refuse weights that do not fit, instead of a warning.
 
         Raises:
             ValueError: weights are missing, or have no place: those of other settings.
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
-        model, found = loaded
-        wrong = sorted(found["missing_keys"] | found["unexpected_keys"])
+        model, loading_info = loaded
+        wrong = sorted(loading_info["missing_keys"] | loading_info["unexpected_keys"])
         if wrong:
             raise ValueError(
                 f"the weights do not fit the model that config.json describes, missing there or without a place here: "
@@ -166,7 +166,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def get_init_context(cls, *args: Any) -> list[Any]:
-        """As transformers', on a real device: what is no tensor of a map or an encoding is made while building."""
+        """Contexts to build a model on a real device: what is no tensor of a map or an encoding is made then."""
         return [*super().get_init_context(*args), torch.device("cpu"), loading()]
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -226,16 +226,16 @@ class RedrawCallback(TrainerCallback):
 
 @contextmanager
 def _block_inputs(model: LinearLM) -> Iterator[list[Tensor]]:
-    """What each block of a model is given while the block runs, with a state or without."""
-    found: list[Tensor] = []
+    """Collect the inputs of a model's blocks while the context is open, with a state or without."""
+    inputs: list[Tensor] = []
 
     def keep(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Forward pre-hook of a block's first norm."""
-        found.append(args[0])
+        inputs.append(args[0])
 
     hooks = [block.attention_norm.register_forward_pre_hook(keep) for block in model.blocks]
     try:
-        yield found
+        yield inputs
     finally:
         for hook in hooks:
             hook.remove()

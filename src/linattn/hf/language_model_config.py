@@ -28,7 +28,7 @@ _GATES: dict[str, Callable[..., Gate]] = {
 
 
 class LinearLMConfig(PreTrainedConfig):
-    """What a `LinearLMForCausalLM` is built from.
+    """Configuration of a `LinearLMForCausalLM`.
 
     Names are transformers' where it has them; maps, positions and gates are written forms, as in "Taylor(order=2)".
 
@@ -123,9 +123,9 @@ def taking_any_map(text: str) -> str:
     """The written form of the same rotary positions under which a map's attention need not be relative."""
     node = ast.parse(text, mode="eval").body
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    kept = [keyword for keyword in call.keywords if keyword.arg != "require_relative"]
+    options = [keyword for keyword in call.keywords if keyword.arg != "require_relative"]
     relaxed = ast.keyword("require_relative", ast.Constant(False))
-    return ast.unparse(ast.Call(call.func, [], [*kept, relaxed]))
+    return ast.unparse(ast.Call(call.func, [], [*options, relaxed]))
 
 
 def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention | SoftmaxAttention:
@@ -162,7 +162,7 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
 
 
 def _written(field: str, text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """What "Name" or "Name(option=literal)" builds, its options filled in; nothing is evaluated."""
+    """Builder that "Name" or "Name(option=literal)" names, with its options filled in; nothing is evaluated."""
     forms = f"write one of {', '.join(known)}, with options as in {next(iter(known))}(option=value)"
     try:
         node = ast.parse(text, mode="eval").body

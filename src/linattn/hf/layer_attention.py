@@ -1,4 +1,4 @@
-"""What takes the place of one layer's softmax: a feature map, or, in an encoder, merged keys.
+"""Attention in the place of one layer's softmax: a feature map, or, in an encoder, merged keys.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
 """
@@ -27,7 +27,7 @@ ATTRIBUTE = "linear_attention"
 
 
 class LayerAttention(nn.Module):
-    """What `linearize_` puts into an attention module, as its `linear_attention`.
+    """Attention by a feature map or merged keys, which `linearize_` puts into a module as its `linear_attention`.
 
         out_i = Σ_j φ(√c·q_i)·φ(√c·k_j) v_j / Σ_j φ(√c·q_i)·φ(√c·k_j),   c the temperature the model asks for
 
@@ -196,12 +196,12 @@ class LayerAttention(nn.Module):
 
 
 def attention_of(module: nn.Module) -> LayerAttention | None:
-    """What `linearize_` put into a module, if anything."""
+    """The `LayerAttention` that `linearize_` put into a module, if any."""
     attention = getattr(module, ATTRIBUTE, None)
     return attention if isinstance(attention, LayerAttention) else None
 
 
 def rescale_query(feature_map: FeatureMap | None, query: Tensor, scale: float) -> Tensor:
     """Queries (B, H, L, D) for which the map's own scale, D**-0.5 where it has none, is the model's: q·c/s."""
-    own: float = getattr(feature_map, "scale", query.shape[-1] ** -0.5)
-    return query if own == scale else query * (scale / own)
+    map_scale: float = getattr(feature_map, "scale", query.shape[-1] ** -0.5)
+    return query if map_scale == scale else query * (scale / map_scale)

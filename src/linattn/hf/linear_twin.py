@@ -31,8 +31,8 @@ def check_twin(model: LinearLMForCausalLM, methods: Sequence[Method]) -> None:
     """Refuse, before any work, a model or methods of which no plain linear model would come."""
     first, *others = dict.fromkeys(methods)
     if others:
-        given = ", ".join(method.label for method in (first, *others))
-        raise ValueError(f"all linear blocks of a LinearLM share one method, got {given}; name one method")
+        labels = ", ".join(method.label for method in (first, *others))
+        raise ValueError(f"all linear blocks of a LinearLM share one method, got {labels}; name one method")
     _check_model(model)
     if first.map is not None and "scale" in dict(first.map.options):
         raise ValueError(
@@ -52,16 +52,19 @@ def linear_twin(model: LinearLMForCausalLM, state: Mapping[str, Tensor] | None =
     by ones of another number of heads; or if the model has linear blocks of its own, or a gate.
     """
     _check_model(model)
-    found = {part.name: attention_of(part.module) for part in attention_modules(model)}
-    attentions = {name: attention for name, attention in found.items() if attention is not None}
+    attentions = {
+        part.name: attention
+        for part in attention_modules(model)
+        if (attention := attention_of(part.module)) is not None
+    }
     settings = _settings(model, attentions)
     # Building draws weights, which are overwritten; the caller's draws are to go on as if nothing had been built.
     with torch.random.fork_rng(devices=[]):
         twin = LinearLMForCausalLM(LinearLMConfig.from_dict(settings))
     nn.Module.to(twin, device=model.device, dtype=model.dtype)
     inner = f".{ATTRIBUTE}."
-    given = model.state_dict() if state is None else state
-    twin.load_state_dict({name.replace(inner, "."): x for name, x in given.items()})
+    weights = model.state_dict() if state is None else state
+    twin.load_state_dict({name.replace(inner, "."): x for name, x in weights.items()})
     twin.generation_config = copy.deepcopy(model.generation_config)
     twin.train(model.training)
     return twin
@@ -87,8 +90,8 @@ def _settings(model: LinearLMForCausalLM, attentions: Mapping[str, LayerAttentio
     """The config of the linear model, as a dictionary."""
     methods = {name: _method(attention) for name, attention in attentions.items()}
     if len(set(methods.values())) != 1:
-        given = ", ".join(sorted(set(methods.values()))) or "none"
-        raise ValueError(f"all linear blocks of a LinearLM share one method, got {given}; {_LINEARIZE}")
+        forms = ", ".join(sorted(set(methods.values()))) or "none"
+        raise ValueError(f"all linear blocks of a LinearLM share one method, got {forms}; {_LINEARIZE}")
     layers = [block.attention for block in model.model.blocks]
     kinds = "".join("s" if attention_of(layer) is None else "l" for layer in layers)
     maps = [each for attention in attentions.values() if (each := attention.feature_map) is not None]
@@ -124,13 +127,13 @@ def _are_per_head(maps: list[FeatureMap], num_kv_heads: int) -> bool:
     parts = (part for feature_map in maps for part in feature_map.modules() if isinstance(part, FeatureMap))
     # Statistics may be of each head without it: they are no matter of building the map.
     chosen = (part for part in parts if "num_heads" in inspect.signature(type(part)).parameters)
-    found: set[int] = {getattr(part, "num_heads", None) or 0 for part in chosen} - {0}
-    if found - {num_kv_heads}:
+    head_counts: set[int] = {getattr(part, "num_heads", None) or 0 for part in chosen} - {0}
+    if head_counts - {num_kv_heads}:
         raise ValueError(
             f"maps of a LinearLM hold one set of weights, or one for each of {num_kv_heads} key/value heads, got maps "
-            f"for {sorted(found)}; {_LINEARIZE}"
+            f"for {sorted(head_counts)}; {_LINEARIZE}"
         )
-    return bool(found)
+    return bool(head_counts)
 
 
 def _positions(text: str | None, positions: Position | None, maps: list[FeatureMap]) -> str | None:

@@ -56,7 +56,7 @@ _UNDO = "linattn_undo"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What `linearize_` did with one attention module.
+    """Report of `linearize_` on one attention module.
 
     Attributes:
         layer: its number, from 0, in the order of the model's modules.
@@ -73,7 +73,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Linearization:
-    """What `linearize_` did.
+    """Reports of `linearize_` on all attention modules of a model.
 
     Attributes:
         layers: one report per attention module, in order.
@@ -207,20 +207,20 @@ def linearize_(
     if methods:
         methods = methods if len(methods) > 1 or isinstance(method, list | tuple) else methods * len(chosen)
         # In exact names.
-        labels = {found.number: each.label for found, each in zip(chosen, methods, strict=True)}
+        labels = {part.number: each.label for part, each in zip(chosen, methods, strict=True)}
         attentions = attend_by_methods(chosen, methods, num_features, seed)
     else:
         # As `_methods` found.
         assert callable(method)
         attentions = attend_by_function(chosen, method, window)
-    for found, attention in attentions:
-        refuse_merged_decoder(model, found, attention.merged)
+    for part, attention in attentions:
+        refuse_merged_decoder(model, part, attention.merged)
     if calibrate is not None:
         calibrate_maps(model, attentions, calibrate)
     # Of the others with what was fitted.
-    labels = labels or {found.number: attention.summary for found, attention in attentions}
-    for found, attention in attentions:
-        try_out(found, attention, labels[found.number])
+    labels = labels or {part.number: attention.summary for part, attention in attentions}
+    for part, attention in attentions:
+        try_out(part, attention, labels[part.number])
     install(model, attentions)
     return _report(choice, labels)
 
@@ -242,15 +242,15 @@ def choose_layers(
 
 
 def global_layers(model: PreTrainedModel, *, example: Mapping[str, Any] | None = None) -> Linearization:
-    """As `choose_layers`, or all layers where every one has a window: texts that fit in it can be attended to anew."""
+    """Choose as `choose_layers`, or all layers where each has a window: texts within it can be attended to anew."""
     modules = list(attention_modules(model))
-    is_local = all(found.window is not None for found in modules)
+    is_local = all(part.window is not None for part in modules)
     return choose_layers(model, range(len(modules)) if is_local else None, example=example)
 
 
 def _report(choice: Choice, labels: dict[int, str]) -> Linearization:
-    """What attends in each layer, by its number, or why softmax stays."""
-    numbers = ((found.number, found.name) for found in choice.modules)
+    """Report what attends in each layer, by its number, or why softmax stays."""
+    numbers = ((part.number, part.name) for part in choice.modules)
     return Linearization(tuple(LayerReport(n, name, labels.get(n), choice.reasons.get(n)) for n, name in numbers))
 
 
@@ -268,9 +268,9 @@ def restore_(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} is not linearized; give the model that linearize_ was given")
     former, hooks = getattr(model, _UNDO)
     restore(former)
-    for found in attention_modules(model):
-        if attention_of(found.module) is not None:
-            delattr(found.module, ATTRIBUTE)
+    for part in attention_modules(model):
+        if attention_of(part.module) is not None:
+            delattr(part.module, ATTRIBUTE)
     for hook in hooks:
         hook.remove()
     for module in model.modules():
@@ -292,9 +292,9 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     former = switch_to(model, NAME)
     for module, name in implementations(model, former):
         setattr(module, FORMER, name)
-    for found, attention in attentions:
-        found.module.add_module(ATTRIBUTE, attention)
-    stateful = [found.module for found, _ in attentions if found.cache_place is not None]
+    for part, attention in attentions:
+        part.module.add_module(ATTRIBUTE, attention)
+    stateful = [part.module for part, _ in attentions if part.cache_place is not None]
     hooks = [*hook_parts(model, refuse_weights), *hook_parts(model, refuse_other_implementations)]
     hooks += [hook for module in stateful for hook in hand_over(module)]
     if stateful:

@@ -213,8 +213,8 @@ def is_sentence_transformer(source: str) -> bool:
     if Path(source).is_file():
         return False
     local = Path(source).is_dir()
-    found = cached_file(source, "modules.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
-    return found is not None
+    file = cached_file(source, "modules.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
+    return file is not None
 
 
 @contextmanager

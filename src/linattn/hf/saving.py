@@ -113,10 +113,10 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
         )
     tensors = _model_records.read_tensors(path, record)
     model = softmax_model(path, record)
-    attentions = [_attention(found, layer, path, tensors) for found, layer in _pairs(model, record, path)]
-    for found, attention in attentions:
-        refuse_converted_decoder(model, found, attention, path)
-        try_out(found, attention, attention.summary)
+    attentions = [_attention(part, layer, path, tensors) for part, layer in _pairs(model, record, path)]
+    for part, attention in attentions:
+        refuse_converted_decoder(model, part, attention, path)
+        try_out(part, attention, attention.summary)
     bring_back(model, tensors, path)
     install(model, attentions)
     model.eval()
@@ -143,7 +143,7 @@ def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tupl
             f"{place} was written for {record.num_layers} attention layers, {record.model_class} has {len(modules)} "
             f"with transformers {transformers.__version__}; {REMEDY}"
         )
-    names = {found.number: found.name for found in modules}
+    names = {part.number: part.name for part in modules}
     numbers = [layer.number for layer in record.layers]
     for layer in record.layers:
         if names.get(layer.number) != layer.module_name or numbers.count(layer.number) > 1:
@@ -155,15 +155,15 @@ def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tupl
 
 
 def _attention(
-    found: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]
+    part: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]
 ) -> tuple[AttentionModule, LayerAttention]:
     """One layer's attention with its tensors, which are taken out of `tensors`."""
-    place, prefix = f"{path / RECORD}, layer {layer.number}", f"{found.name}.{ATTRIBUTE}."
-    attention = rebuild_attention(layer.kernel, found.name, place=place, remedy=REMEDY)
-    own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    place, prefix = f"{path / RECORD}, layer {layer.number}", f"{part.name}.{ATTRIBUTE}."
+    attention = rebuild_attention(layer.kernel, part.name, place=place, remedy=REMEDY)
+    layer_tensors = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     try:
         # Assigned, not copied into what the constructor made: dtypes are those that were saved.
-        attention.load_state_dict({name.removeprefix(prefix): x for name, x in own.items()}, assign=True)
+        attention.load_state_dict({name.removeprefix(prefix): x for name, x in layer_tensors.items()}, assign=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from error
-    return found, attention
+    return part, attention

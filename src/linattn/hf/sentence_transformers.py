@@ -41,7 +41,7 @@ class LinearTransformer(Transformer):
     def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
         """The model's token embeddings, as `Transformer` gives them; both names are sentence-transformers' own."""
         try:
-            found: dict[str, Any] = super().forward(features, **options)
+            outputs: dict[str, Any] = super().forward(features, **options)
         except (IndexError, RuntimeError) as error:
             limit, ids = getattr(self.config, "max_position_embeddings", None), features.get("input_ids")
             if limit is None or not isinstance(ids, Tensor) or ids.shape[-1] <= limit:
@@ -50,7 +50,7 @@ class LinearTransformer(Transformer):
                 f"{type(self.model).__name__} has {limit} positions and failed on {ids.shape[-1]} tokens ({error}); "
                 f"set max_seq_length to at most {limit}, or take a model with more positions"
             ) from error
-        return found
+        return outputs
 
     def save(self, output_path: str, *_: Any, safe_serialization: bool = True, **__: Any) -> None:
         """The linearized model, its tokenizer and this module's settings, into a folder that exists."""
@@ -106,12 +106,12 @@ def with_model(source: str, model: PreTrainedModel) -> SentenceTransformer:
     """
     local = Path(source).is_dir()
     with quiet():
-        found = SentenceTransformer(source, device="cpu", local_files_only=local)
-    first = found[0]
+        sentence_model = SentenceTransformer(source, device="cpu", local_files_only=local)
+    first = sentence_model[0]
     if not isinstance(first, Transformer):
         raise TypeError(f"{source} begins with {type(first).__name__}, wanted sentence-transformers' Transformer")
     first.model = model
-    return found
+    return sentence_model
 
 
 def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) -> None:

@@ -126,8 +126,8 @@ class StateCache(TextCache):
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = list(attention_modules(model))
-        linear = [found for found in modules if attention_of(found.module) is not None]
-        names = {found.cache_place: found.name for found in linear if found.cache_place is not None}
+        linear = [part for part in modules if attention_of(part.module) is not None]
+        names = {part.cache_place: part.name for part in linear if part.cache_place is not None}
         if not names:
             raise ValueError(
                 f"no causal layer of {type(model).__name__} attends by a feature map; call linearize_ on it first, or "
@@ -136,7 +136,7 @@ class StateCache(TextCache):
         layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         for number, name in names.items():
             layers[number] = StateLayer(name)
-        super().__init__(layers, {found.cache_place for found in modules})
+        super().__init__(layers, {part.cache_place for part in modules})
 
 
 class EncoderDecoderStates(EncoderDecoderCache):

@@ -94,7 +94,7 @@ def _step(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 def _warpers(temperature: float, top_p: float) -> LogitsProcessorList | None:
-    """What changes logits before a draw; None for no draw."""
+    """Processors of logits before a draw: temperature, then top-p; None for no draw."""
     if temperature == 0:
         return None
     warpers = [TemperatureLogitsWarper(float(temperature))] if temperature != 1 else []

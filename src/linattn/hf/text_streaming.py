@@ -57,7 +57,7 @@ class IncrementalDecoder:
         return new
 
     def finish(self) -> str:
-        """What is left at the end, characters that were never finished among it."""
+        """Text that is left at the end, with characters that were never finished."""
         new = self._unshown()
         self._num_shown = len(self._tokens)
         return new
@@ -67,7 +67,7 @@ class IncrementalDecoder:
         return self._text(self._tokens)[len(self._text(self._tokens[: self._num_shown])) :]
 
     def _text(self, tokens: list[int]) -> str:
-        """As the tokenizer decodes them; its cosmetic changes of spaces would reach back into what is shown."""
+        """Decode tokens without cosmetic changes of spaces, which would reach back into text that is shown."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
 
@@ -114,8 +114,8 @@ def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
 def end_tokens(model: PreTrainedModel) -> set[int]:
     """The tokens by which a language model ends a text; none for models that go on without end."""
     config = model.generation_config
-    found = None if config is None else config.eos_token_id
-    return set() if found is None else {found} if isinstance(found, int) else set(found)
+    ids = None if config is None else config.eos_token_id
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
