@@ -7,11 +7,11 @@ setup(
         Extension(
             f"linattn_compiled.{name}",
             [f"src/linattn_compiled/{name}.c"],
-            depends=["src/linattn_compiled/_lanes.h", "src/linattn_compiled/_merging.h"],
+            depends=[f"src/linattn_compiled/{header}.h" for header in ("_lanes", "_merging", "_coded_rows")],
             py_limited_api=True,
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
         )
-        for name in ("_steps", "_merging", "_everywhere")
+        for name in ("_steps", "_merging", "_everywhere", "_codes")
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

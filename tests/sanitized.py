@@ -20,7 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LAWS = (
     *("tests/laws/test_compiled.py", "tests/laws/test_state_checks.py"),
-    *(f"tests/kv_cache/test_{name}.py" for name in ("compiled_bidirectional", "compiled_streams", "state_checks")),
+    *(
+        f"tests/kv_cache/test_{name}.py"
+        for name in ("compiled_bidirectional", "compiled_codes", "compiled_streams", "state_checks")
+    ),
 )
 _CHECKS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -Wno-psabi"
 # A value of one number, and a step that is told of 64.

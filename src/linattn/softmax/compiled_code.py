@@ -13,7 +13,7 @@ from linattn.softmax.tracing import is_transformed
 IN_GRAPHS = "it takes no calls inside torch.compile, whose graph would miss it"
 
 # What its functions take, and what they mean.
-_INTERFACE = 4
+_INTERFACE = 5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
