@@ -22,7 +22,13 @@ LAWS = (
     *("tests/laws/test_compiled.py", "tests/laws/test_state_checks.py"),
     *(
         f"tests/kv_cache/test_{name}.py"
-        for name in ("compiled_bidirectional", "compiled_codes", "compiled_streams", "state_checks")
+        for name in (
+            "compiled_bidirectional",
+            "compiled_codes",
+            "compiled_coded_streams",
+            "compiled_streams",
+            "state_checks",
+        )
     ),
 )
 _CHECKS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -Wno-psabi"

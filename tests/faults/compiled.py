@@ -7,6 +7,8 @@ from faults.fault import Fault
 COMPILED, LAWS = "attention/backends/compiled.py", "tests/laws/test_compiled.py"
 CODE = "softmax/compiled_code.py"
 MERGING, MERGING_LAWS = "kv_cache/compiled.py", "tests/kv_cache/test_compiled_streams.py"
+CAUSAL, CODED_LAWS = "kv_cache/causal.py", "tests/kv_cache/test_compiled_coded_streams.py"
+CODES, CODES_LAWS = "kv_cache/compiled_codes.py", "tests/kv_cache/test_compiled_codes.py"
 EVERYWHERE_LAWS = "tests/kv_cache/test_compiled_bidirectional.py"
 
 FAULTS = (
@@ -26,7 +28,15 @@ FAULTS = (
         "is_followed(query, *tokens)",
         MERGING_LAWS,
     ),
-    Fault("keep codes as numbers", MERGING, "if bits is not None:", "if False:", MERGING_LAWS),
+    Fault("keep sinks among merged keys", MERGING, "config.num_sinks and not is_coded", "False", MERGING_LAWS),
+    Fault("keep codes as numbers", CAUSAL, "in_compiled_code and config.bits is None", "in_compiled_code", CODED_LAWS),
+    Fault(
+        "leave codes to plain torch", CAUSAL, "in_compiled_code=in_compiled_code", "in_compiled_code=False", CODED_LAWS
+    ),
+    Fault(
+        "give values the keys' codes", CODES, "zip(key, value, strict=True)", "zip(key, key, strict=True)", CODES_LAWS
+    ),
+    Fault("weigh keys without their biases", CODES, "0 if biases is None else biases.data_ptr()", "0", CODES_LAWS),
     Fault("take every token alone", MERGING, "query.shape[3] >= _FEWEST and", "", MERGING_LAWS),
     Fault("take few heads from many threads", MERGING, "shape[:2].numel() >= threads", "ndim >= 0", MERGING_LAWS),
     Fault("leave the last heads out", MERGING, "number * i // threads", "number // threads * i", MERGING_LAWS),

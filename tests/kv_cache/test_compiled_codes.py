@@ -220,5 +220,5 @@ def test_frames_that_do_not_fit_codes_are_refused(damage: str) -> None:
         value.order[1, 0, 5] = 64 if damage == "order" else -1
     else:
         key.bits[0, 1, 0] = 5 if damage == "bits" else 250
-    with pytest.raises(ValueError, match="orders or bits of frames do not fit the codes"):
+    with pytest.raises(ValueError, match="orders or bits of the state's frames do not fit its codes"):
         read_in_compiled_code(query, key, value, None, levels(), 0.3)

@@ -396,7 +396,8 @@ static PyObject *read_codes(PyObject *self, PyObject *const *arguments, Py_ssize
     };
     if (!is_sound(a.key_order, a.key_bits, a.heads, a.key_size, a.key_block, a.key_bytes) ||
         !is_sound(a.value_order, a.value_bits, a.heads, a.value_size, a.value_block, a.value_bytes)) {
-        PyErr_SetString(PyExc_ValueError, "orders or bits of frames do not fit the codes");
+        PyErr_SetString(PyExc_ValueError, "orders or bits of the state's frames do not fit its codes; pass a state as merged_attention_with_state "
+                        "gave it, or rebuild it from the tokens");
         return NULL;
     }
     const Kind *kind = kind_of(a.widest);

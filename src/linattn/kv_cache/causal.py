@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn.kv_cache.compiled import is_compiled, stream_in_compiled_code
+from linattn.kv_cache.compiled import is_coded, is_compiled, stream_in_compiled_code
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.stream import Stream, stream_in_torch
 from linattn.softmax.attention import inert
@@ -40,7 +40,7 @@ def attend_causal_merging(
     """Causal rows over earlier keys and these, w keys of a window in blocks of b tokens.
 
     O(L·(C + w + b)·(D + Dv) + L/(b + s)·(C + b)²·(D + Dv)) per head, for s more keys merged than must be. Many
-    tokens in compiled code, where that can run them, unless the backend is "torch".
+    tokens in compiled code, and keys in few bits, where that can run them, unless the backend is "torch".
     """
     key, value = inert(bias, key, value)
     biases = before.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
@@ -48,10 +48,12 @@ def attend_causal_merging(
     stream = Stream(
         query, tokens, before.recent.bias.shape[2], before.sinks, before.coded, before.merged, before.sample, config
     )
-    run = stream_in_torch
-    if is_compiled(backend, query, tokens, *before.leaves(), config=config):
-        run = stream_in_compiled_code
-    rows, sinks, coded, merged, sample = run(stream, scale, with_log=with_log)
+    in_compiled_code = is_compiled(backend, query, tokens, *before.leaves(), config=config)
+    if in_compiled_code and not is_coded(config):
+        ended = stream_in_compiled_code(stream, scale, with_log=with_log)
+    else:
+        ended = stream_in_torch(stream, scale, with_log=with_log, in_compiled_code=in_compiled_code)
+    rows, sinks, coded, merged, sample = ended
     # Copies: views would keep all keys of the call in memory.
     block, length = config.blocks.size, stream.num_tokens
     oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block

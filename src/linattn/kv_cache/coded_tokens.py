@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.codes import Codes
+from linattn.kv_cache.compiled_codes import CodedRows, read_in_compiled_code
 from linattn.kv_cache.frames import Frame, Frames
+from linattn.kv_cache.levels import table
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.weighted import read
@@ -73,6 +75,11 @@ class CodedTokens(NamedTuple):
         out, log = combine(*parts)
         out = self.frames.value.outside(out.flatten(2, 3)).unflatten(2, groups)
         return Partial(out, log + scale * (query.to(dtype) * self.frames.key.mean.unsqueeze(2)).sum(-1))
+
+    def read_compiled(self, query: Tensor, scale: float) -> Partial:
+        """The rows of `read` in compiled code, float32, which decodes nothing to memory."""
+        key, value = CodedRows(*self.key, *self.frames.key), CodedRows(*self.value, *self.frames.value)
+        return read_in_compiled_code(query, key, value, self.bias, table(self.bias), scale)
 
     @property
     def value_size(self) -> int:

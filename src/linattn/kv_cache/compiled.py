@@ -1,7 +1,8 @@
 """Merged keys in compiled code on a CPU, from the wheel linattn-compiled.
 
 In float32 and without gradients: the merges, the rows and what a stream keeps are those of plain torch (`stream`,
-`bidirectional`). Letters as in kv_cache/__init__.py.
+`bidirectional`). Of streams in few bits it reads the codes (`compiled_codes`), and plain
+torch does all else. Letters as in kv_cache/__init__.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ _IN_ONE = 2
 _MANY = 2**22
 
 
+def is_coded(config: MergedKV) -> bool:
+    """Whether a stream keeps any keys in few bits."""
+    return config.bits is not None or bool(config.coded)
+
+
 def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None) -> bool:
     """Whether compiled code runs a call: where it can and is asked for, or is the faster.
 
@@ -43,13 +49,13 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, co
     Raises:
         ValueError: it was asked for by name and cannot; every reason is listed.
     """
-    if backend == "torch" or (backend == "auto" and not _is_faster(query)):
+    has_codes = config is not None and is_coded(config)
+    if backend == "torch" or (backend == "auto" and not has_codes and not _is_faster(query)):
         return False
     reasons = objections_to((query, *tokens[:2]), is_followed=is_followed(query, *tokens, *others))
-    if config is not None and (config.bits is not None or config.coded):
-        reasons.append(f"it keeps merged keys as they are, and these are kept in few bits: {config.label}")
-    if config is not None and config.num_sinks:
-        reasons.append(f"it keeps no attention sinks, and {config.num_sinks} are to be kept; give num_sinks=0")
+    if config is not None and config.num_sinks and not has_codes:
+        sinks = f"it keeps no attention sinks beside exact keys, and {config.num_sinks} are to be kept"
+        reasons.append(f"{sinks}; give bits or num_sinks=0")
     if not reasons and query.numel() == 0:
         reasons.append("it takes calls with queries, and this has none")
     if backend == "compiled" and reasons:

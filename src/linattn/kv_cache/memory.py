@@ -48,7 +48,9 @@ class Memory(NamedTuple):
             coded.append(after)
         return type(self)(sinks, tuple(coded), self._merged(leaving, sample, config))
 
-    def read(self, query: Tensor, near: Tokens, scale: float, *, with_log: bool) -> Reading:
+    def read(
+        self, query: Tensor, near: Tokens, scale: float, *, with_log: bool, in_compiled_code: bool = False
+    ) -> Reading:
         """Rows (B, H, G, n, ·) over all of it and near tokens, causally with the last of both level."""
         exact, codes = self.sinks.then(near), []
         for tier in (*self.coded, self.merged):
@@ -61,7 +63,12 @@ class Memory(NamedTuple):
             return read(query, exact, scale, is_causal=True, with_log=with_log)
         rows = query.to(exact.bias.dtype)
         part = read(rows, exact, scale, is_causal=True, with_log=True).partial()
-        out, log = combine(part, *(held.read(rows, scale, followed) for held, followed in codes))
+        if in_compiled_code:
+            for held, _ in codes:
+                part = combine(part, held.read_compiled(rows, scale))
+            out, log = part
+        else:
+            out, log = combine(part, *(held.read(rows, scale, followed) for held, followed in codes))
         return Reading(out.to(query.dtype), log if with_log else None)
 
     def tokens(self) -> Tokens:

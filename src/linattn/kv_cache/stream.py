@@ -59,8 +59,8 @@ class Ended(NamedTuple):
     sample: QuerySample
 
 
-def stream_in_torch(stream: Stream, scale: float, *, with_log: bool) -> Ended:
-    """All blocks, one after the other; differentiable."""
+def stream_in_torch(stream: Stream, scale: float, *, with_log: bool, in_compiled_code: bool = False) -> Ended:
+    """All blocks, one after the other; differentiable but where codes are read in compiled code."""
     query, tokens, config, first = stream.query, stream.tokens, stream.config, stream.first
     blocks, memory, sample, parts = (
         config.blocks,
@@ -76,7 +76,8 @@ def stream_in_torch(stream: Stream, scale: float, *, with_log: bool) -> Ended:
         start = max(begin, first)
         if start < end:
             rows = query[:, :, :, start - first : end - first]
-            parts.append(memory.read(rows, tokens.cut(gone.stop, end), scale, with_log=with_log))
+            near = tokens.cut(gone.stop, end)
+            parts.append(memory.read(rows, near, scale, with_log=with_log, in_compiled_code=in_compiled_code))
             live = tokens.bias[..., start:end] != -torch.inf
             sample = sample.add(rows, live, scale, block=blocks.size, first=start - begin)
     if not parts:
