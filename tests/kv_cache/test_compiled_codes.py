@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linattn.kv_cache import compiled_codes
 from linattn.kv_cache.compiled_codes import CodedRows, read_in_compiled_code
-from linattn.softmax.partial import Partial
+from linattn.softmax.partial import Partial, combine
 
 pytest.importorskip("linattn_compiled")
 
@@ -201,6 +201,29 @@ def test_heads_do_not_see_each_other() -> None:
             assert torch.equal(alone.out.nan_to_num(7), whole.out[one].nan_to_num(7))
     assert whole.out[0, 1].isnan().all()
     assert whole.out[1].isfinite().all()
+
+
+@pytest.mark.usefixtures("_kind")
+def test_rows_join_those_beside_them() -> None:
+    """Each side's weights in its share, wherever the larger is; a side that saw nothing counts nothing."""
+    query, key, value = drawn(CASES[4])
+    alone = read_in_compiled_code(query, key, value, None, levels(), 0.3)
+    generator = torch.Generator().manual_seed(8)
+    out, log = (
+        torch.randn(alone.out.shape, generator=generator),
+        alone.log_normalizer + torch.randn(2, 2, 3, 1, generator=generator),
+    )
+    log[0, 0, 0] = -torch.inf
+    log[0, 1] += 100
+    log[1, 0] -= 100
+    bias = torch.zeros(2, 2, 70)
+    bias[1, 1] = -torch.inf
+    alone.out[1, 1], alone.log_normalizer[1, 1] = 0, -torch.inf
+    expected = combine(Partial(out, log), alone)
+    got = read_in_compiled_code(query, key, value, bias, levels(), 0.3, Partial(out.clone(), log.clone()))
+    # A weight's logarithm is rounded by its size, 200 at most, and a share by twice that.
+    torch.testing.assert_close(got.log_normalizer, expected.log_normalizer, rtol=4 * EPS, atol=4 * EPS)
+    torch.testing.assert_close(got.out, expected.out, rtol=400 * EPS, atol=400 * EPS)
 
 
 def test_nothing_is_read_of_no_tokens_and_no_rows() -> None:

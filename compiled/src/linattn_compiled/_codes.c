@@ -99,6 +99,7 @@ typedef struct {
     float *out, *log;    /* (H, L, Dv), (H, L) */
     int64_t heads, rows, head_dim, value_dim, num_tokens, key_bytes, value_bytes;
     int64_t key_size, key_block, value_size, value_block; /* P and R */
+    int64_t joins; /* whether out and log hold rows over other keys, which these join */
     int64_t threads, widest;
     float scale;
 } Reading;
@@ -261,12 +262,19 @@ static void finish(const Call *call, Space *parts, int64_t head, int64_t first) 
         const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
         for (int64_t p = 0; p < value.size; p++) row[p] *= inverse;
         mix(row, value.size, value.block);
+        const float shift = a->scale * dot(query, key.mean, a->head_dim);
+        const float log = total == 0.0f ? -INFINITY : logf(total) + peak / LOG2_E + shift;
+        const float other = a->joins ? a->log[place] : -INFINITY, top = other > log ? other : log;
+        const float reference_log = top == -INFINITY ? 0.0f : top;
+        const float own = power((log - reference_log) * LOG2_E), rest = power((other - reference_log) * LOG2_E);
+        const float sum = own + rest, of_sum = sum == 0.0f ? 0.0f : 1.0f / sum;
         for (int64_t p = 0; p < value.size; p++) {
             const int64_t c = value.order[p];
-            if (c < value.width) out[c] = total == 0.0f ? 0.0f : value.mean[c] + value.deviation[c] * row[p];
+            if (c >= value.width) continue;
+            const float number = total == 0.0f ? 0.0f : value.mean[c] + value.deviation[c] * row[p];
+            out[c] = number * (own * of_sum) + (a->joins ? out[c] * (rest * of_sum) : 0.0f);
         }
-        const float shift = a->scale * dot(query, key.mean, a->head_dim);
-        a->log[place] = total == 0.0f ? -INFINITY : logf(total) + peak / LOG2_E + shift;
+        a->log[place] = sum == 0.0f ? -INFINITY : logf(sum) + reference_log;
     }
 }
 
@@ -378,7 +386,7 @@ static uintptr_t run(Call *call, int64_t threads, uintptr_t left, int is_planned
 }
 
 #define NUM_ADDRESSES 17
-#define NUM_SIZES 13
+#define NUM_SIZES 14
 
 /* Addresses (0 for no bias), sizes, and the scale, in the order of Reading. */
 static PyObject *read_codes(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
@@ -392,7 +400,7 @@ static PyObject *read_codes(PyObject *self, PyObject *const *arguments, Py_ssize
         (const uint16_t *)p[4], (const float *)p[5], (const float *)p[6], (const float *)p[7], (const float *)p[8],
         (const int16_t *)p[9], (const int16_t *)p[10], (const uint8_t *)p[11], (const uint8_t *)p[12],
         (const float *)p[13], (const float *)p[14], (float *)p[15], (float *)p[16], n[0], n[1], n[2], n[3], n[4], n[5],
-        n[6], n[7], n[8], n[9], n[10], n[11], n[12], scale,
+        n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], scale,
     };
     if (!is_sound(a.key_order, a.key_bits, a.heads, a.key_size, a.key_block, a.key_bytes) ||
         !is_sound(a.value_order, a.value_bits, a.heads, a.value_size, a.value_block, a.value_bytes)) {

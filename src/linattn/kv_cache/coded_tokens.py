@@ -76,10 +76,10 @@ class CodedTokens(NamedTuple):
         out = self.frames.value.outside(out.flatten(2, 3)).unflatten(2, groups)
         return Partial(out, log + scale * (query.to(dtype) * self.frames.key.mean.unsqueeze(2)).sum(-1))
 
-    def read_compiled(self, query: Tensor, scale: float) -> Partial:
-        """The rows of `read` in compiled code, float32, which decodes nothing to memory."""
+    def read_compiled(self, query: Tensor, scale: float, beside: Partial) -> Partial:
+        """Combine the rows of `read` with others in compiled code, float32, which writes over these."""
         key, value = CodedRows(*self.key, *self.frames.key), CodedRows(*self.value, *self.frames.value)
-        return read_in_compiled_code(query, key, value, self.bias, table(self.bias), scale)
+        return read_in_compiled_code(query, key, value, self.bias, table(self.bias), scale, beside)
 
     @property
     def value_size(self) -> int:

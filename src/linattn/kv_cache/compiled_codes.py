@@ -38,8 +38,11 @@ def read_in_compiled_code(
     bias: Tensor | None,  # (B, H, n)
     levels: Tensor,  # (511,), of 0, 1, … 8 bits one after the other
     scale: float,
+    beside: Partial | None = None,
 ) -> Partial:
-    """Rows over all of them; O(Lq·n·(D + Dv)) time, and a block of tokens of working memory.
+    """Rows over all of them, and over the keys of rows beside these; O(Lq·n·(D + Dv)) time.
+
+    Working memory is that of a block of tokens. Rows beside these are written over where they are contiguous.
 
     Raises:
         ValueError: an order or bits are not those of codes so long.
@@ -48,7 +51,10 @@ def read_in_compiled_code(
     from linattn_compiled import read_codes
 
     (batch, heads, groups, length, head_dim), value_dim = query.shape, value.mean.shape[-1]
-    out, log = query.new_empty(*query.shape[:4], value_dim), query.new_empty(query.shape[:4])
+    if beside is None:
+        out, log = query.new_empty(*query.shape[:4], value_dim), query.new_empty(query.shape[:4])
+    else:
+        out, log = (x.contiguous() for x in beside)
     pairs = (x for pair in zip(key, value, strict=True) for x in pair)
     tensors = [x.contiguous() for x in (query, *pairs)]
     biases = None if bias is None else bias.contiguous()
@@ -60,6 +66,6 @@ def read_in_compiled_code(
         *(0 if biases is None else biases.data_ptr(), levels.data_ptr(), out.data_ptr(), log.data_ptr()),
         *(batch * heads, groups * length, head_dim, value_dim, number, key.code.shape[-1], value.code.shape[-1]),
         *(x for size, blocks in sizes for x in (size, size // blocks)),
-        *(torch.get_num_threads() if work > _MANY else 1, _WIDEST, scale),
+        *(beside is not None, torch.get_num_threads() if work > _MANY else 1, _WIDEST, scale),
     )
     return Partial(out, log)

@@ -65,7 +65,7 @@ class Memory(NamedTuple):
         part = read(rows, exact, scale, is_causal=True, with_log=True).partial()
         if in_compiled_code:
             for held, _ in codes:
-                part = combine(part, held.read_compiled(rows, scale))
+                part = held.read_compiled(rows, scale, part)
             out, log = part
         else:
             out, log = combine(part, *(held.read(rows, scale, followed) for held, followed in codes))
