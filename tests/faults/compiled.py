@@ -28,8 +28,8 @@ FAULTS = (
         "is_followed(query, *tokens)",
         MERGING_LAWS,
     ),
-    Fault("keep sinks among merged keys", MERGING, "config.num_sinks and not is_coded", "False", MERGING_LAWS),
-    Fault("keep codes as numbers", CAUSAL, "in_compiled_code and config.bits is None", "in_compiled_code", CODED_LAWS),
+    Fault("keep sinks among merged keys", MERGING, "config.num_sinks and not has_codes", "False", MERGING_LAWS),
+    Fault("keep codes as numbers", CAUSAL, "in_compiled_code and not is_coded(config)", "in_compiled_code", CODED_LAWS),
     Fault(
         "leave codes to plain torch", CAUSAL, "in_compiled_code=in_compiled_code", "in_compiled_code=False", CODED_LAWS
     ),

@@ -17,6 +17,9 @@ CONFIGS = (
     MergedKV(16, 120, bits=2, num_sinks=0),
     MergedKV(7, 60, bits=(3.5, 2)),
     MergedKV(40, 200, bits=8, num_sinks=1),
+    MergedKV(16, 60, bits=2, coded=((48, 4), (64, 2.5))),
+    MergedKV(16, 60, bits=None, coded=((48, 3),)),
+    MergedKV(16, 0, coded=((96, 4), (32, 2))),
 )
 
 
