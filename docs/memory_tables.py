@@ -11,9 +11,10 @@ from pathlib import Path
 
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
-from linattn_lab.kv_audit.methods import BOUNDED, FULL, UNIFORM
+from linattn_lab.kv_audit.methods import BOUNDED, FULL
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, summarise_memory
 from linattn_lab.report.memory.words import nats, setting_words, table_at
+from site_tables import table
 
 MEMORY = Path(__file__).parent / "memory.json"
 _KIND, _VERSION = "figures of bounded KV caches", 1
@@ -32,33 +33,33 @@ def audits_of(file: Path) -> list[MemorySummary]:
     return [Reading(f"{file}, audit {n}", _REMEDY).record(MemorySummary, audit) for n, audit in enumerate(audits)]
 
 
-def memory_rows() -> list[tuple[str, str, str]]:
-    """What each budget costs a model's predictions by the default, beside the other methods and both baselines."""
-    rows = []
-    for audit in audits_of(MEMORY):
-        for length, budget in audit.settings:
-            lines = {line.method: line for line in (*audit.without_budget(length), *audit.at(length, budget))}
-            if BOUNDED in lines:
-                rows.append(_row(audit, lines, length, budget))
-    return rows
+def readme_table() -> str:
+    """Each method at the longest text and the largest budget of the first audit, with what it costs in a column."""
+    audit = audits_of(MEMORY)[0]
+    header, (length, budget) = audit.header, max(audit.settings)
+    baselines = audit.without_budget(length)
+    full = next(line for line in baselines if line.method == FULL)
+    words = (
+        f"{header.model} in {header.dtype}, {length:,} tokens, budget {budget:,} tokens a layer; "
+        f"{header.num_passages} passage(s) each of {', '.join(header.texts)}; {header.num_threads} thread(s) of "
+        f"{header.processor}. KL divergence in nats from the full cache. Needles: facts told once, retrieved at a "
+        f"depth of {', '.join(full.facts)} of the text. Unmerged: tokens that the cache holds one by one."
+    )
+    head = ("method", "KV cache, MB", "unmerged", "KL", "needles", "prefill time ÷ full", "tokens/s ÷ full")
+    rows = [_row(line, full) for line in (*baselines, *audit.at(length, budget))]
+    return f"{words}\n\n{table(head, rows)}"
 
 
-def _row(audit: MemorySummary, lines: dict[str, MemoryLine], num_tokens: int, budget: int) -> tuple[str, str, str]:
-    """One length and budget."""
-    header, default = audit.header, lines[BOUNDED]
-    others = "; ".join(
-        f"{name} {nats(line.kl)}" for name, line in lines.items() if name not in (BOUNDED, FULL, UNIFORM)
-    )
-    facts = " / ".join(f"{share:.0%}" for share in default.facts.values())
-    exact = " / ".join(f"{share:.0%}" for share in lines[FULL].facts.values())
-    retrieved = (
-        f". Facts told once at depths of {', '.join(default.facts)}: {facts}, full cache {exact}" if facts else ""
-    )
+def _row(line: MemoryLine, full: MemoryLine) -> tuple[str, ...]:
+    """One method, its times over the full cache's."""
     return (
-        f"KL of {header.model}'s predictions after {num_tokens:,} tokens within the bytes of {budget:,} {header.dtype} "
-        f"keys a layer, `{default.label}`; {default.unmerged:.0%} of the tokens fit unmerged",
-        f"{nats(default.kl)} nats",
-        f"{others}; uniform attention {nats(lines[UNIFORM].kl)}; full cache {nats(lines[FULL].kl)}{retrieved}",
+        f"**{line.method}**" if line.method == BOUNDED else line.method,
+        f"{line.num_bytes / 1e6:.2f}",
+        f"{line.unmerged:.0%}",
+        nats(line.kl),
+        ", ".join(f"{share:.0%}" for share in line.facts.values()) or "–",
+        f"{line.prefill_seconds.median / full.prefill_seconds.median:.2f}",
+        f"{line.tokens_per_second.median / full.tokens_per_second.median:.2f}",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
@@ -34,12 +34,6 @@ def time_words(line: Row) -> str:
     """The whole model's time under a method over softmax's; nothing where an audit took no times."""
     time = line.get("time")
     return "" if time is None else f"{time:.2g} ×"
-
-
-def _beside_error(audit: Row, line: Row) -> str:
-    """The same as the end of a sentence."""
-    words = time_words(line)
-    return f"; the whole model takes {words} softmax's time at {audit['tokens']:,} tokens" if words else ""
 
 
 def picture_words(audit: Row) -> str:
@@ -103,83 +97,33 @@ def no_better_table(audit: Row) -> str:
     return table(("method", "relative output error", "over averaging's"), rows)
 
 
-def honest_table(audit: Row, memory: list[tuple[str, str, str]], lines: list[Row], claims: Row) -> str:
-    """The README's figures: what is gained and what is not, each beside what it has to be compared with."""
-    by_claim = {line["claim"]: line for line in lines}
-    averaging, cache = audit["baselines"][1]["error"], cache_bytes(audit)
+def encoder_table(audit: Row) -> str:
+    """The README's encoder: methods beside exact attention and averaging the values."""
     rows = [
+        (name, "–", f"{base['error']:.2f}", f"{base['cosine']:.3f}", time)
+        for base, name, time in zip(
+            audit["baselines"], ("exact attention", "averaging the values"), ("1", "–"), strict=True
+        )
+    ]
+    rows[0] = (rows[0][0], f"{cache_bytes(audit):,}", *rows[0][2:])
+    rows += [
         (
-            f"error of {method_label(line)}, {BYTES * line['state_numbers']:,} bytes a head",
+            method_label(line),
+            f"{BYTES * line['state_numbers']:,}",
             f"{line['error']:.2f}",
-            f"averaging the values {averaging:.2f}; exact attention 0 at {cache:,} bytes{_beside_error(audit, line)}",
+            f"{line['cosine']:.3f}",
+            time_words(line).removesuffix(" ×") or "–",
         )
         for line in audit["lines"]
-        if (line["method"], line["features"]) in _HONEST_METHODS
+        if (line["method"], line["features"]) in _SHOWN_METHODS
     ]
-    rows += memory
-    for claim, words, beside in _HONEST_CLAIMS:
-        row = by_claim[claim]
-        rows.append((words, measured(row), beside(row)))
-    holds = sum(one["status"] == "holds" for one in claims["decisions"])
-    rows.append(("claims about linear attention that hold", f"{holds}", f"of {len(claims['decisions'])} measured"))
-    return table(("what", "measured", "beside"), rows)
+    words = f"{audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over {audit['heads']} heads."
+    head = ("method", "bytes a head", "relative output error", "embedding cosine", "model's time ÷ softmax's")
+    return f"{words}\n\n{table(head, rows)}"
 
 
-_HONEST_METHODS = {
+_SHOWN_METHODS = {
     ("FavorPlus", 256),
-    ("Expansion(num_centres=16)", None),
-    ("Expansion(num_centres=16) + window 32", None),
     ("merged 128", None),
     ("window 32 + merged 96", None),
 }
-# The claim of a row, what the table calls it, and what to compare it with, of the row's own fields.
-_HONEST_CLAIMS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
-    (
-        "embedding cosine after conversion, MiniLM, Expansion(num_centres=64)",
-        "embedding cosine after 15 minutes of conversion",
-        lambda row: f"averaging {row['uniform']:.3f}; before training {row['unconverted']:.3f}",
-    ),
-    *(
-        (
-            f"softmax's time over that of merged 128, the whole of MiniLM with {length:,} positions",
-            f"times faster than softmax, the whole encoder under `merged 128`, a text of {length:,} tokens",
-            lambda row: f"cosine of the embedding {row['cosine']:.3f}",
-        )
-        for length in (512, 2048, 4096)
-    ),
-    (
-        "crossover with exact attention, bidirectional, 256 features",
-        "length from which `FavorPlus`, 256 features, is faster than exact attention",
-        lambda row: "on shorter texts exact attention is faster",
-    ),
-    (
-        "crossover with exact attention, causal, 256 features",
-        "the same, causal",
-        lambda row: "on shorter texts exact attention is faster",
-    ),
-    (
-        "time with an exact window of 32 over that without, 16 centres order 1, bidirectional, 65,536 tokens",
-        "time of an expansion with an exact window over that without",
-        lambda row: verdict(row),
-    ),
-    (
-        "times faster than the same Llama with softmax, a token after 65,536 tokens",
-        "times faster than softmax, a token of a linearized Llama after 65,536 tokens",
-        lambda row: (
-            f"{row['seconds']['softmax 256']['median'] / row['seconds']['states 256']['median']:.2f} × after 256"
-        ),
-    ),
-    *(
-        (
-            f"tokens a second at 32,768 tokens over the exact cache's, {texts}",
-            f"throughput over the full KV cache's, Gemma 3 270M, budget 128 tokens a layer, context 32,768, {texts}",
-            lambda row: verdict(row),
-        )
-        for texts in ("one text", "one text in bfloat16", "4 texts at once", "8 texts at once")
-    ),
-    (
-        "times smaller than the same Llama's cache with softmax, after 65,536 tokens",
-        "times smaller than softmax's, its cache after 65,536 tokens",
-        lambda row: f"{row['bytes']['softmax 256'] / row['bytes']['states 256']:.2f} × after 256",
-    ),
-)

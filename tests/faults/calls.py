@@ -119,9 +119,9 @@ FAULTS = (
     ),
     Fault(
         "ask a mapped merged key whether it requires gradients",
-        "kv_cache/memory.py",
-        "if is_followed(x) else y",
-        "if x.requires_grad else y",
+        "kv_cache/tier.py",
+        "if not is_followed(*exact[:2]):",
+        "if not any(x.requires_grad for x in exact[:2]):",
         "tests/laws/test_mapped_calls.py -k gradients",
     ),
     Fault(

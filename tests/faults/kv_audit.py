@@ -12,7 +12,7 @@ FAULTS = (
     Fault(
         "hide the sample's bytes",
         "kv_cache/budget.py",
-        "return sample + frames * sizes.statistic_bytes",
+        "return sample_size(sizes.num_groups) * (sizes.head_dim * sizes.statistic_bytes + 1)",
         "return 0",
         "tests/kv_cache/test_budget.py",
     ),

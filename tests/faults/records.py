@@ -46,7 +46,7 @@ FAULTS = (
         "kv_cache/layer_plans.py",
         "    kl: Annotated[float, Ge(0)]\n    window_kl",
         "    kl: float\n    window_kl",
-        "lab/tests/constant_memory/test_planning.py lab/tests/constant_memory/test_plans.py",
+        "lab/tests/kv_audit/test_planning.py lab/tests/kv_audit/test_plans.py",
     ),
     Fault(
         "read texts for numbers, and fields that nobody knows",
