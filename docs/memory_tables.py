@@ -11,7 +11,7 @@ from pathlib import Path
 
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
-from linattn_lab.kv_audit.methods import BOUNDED, FULL
+from linattn_lab.kv_audit.names import BOUNDED, FULL
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, summarise_memory
 from linattn_lab.report.memory.words import nats, setting_words, table_at
 from site_tables import table

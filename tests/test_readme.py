@@ -14,7 +14,7 @@ from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, TimeRow
 from linattn_lab.experiments import EXPERIMENTS, reproduction
 from linattn_lab.experiments.records import CLAIMS
 from linattn_lab.experiments.reproduction import Reproduction
-from linattn_lab.kv_audit.methods import BOUNDED, FULL, UNIFORM
+from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY
 from linattn_lab.report import summarise_memory
 from memory_rows import MEMORY_HEADER, memory_facts, memory_passage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from linattn_lab.kv_audit.methods import BOUNDED
+from linattn_lab.kv_audit.names import BOUNDED
 from linattn_lab.kv_audit.records import MemoryHeader, PassageRow, TaskRow
 
 MEMORY_HEADER = MemoryHeader(

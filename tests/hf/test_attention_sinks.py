@@ -153,5 +153,7 @@ def test_sinks_that_a_layer_cannot_take_are_refused_by_name():
 
 def test_merged_keys_have_no_state_in_a_layer():
     token = torch.zeros(1, 4, 1, 8)
-    with pytest.raises(ValueError, match=r"layer\.0 attends by window 4 \+ merged 6, which has no state here"):
+    with pytest.raises(
+        ValueError, match=r"layer\.0 attends by sinks 4 \+ window 4 \+ merged 6, which has no state here"
+    ):
         LayerAttention(FEW, "layer.0").advance(token, token, token, None, scale=1.0)

@@ -33,7 +33,7 @@ def model(build):
         ({"recall": "all"}, "recall must be 'near' or 'far', got 'all'"),
         ({"config": FEW, "budget": 64}, "leave those out"),
         ({"config": FEW, "recall": "far"}, "leave those out"),
-        ({"plan": "plan.json", "recall": "far"}, "got bits=4, recall='far' too; leave them out"),
+        ({"plan": "plan.json", "recall": "far"}, "got recall='far' too; leave it out"),
         ({"config": FEW, "plan": "plan.json"}, "leave those out"),
     ],
 )

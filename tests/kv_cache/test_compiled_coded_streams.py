@@ -65,7 +65,7 @@ def test_auto_reads_codes_in_it_one_token_or_many(monkeypatch: pytest.MonkeyPatc
         used.append(1)
         return run(*call)
 
-    monkeypatch.setattr("linattn.kv_cache.coded_tokens.read_in_compiled_code", counted)
+    monkeypatch.setattr("linattn.kv_cache.memory.read_in_compiled_code", counted)
     tokens, config = given(), CONFIGS[0]
     state = streamed(tokens, config, "auto")[1]
     number = len(used)

@@ -39,7 +39,11 @@ def test_a_subcommand_imports_what_it_needs_and_no_more(run_program, tmp_path, w
 @pytest.mark.parametrize(
     ("name", "missing", "words"),
     [
-        ("audit", "transformers", "linattn audit: linattn.hf reads transformers models, and transformers is missing"),
+        (
+            "audit",
+            "transformers",
+            "linattn audit: linattn.hf reads transformers models with transformers, not installed here",
+        ),
         ("bench", "accelerate", ""),
     ],
 )

@@ -11,9 +11,8 @@ from linattn.hf import BoundedCache, load_language_model, stream_tokens
 from linattn.records.texts import read_text
 from linattn_lab.kv_audit.facts import DEPTHS
 from linattn_lab.kv_audit.measuring import MemoryAudit
-from linattn_lab.kv_audit.methods import BOUNDED, FULL, UNIFORM
+from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
 from linattn_lab.kv_audit.records import PassageRow, TaskRow
-from linattn_lab.kv_audit.tasks import FACTS
 
 # 230 MB under terms of their own, which nobody is to accept by running the tests.
 pytestmark = pytest.mark.skipif(

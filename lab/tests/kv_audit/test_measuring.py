@@ -12,11 +12,11 @@ from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import kept_bytes
 from linattn.records.texts import Text
 from linattn_lab.kv_audit.measuring import MemoryAudit
-from linattn_lab.kv_audit.methods import BOUNDED, FULL, KINDS, UNIFORM, Bounded, largest, methods
+from linattn_lab.kv_audit.methods import KINDS, Bounded, largest, methods
+from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
 from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.reading import read
 from linattn_lab.kv_audit.records import MEMORY, PassageRow, TaskRow, key_of
-from linattn_lab.kv_audit.tasks import FACTS
 from ranks import NUM_RANKS
 from split_work import memory_audited
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from linattn_lab.kv_audit.intervals import paired_ratio
-from linattn_lab.kv_audit.methods import BOUNDED, FULL, UNIFORM
+from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY, TaskRow
 from linattn_lab.report import conclusions, lost, summarise_memory, table_at, write_report
 from linattn_lab.report.memory.figures import kl_by_bytes

@@ -205,11 +205,11 @@ def _check_options(budget: int, bits: Bits | None, recall: Recall, config: objec
             f"config={config!r} says what every layer keeps, got budget={budget}, bits={bits}, recall={recall!r}, "
             f"plan={plan!r} too; leave those out"
         )
-    if plan is not None and (bits, recall) != (BITS_BY_DEFAULT, RECALLS[0]):
-        raise ValueError(
-            f"a plan says what each layer keeps, and in how many bits, got bits={bits}, recall={recall!r} too; leave "
-            "them out"
-        )
+    for name, value, default in (("bits", bits, BITS_BY_DEFAULT), ("recall", recall, RECALLS[0])):
+        if plan is not None and value != default:
+            raise ValueError(
+                f"a plan says what each layer keeps, and in how many bits, got {name}={value!r} too; leave it out"
+            )
 
 
 def _check_model(model: PreTrainedModel) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.codes import Codes
-from linattn.kv_cache.compiled_codes import CodedRows, read_in_compiled_code
+from linattn.kv_cache.compiled_codes import CodedRows
 from linattn.kv_cache.frames import Frame, Frames
-from linattn.kv_cache.levels import table
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.weighted import read
@@ -76,10 +75,10 @@ class CodedTokens(NamedTuple):
         out = self.frames.value.outside(out.flatten(2, 3)).unflatten(2, groups)
         return Partial(out, log + scale * (query.to(dtype) * self.frames.key.mean.unsqueeze(2)).sum(-1))
 
-    def read_compiled(self, query: Tensor, scale: float, beside: Partial) -> Partial:
-        """Combine the rows of `read` with others in compiled code, float32, which writes over these."""
-        key, value = CodedRows(*self.key, *self.frames.key), CodedRows(*self.value, *self.frames.value)
-        return read_in_compiled_code(query, key, value, self.bias, table(self.bias), scale, beside)
+    @property
+    def rows(self) -> tuple[CodedRows, CodedRows]:
+        """Keys and values with their frames, as compiled code reads them."""
+        return CodedRows(*self.key, *self.frames.key), CodedRows(*self.value, *self.frames.value)
 
     @property
     def value_size(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ MOST_BITS = 8
 
 # Newton's steps: from levels of the asymptotic density four would do for 8 bits.
 _STEPS = 12
-_NORMAL = NormalDist()
 
 
 def _positive_levels(number: int) -> list[float]:
@@ -27,7 +25,8 @@ def _positive_levels(number: int) -> list[float]:
     Newton's method on l_i - E[x | e_i < x < e_i+1] = 0, whose derivatives are tridiagonal, for e the middles.
     """
     # Many levels are as dense as the density's cubic root, which is that of a normal number of variance 3.
-    levels = [math.sqrt(3) * _NORMAL.inv_cdf((number + i + 0.5) / (2 * number)) for i in range(number)]
+    shares = (torch.arange(number, dtype=torch.float64, device="cpu") + number + 0.5) / (2 * number)
+    levels: list[float] = (math.sqrt(3) * torch.special.ndtri(shares)).tolist()
     for _ in range(_STEPS):
         edges = [0.0, *(sum(pair) / 2 for pair in pairwise(levels)), math.inf]
         rows = []

@@ -11,7 +11,9 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from linattn.kv_cache.coded_tokens import CodedTokens
+from linattn.kv_cache.compiled_codes import read_in_compiled_code
 from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.levels import table
 from linattn.kv_cache.merging import reduced
 from linattn.kv_cache.query_sample import QuerySample
 from linattn.kv_cache.tier import Tier
@@ -65,7 +67,7 @@ class Memory(NamedTuple):
         part = read(rows, exact, scale, is_causal=True, with_log=True).partial()
         if in_compiled_code:
             for held, _ in codes:
-                part = held.read_compiled(rows, scale, part)
+                part = read_in_compiled_code(rows, *held.rows, held.bias, table(held.bias), scale, part)
             out, log = part
         else:
             out, log = combine(part, *(held.read(rows, scale, followed) for held, followed in codes))

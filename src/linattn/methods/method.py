@@ -90,7 +90,7 @@ class Method:
 
         Example:
             >>> parse_method("merged 8").build_kernel(4, num_features=None, scale=0.5, seed=0)
-            MergedKV(window=None, num_merged=8, bits=None)
+            MergedKV(window=None, num_merged=8, bits=None, num_sinks=4, coded=())
         """
         if self.merged is None:
             return self.build_map(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)

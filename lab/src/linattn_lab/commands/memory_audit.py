@@ -22,9 +22,9 @@ from linattn_lab.asides import asides, set_aside
 from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.stages import Stages, stages, until_pressed
 from linattn_lab.kv_audit.measuring import MemoryAudit
+from linattn_lab.kv_audit.names import FACTS
 from linattn_lab.kv_audit.planning import is_of, plan_memory
 from linattn_lab.kv_audit.records import MEMORY, MemoryRow, key_of
-from linattn_lab.kv_audit.tasks import FACTS
 from linattn_lab.kv_audit.texts import audit_texts, calibration_text
 from linattn_lab.pace import Pace
 from linattn_lab.report import MemorySummary, conclusions, lost, summarise_memory, table_at, write_report

@@ -19,13 +19,14 @@ from linattn.kv_cache import MergedKV
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan
 from linattn.records.texts import Text
 from linattn_lab.circumstances import processor, versions
-from linattn_lab.kv_audit.methods import DEFAULT_KINDS, FULL, PLANNED, Bounded, Method, methods
+from linattn_lab.kv_audit.methods import DEFAULT_KINDS, Bounded, Method, methods
+from linattn_lab.kv_audit.names import FACTS, FULL, PLANNED
 from linattn_lab.kv_audit.passage_figures import MOST_MEASURED, NUM_WRITTEN, Passage, most_tokens
 from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.reading import read, write
 from linattn_lab.kv_audit.records import Key, MemoryHeader, MemoryRow, PassageRow, TaskRow, key_of
 from linattn_lab.kv_audit.ruler import ENOUGH
-from linattn_lab.kv_audit.tasks import FACTS, TASKS, Tasks
+from linattn_lab.kv_audit.tasks import TASKS, Tasks
 from linattn_lab.pace import Silent, Watch
 from linattn_lab.rounds import Unit, in_rounds
 

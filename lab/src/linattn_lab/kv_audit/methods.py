@@ -24,10 +24,7 @@ from linattn.hf.linearization import choose_layers
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import Sizes, kept_bytes, within_budget
 from linattn.kv_cache.config import BITS
-
-FULL, UNIFORM, BOUNDED, PLANNED = "full cache", "uniform attention", "bounded cache", "planned"
-NO_BUDGET = 0
-"""The budget of methods that have none: baselines, and written forms, whose sizes are their own."""
+from linattn_lab.kv_audit.names import BOUNDED, FULL, NO_BUDGET, UNIFORM
 
 WINDOW = "sinks + window"
 """The rival of all: sinks and the latest tokens exact, or but the very latest in few bits; the oldest are evicted."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from linattn.hf import Cache, LoadedModel
 from linattn_lab.kv_audit.facts import Facts, facts
+from linattn_lab.kv_audit.names import FACTS
 from linattn_lab.kv_audit.passages import TokenText, encoded
 from linattn_lab.kv_audit.reading import read, write
 from linattn_lab.kv_audit.ruler import TASKS as RULER
 from linattn_lab.kv_audit.ruler import Prompt, longest
 
-FACTS = "facts"
 TASKS = (FACTS, *RULER)
 """Names of all tasks."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linattn_lab.kv_audit.methods import UNIFORM
+from linattn_lab.kv_audit.names import UNIFORM
 from linattn_lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, baseline, drawable
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary
 

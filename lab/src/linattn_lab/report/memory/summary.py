@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import median
 
 from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
-from linattn_lab.kv_audit.methods import BOUNDED, FULL, NO_BUDGET
+from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET
 from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow
-from linattn_lab.kv_audit.tasks import FACTS
 
 _WITH_BITS = re.compile(r"(sinks \+ window) in ([\d.]+) bits")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from linattn.records.tables import Table
 from linattn_lab.kv_audit.intervals import Ratio
-from linattn_lab.kv_audit.methods import BOUNDED, FULL
+from linattn_lab.kv_audit.names import BOUNDED, FULL
 from linattn_lab.report._text import Point, number
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, Spread
 

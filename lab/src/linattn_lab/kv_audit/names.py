@@ -1,0 +1,10 @@
+"""Names of methods and tasks that an audit of a bounded KV cache writes and a report reads."""
+
+from __future__ import annotations
+
+FULL, UNIFORM, BOUNDED, PLANNED = "full cache", "uniform attention", "bounded cache", "planned"
+NO_BUDGET = 0
+"""The budget of methods that have none: baselines, and written forms, whose sizes are their own."""
+
+FACTS = "facts"
+"""The task of facts told once, by depth."""
