@@ -40,10 +40,10 @@ def readme_table() -> str:
     baselines = audit.without_budget(length)
     full = next(line for line in baselines if line.method == FULL)
     words = (
-        f"{header.model} in {header.dtype}, {length:,} tokens, budget {budget:,} tokens a layer; "
-        f"{header.num_passages} passage(s) each of {', '.join(header.texts)}; {header.num_threads} thread(s) of "
-        f"{header.processor}. KL divergence in nats from the full cache. Needles: facts told once, retrieved at a "
-        f"depth of {', '.join(full.facts)} of the text. Unmerged: tokens that the cache holds one by one."
+        f"{header.model} in {header.dtype}, {length:,} tokens, budget {budget:,} tokens a layer; passages of each of "
+        f"{', '.join(header.texts)}: {header.num_passages}; threads of one {header.processor}: {header.num_threads}. "
+        f"KL divergence in nats from the full cache. Needles: facts told once, retrieved at a depth of "
+        f"{', '.join(full.facts)} of the text. Unmerged: tokens that the cache holds one by one."
     )
     head = ("method", "KV cache, MB", "unmerged", "KL", "needles", "prefill time ÷ full", "tokens/s ÷ full")
     rows = [_row(line, full) for line in (*baselines, *audit.at(length, budget))]
