@@ -48,15 +48,15 @@ FAULTS = (
     Fault(
         "take a new frame at every block",
         TIER,
-        "self.held.frames.where(self.held.is_there, others)",
-        "others",
+        "if not has_values(is_there) or not bool(is_there.all()):\n            frames = frames.where(is_there, Frames",
+        "if True:\n            frames = (lambda _, fresh: fresh)(is_there, Frames",
         STREAMS,
     ),
     Fault(
         "give padding's frame to the text after it",
         TIER,
-        "self.held.frames.where(self.held.is_there, others)",
-        "self.held.frames",
+        "or not bool(is_there.all()):",
+        "or False:",
         STREAMS,
     ),
     Fault(

@@ -16,10 +16,10 @@ from linattn_lab.audit.row_measures import kl_divergence, total_variation
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
 
-def sample(batch=2, heads=4, kv_heads=2, length=9, dim=3):
+def query_and_key():
+    """Two query heads to a key head."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((batch, heads, length, dim), (batch, kv_heads, length, dim), (batch, kv_heads, length, 5))
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return tuple(torch.randn(2, heads, 9, 3, generator=generator, dtype=torch.float64) for heads in (4, 2))
 
 
 def test_total_variation_and_divergence_of_two_heads():
@@ -49,7 +49,7 @@ def test_total_variation_of_what_is_not_finite():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("first", [0, 4])
 def test_pair_moments_pair_by_pair(causal, first):
-    query, key, _ = sample()
+    query, key = query_and_key()
     scale = 0.3
     x, y = scale**0.5 * query, scale**0.5 * key.repeat_interleave(2, dim=1)
     pairs = torch.ones(9, 9, dtype=torch.bool)
@@ -64,7 +64,7 @@ def test_pair_moments_pair_by_pair(causal, first):
 
 
 def test_pair_moments_refusals():
-    query, key, _ = sample()
+    query, key = query_and_key()
     with pytest.raises(ValueError, match="scale must be positive"):
         pair_moments(query, key, scale=-1.0)
     with pytest.raises(ValueError, match="9 queries and 8 keys"):
@@ -72,7 +72,7 @@ def test_pair_moments_refusals():
 
 
 def test_logit_std_is_that_of_the_logits():
-    query, key, _ = sample()
+    query, key = query_and_key()
     index = torch.tensor([2, 7])
     visible = measures.visible_keys(index, num_queries=9, num_keys=9, is_causal=True)
     rows = measures.softmax_log_rows(query[:, :, index], key, visible, scale=0.7)

@@ -16,7 +16,7 @@ from linattn.kv_cache.config import TierSize
 from linattn.kv_cache.frames import Frames
 from linattn.kv_cache.query_sample import QuerySample
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.tracing import is_followed
+from linattn.softmax.tracing import has_values, is_followed
 
 # Times the tokens of the first frames of which they are taken once more: what the first are of says less of a text.
 _AGAIN = 3
@@ -99,8 +99,11 @@ class Tier(NamedTuple):
     def _appended(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
         """With codes of more tokens, in the frames of heads that have some."""
         assert isinstance(self.held, CodedTokens)
-        others = Frames.of(tokens, size.both_bits, sample.power)
-        more = self._rounded(tokens, self.held.frames.where(self.held.is_there, others), size)
+        frames, is_there = self.held.frames, self.held.is_there
+        # Heads without a token, as of a row that is padding so far, begin frames of their own.
+        if not has_values(is_there) or not bool(is_there.all()):
+            frames = frames.where(is_there, Frames.of(tokens, size.both_bits, sample.power))
+        more = self._rounded(tokens, frames, size)
         assert isinstance(more.held, CodedTokens)
         followed = self.followed
         if more.followed is not None or followed is not None:
