@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
 from saved_models import _short_texts as _short_texts
 from saved_models import folder as folder
 from saved_models import prose as prose
 from tiny_models import tiny as tiny
 from tiny_models import words as words
+
+ALLOCATED = 4096
+"""Bytes that a chunk allocates at most, where it is not profiled."""
+
+
+@pytest.fixture(scope="module")
+def unprofiled():
+    """Audits without torch's profiler, which takes longer than all else of a tiny model's; test_figures.py has it."""
+
+    def allocate(run):
+        run()
+        return ALLOCATED
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("linattn_lab.kv_audit.passage_figures.peak_bytes", allocate)
+        yield ALLOCATED

@@ -14,6 +14,8 @@ from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.names import BOUNDED
 from linattn_lab.kv_audit.records import MEMORY
 
+pytestmark = pytest.mark.usefixtures("unprofiled")
+
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 KINDS = (BOUNDED, "merged keys")
 

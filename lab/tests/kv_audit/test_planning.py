@@ -19,6 +19,8 @@ from linattn_lab.kv_audit.planning import CANDIDATES, attended, is_of, kept_by, 
 from linattn_lab.kv_audit.plans import Choice
 from linattn_lab.kv_audit.records import PassageRow
 
+pytestmark = pytest.mark.usefixtures("unprofiled")
+
 TOKENS, BUDGET = 128, 60
 
 

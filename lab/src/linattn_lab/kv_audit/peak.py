@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -39,12 +36,10 @@ def peak_bytes(run: Callable[[], object]) -> int:
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = run()
     del result
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    memory = [event for event in events if event.get("name") == "[memory]"]
-    return highest([event["args"]["Bytes"] for event in sorted(memory, key=lambda event: event["ts"])])
+    # The results as they are: of a trace in JSON most of the time goes into events that are none of memory.
+    results = profiled.profiler.kineto_results
+    memory = [event for event in results.events() if event.name() == "[memory]"]
+    return highest([event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())])
 
 
 def highest(changes: Sequence[int]) -> int:
