@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from saved_models import _short_texts as _short_texts
 from saved_models import folder as folder
 from saved_models import prose as prose

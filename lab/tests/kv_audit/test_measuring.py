@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("unprofiled")
 TOKENS, BUDGET = 128, 40
 WRITTEN = f"window {TOKENS} + merged {TOKENS}"
 ASKED = {"lengths": [TOKENS], "num_passages": 2, "kinds": (BOUNDED, WRITTEN), "chunk": 48}
+SMALL = ("window 32 + merged 16",)
 # Float32 through five layers: some hundred roundings of 2**-24 of logits of order 10.
 CLOSE = 1e-4
 
@@ -166,7 +167,7 @@ def test_keys_are_of_the_model_s_dtype(tiny, words):
 
 
 def test_a_task_that_the_full_cache_fails_is_not_scored(tiny, words):
-    asked = {"lengths": [1400], "kinds": (BOUNDED,), "tasks": (FACTS, "fwe"), "num_samples": 2, "num_facts": 1}
+    asked = {"lengths": [1400], "kinds": SMALL, "tasks": (FACTS, "fwe"), "num_samples": 2, "num_facts": 1}
     audit = MemoryAudit(tiny("llama"), {"letters": words}, [64], **asked)
     found = [one for one in audit.rows() if isinstance(one, TaskRow)]
     assert [(one.task, one.sample, one.method) for one in found] == [
@@ -177,7 +178,7 @@ def test_a_task_that_the_full_cache_fails_is_not_scored(tiny, words):
 
 def test_a_task_that_the_full_cache_answers_is_scored(tiny, words, monkeypatch):
     monkeypatch.setattr("linattn_lab.kv_audit.measuring.ENOUGH", 0.0)
-    asked = {"lengths": [1024], "kinds": (BOUNDED,), "tasks": (FACTS,), "num_facts": 1}
+    asked = {"lengths": [1024], "kinds": SMALL, "tasks": (FACTS,), "num_facts": 1}
     audit = MemoryAudit(tiny("llama"), {"letters": words}, [64], **asked)
     assert list(map(key_of, audit.rows())) == audit.wanted()
 
