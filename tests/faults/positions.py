@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault
 
 ROOM = "positions/"
-ENCODINGS, ROTARY, SPE = (f"tests/positions/test_{name}.py" for name in ("encodings", "rotary", "sine_spe"))
+ENCODINGS, ROTARY = (f"tests/positions/test_{name}.py" for name in ("encodings", "rotary"))
 GATES, RELATIVE = "tests/positions/test_gates.py", "tests/positions/test_relative_bias.py"
 FIXED, FORGET = "tests/positions/test_fixed_decay.py", "tests/positions/test_forget_gate.py"
 
@@ -58,34 +58,6 @@ FAULTS = (
         "(at_query.unsqueeze(1) + at_key)",
         "(at_query.unsqueeze(1) - at_key)",
         ENCODINGS,
-    ),
-    Fault(
-        "weigh by sums of positions instead of differences",
-        ROOM + "cosine_reweighting.py",
-        "torch.stack((angle.cos(), angle.sin()), -1)",
-        "torch.stack((angle.cos(), angle.cos()), -1)",
-        ENCODINGS,
-    ),
-    Fault(
-        "lose the statistics of the call under a reweighting",
-        ROOM + "cosine_reweighting.py",
-        '{f"inner.{name}": tensor for name, tensor in tensors.items()}',
-        "{}",
-        ENCODINGS,
-    ),
-    Fault(
-        "shift the phase of keys too",
-        ROOM + "sine_spe.py",
-        "angle + phase if with_phase else angle",
-        "angle + phase",
-        SPE,
-    ),
-    Fault(
-        "give query heads the waves of another key head",
-        ROOM + "sine_spe.py",
-        "part.repeat_interleave(groups, 0)",
-        "part.repeat(groups, 1, 1)",
-        SPE,
     ),
     Fault(
         "let a token's own forget gate weigh on it",

@@ -24,7 +24,7 @@ MODELS = {
         "gate": "Alibi",
     },
     "codes": {"method": "FavorPlus", "positions": "SinusoidalCodes(code_dim=4)"},
-    "cosine": {"method": "Relu", "positions": "CosineReweighting(max_length=64)", "gate": "RetNet"},
+    "decay": {"method": "Relu", "positions": "SinusoidalCodes(code_dim=4)", "gate": "RetNet"},
 }
 
 

@@ -8,7 +8,6 @@ import torch
 from layers import linear, tokens
 from linattn.feature_maps import Centred, EluPlusOne, FavorPlus
 from linattn.nn import Block, RedrawSchedule
-from linattn.positions import SineSpe
 
 
 def model(seed: int = 0) -> torch.nn.Sequential:
@@ -64,13 +63,6 @@ def test_a_resumed_run_has_the_draws_of_an_uncut_one(loads_model: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(draws(uncut), draws(resumed), strict=True))
     assert whole.step() == second.step() is True
     assert all(torch.equal(a, b) for a, b in zip(draws(uncut), draws(resumed), strict=True))
-
-
-def test_noise_of_an_encoding_is_drawn_too() -> None:
-    layer, x = linear(EluPlusOne(6), positions=SineSpe(4, 6)), tokens(1, 5)
-    before = layer(x)
-    RedrawSchedule(layer, every=1).step()
-    assert not torch.equal(layer(x), before)
 
 
 def test_nothing_is_drawn_in_evaluation() -> None:

@@ -14,11 +14,9 @@ from grid import CAUSAL_MAPS, MAPS, build, qkv, tokens
 from linattn.feature_maps import FavorPlus, FeatureMap, features
 from linattn.positions import (
     POSITIONS,
-    CosineReweighting,
     LearnedCodes,
     Position,
     Rotary,
-    SineSpe,
     SinusoidalCodes,
     token_positions,
 )
@@ -30,8 +28,6 @@ ENCODINGS: dict[str, Callable[[], Position]] = {
     "Rotary-of-any-map": lambda: Rotary(8, require_relative=False),
     "SinusoidalCodes": lambda: SinusoidalCodes(4, 4, amplitude=0.7, base=50.0),
     "LearnedCodes": lambda: LearnedCodes(5, 3, max_length=LONGEST, amplitude=0.5),
-    "CosineReweighting": lambda: CosineReweighting(8, LONGEST),
-    "SineSpe": lambda: SineSpe(4, 8, 3, num_heads=2),
 }
 # Kernels of q·k by the definition of their maps; what softmax_kernel only stands for is left out.
 OF_THE_PRODUCT = {
@@ -46,17 +42,13 @@ IN_EXPECTATION = {
     *("Oprf", "Sderf", "Sderf-iid-per-head", "RandomRelu", "Centred-FavorPlus", "Centred-Trigonometric"),
     *("Balanced-FavorPlus", "Balanced-Oprf", "Centred-Balanced-FavorPlus", "Centred-Balanced-Sderf"),
 }
-REWEIGHTED = {
-    *("EluPlusOne", "Relu", "ElementwisePolynomial", "Dpfp", "TensorPolynomial", "Taylor", "RandomRelu"),
-    *("Centred-Taylor", "Centred-call-Taylor", "Balanced-diagonal-Taylor"),
-}
 
 
 def admitted(name: str) -> tuple[str, ...]:
     """The maps that an encoding goes with."""
     if name == "Rotary":
         return tuple(x for x in MAPS if x in OF_THE_PRODUCT | IN_EXPECTATION)
-    return tuple(x for x in MAPS if x in REWEIGHTED) if name == "CosineReweighting" else MAPS
+    return MAPS
 
 
 PAIRS = [(name, map_name) for name in ENCODINGS for map_name in admitted(name)]
@@ -82,16 +74,13 @@ def test_a_map_is_admitted_or_refused(name: str, map_name: str) -> None:
     if map_name in admitted(name):
         position.bind(build(map_name))
         return
-    with pytest.raises(
-        ValueError, match=r"is not relative.*require_relative=False|multiplies features|weights of one|has no"
-    ):
+    with pytest.raises(ValueError, match=r"is not relative.*require_relative=False|has no"):
         position.bind(build(map_name))
 
 
 EXACTLY_RELATIVE = [
     *(("Rotary", name) for name in MAPS if name in OF_THE_PRODUCT),
     *(("SinusoidalCodes", name) for name in MAPS if name in OF_THE_PRODUCT),
-    *(("CosineReweighting", name) for name in admitted("CosineReweighting")),
 ]
 
 
@@ -102,22 +91,21 @@ def test_a_shift_of_all_positions_changes_nothing(name: str, map_name: str, is_c
         return
     position, feature_map = ENCODINGS[name](), build(map_name)
     q, k, v = inputs(position)
-    shift = LONGEST - LENGTH if name == "CosineReweighting" else 1_000_000
     at = torch.arange(LENGTH)
-    found, moved = (attend(position, feature_map, q, k, v, p, is_causal=is_causal) for p in (at, at + shift))
+    found, moved = (attend(position, feature_map, q, k, v, p, is_causal=is_causal) for p in (at, at + 1_000_000))
     # Angles of a million radians have lost six digits; weights of signed maps cancel.
     torch.testing.assert_close(moved, found, rtol=1e-6, atol=1e-6 if map_name in {"Identity", "Taylor-1"} else 1e-8)
 
 
-@pytest.mark.parametrize(("name", "map_name"), [("Rotary", "FavorPlus"), ("Rotary", "Hyperbolic"), ("SineSpe", "Relu")])
-def test_a_shift_changes_nothing_in_expectation(name: str, map_name: str) -> None:
+@pytest.mark.parametrize("map_name", ["FavorPlus", "Hyperbolic"])
+def test_a_shift_changes_nothing_in_expectation(map_name: str) -> None:
     """Kernels at two starts, averaged over draws, differ by their standard error; the same draw differs by more."""
-    position, at = ENCODINGS[name]().requires_grad_(False), torch.arange(4)
+    position, at = Rotary(8), torch.arange(4)
     q, k, _ = inputs(position, length=4, batch=1, heads=2)
     differences = []
     for seed in range(400):
         feature_map = build(map_name)
-        (position if name == "SineSpe" else feature_map).redraw(seed)
+        feature_map.redraw(seed)
         products = []
         for p in (at, at + 777):
             phi_q, phi_k = map(features, (feature_map,) * 2, position(q, k, p), ("query", "key"))
@@ -203,7 +191,7 @@ def test_the_dtype_stays(name: str, dtype: torch.dtype) -> None:
     """Angles are float64 whatever the tokens are: a late position is as precise as an early one."""
     position = ENCODINGS[name]()
     q, k, _ = inputs(position)
-    at = torch.arange(LENGTH) + (LONGEST - LENGTH if name in ("CosineReweighting", "LearnedCodes") else 1_000_000)
+    at = torch.arange(LENGTH) + (LONGEST - LENGTH if name == "LearnedCodes" else 1_000_000)
     for found, exact in zip(
         position(q.to(dtype), k.to(dtype), at), position(q.to(dtype).double(), k.to(dtype).double(), at), strict=True
     ):
@@ -298,27 +286,6 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "LearnedCodes was built for positions from 0 to 3, got 0 to 4",
     ),
-    "a late cosine position": (
-        lambda: CosineReweighting(8, 4)(*[tokens(1, 1, 5, 8)] * 2, torch.arange(5)),
-        ValueError,
-        "CosineReweighting was built for positions from 0 to 3, got 0 to 4; build it with a larger max_length",
-    ),
-    "an early cosine position": (
-        lambda: CosineReweighting(8, 4)(*[tokens(1, 1, 2, 8)] * 2, torch.arange(2) - 1),
-        ValueError,
-        "got -1 to 0",
-    ),
-    "a cosine around another width": (
-        lambda: CosineReweighting(8, 4).bind(build("Relu", 6)),
-        ValueError,
-        "goes around",
-    ),
-    "heads of another number": (
-        lambda: SineSpe(8, 4, num_heads=2)(*[tokens(1, 3, 5, 8)] * 2, torch.arange(5)),
-        ValueError,
-        "num_heads=2 key/value heads, got 3 heads",
-    ),
-    "no realisations": (lambda: SineSpe(8, 0), ValueError, "num_realizations must be an integer"),
 }
 
 

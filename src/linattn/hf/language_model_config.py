@@ -13,11 +13,10 @@ from linattn.hf._interface_attention import InterfaceAttention
 from linattn.methods.method import parse_method
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm
-from linattn.positions import CosineReweighting, FixedDecay, ForgetGate, Gate, Position
+from linattn.positions import FixedDecay, ForgetGate, Gate, Position
 
 _POSITIONS: dict[str, Callable[..., Position]] = {
-    name: getattr(encodings, name)
-    for name in ("Rotary", "SinusoidalCodes", "LearnedCodes", "CosineReweighting", "SineSpe")
+    name: getattr(encodings, name) for name in ("Rotary", "SinusoidalCodes", "LearnedCodes")
 }
 _GATES: dict[str, Callable[..., Gate]] = {
     "ForgetGate": ForgetGate,
@@ -150,8 +149,7 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
         softmax.config = config
         return softmax
     method = parse_method(config.method)
-    widens = positions is not None and not isinstance(positions, CosineReweighting)
-    width = positions.encoded_dim if positions is not None and widens else head_dim
+    width = head_dim if positions is None else positions.encoded_dim
     num_features = config.num_features if method.takes_features else None
     num_heads = num_kv_heads if config.per_head else None
     drawn = {"scale": head_dim**-0.5, "seed": config.seed + place, "num_heads": num_heads}

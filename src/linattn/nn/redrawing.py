@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from linattn.feature_maps import RandomFeatureMap
-from linattn.positions import SineSpe
 
 
 class RedrawSchedule:
@@ -24,8 +23,7 @@ class RedrawSchedule:
         num_steps: how many steps there were.
 
     Args:
-        model: the module whose random maps, and encodings with noise of their own (SineSpe), are redrawn; what several
-            layers share is drawn once.
+        model: the module whose random maps are redrawn; one that several layers share is drawn once.
         every: how many steps a draw serves, ≥ 1.
         seed: of the schedule.
 
@@ -88,9 +86,9 @@ class RedrawSchedule:
         if self.num_steps >= self.every:
             self._draw()
 
-    def _maps(self) -> list[RandomFeatureMap | SineSpe]:
-        """The model's maps and encodings that are drawn, each once, in order."""
-        return [part for part in self.model.modules() if isinstance(part, RandomFeatureMap | SineSpe)]
+    def _maps(self) -> list[RandomFeatureMap]:
+        """The model's maps that are drawn, each once, in order."""
+        return [part for part in self.model.modules() if isinstance(part, RandomFeatureMap)]
 
     def _draw(self) -> None:
         """Give every map the draw of the present step."""

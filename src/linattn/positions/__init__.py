@@ -5,8 +5,6 @@
 | `Rotary` | φ(R_i q)·φ(R_j k) | O(L·D) | both | yes | for kernels of q·k |
 | `SinusoidalCodes` | φ([q; p_i])·φ([k; p_j]), p sines | O(L·P), a map P wider | both | yes | for kernels of q·k |
 | `LearnedCodes` | φ([q; p_i])·φ([k; p_j]), p learned | O(L·P), a map P wider | both | up to M | no |
-| `CosineReweighting` | φ(q)·φ(k)·cos(π(i - j)/2M) | 2·R features | both | up to M | yes |
-| `SineSpe` | φ(q̂)·φ(k̂), E q̂·k̂ = Σ_d q_d P_d(i - j) k_d | O(L·D·K·R) | both | yes | in expectation over its draw |
 | `FixedDecay` | φ(q)·φ(k)·e^{-λ(i - j)} | O(L) | causal | yes | yes |
 | `ForgetGate` | φ(q)·φ(k)·i_j·Π_{s=j+1..i} f_s | O(L·E) | causal | yes | yes |
 | `relative_bias_attention` | φ(q_i)·φ(k_j)·e^{b(i - j)} | O(L·log L·R·Dv) | both | no | yes |
@@ -22,7 +20,6 @@ width, R features, Dv value width, K sines, E model width, M the longest sequenc
 from linattn.positions._base import Position as Position
 from linattn.positions._base import Properties as Properties
 from linattn.positions._base import token_positions as token_positions
-from linattn.positions.cosine_reweighting import CosineReweighting as CosineReweighting
 from linattn.positions.fixed_decay import FixedDecay as FixedDecay
 from linattn.positions.forget_gate import ForgetGate as ForgetGate
 from linattn.positions.gates import Gate as Gate
@@ -35,7 +32,6 @@ from linattn.positions.relative_bias import RELATIVE_BIAS
 from linattn.positions.relative_bias import relative_bias_attention as relative_bias_attention
 from linattn.positions.rotary import Rotary as Rotary
 from linattn.positions.rotary import rotary as rotary
-from linattn.positions.sine_spe import SineSpe as SineSpe
 from linattn.positions.sinusoidal_codes import SinusoidalCodes as SinusoidalCodes
 
 POSITIONS: dict[str, Properties] = {
@@ -44,8 +40,6 @@ POSITIONS: dict[str, Properties] = {
         Rotary,
         SinusoidalCodes,
         LearnedCodes,
-        CosineReweighting,
-        SineSpe,
         FixedDecay,
         ForgetGate,
     )
