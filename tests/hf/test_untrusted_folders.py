@@ -150,7 +150,6 @@ def nested(depth):
         of("TensorPolynomial", degree=30),
         of("TensorPolynomial", degree=10**9),
         of("Taylor", head_dim=10**9),
-        of("Dpfp", nu=10**9),
         of("Taylor", scale=10**400),
         of("Taylor", scale=float("inf")),
         layer(window=2**40),

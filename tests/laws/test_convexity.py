@@ -10,7 +10,7 @@ from grid import CASES, HEAD_DIM, NONNEGATIVE_CASES, Case, qkv, tokens
 
 
 def has_weight(case: Case, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows with any weight at all, (B, H, L, 1): a query of a sparse map (Dpfp) may overlap no key, and gets 0."""
+    """Rows with any weight at all, (B, H, L, 1): a query that no key is like gets 0."""
     rows = linattn.attention_rows(
         query, key, case.build(), torch.arange(query.shape[2]), key_mask=mask, is_causal=case.is_causal, enable_gqa=True
     )

@@ -1,7 +1,7 @@
 """x -> φ(x): the maps that decide which kernel attention uses.
 
-Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`, `Dpfp`) have kernels of
-their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
+Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`) have kernels of their own;
+`TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
 `Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
 approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres;
 `LearnedExponential` is trained; `Centred` and `Balanced` wrap any map for the softmax kernel.
@@ -17,7 +17,6 @@ from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureM
 from linattn.feature_maps._wrapper import Wrapper as Wrapper
 from linattn.feature_maps.balanced import Balanced as Balanced
 from linattn.feature_maps.centred import Centred as Centred
-from linattn.feature_maps.elementwise import Dpfp as Dpfp
 from linattn.feature_maps.elementwise import ElementwisePolynomial as ElementwisePolynomial
 from linattn.feature_maps.elementwise import EluPlusOne as EluPlusOne
 from linattn.feature_maps.elementwise import Exponential as Exponential
@@ -43,7 +42,6 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         Relu,
         ElementwisePolynomial,
         Identity,
-        Dpfp,
         TensorPolynomial,
         Taylor,
         FavorPlus,

@@ -132,7 +132,7 @@ def check_size(name: str, options: Mapping[str, Any]) -> None:
 def _log_size(name: str, counts: Mapping[str, int]) -> float:
     """The logarithm of H·D·max(D, R), R from whatever the map's constructor takes it from."""
     width = max(counts.get("head_dim", 1), 1)
-    log_features = sum(math.log(max(counts.get(option, 1), 1)) for option in ("num_features", "num_centres", "nu"))
+    log_features = sum(math.log(max(counts.get(option, 1), 1)) for option in ("num_features", "num_centres"))
     if name in _OF_MONOMIALS:
         degree = max(counts.get("degree", counts.get("order", 2)), 0)
         log_features += math.lgamma(width + degree + 1) - math.lgamma(width + 1) - math.lgamma(degree + 1)
