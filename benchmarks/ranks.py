@@ -60,14 +60,11 @@ def _serve(rank: int, size: int, store: str, answers: Queue, job: Callable[..., 
 def attend(
     mesh: DeviceMesh, inputs: list[Tensor], kind: str, *, is_causal: bool, num_features: int = NUM_FEATURES
 ) -> Tensor:
-    """This rank's rows: by "states", by "window", which exchanges tokens too, or by "heads", which exchanges all."""
-    feature_map = favor(num_features)
-    if kind == "heads":
-        return parallel.linear_attention_by_heads(*inputs, feature_map, mesh=mesh, is_causal=is_causal)
+    """This rank's rows: by "states", or by "window", which exchanges tokens too."""
     lengths = [inputs[1].shape[2]] * mesh.size()
     window = 64 if kind == "window" else None
     options = {"mesh": mesh, "is_causal": is_causal, "window": window, "lengths": lengths}
-    return parallel.linear_attention(*inputs, feature_map, **options)
+    return parallel.linear_attention(*inputs, favor(num_features), **options)
 
 
 def error(mesh: DeviceMesh, length: int, kind: str, is_causal: bool) -> float:

@@ -2,8 +2,8 @@
 
 4 heads, D = 64, 64 features, float32, causal, forward and backward; the bytes that leave the rank which sends most,
 counted at torch's own collectives. "states": `parallel.linear_attention`; "window": the same with a window of 64
-tokens; "heads": `parallel.linear_attention_by_heads` (Ulysses); "keys": all keys and values to every rank that sees
-them, as ring attention and the softmax layers of a hybrid have it.
+tokens; "keys": all keys and values to every rank that sees them, as ring attention and the softmax layers of a hybrid
+have it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from measuring import record, require
 from ranks import counted, error, on_ranks
 
 SHORT, LONG, SIZES = 8_192, 65_536, (2, 4)
-WORDS = {"states": "of states", "window": "of states and a window", "heads": "by heads", "keys": "of all keys"}
+WORDS = {"states": "of states", "window": "of states and a window", "keys": "of all keys"}
 
 
 def verified() -> float:
     """The largest error of each kind that computes, on parts of several blocks; refuses a wrong result."""
-    wrong = max(max(on_ranks(2, error, 500, kind, True)) for kind in ("states", "window", "heads"))
+    wrong = max(max(on_ranks(2, error, 500, kind, True)) for kind in ("states", "window"))
     require("parts on two ranks", wrong, 1e-4)
     return wrong
 

@@ -45,7 +45,6 @@ class Whole:
     weights: str = "none"  # "mask", "bias", "gates" or "input gates"
     window: int | None = None
     backend: str = "auto"
-    by_heads: bool = False
     value_dim: int = 5
 
     def map(self) -> FeatureMap:
@@ -101,9 +100,8 @@ def _part_out(call: Whole, given: dict[str, Tensor], feature_map: FeatureMap, me
     """A rank's rows."""
     options = _taken(given)
     tokens = (options.pop(name) for name in ("query", "key", "value"))
-    attend = parallel.linear_attention_by_heads if call.by_heads else parallel.linear_attention
     common = {"enable_gqa": True, "window": call.window, "backend": call.backend}
-    return attend(*tokens, feature_map, mesh=mesh, is_causal=call.is_causal, **options, **common)
+    return parallel.linear_attention(*tokens, feature_map, mesh=mesh, is_causal=call.is_causal, **options, **common)
 
 
 @cache
@@ -259,16 +257,15 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(
-    mesh: DeviceMesh, length: int, window: int | None, *, by_heads: bool = False, asks: bool = False
-) -> list[list[tuple[str, int]]]:
+def counted(mesh: DeviceMesh, length: int, window: int | None, *, asks: bool = False) -> list[list[tuple[str, int]]]:
     """The collectives of a layer's forward and backward pass, on parts of `length` tokens."""
     feature_map = linattn.feature_maps.FavorPlus(4, 4) if window else linattn.feature_maps.EluPlusOne(4)
     query, key, value = (tokens(1, 2, length, 4, seed=seed, dtype=torch.float32).requires_grad_() for seed in range(3))
-    attend: Any = parallel.linear_attention_by_heads if by_heads else parallel.linear_attention
-    options = {} if by_heads or asks else {"lengths": [length] * mesh.size()}
+    options: dict[str, Any] = {} if asks else {"lengths": [length] * mesh.size()}
     with Counted() as forward:
-        out = attend(query, key, value, feature_map, mesh=mesh, is_causal=True, window=window, **options)
+        out = parallel.linear_attention(
+            query, key, value, feature_map, mesh=mesh, is_causal=True, window=window, **options
+        )
     with Counted() as backward:
         out.sum().backward()
     return [forward.calls, backward.calls]
@@ -279,12 +276,11 @@ def refused(mesh: DeviceMesh, fault: str) -> str:
     query, key, value = qkv(num_queries=8, num_keys=8) if "order" in fault else qkv(num_queries=6, num_keys=6)
     options: dict[str, Any] = {"mesh": mesh, "enable_gqa": True}
     feature_map: FeatureMap = build("FavorPlus")
-    attend: Any = parallel.linear_attention
     if fault == "no mesh":
         options["mesh"] = "sequence"
     if fault == "statistics":
         feature_map = build("Centred-call-FavorPlus")
-    if fault in ("merged", "merged by heads"):
+    if fault == "merged":
         options["window"] = linattn.MergedKV(4, 2, None)
     if fault == "lengths":
         options |= {"window": 4, "lengths": (5, 5)}
@@ -295,9 +291,6 @@ def refused(mesh: DeviceMesh, fault: str) -> str:
     if fault == "gates and bias":
         gates = Gates(tokens(2, 2, 6))
         options |= {"gates": gates, "key_bias": tokens(2, 2, 6), "is_causal": True}
-    if fault in ("heads", "map of heads", "merged by heads"):
-        attend = parallel.linear_attention_by_heads
-        feature_map = build("FavorPlus-per-head") if fault == "map of heads" else feature_map
     order = nullcontext()
     if fault in ("reordered", "in order"):
         context_parallel_options.enable_load_balance = fault == "reordered"
@@ -305,7 +298,7 @@ def refused(mesh: DeviceMesh, fault: str) -> str:
         key, value = key[:, :, ::2], value[:, :, ::2]
     try:
         with order:
-            attend(query, key, value, feature_map, **options)
+            parallel.linear_attention(query, key, value, feature_map, **options)
     except (TypeError, ValueError) as error:
         return str(error)
     return "nothing"

@@ -47,10 +47,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "key_bias": {"biased": True},
     "refusal": {"backend": "quick"},
 }
-_WAYS: dict[str, Callable[..., Tensor]] = {
-    "states": parallel.linear_attention,
-    "heads": parallel.linear_attention_by_heads,
-}
 
 
 def _map(given: dict[str, Any]) -> FeatureMap:
@@ -85,7 +81,7 @@ def _attended(mesh: DeviceMesh, way: str, change: dict[str, Any]) -> Tensor:
         options["gates"] = Gates(-tokens(batch, kv, length).abs())
     if "lengths" in given:
         options["lengths"] = [length] * mesh.size()
-    return _WAYS[way](query, key, value, feature_map, **options)
+    return parallel.linear_attention(query, key, value, feature_map, **options)
 
 
 def _told(run: Callable[[], Any]) -> str:
@@ -143,7 +139,6 @@ def layer_told(mesh: DeviceMesh, kind: str, fault: str) -> str:
     seed = int(is_last and fault == "seed")
     layer: Attention = softmax(**options) if kind == "softmax" else linear(FavorPlus(HEAD_DIM, 8, seed=seed), **options)
     how = {"equal_lengths": fault in ("mask", "unequal") or (is_last and fault == "equal")}
-    how["by_heads"] = kind == "by_heads" or (is_last and fault == "by_heads")
 
     def run() -> None:
         split = parallelize_module(layer.double(), mesh, ContextParallel(**how))

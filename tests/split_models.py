@@ -42,15 +42,6 @@ def layer_errors(
     return errors
 
 
-def refused_layer(mesh: DeviceMesh, kind: str, by_heads: bool) -> str:
-    """What is said of a layer that cannot be split so."""
-    try:
-        parallelize_module(LAYERS[kind](is_causal=True), mesh, ContextParallel(by_heads=by_heads))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
 def model() -> LinearLM:
     """A hybrid with every kind of exchange: states, a window's neighbours, gates, keys for softmax."""
     torch.manual_seed(5)

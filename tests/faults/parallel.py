@@ -74,13 +74,6 @@ FAULTS = (
         PARTS,
     ),
     Fault(
-        "mix up the heads of queries that were dealt out",
-        ROOM + "by_heads.py",
-        "torch.cat([rows.view(shape) for rows in flat.split(received)], 1)",
-        "torch.cat([rows.view(shape) for rows in flat.split(received)][::-1], 1)",
-        PARTS,
-    ),
-    Fault(
         "exchange states once more",
         ROOM + "functional.py",
         "    part, nothing = part._replace(query=query)",

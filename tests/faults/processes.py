@@ -114,11 +114,4 @@ FAULTS = (
         "            pass",
         TRANSFORMERS,
     ),
-    Fault(
-        "merge a layer's keys on each rank",
-        "parallel/context_parallel.py",
-        "        if self.by_heads:\n",
-        "        if False:\n",
-        "tests/parallel/test_models.py",
-    ),
 )

@@ -20,22 +20,20 @@ def check(messages: list[str], *wanted: str) -> None:
 @pytest.mark.parametrize(
     ("change", "way", "field"),
     [
-        *((name, way, "feature_map") for name in ("seed", "scale", "features", "class") for way in ("states", "heads")),
-        *((name, way, "is_causal (") for name in ("direction",) for way in ("states", "heads")),
-        *((name, way, "window (") for name in ("window",) for way in ("states", "heads")),
-        *((name, way, "key dtype (") for name in ("dtype",) for way in ("states", "heads", "absorb")),
-        *((name, way, "query heads (") for name in ("heads",) for way in ("states", "heads")),
-        *((name, way, "key heads (") for name in ("groups",) for way in ("states", "heads", "absorb")),
-        *((name, way, "batch size (") for name in ("batch",) for way in ("states", "heads", "absorb")),
-        *((name, way, "value width (") for name in ("value width",) for way in ("states", "heads", "absorb")),
-        *((name, way, "enable_gqa (") for name in ("gqa",) for way in ("states", "heads")),
-        *((name, way, "gates (") for name in ("gates",) for way in ("states", "absorb")),
-        *((name, way, "gradients (") for name in ("gradients",) for way in ("states", "heads", "absorb")),
-        *((name, way, "backend (") for name in ("backend", "refusal") for way in ("states", "heads")),
-        *((name, way, "feature_map (") for name in ("seed", "class") for way in ("absorb",)),
+        *((name, "states", "feature_map") for name in ("seed", "scale", "features", "class")),
+        ("direction", "states", "is_causal ("),
+        ("window", "states", "window ("),
+        ("heads", "states", "query heads ("),
+        ("gqa", "states", "enable_gqa ("),
+        *((name, "states", "backend (") for name in ("backend", "refusal")),
+        *(("dtype", way, "key dtype (") for way in ("states", "absorb")),
+        *(("groups", way, "key heads (") for way in ("states", "absorb")),
+        *(("batch", way, "batch size (") for way in ("states", "absorb")),
+        *(("value width", way, "value width (") for way in ("states", "absorb")),
+        *(("gates", way, "gates (") for way in ("states", "absorb")),
+        *(("gradients", way, "gradients (") for way in ("states", "absorb")),
+        *((name, "absorb", "feature_map (") for name in ("seed", "class")),
         ("lengths", "states", "lengths (rank 0 has None, rank 1 has given)"),
-        ("key_mask", "heads", "weights of keys (rank 0 has None, rank 1 has ['key_mask'])"),
-        ("key_bias", "heads", "weights of keys (rank 0 has None, rank 1 has ['key_bias'])"),
     ],
 )
 def test_a_rank_in_another_call_is_named_on_all(on_ranks, change, way, field):
@@ -46,7 +44,7 @@ def test_ranks_are_counted_by_what_they_have(on_ranks):
     check(on_ranks(3, call_told, "states", {}, CHANGES["batch"]), "batch size (ranks 0, 1 have 2, rank 2 has 3)")
 
 
-@pytest.mark.parametrize("way", ["states", "heads", "absorb"])
+@pytest.mark.parametrize("way", ["states", "absorb"])
 def test_weights_that_differ_are_named(on_ranks, way):
     check(on_ranks(2, call_told, way, {"map": "learned"}, CHANGES["weights"]), "feature_map (", "with weights")
 
@@ -57,7 +55,7 @@ def test_a_call_with_a_window(on_ranks, change):
 
 
 def test_ranks_in_different_functions_meet(on_ranks):
-    for ways in (("states", "heads"), ("absorb", "states"), ("heads", "absorb")):
+    for ways in (("absorb", "states"), ("states", "absorb")):
         check(on_ranks(2, ways_told, ways), "call (rank 0 has parallel.", "rank 1 has parallel.")
 
 
@@ -89,11 +87,9 @@ def test_compiled_calls(on_ranks, change):
         ("linear", "direction", "layer ("),
         ("softmax", "direction", "layer ("),
         ("linear", "equal", "equal_lengths ("),
-        ("linear", "by_heads", "by_heads ("),
         *((kind, "mask", "with key_mask") for kind in ("linear", "softmax")),
         *((kind, "batch", "batch size (") for kind in ("linear", "softmax", "bare")),
         *((kind, "unequal", "lengths[0] (") for kind in ("linear", "softmax", "bare")),
-        ("by_heads", "unequal", "tokens of equal_lengths ("),
     ],
 )
 def test_layers(on_ranks, kind, fault, field):

@@ -38,15 +38,6 @@ def test_lengths_that_are_not_given_come_with_the_call(on_ranks):
         assert len(backward) == 2
 
 
-def test_heads_send_tokens(on_ranks):
-    for length in (64, 128):
-        for forward, backward in on_ranks(2, counted, length, None, by_heads=True):
-            # Queries, keys and values of two heads; then the rows of one head of both ranks.
-            there, back = 4 * 2 * length * (4 + 4 + 4), 4 * 2 * length * 4
-            assert forward == [CALL, ("alltoall_base_", there), ("alltoall_base_", back)]
-            assert backward == [("alltoall_base_", back), ("alltoall_base_", there)]
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -56,15 +47,12 @@ def test_heads_send_tokens(on_ranks):
         ("no mesh", "must be a torch.distributed.device_mesh.DeviceMesh, got str"),
         ("statistics", "takes query_mean, key_mean from all tokens of a call"),
         ("merged", "window must be an integer or None"),
-        ("merged by heads", "window must be an integer or None"),
         ("lengths", "rank 0 holds 6, got (5, 5)"),
         ("left padding", "got rows [1] that begin with a masked token: pad on the right"),
         ("queries", "got 3 queries and 6 keys"),
         ("gates and bias", "with gates give is_causal=True and no key_bias"),
-        ("heads", "use a mesh whose size divides them"),
-        ("map of heads", "has parameters for each of 2 key/value heads"),
     ],
 )
 def test_what_is_refused(on_ranks, fault, message):
-    shape = (2, 2) if fault == "mesh of two dimensions" else 3 if fault == "heads" else 2
+    shape = (2, 2) if fault == "mesh of two dimensions" else 2
     assert message in on_ranks(shape, refused, fault)[0]

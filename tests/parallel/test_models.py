@@ -6,7 +6,7 @@ import pytest
 
 from layers import BIDIRECTIONAL, LAYERS, PADDABLE
 from ranks import SIZES
-from split_models import layer_errors, losses, refused_layer
+from split_models import layer_errors, losses
 
 pytestmark = pytest.mark.xdist_group("ranks")
 PARTS = {2: (9, 14), 3: (11, 0, 12), 4: (1, 9, 6, 7)}
@@ -20,17 +20,6 @@ def test_layers(on_ranks, kind):
                 assert max(found.values()) <= 1e-12, (size, is_causal, found)
     for found in on_ranks(2, layer_errors, kind, True, False, (8, 8), equal_lengths=True):
         assert max(found.values()) <= 1e-12, found
-
-
-@pytest.mark.parametrize("kind", ["window", "rotary"])
-def test_layers_by_heads(on_ranks, kind):
-    for is_causal in (True, False) if kind in BIDIRECTIONAL else (True,):
-        for found in on_ranks(2, layer_errors, kind, is_causal, kind in PADDABLE, PARTS[2], by_heads=True):
-            assert max(found.values()) <= 1e-12, (is_causal, found)
-
-
-def test_a_gate_is_refused_by_heads(on_ranks):
-    assert "give by_heads=False for layers with a gate" in on_ranks(2, refused_layer, "gated", True)[0]
 
 
 def test_a_model_trains_alike_however_it_is_split(on_ranks):

@@ -62,18 +62,6 @@ def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, name, weights, win
     check(on_ranks, [Whole(name, weights=weights, window=window)])
 
 
-@pytest.mark.parametrize("name", ["Centred-call-FavorPlus", "Centred-call-Taylor", "Expansion-call"])
-def test_statistics_of_the_call_by_heads(on_ranks, name):
-    call = Whole(name, is_causal=False, weights="mask", by_heads=True)
-    check(on_ranks, [call], sizes=(2,))
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_windows_by_heads(on_ranks, is_causal):
-    call = Whole("FavorPlus", is_causal, "bias", 4, by_heads=True)
-    check(on_ranks, [call], sizes=(2,))
-
-
 @pytest.mark.parametrize("weights", ["none", "mask", "bias", "gates", "input gates"])
 @pytest.mark.parametrize("name", ["FavorPlus", "Relu"])
 def test_every_rank_has_the_state_of_all(on_ranks, name, weights):

@@ -45,8 +45,8 @@ def in_options(text: str, command: str) -> str:
     """A message of a function in the words of the command line.
 
     Example:
-        >>> in_options("num_features must be even, got num_features=7; Hyperbolic(num_features=8) has features", "convert")
-        '--features must be even, got --features 7; Hyperbolic(num_features=8) has features'
+        >>> in_options("num_features must be even, got num_features=7; Sderf(num_features=8) has features", "convert")
+        '--features must be even, got --features 7; Sderf(num_features=8) has features'
     """
     group = typer.main.get_group(app)
     asked = group.get_command(typer.Context(group), command)

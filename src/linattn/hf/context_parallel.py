@@ -21,7 +21,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf.calibrating import evaluating
 from linattn.hf.layer_attention import LayerAttention, attention_of
-from linattn.parallel import linear_attention, linear_attention_by_heads
+from linattn.parallel import linear_attention
 from linattn.parallel.agreement import Fields, agreed, exchange_fields
 from linattn.parallel.ranks import Ranks
 
@@ -29,9 +29,7 @@ _POSITIONS = "position_ids"
 
 
 @contextmanager
-def context_parallel(
-    model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths: bool = False, by_heads: bool = False
-) -> Iterator[None]:
+def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths: bool = False) -> Iterator[None]:
     """Inside the block a linearized model takes this rank's part (B, L) of each sequence, and gives its part's outputs.
 
     Parts are consecutive, in the order of the ranks. The layers exchange states (`linattn.parallel.linear_attention`),
@@ -47,7 +45,6 @@ def context_parallel(
         model: as `linearize_` left it; not the wrapper, but what was wrapped.
         mesh: one dimension, whose ranks hold the parts.
         equal_lengths: whether all parts have the same number of tokens, so that none needs to be asked for.
-        by_heads: as in `linattn.parallel.ContextParallel`.
 
     Returns:
         A context manager.
@@ -77,11 +74,11 @@ def context_parallel(
     Source: Sun et al. 2025 (LASP-2, arXiv 2502.07563), section 3.
     """
     ranks = Ranks.of(mesh)
-    split: Fields = {"call": "context_parallel", "equal_lengths": str(equal_lengths), "by_heads": str(by_heads)}
-    (layers, numbered), _ = agreed(ranks, split, lambda: (_splittable(model, by_heads=by_heads), _numbered(model)))
+    split: Fields = {"call": "context_parallel", "equal_lengths": str(equal_lengths)}
+    (layers, numbered), _ = agreed(ranks, split, lambda: (_splittable(model), _numbered(model)))
     maps = [layer.feature_map for layer in layers if layer.feature_map is not None]
     exchange_fields(ranks, {f"feature map {number}": each.fingerprint() for number, each in enumerate(maps)})
-    parts = _Parts(mesh, ranks, equal_lengths, by_heads)
+    parts = _Parts(mesh, ranks, equal_lengths)
     numberings = [(part, _Numbering(parts, counts=_counts_from_zero(part))) for part in numbered]
     hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part, hook in numberings]
     for layer in layers:
@@ -102,14 +99,9 @@ class _Parts:
     mesh: DeviceMesh
     ranks: Ranks
     equal_lengths: bool
-    by_heads: bool
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, **options: Any) -> Tensor:
         """This part's rows of the whole attention."""
-        if self.by_heads:
-            if self.equal_lengths:
-                exchange_fields(self.ranks, {"call": "by_heads", "tokens of equal_lengths": key.shape[2]})
-            return linear_attention_by_heads(query, key, value, feature_map, mesh=self.mesh, **options)
         lengths = (key.shape[2],) * self.ranks.size if self.equal_lengths else None
         return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=lengths, **options)
 
@@ -151,7 +143,7 @@ class _Numbering:
         return args, {**options, _POSITIONS: positions}
 
 
-def _splittable(model: PreTrainedModel, *, by_heads: bool) -> list[LayerAttention]:
+def _splittable(model: PreTrainedModel) -> list[LayerAttention]:
     """The model's linear attentions; layers whose sequences cannot be split are refused."""
     attentions, names = [], []
     for part in attention_modules(model):

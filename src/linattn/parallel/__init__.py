@@ -3,7 +3,6 @@
 | function | exchanges per layer, forward and again backward | bytes per rank |
 |---|---|---|
 | `linear_attention` | one all-gather; with a window one all-to-all more | constant in the length |
-| `linear_attention_by_heads` | two all-to-alls | grow with the length |
 | `absorb` | one all-gather | constant in the length |
 
 Before all others goes one all-gather of 24 bytes per rank, a digest of the call and its lengths: ranks whose calls
@@ -12,7 +11,6 @@ differ are refused, on all of them, by a `ValueError` that names them and what d
 `ContextParallel` makes attention layers take parts of sequences.
 """
 
-from linattn.parallel.by_heads import linear_attention_by_heads as linear_attention_by_heads
 from linattn.parallel.context_parallel import ContextParallel as ContextParallel
 from linattn.parallel.functional import absorb as absorb
 from linattn.parallel.functional import linear_attention as linear_attention

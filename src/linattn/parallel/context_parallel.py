@@ -19,7 +19,6 @@ from linattn.nn import Attention, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import Heads
 from linattn.nn.streams import KeptTokens
 from linattn.parallel.agreement import Fields, agreed, exchange_fields, fields_of_call, kind_of_gates
-from linattn.parallel.by_heads import linear_attention_by_heads
 from linattn.parallel.functional import linear_attention
 from linattn.parallel.parts import Part
 from linattn.parallel.ranks import Ranks
@@ -41,14 +40,11 @@ class ContextParallel(ParallelStyle):
     Args:
         equal_lengths: whether all parts have the same number of tokens, so that layers with positions need not ask for
             them; with key masks they ask for a number per row from each rank. Others are refused.
-        by_heads: whether linear layers give each rank all tokens of some heads (`parallel.linear_attention_by_heads`)
-            in place of states: for maps that take statistics from all of a sequence, as in one process. It sends
-            numbers that grow with the sequence, and the ranks must divide the key/value heads.
 
     Raises:
         TypeError: the module is no `LinearAttention` or `SoftmaxAttention`.
         ValueError: the mesh has several dimensions; the ranks' layers differ, or their maps: other draws, or other
-            weights, then or in a call; a layer has a gate and `by_heads` is true.
+            weights, then or in a call.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -66,40 +62,20 @@ class ContextParallel(ParallelStyle):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, *, equal_lengths: bool = False, by_heads: bool = False) -> None:
+    def __init__(self, *, equal_lengths: bool = False) -> None:
         super().__init__()
-        self.equal_lengths, self.by_heads = equal_lengths, by_heads
+        self.equal_lengths = equal_lengths
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Tell a layer that the rest of its sequences is elsewhere."""
         ranks = Ranks.of(device_mesh)
-        fields: Fields = {
-            "layer": repr(module),
-            "equal_lengths": str(self.equal_lengths),
-            "by_heads": str(self.by_heads),
-        }
+        fields: Fields = {"layer": repr(module), "equal_lengths": str(self.equal_lengths)}
         feature_map = getattr(module, "feature_map", None)
         if isinstance(feature_map, FeatureMap):
             fields["feature_map"] = feature_map.fingerprint()
-        layer, _ = agreed(ranks, fields, lambda: self._checked(module))
-        layer.parts = SequenceParts(device_mesh, ranks, self.equal_lengths, self.by_heads)
+        layer, _ = agreed(ranks, fields, lambda: _checked(module))
+        layer.parts = SequenceParts(device_mesh, ranks, self.equal_lengths)
         return module
-
-    def _checked(self, layer: nn.Module) -> Attention:
-        """The layer; refuse what is no attention layer, and layers that have what is not sent."""
-        if not isinstance(layer, LinearAttention | SoftmaxAttention):
-            raise TypeError(
-                f"ContextParallel is for LinearAttention and SoftmaxAttention, got {type(layer).__name__}; name the "
-                'attention layers, as {"blocks.*.attention": ContextParallel()}'
-            )
-        if isinstance(layer, SoftmaxAttention):
-            return layer
-        if self.by_heads and layer.gate is not None:
-            raise ValueError(
-                f"gates go with states, and by_heads=True sends tokens, got a {type(layer.gate).__name__}; give "
-                "by_heads=False for layers with a gate"
-            )
-        return layer
 
 
 @dataclass(frozen=True)
@@ -109,7 +85,6 @@ class SequenceParts:
     mesh: DeviceMesh
     ranks: Ranks
     equal_lengths: bool
-    by_heads: bool
 
     def num_before(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """How many tokens each row has on earlier ranks, (B,), masked ones left out."""
@@ -139,11 +114,6 @@ class SequenceParts:
             "enable_gqa": True,
             "window": layer.window,
         }
-        if self.by_heads:
-            if self.equal_lengths:
-                exchange_fields(self.ranks, {"call": "by_heads", "tokens of equal_lengths": heads.key.shape[2]})
-            return linear_attention_by_heads(*tokens, layer.feature_map, mesh=self.mesh, **options)
-        assert layer.feature_map is not None
         gates = heads.gates
         return linear_attention(*tokens, layer.feature_map, mesh=self.mesh, gates=gates, lengths=lengths, **options)
 
@@ -168,6 +138,16 @@ class SequenceParts:
             bias = gate_bias(before.gates, key_mask=key_mask).key_bias.expand(before.key.shape[:3])
         past = KeptTokens(before.key, before.value, key_mask, bias)
         return layer._attend_with_state(heads._replace(query=part.query), past)[0]
+
+
+def _checked(layer: nn.Module) -> Attention:
+    """The layer; refuse what is no attention layer."""
+    if not isinstance(layer, LinearAttention | SoftmaxAttention):
+        raise TypeError(
+            f"ContextParallel is for LinearAttention and SoftmaxAttention, got {type(layer).__name__}; name the "
+            'attention layers, as {"blocks.*.attention": ContextParallel()}'
+        )
+    return layer
 
 
 def _bias_of(key_mask: Tensor, key: Tensor) -> Tensor:

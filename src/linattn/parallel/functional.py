@@ -76,8 +76,7 @@ def linear_attention(
     Raises:
         TypeError, ValueError: as `linattn.linear_attention`; the mesh has several dimensions; queries and keys of a
             causal call differ in number; the ranks' calls, maps or weights differ, or one refuses its own, which is
-            told on all of them; the map takes statistics from the call,
-            which `linear_attention_by_heads` allows.
+            told on all of them; the map takes statistics from the call.
 
     Example:
         >>> import torch, linattn

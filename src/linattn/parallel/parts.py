@@ -144,6 +144,5 @@ def _refuse_statistics(feature_map: FeatureMap, query: Tensor, key: Tensor) -> N
     if statistics:
         raise ValueError(
             f"{type(feature_map).__name__} takes {', '.join(statistics)} from all tokens of a call, and a rank has "
-            "some of them; fit it first, or call parallel.linear_attention_by_heads, which gives each rank all tokens "
-            "of some heads"
+            "some of them; fit it to a sample first, or give each rank whole sequences"
         )

@@ -73,8 +73,7 @@ def refuse_left_padding(first: Part) -> None:
     if rows:
         raise ValueError(
             f"a window's blocks are counted from a row's first live token, and across ranks from the first one of all; "
-            f"got rows {rows[:8]} that begin with a masked token: pad on the right, or give each rank all tokens "
-            "of some heads: linear_attention_by_heads, or by_heads=True of ContextParallel"
+            f"got rows {rows[:8]} that begin with a masked token: pad on the right"
         )
 
 
