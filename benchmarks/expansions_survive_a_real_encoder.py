@@ -15,8 +15,8 @@ import torch
 import linattn
 from linattn.feature_maps import Expansion
 from linattn.hf import AttentionCall, capture, intercept, load
+from linattn.methods.costs import spread
 from linattn.methods.measures import relative_error, uniform_average
-from linattn.methods.timing import spread
 from linattn.records.texts import read_text
 from measuring import record, verified_window
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept, load
+from linattn.methods.costs import spread
 from linattn.methods.measures import relative_error, uniform_average
 from linattn.methods.method import Method, parse_method
-from linattn.methods.timing import spread
 from linattn.records.texts import read_text
 from linattn_lab.built_methods import build
 from linattn_lab.costs import state_numbers

@@ -110,14 +110,14 @@ FAULTS = (
     ),
     Fault(
         "let queries before the first key read the later ones",
-        "attention/backends/alignment.py",
+        "attention/backends/backend.py",
         "call.query[..., :-extra, :]), before)",
         "call.query[..., :-extra, :]), after)",
         "tests/laws/test_causality.py",
     ),
     Fault(
         "lose the keys before the first query",
-        "attention/backends/alignment.py",
+        "attention/backends/backend.py",
         "        before = backend.absorb(call.with_keys(slice(extra)), before)\n",
         "",
         "tests/laws/test_causality.py",
@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "forget the masks of earlier calls of a stream",
-        "attention/window/causal.py",
+        "attention/window/calls.py",
         "bias is None and recent.bias.shape[2] == 0",
         "bias is None",
         "tests/laws/test_window.py",

@@ -78,7 +78,7 @@ FAULTS = (
     ),
     Fault(
         "take back a call with its own tokens in the state",
-        "hf/_recorded_calls.py",
+        "hf/_text_caches.py",
         "self.state = self._calls[-1].state()",
         "pass",
         CACHES,

@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "balance without the ridge",
-        "feature_maps/_spectral.py",
+        "feature_maps/_statistics.py",
         "torch.maximum(x, floor * x.amax(-1, keepdim=True))",
         "x.clamp(min=1e-14)",
         "tests/feature_maps/test_balanced.py",

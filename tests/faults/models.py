@@ -245,7 +245,7 @@ FAULTS = (
     ),
     Fault(
         "go to a hub that cannot be reached, file by file",
-        "hf/_hub.py",
+        "hf/loading.py",
         "        return _cached(name)\n",
         "        return name\n",
         "tests/hf/test_loading.py",

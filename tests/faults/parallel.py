@@ -32,21 +32,21 @@ FAULTS = (
     ),
     Fault(
         "let the exponents of all states be the first one's",
-        ROOM + "states.py",
+        ROOM + "parts.py",
         "of_m.detach(), like.state.built_with",
         "like.state.m, like.state.built_with",
         PARTS,
     ),
     Fault(
         "keep what came before from fading",
-        ROOM + "states.py",
+        ROOM + "parts.py",
         "self.state.decay(later.log_decay).merge(later.state)",
         "self.state.merge(later.state)",
         PARTS,
     ),
     Fault(
         "give a rank the gradients of its own loss alone",
-        ROOM + "collectives.py",
+        ROOM + "ranks.py",
         "dist.reduce_scatter_single(total, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)",
         "dist.reduce_scatter_single(grad.new_empty(grad.shape[1:]), grad.flatten(0, 1).contiguous(), "
         "group=ctx.ranks.group); total = grad[ctx.ranks.rank].clone()",
@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault(
         "send no gradients of a window's tokens back",
-        ROOM + "collectives.py",
+        ROOM + "ranks.py",
         "returned = _swapped(ctx.ranks, grad, received, sent)",
         "returned = 0 * _swapped(ctx.ranks, grad, received, sent)",
         PARTS,

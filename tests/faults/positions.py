@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault(
         "report the distance of codes as their sum",
-        ROOM + "_concatenated.py",
+        ROOM + "concatenated_codes.py",
         "(at_query.unsqueeze(1) + at_key)",
         "(at_query.unsqueeze(1) - at_key)",
         ENCODINGS,

@@ -67,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "train every process on the same texts",
-        "convert/sharing.py",
+        "convert/running.py",
         "x[processes.rank :: processes.size]",
         "x[: len(x) // processes.size]",
         SHARED,

@@ -115,7 +115,7 @@ FAULTS = (
     ),
     Fault(
         "leave the mark of quantised numbers in a model",
-        "hf/_gguf.py",
+        "hf/_packaged.py",
         '    vars(model.config).pop("quantization_config", None)\n',
         "",
         "tests/hf/test_gguf.py",
@@ -136,7 +136,7 @@ FAULTS = (
     ),
     Fault(
         "stream a linearized model with keys for a cache",
-        "hf/caches.py",
+        "hf/streaming.py",
         "        return StateCache(model)\n",
         "        return DynamicCache(config=model.config)\n",
         "tests/cli/test_generate.py",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import linattn
 from linattn.feature_maps import Nystrom, features
-from linattn.feature_maps._clusters import kmeans
+from linattn.feature_maps._statistics import kmeans
 
 D = 6
 

@@ -11,7 +11,7 @@ import torch
 from fuzzing.dice import Dice
 from linattn.attention import rows
 from linattn.attention.backends.blocked import blocks, causal, grouped_reading, joint_causal
-from linattn.attention.window import bidirectional, neighbourhood
+from linattn.attention.window import calls, neighbourhood
 from linattn.feature_maps import _base
 from linattn.softmax import weighted
 
@@ -57,7 +57,7 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         "smallest tile": (grouped_reading, "_SMALLEST"),
         "largest tile": (grouped_reading, "_LARGEST"),
         "segment": (causal, "SEGMENT"),
-        "turned": (bidirectional, "_SEGMENT"),
+        "turned": (calls, "_SEGMENT"),
         "near": (neighbourhood, "_CHUNK"),
         "read": (weighted, "_CHUNK"),
         "rows": (rows, "_BUDGET"),

@@ -81,7 +81,7 @@ def test_refusals(file, tmp_path):
 
 def test_without_the_reader(tmp_path, monkeypatch):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr("linattn.hf._gguf.find_spec", lambda name: None)
+    monkeypatch.setattr("linattn.hf._packaged.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"a\.gguf is a GGUF file, .* pip install 'linattn\[gguf\]'"):
         load(tmp_path / "a.gguf")
 

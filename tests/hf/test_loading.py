@@ -115,7 +115,7 @@ def test_a_name_of_the_hub_from_its_cache(build, tokenizer, tmp_path, attempts, 
     """Read as a folder, so that no file of it is asked for."""
     build("bert").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    monkeypatch.setattr("linattn.hf._hub.snapshot_download", lambda name, local_files_only: str(tmp_path))
+    monkeypatch.setattr("linattn.hf.loading.snapshot_download", lambda name, local_files_only: str(tmp_path))
     loaded = load("some-one/some")
     assert (loaded.name, loaded.source) == ("some-one/some", str(tmp_path))
     assert len(attempts) <= 2

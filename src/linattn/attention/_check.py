@@ -1,16 +1,32 @@
-"""Checks of calls with a feature map, and their words; limits of one backend live with that backend.
+"""Refuse maps, tokens and states that do not belong together: compiled code would trust what a file put there.
 
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+Of states shapes, dtypes and devices alone are compared, all of a kind at once, since every token of a stream passes
+here: what differs is looked for where something does.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), n tokens, D head width, Dv value width, R
+features, M exponents.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from linattn.attention.sums import Sums
+from linattn.attention.window import WindowKeys, check_width
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._swapping import named_tensors
 from linattn.softmax.checking import checked
+from linattn.softmax.precision import accumulation_dtype
+from linattn.softmax.row_groups import RowGroups, check_groups
+from linattn.softmax.tensor_checks import TOKEN_DTYPES, check_count, check_kind, check_tensor, refuse
+from linattn.softmax.tokens import Tokens
+
+if TYPE_CHECKING:
+    from linattn.attention.state import State
 
 
 def check_map(feature_map: object) -> None:
@@ -67,3 +83,146 @@ def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None
         return key_mask
     live = key_bias != -torch.inf
     return live if key_mask is None else live & key_mask.unsqueeze(1)
+
+
+_REMEDY = "pass a state as linear_attention_with_state or State.empty gave it, or rebuild it from the tokens"
+_PARTS = tuple(f"window.recent.{name}" for name in Tokens._fields)
+
+
+def check_sums(sums: Sums) -> None:
+    """Refuse sums that are not (B, H, R, Dv), (B, H, R) and (B, H, M) in one dtype on one device, of any R and M."""
+    S, _, m = sums
+    num_features = S.shape[2] if isinstance(S, Tensor) and S.ndim == 4 else 0
+    num_exponents = m.shape[-1] if isinstance(m, Tensor) and m.ndim == 3 else 1
+    if num_features and (num_exponents == 0 or num_features % num_exponents):
+        refuse("m", m, f"of M exponents, a divisor of R = {num_features}", _REMEDY)
+    check_sums_of(num_features, num_exponents, sums)
+
+
+def check_sums_of(num_features: int, num_exponents: int, sums: Sums) -> None:
+    """Refuse sums of other numbers of features and exponents too."""
+    S, z, m = sums
+    if not isinstance(S, Tensor) or S.ndim != 4 or S.dtype not in TOKEN_DTYPES:
+        refuse("S", S, "float32 or float64 of shape (B, H, R, Dv)", _REMEDY)
+    (batch, heads, held, value_dim), dtype, device = S.shape, S.dtype, S.device
+    # Without a loop: beside a map's sums a token has little else to wait for.
+    if (
+        held == num_features
+        and isinstance(z, Tensor)
+        and isinstance(m, Tensor)
+        and z.shape == (batch, heads, held)
+        and m.shape == (batch, heads, num_exponents)
+        and z.dtype is m.dtype is dtype
+        and z.device == m.device == device
+    ):
+        return
+    shapes = [(batch, heads, num_features, value_dim), (batch, heads, num_features), (batch, heads, num_exponents)]
+    _compare(Sums._fields, sums, shapes, [dtype] * 3, device)
+
+
+def check_whole(sums: Sums, window: object, feature_map: FeatureMap, head_dim: int) -> None:
+    """Refuse a state of which any tensor has not the shape, dtype and device that its map, its rule and S ask for."""
+    check_sums_of(feature_map.num_features, feature_map.num_exponents, sums)
+    if window is not None:
+        _check_keys(sums.S, window, head_dim)
+
+
+def check_of_any_map(sums: Sums, window: object) -> None:
+    """Refuse a state whose tensors do not belong together, whatever its map."""
+    check_sums(sums)
+    if window is not None:
+        _check_keys(sums.S, window, _head_dim_of(window))
+
+
+def check_apart(S: Tensor, apart: object) -> None:
+    """Refuse a factor apart that is not (B, H)."""
+    if apart is not None and (
+        not isinstance(apart, Tensor)
+        or apart.shape != S.shape[:2]
+        or apart.dtype != torch.float64
+        or apart.device != S.device
+    ):
+        refuse("apart", apart, f"torch.float64 of shape {tuple(S.shape[:2])} on {S.device}, or None", _REMEDY)
+
+
+def check_continues(
+    state: State,
+    key: Tensor,
+    value: Tensor,
+    feature_map: FeatureMap,
+    window: int | None,
+) -> None:
+    """Refuse tokens that do not continue a state, and a state whose tensors do not belong together."""
+    S = state.S
+    if not isinstance(S, Tensor) or S.ndim != 4:
+        check_sums(Sums(S, state.z, state.m))
+    wanted, got = (*S.shape[:2], S.shape[3]), (*key.shape[:2], value.shape[-1])
+    if wanted != got:
+        raise ValueError(
+            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
+        )
+    if S.dtype != accumulation_dtype(key.dtype):
+        raise ValueError(
+            f"the state is kept in {S.dtype}, tokens of {key.dtype} need "
+            f"{accumulation_dtype(key.dtype)}; build it with State.empty(…, dtype={key.dtype})"
+        )
+    if S.device != key.device:
+        raise ValueError(f"the state is on {S.device}, the keys on {key.device}; move it with state.to(…)")
+    first = state.window.keys[0] if isinstance(state.window, RowGroups) and state.window.keys else state.window
+    held = None if first is None else getattr(first, "width", first)
+    if held != window:
+        raise ValueError(f"the state was built with window={held}, got window={window}; give the same one")
+    state.check_tensors(feature_map, key.shape[-1])
+
+
+def _head_dim_of(window: object) -> int:
+    """How wide the keys are that a state keeps; 0 where it keeps none."""
+    first = window.keys[0] if isinstance(window, RowGroups) and window.keys else window
+    recent = getattr(first, "recent", None)
+    key = recent[0] if isinstance(recent, tuple) and recent else None
+    return key.shape[-1] if isinstance(key, Tensor) and key.ndim == 4 else 0
+
+
+def _check_keys(S: Tensor, window: object, head_dim: int) -> None:
+    """The keys beside the sums."""
+    if isinstance(window, RowGroups):
+        check_groups(window, len(S), _REMEDY)
+        widths = [getattr(group, "width", None) for group in window.keys]
+        if any(width != widths[0] for width in widths):
+            raise ValueError(f"the state's windows must be of one width, got {widths}; {_REMEDY}")
+        for rows, group in zip(window.rows, window.keys, strict=True):
+            _check_keys(S[: len(rows)], group, head_dim)
+        return
+    check_kind(WindowKeys, "window", window, _REMEDY)
+    assert isinstance(window, WindowKeys)
+    check_width(window.width)
+    recent = window.recent
+    check_kind(Tokens, "window.recent", recent, _REMEDY)
+    count = check_count("window.recent.bias", recent.bias, 2 * window.width, _REMEDY)
+    _compare(_PARTS, recent, _token_shapes(S, count, head_dim), _token_dtypes(S, recent), S.device)
+
+
+def _token_shapes(S: Tensor, number: int, head_dim: int) -> list[tuple[int, ...]]:
+    """Keys (B, H, n, D), values (B, H, n, Dv) and biases (B, H, n)."""
+    batch, heads, _, value_dim = S.shape
+    return [(batch, heads, number, head_dim), (batch, heads, number, value_dim), (batch, heads, number)]
+
+
+def _token_dtypes(S: Tensor, tokens: Tokens) -> list[torch.dtype]:
+    """Dtypes of keys and values, which are kept as they came, and of biases."""
+    dtype = (
+        tokens.key.dtype if isinstance(tokens.key, Tensor) and tokens.key.dtype in TOKEN_DTYPES[S.dtype] else S.dtype
+    )
+    return [dtype, dtype, S.dtype]
+
+
+def _compare(
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuse the first tensor that has not its shape and dtype, or is on another device."""
+    for x, shape, dtype, name in zip(tensors, shapes, dtypes, names, strict=True):
+        check_tensor(name, x, shape, dtype, device, _REMEDY)

@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn.attention._check import check_map, checked_for, live_keys
-from linattn.attention._check_state import check_continues
+from linattn.attention._check import check_continues, check_map, checked_for, live_keys
 from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
+from linattn.attention.backends.backend import as_partial
 from linattn.attention.bound_map import bind
-from linattn.attention.far import relative_to
-from linattn.attention.map_rows import as_partial
 from linattn.attention.state import State
-from linattn.attention.sums import Sums, no_sums
+from linattn.attention.sums import Sums, no_sums, relative_to
 from linattn.attention.window import WindowKeys, attend_with_window, check_window
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.partial import Partial

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.attention._check import check_map, checked_for
-from linattn.attention._check_state import check_apart, check_continues, check_of_any_map, check_whole
+from linattn.attention._check import check_apart, check_continues, check_map, check_of_any_map, check_whole, checked_for
 from linattn.attention.backends import Call, choose
+from linattn.attention.backends.backend import as_partial
 from linattn.attention.bound_map import bind
-from linattn.attention.far import larger, relative_to, split_factor
-from linattn.attention.map_rows import as_partial
-from linattn.attention.sums import Sums, no_sums
+from linattn.attention.sums import Sums, larger, no_sums, relative_to, split_factor
 from linattn.attention.window import WindowKeys, decayed, width_of
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.dense import check_dense
+from linattn.softmax.checking import check_dense
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import linattn
 from linattn.convert.config import ConvertConfig
 from linattn.convert.course import Conversion, Course
-from linattn.convert.running import Batch
+from linattn.convert.running import Batch, check_shared
 from linattn.convert.samples import Samples, from_batches, from_texts
-from linattn.convert.sharing import check_shared
 from linattn.convert.stages import Measured, in_silence
 from linattn.hf import LinearLMForCausalLM, is_linearized
 from linattn.hf.linear_twin import check_twin

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from linattn.convert.losses import Mean, distillation, itself
 from linattn.convert.predictions import Predictions, sampled_divergence, spread_divergence
-from linattn.convert.running import Batch, Outputs, run
+from linattn.convert.running import Batch, Outputs, mean_of, own_texts, run
 from linattn.convert.samples import Samples
-from linattn.convert.sharing import mean_of, own_texts
 from linattn.feature_maps import FeatureMap
 from linattn.processes import Processes
 from linattn.training import Seconds, Training

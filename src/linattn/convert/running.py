@@ -1,4 +1,4 @@
-"""Run a model on a batch, and the outputs that a conversion compares.
+"""Run a model on a batch, the outputs that a conversion compares, and the share of a batch that each process runs.
 
 Letters: B batch, L tokens, E width of a state, V vocabulary, n tokens that are no padding.
 """
@@ -6,7 +6,7 @@ Letters: B batch, L tokens, E width of a state, V vocabulary, n tokens that are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from linattn.convert.predictions import NONE, Predictions
+from linattn.processes import Processes
 
 Batch = Mapping[str, Tensor]
 """Keyword arguments of a model's forward pass."""
@@ -115,3 +116,43 @@ def _following(batch: Batch, live: Tensor) -> Tensor | None:
 def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """The batch's tensors on a device."""
     return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def own_texts(batch: Batch, processes: Processes) -> Batch:
+    """This process's rows of every tensor (B, …) of a batch.
+
+    Example:
+        >>> import torch
+        >>> batch = {"input_ids": torch.tensor([[1], [2], [3], [4]])}
+        >>> own_texts(batch, Processes(1, 2))["input_ids"].tolist()
+        [[2], [4]]
+    """
+    if processes.size == 1:
+        return batch
+    return {name: x[processes.rank :: processes.size] for name, x in batch.items()}
+
+
+def check_shared(batches: Iterable[Batch], processes: Processes) -> None:
+    """Refuse batches that cannot be dealt out evenly.
+
+    Raises:
+        ValueError: a tensor's rows are no multiple of the processes, or tensors of a batch differ in rows.
+    """
+    if processes.size == 1:
+        return
+    for number, batch in enumerate(batches):
+        rows = {name: len(x) for name, x in batch.items()}
+        if len(set(rows.values())) > 1 or next(iter(rows.values())) % processes.size:
+            raise ValueError(
+                f"the texts of a step are dealt out to {processes.size} processes, and batch {number} has rows {rows}; "
+                "give every tensor as many rows, a multiple of the processes (batch_size for texts)"
+            )
+
+
+def mean_of(x: Tensor, processes: Processes) -> Tensor:
+    """The mean of all processes' numbers, a constant for gradients."""
+    if processes.size == 1:
+        return x
+    mean = x.detach().clone()
+    processes.average_([mean])
+    return mean

@@ -16,9 +16,8 @@ from torch import nn
 from linattn.convert.calibration import texts
 from linattn.convert.running import Batch, run
 from linattn.hf import AttentionCall, LayerAttention
-from linattn.methods.costs import exact_state_numbers, map_state_numbers
+from linattn.methods.costs import exact_state_numbers, map_state_numbers, seconds
 from linattn.methods.crossover import Crossover, find_crossover, time_lengths
-from linattn.methods.timing import seconds
 
 _REPEATS = 3
 

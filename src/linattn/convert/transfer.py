@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from linattn.attention import attention_rows
 from linattn.convert.calibration import record, texts
 from linattn.convert.losses import row_divergence
+from linattn.convert.running import own_texts
 from linattn.convert.samples import Samples
-from linattn.convert.sharing import own_texts
 from linattn.feature_maps import FeatureMap
 from linattn.hf import AttentionCall, LayerReport, PreTrainedModel
 from linattn.hf.layer_attention import rescale_query

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from linattn.feature_maps._digest import digest_of_weights
 from linattn.feature_maps._powers import Powers
-from linattn.softmax.dense import check_dense
+from linattn.softmax.checking import check_dense
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16

@@ -12,8 +12,14 @@ from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
 from linattn.feature_maps._base import FeatureMap
-from linattn.feature_maps._spectral import floor_eigenvalues, geometric_mean, spectral
-from linattn.feature_maps._statistics import check_fit, group_queries, second_moment
+from linattn.feature_maps._statistics import (
+    check_fit,
+    floor_eigenvalues,
+    geometric_mean,
+    group_queries,
+    second_moment,
+    spectral,
+)
 from linattn.feature_maps._wrapper import Wrapper
 
 # Beyond this condition number the inverse of M in float64 no longer keeps q·k to the digits float32 has.

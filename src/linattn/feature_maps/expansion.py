@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, temperature
-from linattn.feature_maps._clusters import kmeans, means, nearest
 from linattn.feature_maps._fitted import FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap
-from linattn.feature_maps._statistics import by_head, call_queries, check_fit, group_queries, token_mean
+from linattn.feature_maps._statistics import (
+    by_head,
+    call_queries,
+    check_fit,
+    group_queries,
+    kmeans,
+    means,
+    nearest,
+    token_mean,
+)
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.
 _MOST_POINTS = 4096

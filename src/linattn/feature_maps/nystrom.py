@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_number, check_seed, temperature
-from linattn.feature_maps._clusters import kmeans
 from linattn.feature_maps._fitted import FittedMap
-from linattn.feature_maps._spectral import spectral
-from linattn.feature_maps._statistics import check_fit
+from linattn.feature_maps._statistics import check_fit, kmeans, spectral
 
 
 @final

@@ -13,8 +13,7 @@ from torch import Tensor
 from linattn.feature_maps._draw import Draw
 from linattn.feature_maps._fitted import FittedMap
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
-from linattn.feature_maps._spectral import spectral
-from linattn.feature_maps._statistics import check_fit, group_queries, second_moment, token_mean
+from linattn.feature_maps._statistics import check_fit, group_queries, second_moment, spectral, token_mean
 
 
 @final

@@ -20,7 +20,6 @@ from linattn.hf._cache_layers import cache_bytes as cache_bytes
 from linattn.hf.bounded_cache import BoundedCache as BoundedCache
 from linattn.hf.bounded_cache import BoundedLayerReport as BoundedLayerReport
 from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer
-from linattn.hf.caches import new_cache as new_cache
 from linattn.hf.context_parallel import context_parallel as context_parallel
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import Capture as Capture
@@ -44,6 +43,7 @@ from linattn.hf.state_cache import StateCache as StateCache
 from linattn.hf.state_cache import StateLayer as StateLayer
 from linattn.hf.stream_cache import StreamCache as StreamCache
 from linattn.hf.stream_cache import StreamLayer as StreamLayer
+from linattn.hf.streaming import new_cache as new_cache
 from linattn.hf.streaming import stream_tokens as stream_tokens
 from linattn.hf.text_streaming import IncrementalDecoder as IncrementalDecoder
 from linattn.hf.text_streaming import end_tokens as end_tokens

@@ -1,20 +1,142 @@
-"""Caches of states of a text: checks of which tokens are shown, and that all layers have seen equally many.
+"""Caches of states of a text: which tokens are shown, how many each layer has seen, and the last ones taken back.
 
-Letters: B batch, n tokens.
+Letters: B batch, H query heads, Hkv key/value heads, L tokens, n tokens, D head width, Dv value width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
-from linattn.hf._cache_layers import ForkedCache, StatefulLayer
-from linattn.hf._recorded_calls import RecordingLayer
+from linattn.hf._cache_layers import ForkedCache, Selectable, StatefulLayer
+
+S = TypeVar("S", bound=Selectable)
+
+
+class Advancing(Protocol):
+    """Attention that goes on from a state."""
+
+    def advance(
+        self, query: Tensor, key: Tensor, value: Tensor, state: Any, *, scale: float, key_mask: Tensor | None = None
+    ) -> Any:
+        """The output, and the state after these tokens."""
+        ...
+
+
+class RecordedCall(NamedTuple):
+    """The tokens of a layer's call, and the state before them."""
+
+    attention: Advancing
+    before: Any
+    tensors: tuple[Tensor, Tensor, Tensor]  # query (B, H, L, D), key (B, Hkv, L, D), value (B, Hkv, L, Dv)
+    scale: float
+    key_mask: Tensor | None  # (B, L)
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return self.tensors[1].shape[-2]
+
+    def then(self, other: RecordedCall) -> RecordedCall:
+        """The call of these tokens and of the next ones."""
+        query, key, value = (torch.cat(pair, -2) for pair in zip(self.tensors, other.tensors, strict=True))
+        mask = None
+        if self.key_mask is not None or other.key_mask is not None:
+            mask = torch.cat((self.shown(), other.shown()), 1)
+        return self._replace(tensors=(query, key, value), key_mask=mask)
+
+    def shown(self) -> Tensor:
+        """Which keys are attended to, (B, L)."""
+        key = self.tensors[1]
+        return key.new_ones(len(key), self.num_tokens, dtype=torch.bool) if self.key_mask is None else self.key_mask
+
+    def without(self, count: int) -> RecordedCall:
+        """The call without its last tokens."""
+        length = self.num_tokens - count
+        query, key, value = (x[:, :, :length] for x in self.tensors)
+        mask = None if self.key_mask is None else self.key_mask[:, :length]
+        return self._replace(tensors=(query, key, value), key_mask=mask)
+
+    def state(self) -> Any:
+        """The state after the call."""
+        if self.num_tokens == 0:
+            return self.before
+        return self.attention.advance(*self.tensors, self.before, scale=self.scale, key_mask=self.key_mask).state
+
+
+class RecordingLayer(StatefulLayer[S]):
+    """One layer of a cache of states, whose last calls `crop` can take back where they are recorded.
+
+    Attributes:
+        record_past: whether calls are recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_past = False
+        self._calls: tuple[RecordedCall, ...] = ()  # the last ones, two at most, where they are recorded
+
+    def record(self, call: RecordedCall, window: int) -> None:
+        """Hold a call beside the one before it, or as a part of that where a window of so many tokens holds both."""
+        last = self._calls[-1] if self._calls else None
+        if last is not None and last.num_tokens + call.num_tokens <= window:
+            self._calls = (*self._calls[:-1], last.then(call))
+        else:
+            self._calls = (*self._calls[-1:], call) if call.num_tokens < window else (call,)
+
+    def activate_past_recording(self) -> None:
+        """Hold the tokens of the last calls, and the state before them, so that `crop` can take tokens back.
+
+        Those of the last call, and as many as the exact window is wide.
+        """
+        self.record_past = self.is_croppable = True
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse to forget more tokens than are recorded."""
+        count, recorded = abs(tokens_to_remove), sum(call.num_tokens for call in self._calls)
+        if self.state is not None and count > recorded:
+            raise ValueError(
+                f"a state cannot forget its last {count} tokens: {recorded} are recorded, those of the last call and "
+                "as many as its exact window is wide, if activate_past_recording() was called on the cache before they "
+                "came; call it, or keep a fork of the cache from before"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, -tokens_to_remove of them: the state before recorded calls takes the others in again.
+
+        Raises:
+            ValueError: if so many are not recorded (`activate_past_recording`).
+        """
+        count = abs(tokens_to_remove)
+        if count == 0 or self.state is None:
+            return
+        self.check_crop(count)
+        self.num_tokens -= count
+        calls = list(self._calls)
+        while count > calls[-1].num_tokens:
+            count -= calls.pop().num_tokens
+        self._calls = (*calls[:-1], calls[-1].without(count))
+        self.state = self._calls[-1].state()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch; no call can be taken back afterwards."""
+        super().batch_select_indices(indices)
+        self._calls = ()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch; no call can be taken back afterwards."""
+        super().batch_repeat_interleave(repeats)
+        self._calls = ()
+
+    def reset(self) -> None:
+        """Forget every token."""
+        super().reset()
+        self._calls = ()
 
 
 class TextCache(ForkedCache):

@@ -13,8 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._calls import InterfaceCall
-from linattn.hf._recorded_calls import RecordedCall, RecordingLayer
-from linattn.hf._text_caches import TextCache
+from linattn.hf._text_caches import RecordedCall, RecordingLayer, TextCache
 from linattn.hf.layer_attention import LayerAttention, attention_of
 
 

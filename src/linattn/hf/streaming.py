@@ -10,9 +10,20 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import (
+    Cache,
+    DynamicCache,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from linattn.hf.caches import new_cache
+from linattn.hf._attention_modules import attention_modules
+from linattn.hf.language_model import LinearLMForCausalLM
+from linattn.hf.layer_attention import attention_of
+from linattn.hf.state_cache import StateCache
+from linattn.hf.stream_cache import StreamCache
 
 # Tokens of a prompt that are read at once: memory does not grow with it.
 _CHUNK = 1024
@@ -125,3 +136,38 @@ def _check(model: PreTrainedModel, prompt: Tensor, temperature: float, top_p: fl
         )
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache of the kind that `generate` makes for a model by itself.
+
+    Cost: building one layer per layer of the model.
+
+    Args:
+        model: a causal model.
+
+    Returns:
+        A `StreamCache` for a `LinearLMForCausalLM`; a `StateCache` for a linearized model, in which layers with a
+        sliding window keep the keys in it; transformers' `DynamicCache` for any other.
+
+    Raises:
+        ValueError: if the model is linearized and not causal.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from linattn.hf import linearize_
+        >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
+        >>> type(new_cache(model)).__name__
+        'DynamicCache'
+        >>> _ = linearize_(model, method="EluPlusOne")
+        >>> type(new_cache(model)).__name__
+        'StateCache'
+
+    Source: transformers' documentation, "Caching".
+    """
+    if isinstance(model, LinearLMForCausalLM):
+        return StreamCache(len(model.model.blocks))
+    if any(attention_of(part.module) is not None for part in attention_modules(model)):
+        return StateCache(model)
+    return DynamicCache(config=model.config)

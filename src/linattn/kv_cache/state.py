@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state_checks import check_continues, check_tensors, checked_sizes
-from linattn.softmax.dense import check_dense
+from linattn.softmax.checking import check_dense
 from linattn.softmax.partial import Partial
 from linattn.softmax.row_groups import RowGroups
 from linattn.softmax.tokens import Tokens, with_places

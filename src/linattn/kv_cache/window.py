@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.softmax.blocks import by_block
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import LOG2_E
-from linattn.softmax.tokens import Tokens
+from linattn.softmax.tokens import Tokens, by_block
 from linattn.softmax.tracing import is_followed
 from linattn.softmax.weighted import Reading
 

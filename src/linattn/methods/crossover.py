@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.methods.timing import seconds, spread
+from linattn.methods.costs import seconds, spread
 
 LINEAR, EXACT = "linear", "exact"
 Tokens = tuple[Tensor, Tensor, Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from linattn.attention import State
 from linattn.nn.streams import Attended, KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
-from linattn.softmax.dense import check_dense
+from linattn.softmax.checking import check_dense
 
 QkNorm = Literal["rms", "layer"]
 _NORMS: dict[str, type[nn.RMSNorm | nn.LayerNorm]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}

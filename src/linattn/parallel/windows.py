@@ -21,10 +21,8 @@ from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind
 from linattn.attention.window import WindowKeys, attend_around
 from linattn.feature_maps import FeatureMap
-from linattn.parallel.collectives import exchange
-from linattn.parallel.parts import Part
-from linattn.parallel.ranks import Ranks, offsets
-from linattn.parallel.states import gathered, joined
+from linattn.parallel.parts import Part, gathered, joined
+from linattn.parallel.ranks import Ranks, exchange, offsets
 from linattn.positions import Gates
 from linattn.softmax import combine
 from linattn.softmax.attention import inert

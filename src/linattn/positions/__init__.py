@@ -20,6 +20,8 @@ width, R features, Dv value width, E model width, M the longest sequence.
 from linattn.positions._base import Position as Position
 from linattn.positions._base import Properties as Properties
 from linattn.positions._base import token_positions as token_positions
+from linattn.positions.concatenated_codes import LearnedCodes as LearnedCodes
+from linattn.positions.concatenated_codes import SinusoidalCodes as SinusoidalCodes
 from linattn.positions.fixed_decay import FixedDecay as FixedDecay
 from linattn.positions.forget_gate import ForgetGate as ForgetGate
 from linattn.positions.gates import Gate as Gate
@@ -27,12 +29,10 @@ from linattn.positions.gates import GateBias as GateBias
 from linattn.positions.gates import Gates as Gates
 from linattn.positions.gates import gate_bias as gate_bias
 from linattn.positions.gates import gated_attention_with_state as gated_attention_with_state
-from linattn.positions.learned_codes import LearnedCodes as LearnedCodes
 from linattn.positions.relative_bias import RELATIVE_BIAS
 from linattn.positions.relative_bias import relative_bias_attention as relative_bias_attention
 from linattn.positions.rotary import Rotary as Rotary
 from linattn.positions.rotary import rotary as rotary
-from linattn.positions.sinusoidal_codes import SinusoidalCodes as SinusoidalCodes
 
 POSITIONS: dict[str, Properties] = {
     encoding.__name__: encoding.properties

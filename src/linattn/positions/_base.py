@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.dense import check_dense
+from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tracing import is_traced
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from linattn.attention import Attended, State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 from linattn.positions._base import Properties
-from linattn.softmax.dense import check_dense
+from linattn.softmax.checking import check_dense
 from linattn.softmax.tracing import is_traced
 
 # Exponents lose digits with their size: to 2^10, float32 keeps 6e-5 of a weight and float64 1e-13.

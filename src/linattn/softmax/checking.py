@@ -1,6 +1,7 @@
 """Checks of the public functions' arguments, and their words; limits of one backend live with that backend.
 
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), T tokens of all sequences, D head width, Dv
+value width.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import functools
 import torch
 from torch import Tensor
 
-from linattn.softmax.dense import check_dense
 from linattn.softmax.precision import accumulation_dtype
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -147,3 +147,16 @@ def _check_kind(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: s
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} must be {wanted}, got {got}; {remedy}")
+
+
+def check_dense(**tensors: object) -> None:
+    """Refuse nested tensors."""
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.is_nested:
+            kind = "jagged" if x.layout == torch.jagged else "strided"
+            raise ValueError(
+                f"{name} must be a dense tensor, got a nested one, {kind}; give sequences of different lengths, one "
+                "after the other as (1, H, T, width), to linear_attention_packed, which takes x.values().unsqueeze(0) "
+                "and x.offsets() of a jagged x of shape (B, H, L, width); or pad them, and say with "
+                "key_mask where tokens are"
+            )

@@ -8,6 +8,7 @@ if _missing := [name for name in ("accelerate", "tensorboard") if find_spec(name
 from linattn.processes import Processes as Processes
 from linattn.processes import launched as launched
 from linattn.training.budgets import Budget as Budget
+from linattn.training.budgets import Progress as Progress
 from linattn.training.budgets import Seconds as Seconds
 from linattn.training.budgets import Steps as Steps
 from linattn.training.checkpoints import WorkFolder as WorkFolder
@@ -17,4 +18,3 @@ from linattn.training.loop import Notify as Notify
 from linattn.training.loop import Trained as Trained
 from linattn.training.loop import Training as Training
 from linattn.training.loop import train as train
-from linattn.training.progress import Progress as Progress

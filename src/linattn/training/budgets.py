@@ -1,10 +1,30 @@
-"""How long a training goes on, and when it looks at its validation loss."""
+"""How far a training has come, and how far it is to go: by the clock or by steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.training.progress import Progress
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training has come.
+
+    Attributes:
+        step: steps done.
+        seconds: time spent on them, all runs together.
+        first: validation loss before the first step.
+        best: least validation loss so far.
+        loss: validation loss at the last look.
+        training_loss: loss of the last step; None before the first.
+    """
+
+    step: int
+    seconds: float
+    first: float
+    best: float
+    loss: float
+    training_loss: float | None = None
+
 
 _LOOKS, _MOST_SECONDS = 20, 60.0
 # Looks take a tenth of the time at most, but for the last.

@@ -19,7 +19,7 @@ from linattn.records.atomic import atomic_folder, full_disk_names
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_json, write_json
 from linattn.records.locks import locked
-from linattn.training.progress import Progress
+from linattn.training.budgets import Progress
 from linattn.training.shards import RECORD
 
 T = TypeVar("T")

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from linattn.processes import Processes
-from linattn.training.budgets import Budget
+from linattn.training.budgets import Budget, Progress
 from linattn.training.checkpoints import WorkFolder
-from linattn.training.progress import Progress
 from linattn.training.shards import write
 from linattn.training.tensors import held, is_sharded, put, read
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linattn.hf import AttentionCall
 from linattn.methods import crossover
-from linattn.methods.timing import seconds
+from linattn.methods.costs import seconds
 from linattn_lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
 
 LINEAR, EXACT = "linear", "exact"

@@ -1,4 +1,4 @@
-"""Interface of a backend: how keys are folded into sums, and how queries read them.
+"""Interface of a backend: how keys are folded into sums, how queries read them, and rows as partial results.
 
 Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linattn.attention.bound_map import BoundMap
 from linattn.attention.sums import Sums
+from linattn.softmax.partial import Partial
 
 
 class Rows(NamedTuple):
@@ -71,3 +72,39 @@ class Backend(Protocol):
     def read(self, call: Call, sums: Sums) -> Rows:
         """The call's queries over the sums' keys alone."""
         ...
+
+
+class Folding(Backend, Protocol):
+    """A backend with a causal fold."""
+
+    def fold(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
+        """Causal rows of as many queries as keys, and the sums after them."""
+        ...
+
+
+def attend_aligned(backend: Folding, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
+    """Causal rows where queries and keys differ in number, and the sums after them.
+
+    Aligned bottom-right: keys before the first query are absorbed, queries before the first key read what came before.
+    """
+    extra = call.key.shape[2] - call.query.shape[3]
+    if extra > 0:
+        before = backend.absorb(call.with_keys(slice(extra)), before)
+        return backend.fold(call.with_keys(slice(extra, None)), before, span)
+    late, after = backend.fold(call._replace(query=call.query[..., -extra:, :]), before, span)
+    early = backend.read(call._replace(query=call.query[..., :-extra, :]), before)
+    return Rows(*(torch.cat(parts, 3) for parts in zip(early, late, strict=True))), after
+
+
+def as_partial(call: Call, rows: Rows) -> Partial:
+    """The rows (B, H, G, L, …) of a call as a partial result of that shape, on the kernel's true scale."""
+    # The guarded logarithm keeps the gradient of rows that saw no key at 0 instead of NaN.
+    log_normalizer = torch.where(rows.den == 0, -torch.inf, regular(rows.den).log() + rows.reference)
+    weight = call.bound.query_log_weight(call.query.to(rows.den.dtype))
+    return Partial(rows.out, log_normalizer if weight is None else log_normalizer + weight)
+
+
+def map_rows(call: Call, backend: Backend, before: Sums, *, span: int = 0) -> tuple[Partial, Sums]:
+    """`Backend.attend` with its rows as a partial result."""
+    rows, after = backend.attend(call, before, span=span)
+    return as_partial(call, rows), after

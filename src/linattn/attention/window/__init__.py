@@ -5,7 +5,7 @@ their log-normalisers. Letters: B batch, H key/value heads, G query heads per ke
 value width, w tokens of a window's block.
 """
 
-from linattn.attention.window.bidirectional import attend_around as attend_around
+from linattn.attention.window.calls import attend_around as attend_around
 from linattn.attention.window.calls import attend_with_window as attend_with_window
 from linattn.attention.window.checks import check_width as check_width
 from linattn.attention.window.checks import check_window as check_window

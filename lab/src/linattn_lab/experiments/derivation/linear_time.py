@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
-from linattn.methods.timing import seconds, spread
+from linattn.methods.costs import seconds, spread
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, seed

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.alignment import attend_aligned
-from linattn.attention.backends.backend import Call, Rows
+from linattn.attention.backends.backend import Call, Rows, attend_aligned
 from linattn.attention.backends.blocked.blocks import RISE, exponential_, is_masked
 from linattn.attention.backends.blocked.causal import sweep
 from linattn.attention.backends.blocked.fold import run

@@ -1,26 +1,149 @@
-"""The folds of this backend; letters as in blocked/__init__.py."""
+"""The folds of this backend: one pass over keys, S += φ(k)vᵀ and z += Σ φ(k), one over queries, out = φ(q)ᵀS / φ(q)ᵀz,
+block by block and back, and the causal one.
+
+A part of the queries is a block of tokens, or where a grouped map reads a chunk of tiles (grouped_reading.py). Letters
+as in blocked/__init__.py.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
+from torch import Tensor
+
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked import absorbing, causal, reading
+from linattn.attention.backends.blocked import causal
+from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_, blocks, by_columns
+from linattn.attention.backends.blocked.features import (
+    BiasGradient,
+    KeyBlocks,
+    MapGradients,
+    normalised_query_features,
+    query_block,
+    query_features,
+    query_gradient,
+    query_rows,
+    store_masked,
+    store_queries,
+)
 from linattn.attention.backends.blocked.fold import Fold
-from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Read, empty_sums
-from linattn.attention.backends.blocked.rows import empty_rows
-from linattn.attention.sums import Sums
+from linattn.attention.backends.blocked.grouped_reading import TileGradients, TileReader
+from linattn.attention.backends.blocked.records import (
+    Absorb,
+    Causal,
+    CausalOutputs,
+    Gradients,
+    Read,
+    Saved,
+    empty_sums,
+    sums_of,
+)
+from linattn.attention.backends.blocked.rows import (
+    empty_rows,
+    saved_rows,
+    store_rows,
+    times_z,
+    zeros_of,
+)
+from linattn.attention.sums import Sums, per_feature
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+
+
+def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
+    """The sums after these keys, in memory of their own."""
+    state, space = Running(sums_of(inputs)), Workspace(inputs.S)
+    keys = KeyBlocks(feature_map, inputs, space)
+    for block in blocks(inputs.key, feature_map.num_features):
+        features = keys.features(block)
+        # The sums move to the new maximum first, so that the features' exponents are at most 0.
+        state.rescale(features.peak(state.m))
+        state.fold_in(features.turned_relative_to(state.m), keys.values(block))
+    return state.sums()
+
+
+def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
+    """Gradients of (key, value, S, z); features are recomputed relative to the final m."""
+    inputs, m, (grad_S, grad_z, _) = saved.inputs, saved.outputs.m, saved.grads
+    space, back = Workspace(m), MapGradients(feature_map, saved.tensors)
+    keys = KeyBlocks(feature_map, inputs, space)
+    of_bias = BiasGradient(inputs.bias, inputs.key.shape[1], wanted=saved.bias_grad)
+    of_key, of_value = (x.new_empty(x.shape) for x in (inputs.key, inputs.value))
+    flat_grad_S, row_grad_z = grad_S.flatten(0, 1), grad_z.unsqueeze(-2)
+    for block in blocks(inputs.key, feature_map.num_features):
+        x, v, masked = keys.tokens(block), keys.values(block), keys.masked(block)
+        features = keys.features(block, x)
+        phi_k = features.turned_relative_to(m)
+        # grad φ(k) = [v, 1] [grad S, grad z]ᵀ, the second part added to all rows alike.
+        grad_phi = space.product("grad", v.flatten(0, 1), flat_grad_S.mT).view(phi_k.shape).add_(row_grad_z)
+        grad_v = space.product("grad_v", phi_k.flatten(0, 1), flat_grad_S)
+        store_masked(of_value[:, :, block], masked, grad_v.view(v.shape))
+        of_outputs = features.gradients(m, phi_k, grad_phi)
+        of_bias.store(block, masked, of_outputs.log)
+        back.key(x, of_outputs, partial(store_masked, of_key[:, :, block], masked))
+    decay = per_feature((inputs.m - m).exp_(), grad_z.shape[-1])
+    return Gradients((of_key, of_value, grad_S * decay.unsqueeze(-1), grad_z * decay), of_bias.total, back.finish())
+
+
+def read(feature_map: FeatureMap, inputs: Read) -> Rows:
+    """The output (B, H, G, L, Dv) in the query's dtype, the denominator and its exponent (B, H, G, L)."""
+    if isinstance(feature_map, GroupedFeatureMap):
+        return TileReader(feature_map, inputs).rows()
+    space, rows = Workspace(inputs.S), empty_rows(inputs.query, inputs.S)
+    S, z = inputs.S.flatten(0, 1), inputs.z.flatten(0, 1)
+    for block in blocks(inputs.query, feature_map.num_features):
+        t = query_block(feature_map, query_rows(inputs.query, block, space), space)
+        shaped_q, reference = query_features(t, inputs.m, feature_map.exponential, over=True)
+        phi_q = shaped_q.flatten(0, 1)
+        store_rows(rows, block, space.product("num", phi_q, S), times_z(phi_q, z), reference)
+    return rows
+
+
+def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
+    """Gradients of (query, S, z)."""
+    if isinstance(feature_map, GroupedFeatureMap):
+        return TileGradients(feature_map, saved).gradients()
+    inputs: Read = saved.inputs
+    (query, S, z, m), exponential = inputs, feature_map.exponential
+    space, back, flat_S, flat_z = (
+        Workspace(S),
+        MapGradients(feature_map, saved.tensors),
+        S.flatten(0, 1),
+        z.flatten(0, 1),
+    )
+    of_query, of_S, of_z = query.new_empty(query.shape), by_columns(zeros_of(S)), zeros_of(z)
+    for block in blocks(query, feature_map.num_features):
+        x = query_rows(query, block, space)
+        rows = saved_rows(saved, block, query_block(feature_map, x, space), space)
+        shaped_q = normalised_query_features(rows.t, m, rows.reference, exponential, over=True)
+        phi_q = shaped_q.flatten(0, 1)
+        grad_num, grad_den = rows.gradients(partial(_sums, phi_q, flat_S, flat_z), space)
+        add_product_(of_S.flatten(0, 1), phi_q, grad_num)
+        of_z.add_(torch.bmm(grad_den.mT, phi_q).view(of_z.shape))
+        # grad φ(q) = [grad num, grad den] [S, z]ᵀ.
+        grad_phi = space.product("grad", grad_num, flat_S.mT).addcmul_(grad_den, flat_z.unsqueeze(-2))
+        grad_t = query_gradient(grad_phi.view(shaped_q.shape), shaped_q, m, rows.reference, exponential)
+        back.query(x, grad_t, partial(store_queries, of_query[..., block, :]))
+    return Gradients((of_query, of_S.contiguous(), of_z), None, back.finish())
+
+
+def _sums(phi_q: Tensor, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Num and den of features."""
+    return phi_q @ S, times_z(phi_q, z)
+
 
 ABSORB = Fold(
     "blocked.folds:ABSORB",
-    absorbing.absorb,
-    absorbing.absorb_backward,
+    absorb,
+    absorb_backward,
     Absorb,
     Sums,
     lambda inputs, _: empty_sums(inputs),
 )
 READ = Fold(
     "blocked.folds:READ",
-    reading.read,
-    reading.read_backward,
+    read,
+    read_backward,
     Read,
     Rows,
     lambda inputs, _: empty_rows(inputs.query, inputs.S),

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from linattn.attention.backends.alignment import attend_aligned
-from linattn.attention.backends.backend import Call, Rows
+from linattn.attention.backends.backend import Call, Rows, attend_aligned
 from linattn.attention.backends.blocked.fold import run
 from linattn.attention.backends.blocked.records import Absorb, Causal, Read
 from linattn.attention.backends.triton.objections import objections
