@@ -30,19 +30,6 @@ def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: 
     before is exact as it is. All other weights of the model take no gradients meanwhile, but for those of the attention
     kernels. Afterwards the adapters are part of the weights, and the model has the modules that it had.
 
-    Args:
-        model: changed in place.
-        attentions: names of the converted attention modules.
-        rank: r.
-        seed: of the draw.
-
-    Returns:
-        A context manager that gives the adapters' parameters.
-
-    Raises:
-        ModuleNotFoundError: if peft is not installed.
-        ValueError: if there are no such projections.
-
     Source: Hu et al. 2022 (arXiv 2106.09685); its implementation is peft's. Schulman et al. 2025, "LoRA Without
     Regret", for adapters of all projections: those of attention alone do worse at as many parameters.
     """

@@ -66,12 +66,6 @@ def token_divergence(
 
     Cost: O(n·V·E) time forward and twice that backward, with logits made anew there; memory for one piece of them.
 
-    Args:
-        student: n tokens.
-        teacher: the same n; a constant for gradients.
-        dtype: in which logits are compared, if theirs is not wider.
-        mean: of a number over all processes, where the texts of a step are dealt out to several.
-
     Example:
         >>> exact, ours = (Predictions(torch.tensor([p]).log(), None) for p in ([0.5, 0.5], [0.25, 0.75]))
         >>> round(token_divergence(ours, exact).item(), 4)
@@ -97,12 +91,6 @@ def sampled_divergence(
 
     Cost: O(m·V·E) time where the divergence costs O(n·V·E); m is a few times the tokens whose logits are held at once:
     256 of a vocabulary of 262,144.
-
-    Args:
-        student: n tokens.
-        teacher: the same n; a constant for gradients.
-        draw: a generator on the CPU.
-        mean: of a number over all processes, where the texts of a step are dealt out to several.
 
     Example:
         >>> exact, ours = (Predictions(torch.tensor([p]).log(), None) for p in ([0.5, 0.5], [0.25, 0.75]))

@@ -133,11 +133,7 @@ def own_texts(batch: Batch, processes: Processes) -> Batch:
 
 
 def check_shared(batches: Iterable[Batch], processes: Processes) -> None:
-    """Refuse batches that cannot be dealt out evenly.
-
-    Raises:
-        ValueError: a tensor's rows are no multiple of the processes, or tensors of a batch differ in rows.
-    """
+    """Refuse batches that cannot be dealt out evenly."""
     if processes.size == 1:
         return
     for number, batch in enumerate(batches):

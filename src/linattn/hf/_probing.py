@@ -167,16 +167,7 @@ class Probe:
 def probe(
     model: PreTrainedModel, example: Mapping[str, Any] | None = None, sample: Mapping[str, Any] | None = None
 ) -> Probe:
-    """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed.
-
-    Args:
-        model: any model whose layers use AttentionInterface.
-        example: arguments of its forward pass, in place of those made from its configuration.
-        sample: arguments for a model that runs on none of those.
-
-    Raises:
-        ValueError: if no inputs can be made, or the model does not run under another attention function.
-    """
+    """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed."""
     with _undisturbed(model):
         samples = [_on_device(model, inputs) for inputs in (example, sample) if inputs is not None]
         errors = []

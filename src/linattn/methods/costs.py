@@ -35,21 +35,9 @@ def seconds(
 ) -> dict[str, list[float]]:
     """Wall-clock seconds of each contender, interleaved after one warm-up each.
 
-    Interleaved, so that a machine that grows slower or busier meanwhile is slower for all.
-
-    Cost: repeats + 1 calls of each contender, 2·repeats + 1 if rehearsed.
-
-    Args:
-        contenders: calls by name; on an accelerator a call must wait for its own result.
-        repeats: timed calls of each, at least 1.
-        rehearse: call each contender once, untimed, before every timed call: for contenders that hand gigabytes back
-            to the system, which the next contender's time would include.
-
-    Returns:
-        `repeats` figures per name, in seconds, in the order measured.
-
-    Raises:
-        ValueError: if `repeats` is less than 1.
+    Interleaved, so that a machine that grows slower or busier meanwhile is slower for all. On an accelerator a call
+    must wait for its own result. `rehearse` calls each once, untimed, before every timed call: for contenders that hand
+    gigabytes back to the system, which the next one's time would include.
 
     Example:
         >>> calls = []
@@ -74,15 +62,6 @@ def seconds(
 
 def spread(samples: list[float]) -> dict[str, float]:
     """Median, minimum and maximum.
-
-    Args:
-        samples: at least one number.
-
-    Returns:
-        The three by their names.
-
-    Raises:
-        statistics.StatisticsError: if there is no sample.
 
     Example:
         >>> spread([3.0, 1.0, 2.0])

@@ -67,14 +67,6 @@ def time_lengths(linear: Callable[..., object], exact: Callable[..., object], to
 
     Cost: four calls of each kind at each length, two where calls take long; the last take about as long as all before.
 
-    Args:
-        linear: from query, key and value to an output.
-        exact: the same by softmax.
-        tokens: of one layer, of the first length.
-
-    Returns:
-        Medians at every length.
-
     Example:
         >>> x = torch.zeros(1, 1, 32768, 1)
         >>> time_lengths(lambda *_: x.cumsum(2).tolist(), lambda *_: None, (x, x, x)).lengths
@@ -100,12 +92,6 @@ def find_crossover(points: Sequence[tuple[int, float, float]]) -> Crossover:
 
     Between the last point at which it is not and the next, log(first / second) is taken as linear in log L.
 
-    Args:
-        points: (L, seconds of the first, seconds of the second), by ascending L; at least one.
-
-    Returns:
-        A `Crossover`.
-
     Example:
         >>> find_crossover([(64, 2.0, 1.0), (256, 8.0, 16.0)])  # L/32 and L²/4096 cross at 128
         Crossover(length=128.0, between=(64, 256), always=False, last=256)
@@ -124,13 +110,6 @@ def find_crossover(points: Sequence[tuple[int, float, float]]) -> Crossover:
 
 def from_where(found: Crossover, longest: int | None) -> str:
     """From which length on attention is faster, and whether the model takes so many tokens: sentences.
-
-    Args:
-        found: of one layer's attention.
-        longest: tokens that the model takes at most; None where it does not say.
-
-    Returns:
-        The text.
 
     Example:
         >>> from_where(Crossover(1096.0, (1024, 2048), False, 2048), 512)
