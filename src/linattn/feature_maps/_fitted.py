@@ -31,7 +31,18 @@ class FittedMap(FeatureMap):
 
     @abstractmethod
     def fit(self, query: Tensor, key: Tensor) -> Self:
-        """Take statistics of query (B, H, Lq, D) and key (B, Hkv, Lk, D), H a multiple of Hkv; the map itself."""
+        """Take statistics of sample queries and keys, one set per key/value head, shared by the queries of its group.
+
+        Args:
+            query: (B, H, Lq, D), any floating dtype.
+            key: (B, Hkv, Lk, D), H a multiple of Hkv.
+
+        Returns:
+            The map itself, to be used with Hkv key/value heads from now on.
+
+        Raises:
+            ValueError: if the shapes are not these, or a value is not finite.
+        """
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse tensors, in the order of `fitted_buffers`, that `fit` would not have set."""

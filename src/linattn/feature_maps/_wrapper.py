@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap
@@ -48,14 +49,75 @@ class Wrapper(FittedMap):
         self.inner = inner
 
     @abstractmethod
-    def inner_query(self, x: Tensor) -> Tensor:
-        """The queries the inner map is given, in at least float32: (..., Lq, D) -> (..., Lq, D)."""
+    def _moved_query(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Moved queries (..., L, D), in at least float32, and the logarithm of their weight (..., L, 1); None for 0."""
 
     @abstractmethod
+    def _moved_key(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Moved keys (..., L, D), in at least float32, and the logarithm of their weight (..., L, 1); None for 0."""
+
+    def inner_query(self, x: Tensor) -> Tensor:
+        """The queries the inner map is given, in at least float32: (..., Lq, D) -> (..., Lq, D)."""
+        return self._moved_query(x)[0]
+
     def inner_key(self, x: Tensor) -> Tensor:
         """The keys the inner map is given, in at least float32: (..., Lk, D) -> (..., Lk, D)."""
+        return self._moved_key(x)[0]
+
+    def query(self, x: Tensor) -> Tensor:
+        """Features, or their exponents, of queries: (..., L, D) -> (..., L, R)."""
+        moved, log_weight = self._moved_query(x)
+        phi = self.inner.query(moved)
+        return phi if log_weight is None or not self.exponential else phi + log_weight
+
+    def key(self, x: Tensor) -> Tensor:
+        """Features, or their exponents, of keys: (..., L, D) -> (..., L, R)."""
+        moved, log_weight = self._moved_key(x)
+        phi = self.inner.key(moved)
+        return phi if log_weight is None or not self.exponential else phi + log_weight
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` written into `out`."""
+        moved, log_weight = self._moved_query(x)
+        phi = self.inner.write_query(moved, out)
+        return phi if log_weight is None or not self.exponential else phi.add_(log_weight)
+
+    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
+        """`key` written into `out`."""
+        moved, log_weight = self._moved_key(x)
+        phi = self.inner.write_key(moved, out)
+        return phi if log_weight is None or not self.exponential else phi.add_(log_weight)
+
+    def query_log_weight(self, x: Tensor) -> Tensor | None:
+        """The queries' weight and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
+        if self.exponential:
+            return None
+        moved, log_weight = self._moved_query(x)
+        return _sum(log_weight, self.inner.query_log_weight(moved))
+
+    def key_log_weight(self, x: Tensor) -> Tensor | None:
+        """The keys' weight and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
+        if self.exponential:
+            return None
+        moved, log_weight = self._moved_key(x)
+        return _sum(log_weight, self.inner.key_log_weight(moved))
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        """The inner kernel of moved inputs times both weights, in float64: -> (..., Lq, Lk)."""
+        (moved_q, query_weight), (moved_k, key_weight) = self._moved_query(q.double()), self._moved_key(k.double())
+        kernel = self.inner.kernel(moved_q, moved_k)
+        if query_weight is None or key_weight is None:
+            return kernel
+        return kernel * torch.exp(query_weight + key_weight.mT)
 
     def _fit_inner(self, query: Tensor, key: Tensor) -> None:
         """Fit the inner map, where it takes statistics, on samples (B, Hkv, ·, D) as this map takes them."""
         if isinstance(self.inner, FittedMap):
             self.inner.fit(self.inner_query(query), self.inner_key(key))
+
+
+def _sum(log_weight: Tensor | None, inner_weight: Tensor | None) -> Tensor | None:
+    """Two logarithms of weights, (..., L, 1) and (..., L), as one (..., L); None for 0."""
+    if log_weight is None:
+        return inner_weight
+    return log_weight.squeeze(-1) if inner_weight is None else log_weight.squeeze(-1) + inner_weight

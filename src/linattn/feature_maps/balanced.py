@@ -97,15 +97,7 @@ class Balanced(Wrapper):
 
         Cost: O(B·(H·Lq + Hkv·Lk)·D² + Hkv·D³) time, and that of the inner map's `fit` where it has one.
 
-        Args:
-            query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's M.
-            key: (B, Hkv, Lk, D), H a multiple of Hkv.
-
-        Returns:
-            The map itself, to be used with Hkv key/value heads from now on.
-
-        Raises:
-            ValueError: if the shapes are not these, or a value is not finite.
+        Arguments and errors are those of `FittedMap.fit`.
 
         Example:
             See the class.
@@ -118,32 +110,6 @@ class Balanced(Wrapper):
             self._fit_inner(grouped, key)
         return self
 
-    def inner_query(self, x: Tensor) -> Tensor:
-        """M q: (..., Lq, D) -> (..., Lq, D)."""
-        x, forward, _ = self._operands(x)
-        return self._product(x, forward)
-
-    def inner_key(self, x: Tensor) -> Tensor:
-        """M⁻ᵀ k: (..., Lk, D) -> (..., Lk, D)."""
-        x, _, backward = self._operands(x)
-        return self._product(x, backward)
-
-    def query(self, x: Tensor) -> Tensor:
-        """The inner map's features, or exponents, of M q: (..., L, D) -> (..., L, R)."""
-        return self.inner.query(self.inner_query(x))
-
-    def key(self, x: Tensor) -> Tensor:
-        """The inner map's features, or exponents, of M⁻ᵀ k: (..., L, D) -> (..., L, R)."""
-        return self.inner.key(self.inner_key(x))
-
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` written into `out`."""
-        return self.inner.write_query(self.inner_query(x), out)
-
-    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
-        """`key` written into `out`."""
-        return self.inner.write_key(self.inner_key(x), out)
-
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """Mᵀ applied to the inner map's."""
         x, forward, _ = self._operands(x)
@@ -154,21 +120,19 @@ class Balanced(Wrapper):
         x, _, backward = self._operands(x)
         return self._turned(self.inner.key_vjp(self._product(x, backward), grad), backward)
 
-    def query_log_weight(self, x: Tensor) -> Tensor | None:
-        """The inner map's, of M q."""
-        return None if self.exponential else self.inner.query_log_weight(self.inner_query(x))
-
-    def key_log_weight(self, x: Tensor) -> Tensor | None:
-        """The inner map's, of M⁻ᵀ k."""
-        return None if self.exponential else self.inner.key_log_weight(self.inner_key(x))
-
-    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
-        """The inner kernel of balanced inputs, in float64: -> (..., Lq, Lk)."""
-        return self.inner.kernel(self.inner_query(q.double()), self.inner_key(k.double()))
-
     def extra_repr(self) -> str:
         """Every setting, and a digest of M."""
         return f"diagonal={self.diagonal}, ridge={self.ridge}, transform={self._fitted_digest()}"
+
+    def _moved_query(self, x: Tensor) -> tuple[Tensor, None]:
+        """M q."""
+        x, forward, _ = self._operands(x)
+        return self._product(x, forward), None
+
+    def _moved_key(self, x: Tensor) -> tuple[Tensor, None]:
+        """M⁻ᵀ k."""
+        x, _, backward = self._operands(x)
+        return self._product(x, backward), None
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input in at least float32; what multiplies queries and what multiplies keys from the right, as it."""

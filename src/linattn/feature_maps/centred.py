@@ -69,15 +69,7 @@ class Centred(Wrapper):
 
         Cost: O(B·(H·Lq + Hkv·Lk)·D) time, and that of the inner map's `fit` where it has one.
 
-        Args:
-            query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's mean.
-            key: (B, Hkv, Lk, D), H a multiple of Hkv.
-
-        Returns:
-            The map itself, to be used with Hkv key/value heads from now on.
-
-        Raises:
-            ValueError: if the shapes are not these, or a value is not finite.
+        Arguments and errors are those of `FittedMap.fit`.
 
         Example:
             >>> import torch
@@ -102,11 +94,7 @@ class Centred(Wrapper):
         Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
         too: they are left out where Lq = Lk.
 
-        Args:
-            query: (B, H, Lq, D); the queries of a group share their key head's mean.
-            key: (B, Hkv, Lk, D).
-            key_mask: (B, Lk) or (B, Hkv or 1, Lk) bool, True = attend, or None.
-            is_causal: whether later tokens must stay unseen.
+        Arguments are those of `FeatureMap.call_tensors`.
 
         Returns:
             "query_mean" and "key_mean", in at least float32; nothing for a fitted map.
@@ -124,40 +112,6 @@ class Centred(Wrapper):
         grouped, query_mask = call_queries(query, key, key_mask)
         return {"query_mean": token_mean(grouped, query_mask), "key_mean": token_mean(key, key_mask)}
 
-    def inner_query(self, x: Tensor) -> Tensor:
-        """q - q̄: (..., Lq, D) -> (..., Lq, D)."""
-        x, query_mean, _ = self._operands(x)
-        return x - query_mean
-
-    def inner_key(self, x: Tensor) -> Tensor:
-        """k - k̄: (..., Lk, D) -> (..., Lk, D)."""
-        x, _, key_mean = self._operands(x)
-        return x - key_mean
-
-    def query(self, x: Tensor) -> Tensor:
-        """Features, or their exponents, of queries: (..., L, D) -> (..., L, R)."""
-        centred, log_weight = self._centre_query(x)
-        phi = self.inner.query(centred)
-        return phi + log_weight if self.exponential else phi
-
-    def key(self, x: Tensor) -> Tensor:
-        """Features, or their exponents, of keys: (..., L, D) -> (..., L, R)."""
-        centred, log_weight = self._centre_key(x)
-        phi = self.inner.key(centred)
-        return phi + log_weight if self.exponential else phi
-
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` written into `out`."""
-        centred, log_weight = self._centre_query(x)
-        phi = self.inner.write_query(centred, out)
-        return phi.add_(log_weight) if self.exponential else phi
-
-    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
-        """`key` written into `out`."""
-        centred, log_weight = self._centre_key(x)
-        phi = self.inner.write_key(centred, out)
-        return phi.add_(log_weight) if self.exponential else phi
-
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The inner map's, and scale·k̄·Σ grad where exponents hold the weight."""
         return self._pulled(x, grad, self.inner.query_vjp, "query")
@@ -165,28 +119,6 @@ class Centred(Wrapper):
     def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The inner map's, and scale·q̄·Σ grad where exponents hold the weight."""
         return self._pulled(x, grad, self.inner.key_vjp, "key")
-
-    def query_log_weight(self, x: Tensor) -> Tensor | None:
-        """scale·(q - q̄)·k̄ and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
-        if self.exponential:
-            return None
-        centred, log_weight = self._centre_query(x)
-        inner_weight = self.inner.query_log_weight(centred)
-        return log_weight.squeeze(-1) if inner_weight is None else log_weight.squeeze(-1) + inner_weight
-
-    def key_log_weight(self, x: Tensor) -> Tensor | None:
-        """scale·q̄·k and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
-        if self.exponential:
-            return None
-        centred, log_weight = self._centre_key(x)
-        inner_weight = self.inner.key_log_weight(centred)
-        return log_weight.squeeze(-1) if inner_weight is None else log_weight.squeeze(-1) + inner_weight
-
-    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
-        """The inner kernel of centred inputs times both weights, in float64: -> (..., Lq, Lk)."""
-        centred_q, query_weight = self._centre_query(q.double())
-        centred_k, key_weight = self._centre_key(k.double())
-        return self.inner.kernel(centred_q, centred_k) * torch.exp(query_weight + key_weight.mT)
 
     def extra_repr(self) -> str:
         """A digest of the means."""
@@ -200,13 +132,13 @@ class Centred(Wrapper):
         gradient = pull(x - mean, grad)
         return gradient if total is None else gradient.addcmul_(total, other, value=self.scale)
 
-    def _centre_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _moved_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """q - q̄ and scale·(q - q̄)·k̄, (..., L, 1)."""
         x, query_mean, key_mean = self._operands(x)
         centred = x - query_mean
         return centred, torch.matmul(centred, key_mean.mT) * self.scale
 
-    def _centre_key(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _moved_key(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """k - k̄ and scale·q̄·k, (..., L, 1)."""
         x, query_mean, key_mean = self._operands(x)
         return x - key_mean, torch.matmul(x, query_mean.mT) * self.scale

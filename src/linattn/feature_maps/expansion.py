@@ -135,16 +135,8 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
         Cost: O(Hkv·N·C·D) time for N queries, some twenty times.
 
-        Args:
-            query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's centres.
-            key: (B, Hkv, Lk, D), H a multiple of Hkv.
-            seed: of the k-means++ start.
-
-        Returns:
-            The map itself, to be used with Hkv key/value heads from now on; centres of one head serve any number.
-
-        Raises:
-            ValueError: if the shapes are not these, or a value is not finite.
+        Arguments and errors are those of `FittedMap.fit`, and `seed` of the k-means++ start; centres of one head serve
+        any number.
 
         Example:
             >>> import torch
@@ -190,11 +182,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
         too: they are left out where Lq = Lk.
 
-        Args:
-            query: (B, H, Lq, D); the queries of a group share their key head's centres.
-            key: (B, Hkv, Lk, D).
-            key_mask: (B, Lk) or (B, Hkv or 1, Lk) bool, True = attend, or None.
-            is_causal: whether later tokens must stay unseen.
+        Arguments are those of `FeatureMap.call_tensors`.
 
         Returns:
             "centres", "probes", "key_mean" and "spread", in at least float32; nothing for a fitted map.

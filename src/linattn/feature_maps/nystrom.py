@@ -93,16 +93,8 @@ class Nystrom(FittedMap):
 
         Cost: O(Hkv·(B·Lk·R·D·(1 + num_steps) + R³)) time, O(Hkv·B·Lk·R) memory.
 
-        Args:
-            query: (B, H, Lq, D), any floating dtype.
-            key: (B, Hkv, Lk, D), H a multiple of Hkv. With fewer distinct keys than R some landmarks coincide, which
-                changes nothing but the cost.
-
-        Returns:
-            The map itself, to be used with Hkv key/value heads from now on.
-
-        Raises:
-            ValueError: if the shapes are not these, or a value is not finite.
+        Arguments and errors are those of `FittedMap.fit`. With fewer distinct keys than R some landmarks coincide,
+        which changes nothing but the cost.
 
         Example:
             >>> key = torch.tensor([1.0, 1.0, 4.0]).view(1, 1, 3, 1)

@@ -36,11 +36,8 @@ class Oprf(ExponentialEstimator, FittedMap):
     Args:
         head_dim: D, the width of a query or key.
         num_features: R.
-        draw: "orthogonal" or "iid".
+        draw, scale, seed, num_heads: as in `RandomFeatureMap`.
         lengths: "chi" (unbiased) or "fixed" (biased).
-        scale: factor on q·k, > 0; D**-0.5 if None.
-        seed: of the draw, 0 ≤ seed < 2**63.
-        num_heads: draw one W per key/value head; one for all if None.
         mean_square: mean of |x̃ + ỹ|² over pairs of query and key, ≥ 0; None to measure it with `fit`.
 
     Raises:
@@ -88,15 +85,7 @@ class Oprf(ExponentialEstimator, FittedMap):
 
         mean_square = E|x̃|² + E|ỹ|² + 2·x̄·ȳ. Cost: O(B·(H·Lq + Hkv·Lk)·D) time; waits for the device.
 
-        Args:
-            query: (B, H, Lq, D), any floating dtype.
-            key: (B, Hkv, Lk, D), H a multiple of Hkv.
-
-        Returns:
-            The map itself.
-
-        Raises:
-            ValueError: if the shapes are not these, or a value is not finite.
+        Arguments and errors are those of `FittedMap.fit`.
 
         Example:
             >>> import torch

@@ -32,11 +32,8 @@ class RandomRelu(RandomFeatureMap):
     Args:
         head_dim: D, the width of a query or key.
         num_features: R.
-        draw: "orthogonal" or "iid".
-        lengths: "chi" or "fixed".
+        draw, lengths, seed, num_heads: as in `RandomFeatureMap`.
         scale: factor on q·k, > 0; D**-0.5 if None. Without a floor attention does not depend on it.
-        seed: of the draw, 0 ≤ seed < 2**63.
-        num_heads: draw one W per key/value head; one for all if None.
         floor: added to every rectified value, ≥ 0; it mixes uniform averaging in. With 0 a query on the negative
             side of all rows gives no weight to any key, and its output is 0.
 

@@ -35,10 +35,7 @@ class Sderf(ExponentialEstimator, FittedMap):
     Args:
         head_dim: D, the width of a query or key.
         num_features: R.
-        draw: "orthogonal" or "iid".
-        scale: factor on q·k, > 0; D**-0.5 if None.
-        seed: of the draw, 0 ≤ seed < 2**63.
-        num_heads: draw one W per key/value head; one for all if None.
+        draw, scale, seed, num_heads: as in `RandomFeatureMap`.
         second_moment: S, (Hkv, D, D) or (D, D), floating, symmetric and positive semidefinite; None to measure it with
             `fit`.
 
@@ -91,16 +88,7 @@ class Sderf(ExponentialEstimator, FittedMap):
 
         S = E x̃x̃ᵀ + E ỹỹᵀ + x̄ȳᵀ + ȳx̄ᵀ. Cost: O(B·(H·Lq + Hkv·Lk)·D² + Hkv·D³) time.
 
-        Args:
-            query: (B, H, Lq, D), any floating dtype; the queries of a group share their key head's S.
-            key: (B, Hkv, Lk, D), H a multiple of Hkv.
-
-        Returns:
-            The map itself, to be used with Hkv key/value heads from now on.
-
-        Raises:
-            ValueError: if the shapes are not these, or a value is not finite, or the map was drawn for another number
-                of heads.
+        Arguments and errors are those of `FittedMap.fit`; a map drawn for another number of heads is refused too.
 
         Example:
             >>> one, two = torch.ones(1, 1, 5, 1), 2 * torch.ones(1, 1, 3, 1)
