@@ -15,14 +15,14 @@ WRAPPED = "tests/hf/test_wrapped_models.py"
 FAULTS = (
     Fault(
         "merge the keys of a decoder in the model",
-        "hf/_merged_encoders.py",
+        "hf/_choosing.py",
         "    if part.is_causal and config is not None:\n",
         "    if False:\n",
         MERGED,
     ),
     Fault(
         "look at a decoder before it is refused",
-        "hf/_merged_encoders.py",
+        "hf/_choosing.py",
         "len(causal) == len(named) or",
         "False or",
         MERGED,

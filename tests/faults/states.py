@@ -6,7 +6,7 @@ from faults.fault import Fault
 
 CHECKS, STATE, LAWS = "attention/_check.py", "attention/state.py", "tests/laws/test_state_checks.py"
 FAR, SUMS, STREAMS, STREAM_LAWS = "attention/sums.py", "attention/sums.py", "nn/streams.py", "tests/nn/test_streams.py"
-TENSORS, MERGED_CHECKS = "softmax/tensor_checks.py", "kv_cache/state_checks.py"
+TENSORS, MERGED_CHECKS = "softmax/checking.py", "kv_cache/state_checks.py"
 MERGED_STATE, MERGED_LAWS = "kv_cache/state.py", "tests/kv_cache/test_state_checks.py"
 FACTOR_LAWS = "tests/laws/test_large_factors.py"
 

@@ -81,7 +81,7 @@ FAULTS = (
     ),
     Fault(
         "forget the given state",
-        TRITON + "causal.py",
+        TRITON + "folds.py",
         "start = whole_tiles(work, S * fall.unsqueeze(-1), z * fall)",
         "start = whole_tiles(work, 0 * S, 0 * z)",
         FOLD,

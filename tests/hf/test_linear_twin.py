@@ -22,7 +22,7 @@ from linattn.hf import (
     save_pretrained,
 )
 from linattn.hf.linear_twin import linear_twin
-from linattn.hf.stream_cache import StreamLayer
+from linattn.hf.state_cache import StreamLayer
 from linattn.nn import KeptTokens, LinearAttention
 from programs import TRANSFORMERS
 from twins import byte_ids, twin

@@ -19,10 +19,9 @@ from linattn.attention.sums import Sums
 from linattn.attention.window import WindowKeys, check_width
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._swapping import named_tensors
-from linattn.softmax.checking import checked
+from linattn.softmax.checking import TOKEN_DTYPES, check_count, check_kind, check_tensor, checked, refuse
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.row_groups import RowGroups, check_groups
-from linattn.softmax.tensor_checks import TOKEN_DTYPES, check_count, check_kind, check_tensor, refuse
 from linattn.softmax.tokens import Tokens
 
 if TYPE_CHECKING:

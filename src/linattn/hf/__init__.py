@@ -41,8 +41,8 @@ from linattn.hf.saving import from_pretrained as from_pretrained
 from linattn.hf.saving import save_pretrained as save_pretrained
 from linattn.hf.state_cache import StateCache as StateCache
 from linattn.hf.state_cache import StateLayer as StateLayer
-from linattn.hf.stream_cache import StreamCache as StreamCache
-from linattn.hf.stream_cache import StreamLayer as StreamLayer
+from linattn.hf.state_cache import StreamCache as StreamCache
+from linattn.hf.state_cache import StreamLayer as StreamLayer
 from linattn.hf.streaming import new_cache as new_cache
 from linattn.hf.streaming import stream_tokens as stream_tokens
 from linattn.hf.text_streaming import IncrementalDecoder as IncrementalDecoder

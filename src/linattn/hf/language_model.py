@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 
 from linattn.hf._calls import hides_nothing
 from linattn.hf.language_model_config import LinearLMConfig, blocks_of, fitted_outlines, loading, make_room_
-from linattn.hf.stream_cache import StreamCache
+from linattn.hf.state_cache import StreamCache
 from linattn.nn import LinearLM, RedrawSchedule
 
 

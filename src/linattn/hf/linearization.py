@@ -32,7 +32,7 @@ from linattn.hf._building import (
     try_out,
 )
 from linattn.hf._calls import refuse_weights
-from linattn.hf._choosing import Choice, choose
+from linattn.hf._choosing import Choice, choose, merged_alone, refuse_merged_decoder
 from linattn.hf._dispatch import (
     FORMER,
     NAME,
@@ -43,7 +43,6 @@ from linattn.hf._dispatch import (
     refuse_other_implementations,
 )
 from linattn.hf._folders import SAVE, SaveLinearized
-from linattn.hf._merged_encoders import merged_alone, refuse_merged_decoder
 from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of

@@ -14,8 +14,8 @@ import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._building import try_out
+from linattn.hf._choosing import refuse_converted_decoder
 from linattn.hf._folders import bring_back, softmax_model, write_files
-from linattn.hf._merged_encoders import refuse_converted_decoder
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, rebuild_attention
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention
 from linattn.hf.linearization import install, is_linearized

@@ -22,8 +22,7 @@ from transformers import (
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
-from linattn.hf.state_cache import StateCache
-from linattn.hf.stream_cache import StreamCache
+from linattn.hf.state_cache import StateCache, StreamCache
 
 # Tokens of a prompt that are read at once: memory does not grow with it.
 _CHUNK = 1024

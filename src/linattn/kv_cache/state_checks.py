@@ -18,9 +18,9 @@ from linattn.kv_cache.config import MergedKV, TierSize
 from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.query_sample import QuerySample, sample_size
+from linattn.softmax.checking import TOKEN_DTYPES, check_count, check_kind, check_tensor, refuse
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.row_groups import RowGroups, check_groups
-from linattn.softmax.tensor_checks import TOKEN_DTYPES, check_count, check_kind, check_tensor, refuse
 from linattn.softmax.tokens import Tokens
 
 _REMEDY = "pass a state as merged_attention_with_state gave it, or rebuild it from the tokens"
