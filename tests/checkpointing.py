@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linattn.processes import Processes
 from linattn.training.checkpoints import Progress, WorkFolder
-from linattn.training.shards import write
-from linattn.training.tensors import held, put, read
+from linattn.training.tensors import held, put, read, write
 
 ALONE = Processes(0, 1)
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -53,14 +51,6 @@ def seal(checkpoint: Path) -> None:
     names = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "digests.json"}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in names.items()}
     (checkpoint / "digests.json").write_text(json.dumps(digests))
-
-
-def rewrite(checkpoint: Path, change: Callable[[Any], Any]) -> None:
-    """Change what the record of tensors says, in place or by what is returned, and seal it."""
-    path = checkpoint / "tensors.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps(change(record) or record))
-    seal(checkpoint)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from linattn.processes import Processes
-from linattn.training import Steps, Training, WorkFolder, checkpoints, shards, train
-from linattn.training.tensors import held, put, read
+from linattn.training import Steps, Training, WorkFolder, checkpoints, tensors, train
+from linattn.training.tensors import held, put, read, write
 
 
 def model(mesh: DeviceMesh | None, dim: int, width: int = 5) -> nn.Sequential:
@@ -27,9 +27,9 @@ def model(mesh: DeviceMesh | None, dim: int, width: int = 5) -> nn.Sequential:
     return made
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """All of each tensor, from all ranks."""
-    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone() for name, x in tensors.items()}
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone() for name, x in parts.items()}
 
 
 def written(mesh: DeviceMesh | None, folder: Path, dim: int) -> dict[str, Tensor]:
@@ -42,9 +42,9 @@ def written(mesh: DeviceMesh | None, folder: Path, dim: int) -> dict[str, Tensor
         optimizer.step()
     torch.rand(7)
     best = {name: (x + 1).to("cpu") for name, x in made.state_dict().items()}
-    tensors = held(made, optimizer, best)
-    shards.write(folder, tensors, Processes.of_this_run())
-    return whole(tensors)
+    every = held(made, optimizer, best)
+    write(folder, every, Processes.of_this_run())
+    return whole(every)
 
 
 def resumed(mesh: DeviceMesh | None, folder: Path, dim: int) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def cut_off(mesh: DeviceMesh, work: Path, *, is_sharded: bool, place: str, rank:
         raise OSError("no space left here")
 
     module, _, name = place.rpartition(".")
-    owner = {"shards": shards, "checkpoints": checkpoints, "WorkFolder": WorkFolder}[module]
+    owner = {"tensors": tensors, "checkpoints": checkpoints, "WorkFolder": WorkFolder}[module]
     own = getattr(owner, name)
     if processes.rank == rank:
         setattr(owner, name, full)

@@ -264,7 +264,7 @@ def test_killed_three_times_it_ends_as_if_it_had_not_been(words, tmp_path):
     out.rename(tmp_path / "uncut")
     # In a checkpoint, in a step of the second training, and when the model is already written.
     deaths = [
-        ("linattn.training.shards", "save_file", 2),
+        ("linattn.training.tensors", "save_file", 2),
         ("linattn.convert.distilling", "distillation", 20),
         ("linattn.cli.convert", "model_card", 1),
     ]

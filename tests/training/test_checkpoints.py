@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from checkpointing import resume, save
-from linattn.training import shards
+from linattn.training import tensors
 from linattn.training.checkpoints import Progress, WorkFolder
 
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(trained, tmp_path, monkey
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(shards, "save_file", full)
+    monkeypatch.setattr(tensors, "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         save(folder, trained, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
     assert [path.name for path in (tmp_path / "checkpoints" / "transfer").iterdir()] == ["step-00000001"]
@@ -90,7 +90,7 @@ def test_a_full_disk_names_the_checkpoint(trained, tmp_path, monkeypatch):
             raise error
 
         with monkeypatch.context() as patched:
-            patched.setattr(shards, "save_file", full)
+            patched.setattr(tensors, "save_file", full)
             with pytest.raises(OSError, match=f"{place / 'step-00000002'}{words}"):
                 save(folder, trained, Progress(2, 2.0, 1.0, 1.0, 1.0), best)
         assert kept(place) == []
@@ -120,7 +120,7 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-FILES = ["tensors.json", "shard-00000.safetensors", "progress.json"]
+FILES = ["tensors.safetensors", "progress.json"]
 
 
 @pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
@@ -142,11 +142,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(twice, caplog, name, h
 def test_damaged_checkpoints_alone_are_an_error_that_names_the_cure(twice):
     folder, place = twice
     for step in (1, 2):
-        flip(place / f"step-0000000{step}" / "shard-00000.safetensors")
+        flip(place / f"step-0000000{step}" / "tensors.safetensors")
     with pytest.raises(ValueError, match="no checkpoint of the transfer is whole") as caught:
         folder.last("transfer")
     for step in (1, 2):
-        assert f"{place / f'step-0000000{step}' / 'shard-00000.safetensors'} is damaged: its bytes are not" in str(
+        assert f"{place / f'step-0000000{step}' / 'tensors.safetensors'} is damaged: its bytes are not" in str(
             caught.value
         )
     assert f"remove {place} to do the transfer anew, or {folder.path} to begin all anew" in str(caught.value)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpointing import ALONE, resume, rewrite, save, seal, train_a_little, unchanged
+from checkpointing import ALONE, resume, save, seal, train_a_little, unchanged
 from linattn.training.checkpoints import Progress, WorkFolder
 from linattn.training.tensors import held, put
 
-SHARD = "shard-00000.safetensors"
+FILE = "tensors.safetensors"
 WEIGHT, MOMENT, STEP = "model.0.weight", "optimizer.0.weight.exp_avg", "optimizer.0.weight.step"
 
 
@@ -32,7 +32,7 @@ class Trap:
         return os.mkdir, (self.place,)
 
 
-@pytest.mark.parametrize("name", [".metadata", "tensors.json", SHARD, "progress.json", "digests.json"])
+@pytest.mark.parametrize("name", [".metadata", FILE, "progress.json", "digests.json"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_pickle_in_any_place_runs_nothing(twice, trained, tmp_path, name, number):
     folder, place = twice
@@ -48,7 +48,7 @@ def test_a_pickle_in_any_place_runs_nothing(twice, trained, tmp_path, name, numb
         if is_kept:
             assert folder.last("transfer")[1].step == 1
         else:
-            with pytest.raises(ValueError, match=r"tensors\.json|shard-00000|\.metadata|progress\.json|digests\.json"):
+            with pytest.raises(ValueError, match=r"tensors\.safetensors|\.metadata|progress\.json|digests\.json"):
                 resume(folder, trained)
     assert not trap.exists()
 
@@ -58,8 +58,7 @@ def test_a_pickled_checkpoint_is_named_with_its_cure_and_stays(twice, number):
     """As torch.distributed.checkpoint wrote them."""
     folder, place = twice
     old = place / f"step-0000000{number}"
-    for name in (SHARD, "tensors.json"):
-        (old / name).unlink()
+    (old / FILE).unlink()
     (old / ".metadata").write_bytes(b"pickled")
     (old / "__0_0.distcp").write_bytes(b"pickled")
     seal(old)
@@ -98,28 +97,24 @@ def listed(checkpoint, change):
 
 def lead(checkpoint, *, is_absolute):
     """List a file that is not in the checkpoint in place of one that is."""
-    outside = beside(checkpoint, SHARD)
-    name = str(outside) if is_absolute else f"../../outside/{SHARD}"
-    listed(checkpoint, lambda table: {name if one == SHARD else one: digest for one, digest in table.items()})
+    outside = beside(checkpoint, FILE)
+    name = str(outside) if is_absolute else f"../../outside/{FILE}"
+    listed(checkpoint, lambda table: {name if one == FILE else one: digest for one, digest in table.items()})
 
 
 HARMS = {
     "nothing listed": lambda checkpoint: listed(checkpoint, lambda table: {}),
     "a list": lambda checkpoint: listed(checkpoint, list),
-    "one not listed": lambda checkpoint: listed(checkpoint, lambda table: {SHARD: table[SHARD]}),
+    "one not listed": lambda checkpoint: listed(checkpoint, lambda table: {FILE: table[FILE]}),
     "one more file": lambda checkpoint: (checkpoint / "more").touch(),
     "a folder": lambda checkpoint: (checkpoint / "more").mkdir(),
     "a pipe": lambda checkpoint: os.mkfifo(checkpoint / "more"),
     "a file above": lambda checkpoint: lead(checkpoint, is_absolute=False),
     "a file elsewhere": lambda checkpoint: lead(checkpoint, is_absolute=True),
-    "a link": lambda checkpoint: link(checkpoint, SHARD),
+    "a link": lambda checkpoint: link(checkpoint, FILE),
     "a linked table": lambda checkpoint: link(checkpoint, "digests.json"),
     "a linked checkpoint": lambda checkpoint: link_all(checkpoint, None),
-    "neither record nor shard": lambda checkpoint: [
-        (checkpoint / SHARD).unlink(),
-        (checkpoint / "tensors.json").unlink(),
-        seal(checkpoint),
-    ],
+    "no tensors": lambda checkpoint: [(checkpoint / FILE).unlink(), seal(checkpoint)],
     "no progress": lambda checkpoint: [(checkpoint / "progress.json").unlink(), seal(checkpoint)],
     "no folder": lambda checkpoint: [shutil.rmtree(checkpoint), checkpoint.touch()],
 }
@@ -137,85 +132,12 @@ def test_a_checkpoint_is_its_listed_files_and_no_others(twice, caplog, harm):
     assert all(path.read_bytes() == content for path, content in outside.items())
 
 
-def tensor(record, name=WEIGHT):
-    return record["tensors"][name]
-
-
-def part(record, name=WEIGHT):
-    return tensor(record, name)["parts"][0]
-
-
-def grown(record):
-    """Weights, moments and best weights of another, huge size, in one part."""
-    for one in record["tensors"].values():
-        if one["shape"] == [5, 3]:
-            one["shape"] = one["parts"][0]["shape"] = [2**40, 3]
-
-
-RECORDS = {
-    "no object": (lambda record: [1], "is not a record of a checkpoint's tensors"),
-    "another version": (lambda record: record.update(version=2), "of version 2, this reads 1"),
-    "no name of a dtype": (lambda record: tensor(record).update(dtype="os.system"), "must be one of bool, "),
-    "a field more": (lambda record: tensor(record).update(file="../x"), r"there is no 'tensors.*\.file'"),
-    "a size that is none": (lambda record: tensor(record).update(shape=["5", 3]), "must be a valid integer, got '5'"),
-    "a negative size": (lambda record: tensor(record).update(shape=[-5, -3]), r"\[-5, -3\], wanted .* \[5, 3\]"),
-    "a huge size": (grown, r"is torch.float32 \[1099511627776, 3\], wanted torch.float32 \[5, 3\]"),
-    "another dtype": (lambda record: tensor(record).update(dtype="int32"), "is torch.int32 .* wanted torch.float32"),
-    "another shape": (lambda record: tensor(record).update(shape=[3, 5]), r"\[3, 5\], wanted torch.float32 \[5, 3\]"),
-    "a shaped step": (
-        lambda record: tensor(record, STEP).update(shape=[1]),
-        f"{STEP} is torch.float32 \\[1\\], wanted",
-    ),
-    "weights left out": (lambda record: record["tensors"].pop(WEIGHT) and None, f"{WEIGHT} is missing"),
-    "a moment left out": (lambda record: record["tensors"].pop(MOMENT) and None, f"{MOMENT} is missing"),
-    "a best weight left out": (lambda record: record["tensors"].pop("best.0.weight") and None, "best.0.weight is miss"),
-    "no random numbers": (lambda record: record["tensors"].pop("random") and None, "random is missing"),
-    "a name of no weight": (
-        lambda record: record["tensors"].update({"optimizer.9.exp_avg": tensor(record)}),
-        "optimizer.9.exp_avg is surplus",
-    ),
-    "a moment that is none": (
-        lambda record: record["tensors"].update({"optimizer.0.weight.lr": tensor(record)}),
-        "optimizer.0.weight.lr is surplus",
-    ),
-    "no part": (lambda record: tensor(record).update(parts=[]), "the parts of model.0.weight hold 0 of 15 numbers"),
-    "a part twice": (
-        lambda record: tensor(record)["parts"].append(part(record)),
-        "parts of model.0.weight are not each in a file of its own",
-    ),
-    "parts that overlap": (
-        lambda record: tensor(record)["parts"].append({**part(record), "process": 1}),
-        "parts of model.0.weight overlap",
-    ),
-    "a part too small": (lambda record: part(record).update(shape=[4, 3]), "hold 12 of 15 numbers"),
-    "a part beyond": (lambda record: part(record).update(offset=[1, 0]), r"are not all within \[5, 3\]"),
-    "a part before": (lambda record: part(record).update(offset=[-1, 0]), r"are not all within \[5, 3\]"),
-    "a part of more dimensions": (
-        lambda record: part(record).update(offset=[0, 0, 0], shape=[5, 3, 1]),
-        "another number of dimensions",
-    ),
-    "an empty part": (lambda record: part(record).update(shape=[0, 3]), "are not all within"),
-    "no such file": (lambda record: part(record).update(process=7), r"shard-00007\.safetensors cannot be read"),
-    "no number of a file": (lambda record: part(record).update(process=-1), "are not all within"),
-    "a file's name": (lambda record: part(record).update(process="../../x"), "process must be a valid integer"),
-}
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_record_that_is_not_the_models_is_refused_before_anything_changes(twice, trained, name):
-    (folder, place), (change, words) = twice, RECORDS[name]
-    rewrite(place / "step-00000002", change)
-    with unchanged(*trained), pytest.raises(ValueError, match=words):
-        resume(folder, trained)
-    assert len(list(place.iterdir())) == 2
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-8])
 
 
 def other(change):
-    """Another file of safetensors in a shard's place."""
+    """Another file of safetensors in its place."""
 
     def made(path):
         tensors = load_file(path)
@@ -226,7 +148,7 @@ def other(change):
 
 
 def header(name, **fields):
-    """A shard whose header says something else of a tensor, in as many bytes."""
+    """A file whose header says something else of a tensor, in as many bytes."""
 
     def made(path):
         content = path.read_bytes()
@@ -239,18 +161,32 @@ def header(name, **fields):
     return made
 
 
-SHARDS = {
+FILES = {
     "cut": (cut, "cannot be read"),
     "empty": (lambda path: path.write_bytes(b""), "cannot be read"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"more"), "cannot be read"),
-    "gone": (lambda path: path.unlink(), "cannot be read"),
     "zeros": (lambda path: path.write_bytes(bytes(1000)), "cannot be read"),
     "a header beyond the file": (lambda path: path.write_bytes(b"\xff" * 1000), "cannot be read"),
-    "another shape": (header(WEIGHT, shape=[3, 5]), rf"holds {WEIGHT} as \('F32', \[3, 5\]\), and tensors.json says"),
-    "another dtype": (header(WEIGHT, dtype="I32"), rf"holds {WEIGHT} as \('I32', "),
-    "fewer numbers": (other(lambda tensors: tensors.update({WEIGHT: torch.zeros(4, 3)})), "holds model.0.weight as"),
-    "a tensor less": (other(lambda tensors: tensors.pop(WEIGHT)), f"holds {WEIGHT} as None"),
-    "a tensor more": (other(lambda tensors: tensors.update(x=torch.zeros(1))), r"holds x as .* tensors.json says None"),
+    "no name of a dtype": (header(WEIGHT, dtype="os.system"), "cannot be read"),
+    "a negative size": (header(WEIGHT, shape=[-5, -3]), "cannot be read"),
+    "a huge size": (header(WEIGHT, shape=[2**40, 3]), "cannot be read"),
+    "another shape": (header(WEIGHT, shape=[3, 5]), rf"{WEIGHT} is torch.float32 \[3, 5\], wanted .* \[5, 3\]"),
+    "another dtype": (header(WEIGHT, dtype="I32"), rf"{WEIGHT} is torch.int32 \[5, 3\], wanted torch.float32"),
+    "fewer numbers": (other(lambda tensors: tensors.update({WEIGHT: torch.zeros(4, 3)})), r"\[4, 3\], wanted"),
+    "a shaped step": (other(lambda tensors: tensors.update({STEP: torch.zeros(1)})), rf"{STEP} is .* \[1\], wanted"),
+    "a weight left out": (other(lambda tensors: tensors.pop(WEIGHT)), f"{WEIGHT} is missing"),
+    "a moment left out": (other(lambda tensors: tensors.pop(MOMENT)), f"{MOMENT} is missing"),
+    "a best weight left out": (other(lambda tensors: tensors.pop("best.0.weight")), "best.0.weight is missing"),
+    "no random numbers": (other(lambda tensors: tensors.pop("random")), "random is missing"),
+    "a tensor more": (other(lambda tensors: tensors.update(x=torch.zeros(1))), "x is surplus"),
+    "a name of no weight": (
+        other(lambda tensors: tensors.update({"optimizer.9.exp_avg": torch.zeros(1)})),
+        "optimizer.9.exp_avg is surplus",
+    ),
+    "a moment that is none": (
+        other(lambda tensors: tensors.update({"optimizer.0.weight.lr": torch.zeros(1)})),
+        "optimizer.0.weight.lr is surplus",
+    ),
     "another state of random numbers": (
         other(lambda tensors: tensors.update(random=torch.zeros_like(tensors["random"]))),
         "state of random numbers is none",
@@ -258,11 +194,11 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("name", SHARDS)
-def test_a_shard_that_is_not_the_records_is_refused_before_anything_changes(twice, trained, name):
-    (folder, place), (change, words) = twice, SHARDS[name]
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_the_models_is_refused_before_anything_changes(twice, trained, name):
+    (folder, place), (change, words) = twice, FILES[name]
     checkpoint = place / "step-00000002"
-    change(checkpoint / SHARD)
+    change(checkpoint / FILE)
     seal(checkpoint)
     with unchanged(*trained), pytest.raises(ValueError, match=words):
         resume(folder, trained)
@@ -295,7 +231,9 @@ def test_weights_without_a_gradient_have_no_moments(tmp_path):
     optimizer.step()
     folder = WorkFolder(tmp_path, {}, kind="conversion")
     save(folder, (model, optimizer), Progress(1, 1.0, 1.0, 1.0, 1.0), dict(model.state_dict()))
-    assert "optimizer.bias.step" not in (tmp_path / "checkpoints/transfer/step-00000001/tensors.json").read_text()
+    stored = load_file(tmp_path / "checkpoints/transfer/step-00000001" / FILE)
+    assert "optimizer.weight.step" in stored
+    assert "optimizer.bias.step" not in stored
     with unchanged(model, optimizer):
         resume(folder, (model, optimizer))
 
@@ -327,6 +265,6 @@ def test_a_dtype_that_files_do_not_have_is_refused(tmp_path):
     model.weight = torch.nn.Parameter(torch.zeros(2))
     trained = model, torch.optim.AdamW(model.parameters())
     folder = WorkFolder(tmp_path, {}, kind="conversion")
-    with pytest.raises(ValueError, match=r"model\.phase cannot be kept in a checkpoint: its parts are of torch\.comp"):
+    with pytest.raises(ValueError, match=r"no checkpoint keeps tensors of torch\.complex128; take another dtype"):
         save(folder, trained, Progress(1, 1.0, 1.0, 1.0, 1.0), {})
     assert list((tmp_path / "checkpoints" / "transfer").iterdir()) == []

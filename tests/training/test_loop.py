@@ -319,7 +319,7 @@ def test_a_training_cut_off_whose_last_checkpoint_is_damaged_is_one_that_was_not
     with pytest.raises(CutError):
         train(training(parts, loss=cut_at(parts, 31)), WorkFolder(tmp_path / "parts", {}, kind="conversion"), quiet)
     *_, before, last = sorted((tmp_path / "parts" / "checkpoints" / "distillation").iterdir())
-    (last / "shard-00000.safetensors").write_bytes(b"damaged")
+    (last / "tensors.safetensors").write_bytes(b"damaged")
     seen = []
     found = train(
         training(parts, loss=lambda step: seen.append(step) or distance(parts) * (1 + step % 7)),

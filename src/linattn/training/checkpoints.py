@@ -20,7 +20,7 @@ from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_json, write_json
 from linattn.records.locks import locked
 from linattn.training.budgets import Progress
-from linattn.training.shards import RECORD
+from linattn.training.tensors import FILE
 
 T = TypeVar("T")
 
@@ -185,7 +185,7 @@ def _damage(checkpoint: Path) -> str | None:
             return f"{checkpoint} is damaged: {', '.join(links) or 'it'} is no file or folder of its own"
         digests = read_json(checkpoint / _DIGESTS, "table of digests", "remove the checkpoint")
         names = files.keys() - {_DIGESTS}
-        if not isinstance(digests, dict) or not digests.keys() == names >= {_PROGRESS, RECORD}:
+        if not isinstance(digests, dict) or not digests.keys() == names >= {_PROGRESS, FILE}:
             return f"{checkpoint} is damaged: its files, {', '.join(sorted(names))}, are not those of {_DIGESTS}"
         for name, digest in digests.items():
             if _digest(checkpoint / name) != digest:

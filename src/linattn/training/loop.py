@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from linattn.processes import Processes
 from linattn.training.budgets import Budget, Progress
 from linattn.training.checkpoints import WorkFolder
-from linattn.training.shards import write
-from linattn.training.tensors import held, is_sharded, put, read
+from linattn.training.tensors import held, is_sharded, put, read, write
 
 # Between two checkpoints, at most.
 _SECONDS = 60.0
@@ -89,7 +88,7 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
     In several processes (`launched`) each has its own loss, whose mean over all is the training's: gradients are
     averaged, and the first process writes `work`, which the others give as None, reads the clock, and ends the training
     for all. The model's tensors are whole on every process, or sharded over all of them by torch's `fully_shard`, which
-    averages the gradients; then all write and read checkpoints, in a folder that all see. Any number of processes goes
+    averages the gradients; then all read checkpoints, in a folder that all see. Any number of processes goes
     on from a checkpoint, whole or sharded; one that holds other tensors than model and optimiser have is refused, as
     ValueError on all processes, before anything is changed.
 
@@ -268,7 +267,7 @@ class _Run:
         self._accelerator.log({"validation loss": loss, "best validation loss": self.progress.best}, self.progress.step)
 
     def _save(self) -> None:
-        """A checkpoint, where there is a folder; of sharded tensors all processes write theirs into it."""
+        """A checkpoint, where there is a folder; sharded tensors are gathered for it."""
         work, name, processes = self._work, self._training.name, self._processes
         with ExitStack() as opened:
             folder = processes.first_does(

@@ -1,4 +1,8 @@
-"""The tensors of a training as a checkpoint holds them: whole on every process, or sharded (fully_shard) over all."""
+"""The tensors of a training as a checkpoint holds them: whole, in one safetensors file that the first process writes.
+
+Processes have them whole, or sharded (fully_shard) over all. Numbers are plain bytes, and names, shapes and dtypes are
+held against the model's before any is given: nothing in the file can run code.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from linattn.processes import Processes
-from linattn.training.parts import Stored
-from linattn.training.shards import check_files, fill_, read_stored
+
+FILE = "tensors.safetensors"
+"""The file's name in a checkpoint's folder."""
 
 _MODEL, _BEST, _OPTIMIZER, _RANDOM = "model.", "best.", "optimizer.", "random"
 # AdamW's state of a weight, but for its count of steps.
@@ -70,18 +77,59 @@ def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, proce
     return processes.all_do(lambda: _read(folder, _alike(model, optimizer)))
 
 
+def write(folder: Path, tensors: Mapping[str, Tensor], processes: Processes) -> None:
+    """Write tensors into a folder, by the first process, which gathers those that are sharded.
+
+    An error is raised on all processes: OSError where the file could not be written, ValueError for a dtype that
+    safetensors does not have.
+    """
+    # All make the same collectives; what all have whole is the first one's to write.
+    whole = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in tensors.items()}
+    processes.first_does(lambda: _write(folder, whole))
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The file."""
+    seen: set[int] = set()
+    apart = {}
+    for name, x in tensors.items():
+        x = x.cpu().contiguous()
+        place = x.untyped_storage().data_ptr()
+        # Tied weights share memory; the file holds each by itself.
+        apart[name] = x.clone() if place in seen else x
+        seen.add(place)
+    try:
+        save_file(apart, folder / FILE)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    except KeyError as error:
+        raise ValueError(f"no checkpoint keeps tensors of {error}; take another dtype") from error
+
+
 def _read(folder: Path, alike: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process's parts of the tensors."""
-    stored = read_stored(folder)
-    _check(stored, alike, str(folder))
-    check_files(folder, stored)
-    rooms = {
-        # The best weights wait where there is most memory.
-        name: torch.empty_like(alike[name], device="cpu" if name.startswith(_BEST) else alike[name].device)
-        for name in stored
-    }
-    fill_(rooms, folder, stored)
-    return rooms
+    """The file's tensors, or this process's parts of them."""
+    path = folder / FILE
+    try:
+        stored = load_file(path, device="cpu")
+    # The last kind: dtypes that safetensors knows, and its reader for torch does not.
+    except (SafetensorError, FileNotFoundError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove {folder} to go on from the one before it") from None
+    _check(stored, alike, str(path))
+    # The best weights wait where there is most memory.
+    return {name: _laid_out(x, alike[name], "cpu" if name.startswith(_BEST) else None) for name, x in stored.items()}
+
+
+def _laid_out(x: Tensor, like: Tensor, device: str | None) -> Tensor:
+    """A copy of a tensor, or of this process's part of it, laid out as another is."""
+    room = torch.empty_like(like, device=device or like.device)
+    with torch.no_grad():
+        if isinstance(room, DTensor):
+            (chunk,) = room.__create_chunk_list__()
+            at = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            room.to_local().copy_(x[tuple(at)])
+        else:
+            room.copy_(x)
+    return room
 
 
 def _alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -98,7 +146,7 @@ def _alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     }
 
 
-def _check(tensors: Mapping[str, Tensor | Stored], alike: Mapping[str, Tensor], place: str) -> None:
+def _check(tensors: Mapping[str, Tensor], alike: Mapping[str, Tensor], place: str) -> None:
     """Refuse other names, shapes and dtypes than a model's and an optimiser's."""
     # Of weights without a gradient so far the optimiser keeps nothing.
     begun = {name.rpartition(".")[0] for name in tensors if name.startswith(_OPTIMIZER)}

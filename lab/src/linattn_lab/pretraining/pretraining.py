@@ -96,7 +96,7 @@ def pretrain(
             on with any number of processes and parts.
         shard: inside `linattn.training.launched`, whether each process keeps a part of the weights, their gradients and
             the optimiser's moments (torch's `fully_shard`), beside the whole model it was given. Checkpoints are then
-            written by all, into a folder that all see, and are gone on from with or without it.
+            read by all, in a folder that all see, and are gone on from with or without it.
 
     Returns:
         A `Pretraining`, the same in all processes. Ctrl-C during training ends it early, with the best weights so far
