@@ -18,7 +18,6 @@ width, R features, Dv value width, E model width, M the longest sequence.
 """
 
 from linattn.positions._base import Position as Position
-from linattn.positions._base import Properties as Properties
 from linattn.positions._base import token_positions as token_positions
 from linattn.positions.concatenated_codes import LearnedCodes as LearnedCodes
 from linattn.positions.concatenated_codes import SinusoidalCodes as SinusoidalCodes
@@ -29,19 +28,6 @@ from linattn.positions.gates import GateBias as GateBias
 from linattn.positions.gates import Gates as Gates
 from linattn.positions.gates import gate_bias as gate_bias
 from linattn.positions.gates import gated_attention_with_state as gated_attention_with_state
-from linattn.positions.relative_bias import RELATIVE_BIAS
 from linattn.positions.relative_bias import relative_bias_attention as relative_bias_attention
 from linattn.positions.rotary import Rotary as Rotary
 from linattn.positions.rotary import rotary as rotary
-
-POSITIONS: dict[str, Properties] = {
-    encoding.__name__: encoding.properties
-    for encoding in (
-        Rotary,
-        SinusoidalCodes,
-        LearnedCodes,
-        FixedDecay,
-        ForgetGate,
-    )
-} | {"relative_bias_attention": RELATIVE_BIAS}
-"""What each encoding, gate and bias is and costs, by public name."""

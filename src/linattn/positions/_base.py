@@ -6,7 +6,6 @@ Letters: B batch, H heads, L tokens (Lq, Lk), D head width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +16,6 @@ from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tracing import is_traced
 
 
-class Properties(NamedTuple):
-    """One row of the room's table.
-
-    Attributes:
-        formula: the weight of key j for query i, or what replaces q and k.
-        cost: time beyond the op's own, for each head.
-        directions: "both", or "causal" where only earlier keys can be seen.
-        streamable: whether a `State` goes on under it.
-        relative: whether outputs depend on differences of positions alone: "yes", "no", or on what that depends.
-    """
-
-    formula: str
-    cost: str
-    directions: str
-    streamable: str
-    relative: str
-
-
 class Position(nn.Module, ABC):
     """A position encoding of queries and keys, applied before the map.
 
@@ -42,12 +23,10 @@ class Position(nn.Module, ABC):
     attention takes q and k from `encoding(query, key, positions)`. A stream goes on by going on with the positions.
 
     Attributes:
-        properties: the encoding's row of the table.
         head_dim: D, the width of the queries and keys it takes.
         encoded_dim: the width of those it gives, which the map must have as its `head_dim`.
     """
 
-    properties: ClassVar[Properties]
     head_dim: int
     encoded_dim: int
 

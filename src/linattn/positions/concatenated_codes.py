@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._arguments import check_count, check_number
-from linattn.positions._base import Position, Properties, check_below, concatenated
+from linattn.positions._base import Position, check_below, concatenated
 
 
 class ConcatenatedCodes(Position):
@@ -80,14 +80,6 @@ class SinusoidalCodes(ConcatenatedCodes):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5, concatenated instead of added.
     """
 
-    properties = Properties(
-        "φ([q; p_i])·φ([k; p_j]), p sines",
-        "O(L·P), a map P wider",
-        "both",
-        "yes",
-        "for kernels of q·k",
-    )
-
     def __init__(self, head_dim: int, code_dim: int, *, base: float = 10_000.0, amplitude: float = 1.0) -> None:
         super().__init__(head_dim, code_dim)
         if code_dim % 2:
@@ -133,8 +125,6 @@ class LearnedCodes(ConcatenatedCodes):
 
     Source: Gehring et al. 2017 (arXiv 1705.03122), section 3.1, concatenated instead of added.
     """
-
-    properties = Properties("φ([q; p_i])·φ([k; p_j]), p learned", "O(L·P), a map P wider", "both", "up to M", "no")
 
     def __init__(
         self, head_dim: int, code_dim: int, *, max_length: int, amplitude: float = 0.02, seed: int = 0

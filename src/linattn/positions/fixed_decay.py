@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count
-from linattn.positions._base import Properties
 from linattn.positions.gates import Gate, Gates
 
 
@@ -37,8 +36,6 @@ class FixedDecay(Gate):
     Source: Press et al. 2022 (ALiBi, arXiv 2108.12409), section 3; Sun et al. 2023 (RetNet, arXiv 2307.08621),
         equation 8.
     """
-
-    properties = Properties("φ(q)·φ(k)·e^{-λ(i - j)}", "O(L)", "causal", "yes", "yes")
 
     rates: Tensor
 

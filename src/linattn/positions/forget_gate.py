@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps._arguments import check_count, check_number
-from linattn.positions._base import Properties, wide
+from linattn.positions._base import wide
 from linattn.positions.gates import Gate, Gates
 from linattn.softmax.precision import outside_autocast
 
@@ -51,8 +51,6 @@ class ForgetGate(Gate):
     Source: Lin et al. 2025 (Forgetting Transformer, arXiv 2503.02130), section 3; Beck et al. 2024 (xLSTM, arXiv
         2405.04517), section 2.3; Peng et al. 2021 (RFA, arXiv 2103.02143), section 3.2.
     """
-
-    properties = Properties("φ(q)·φ(k)·i_j·Π_{s=j+1..i} f_s", "O(L·E)", "causal", "yes", "yes")
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, input_gate: InputGate = "none", soft_cap: float = 15.0

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from linattn.attention import Attended, State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
-from linattn.positions._base import Properties
 from linattn.softmax.checking import check_dense
 from linattn.softmax.tracing import is_traced
 
@@ -52,11 +51,9 @@ class Gate(nn.Module, ABC):
     """A module that computes gates of tokens.
 
     Attributes:
-        properties: the gate's row of the table.
         num_heads: Hkv.
     """
 
-    properties: ClassVar[Properties]
     num_heads: int
 
     @abstractmethod

@@ -14,13 +14,10 @@ from torch import Tensor
 from linattn.attention._check import check_map, checked_for
 from linattn.attention.bound_map import bind
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.positions._base import Properties
 from linattn.positions._toeplitz import Columns, Kernel, Tokens, convolved
 from linattn.softmax.attention import inert
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.tracing import is_traced
-
-RELATIVE_BIAS = Properties("φ(q_i)·φ(k_j)·e^{b(i - j)}", "O(L·log L·R·Dv)", "both", "no", "yes")
 
 
 def relative_bias_attention(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._arguments import check_count, check_number
-from linattn.positions._base import Position, Properties, checked_positions, wide
+from linattn.positions._base import Position, checked_positions, wide
 
 # A map's own kernel is a float64 oracle: rotating both sides moves it by roundings, or by far more.
 _ROUNDING = 1e-8
@@ -71,8 +71,6 @@ class Rotary(Position):
         >>> Rotary(4).bind(linattn.feature_maps.TensorPolynomial(4)).num_features
         15
     """
-
-    properties = Properties("φ(R_i q)·φ(R_j k)", "O(L·D)", "both", "yes", "for kernels of q·k")
 
     def __init__(self, head_dim: int, base: float = 10_000.0, *, require_relative: bool = True) -> None:
         super().__init__(head_dim, head_dim)
