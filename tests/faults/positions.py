@@ -53,13 +53,6 @@ FAULTS = (
         ENCODINGS,
     ),
     Fault(
-        "report the distance of codes as their sum",
-        ROOM + "concatenated_codes.py",
-        "(at_query.unsqueeze(1) + at_key)",
-        "(at_query.unsqueeze(1) - at_key)",
-        ENCODINGS,
-    ),
-    Fault(
         "let a token's own forget gate weigh on it",
         ROOM + "gates.py",
         "behind[..., 1:]",

@@ -226,7 +226,9 @@ def test_the_extra_variance_is_what_the_map_reports() -> None:
             torch.log1p(16 * feature_map.variance(x, y) / feature_map.kernel(x, y).square())
             for feature_map, (x, y) in ((wide, codes(q, k, at)), (narrow, (q, k)))
         ]
-        torch.testing.assert_close(s[0] - s[1], codes.extra_square(at, at, wide)[None, None], rtol=1e-9, atol=1e-9)
+        code = codes.code(at.double()).double()
+        extra = 0.4 * (code.unsqueeze(1) + code).square().sum(-1)
+        torch.testing.assert_close(s[0] - s[1], extra[None, None], rtol=1e-9, atol=1e-9)
 
 
 def test_sinusoidal_codes_are_a_relative_bias() -> None:

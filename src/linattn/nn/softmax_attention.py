@@ -11,7 +11,7 @@ from torch import Tensor
 from linattn.attention import State
 from linattn.nn.attention import Attention, Heads, QkNorm, Settings
 from linattn.nn.streams import KeptTokens, Stream, extended, kind_of
-from linattn.positions import Gate, Gates, Position, gate_bias
+from linattn.positions import Gate, Position, gate_bias
 from linattn.positions.gates import spans
 from linattn.softmax import softmax_attention
 
@@ -93,7 +93,7 @@ class SoftmaxAttention(Attention):
         outs = []
         for at in spans(heads.gates.log_forget):
             mask = None if heads.key_mask is None else heads.key_mask[:, at]
-            key_bias, log_decay = gate_bias(_cut(heads.gates, at), key_mask=mask)
+            key_bias, log_decay = gate_bias(heads.gates.cut(at), key_mask=mask)
             key, value = heads.key[:, :, at], heads.value[:, :, at]
             new = KeptTokens(key, value, mask, key_bias.expand(key.shape[:3]))
             past = extended(past, new, log_decay)
@@ -127,8 +127,3 @@ class SoftmaxAttention(Attention):
                 f"{'with' if self.gate is None else 'without'} a gate's biases on its keys"
             )
         return state.kept
-
-
-def _cut(gates: Gates, at: slice) -> Gates:
-    """The gates of some tokens."""
-    return Gates(gates.log_forget[..., at], None if gates.log_input is None else gates.log_input[..., at])

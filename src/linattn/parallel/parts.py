@@ -109,7 +109,7 @@ class Part(NamedTuple):
 
     def keys(self, at: slice) -> Part:
         """Some of the keys, and no queries."""
-        gates = None if self.gates is None else _cut(self.gates, at)
+        gates = None if self.gates is None else self.gates.cut(at)
         bias = None if self.bias is None else self.bias[..., at]
         return Part(self.query[:, :, :0], self.key[:, :, at], self.value[:, :, at], bias, gates)
 
@@ -133,7 +133,7 @@ class Part(NamedTuple):
             return Span(self._after(feature_map, span.state, self.bias, backend), None)
         for at in spans(self.gates.log_forget):
             part = self.keys(at)
-            bias, log_decay = gate_bias(_cut(self.gates, at), key_mask=part.key_mask)
+            bias, log_decay = gate_bias(self.gates.cut(at), key_mask=part.key_mask)
             bias = _joined(bias, part.bias).expand(part.key.shape[:3])
             state = part._after(feature_map, span.state.decay(log_decay), bias, backend)
             assert span.log_decay is not None
@@ -174,11 +174,6 @@ class Part(NamedTuple):
         """The keys, and queries (B, Hkv, G, L, D), as backends take them."""
         bound = bind(feature_map, self.key, self.key, is_causal=True)
         return Call(bound, query, self.key, self.value, bias, is_causal=True)
-
-
-def _cut(gates: Gates, at: slice) -> Gates:
-    """The gates of some tokens."""
-    return Gates(gates.log_forget[..., at], None if gates.log_input is None else gates.log_input[..., at])
 
 
 def _joined(bias: Tensor, mask: Tensor | None) -> Tensor:

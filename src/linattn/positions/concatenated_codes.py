@@ -11,7 +11,6 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._arguments import check_count, check_number
 from linattn.positions._base import Position, check_below, concatenated
 
@@ -20,7 +19,7 @@ class ConcatenatedCodes(Position):
     """[x; p]: a code of the position beside each query and key.
 
     Abstract: the concrete classes say which code. A kernel exp(scale·q·k) is multiplied by exp(scale·p_i·p_j), exactly;
-    positive random features pay with variance: `extra_square` is what the codes add to s = scale·|q + k|². With an
+    positive random features pay with variance: codes add scale·|p_i + p_j|² to s = scale·|q + k|². With an
     elementwise map φ(p_i)·φ(p_j) is merely added to every weight, whatever the content.
     """
 
@@ -37,22 +36,6 @@ class ConcatenatedCodes(Position):
         """[x; p]."""
         return concatenated(x, self.code(at))
 
-    def extra_square(self, query_positions: Tensor, key_positions: Tensor, feature_map: FeatureMap) -> Tensor:
-        """scale·|p_i + p_j|²: what the codes add to s, on which the variance of positive random features depends.
-
-        Their relative variance with independent rows is (exp(s) - 1)/R, so it is multiplied by about exp of this.
-
-        Args:
-            query_positions: (Lq,).
-            key_positions: (Lk,).
-            feature_map: the map, which has the scale.
-
-        Returns:
-            (Lq, Lk), float64.
-        """
-        at_query, at_key = (self.code(at.double()).double() for at in (query_positions, key_positions))
-        return feature_map.scale * (at_query.unsqueeze(1) + at_key).square().sum(-1)
-
 
 @final
 class SinusoidalCodes(ConcatenatedCodes):
@@ -67,7 +50,7 @@ class SinusoidalCodes(ConcatenatedCodes):
         head_dim: D.
         code_dim: P, even.
         base: of the frequencies, > 0.
-        amplitude: of each wave, ≥ 0; `extra_square` says what it costs.
+        amplitude: of each wave, ≥ 0.
 
     Raises:
         ValueError: a width is not a positive integer, P is odd, or a number is out of range.

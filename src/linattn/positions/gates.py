@@ -34,6 +34,10 @@ class Gates(NamedTuple):
     log_forget: Tensor
     log_input: Tensor | None = None
 
+    def cut(self, at: slice) -> Gates:
+        """The gates of some of the tokens."""
+        return Gates(self.log_forget[..., at], None if self.log_input is None else self.log_input[..., at])
+
 
 class GateBias(NamedTuple):
     """Gates as attention takes them.
@@ -90,8 +94,7 @@ def gate_bias(gates: Gates, *, key_mask: Tensor | None = None) -> GateBias:
         2405.04517), section 2.3, one number per head, under a normaliser; Lin et al. 2025 (Forgetting Transformer,
         arXiv 2503.02130), section 3, for the same bias under softmax.
     """
-    log_forget, log_input = _checked(gates, key_mask)
-    return _bias(log_forget, log_input)
+    return _bias(_checked(gates, key_mask))
 
 
 def gated_attention_with_state(
@@ -145,8 +148,8 @@ def gated_attention_with_state(
     Source: as `gate_bias`.
     """
     check_dense(query=query, key=key, value=value)
-    log_forget, log_input = _checked(gates, key_mask)
-    length = key.shape[2]
+    gates, length = _checked(gates, key_mask), key.shape[2]
+    log_forget = gates.log_forget
     if query.shape[2] != length or log_forget.shape[2] != length:
         raise ValueError(
             f"gates are those of the keys, and queries stand beside them, got {query.shape[2]} queries, {length} keys "
@@ -158,7 +161,7 @@ def gated_attention_with_state(
         raise ValueError(f"gates are one for each key/value head, got {log_forget.shape[1]} for {key.shape[1]} heads")
     outs = []
     for at in spans(log_forget):
-        key_bias, log_decay = _bias(log_forget[..., at], None if log_input is None else log_input[..., at])
+        key_bias, log_decay = _bias(gates.cut(at))
         part = linear_attention_with_state(
             query[:, :, at],
             key[:, :, at],
@@ -177,11 +180,11 @@ def gated_attention_with_state(
     return Attended(outs[0] if len(outs) == 1 else torch.cat(outs, 2), state)
 
 
-def _bias(log_forget: Tensor, log_input: Tensor | None) -> GateBias:
+def _bias(gates: Gates) -> GateBias:
     """Sums of the forget gates behind each token."""
-    falls = log_forget.flip(-1).cumsum(-1).flip(-1)
+    falls = gates.log_forget.flip(-1).cumsum(-1).flip(-1)
     behind = torch.cat((falls, falls.new_zeros(*falls.shape[:-1], 1)), -1)
-    bias = behind[..., 1:] if log_input is None else behind[..., 1:] + log_input
+    bias = behind[..., 1:] if gates.log_input is None else behind[..., 1:] + gates.log_input
     return GateBias(bias, behind[..., 0])
 
 
