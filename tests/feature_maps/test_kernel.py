@@ -25,7 +25,6 @@ from linattn.feature_maps import (
     RandomRelu,
     Relu,
     Taylor,
-    TensorPolynomial,
     Trigonometric,
     features,
 )
@@ -58,10 +57,6 @@ EXACT = {
         coordinates(lambda q, k: (q * k / D + (q + k) / math.sqrt(D) + 1) ** 3),
     ),
     "identity": (Identity(D), lambda q, k: q @ k.mT),
-    "square": (TensorPolynomial(D), lambda q, k: (q @ k.mT / math.sqrt(D) + 1) ** 2),
-    "cube": (TensorPolynomial(D, degree=3, constant=0.5, scale=0.3), lambda q, k: (0.3 * (q @ k.mT) + 0.5) ** 3),
-    "fourth power": (TensorPolynomial(D, degree=4, constant=0.0, scale=2.0), lambda q, k: (2 * (q @ k.mT)) ** 4),
-    "linear": (TensorPolynomial(D, degree=1), lambda q, k: q @ k.mT / math.sqrt(D) + 1),
     "Taylor 1": (Taylor(D, order=1), lambda q, k: 1 + q @ k.mT / math.sqrt(D)),
     "Taylor 2": (
         Taylor(D, scale=0.7),
@@ -86,8 +81,6 @@ def test_exact_kernels(name: str) -> None:
 @pytest.mark.parametrize(
     ("feature_map", "count"),
     [
-        (TensorPolynomial(5, degree=3), math.comb(8, 3)),
-        (TensorPolynomial(5, degree=3, constant=0.0), math.comb(7, 3)),
         (Taylor(5), 21),
         (Taylor(5, order=1), 6),
     ],

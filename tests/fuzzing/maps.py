@@ -21,9 +21,7 @@ from linattn.methods.map_specs import parse_map
 POSITIVE_SOFTMAX = ("Taylor(order=2", "FavorPlus", "Hyperbolic", "Oprf", "Sderf", "LearnedExponential", "Expansion")
 SIGNED_SOFTMAX = ("Taylor(order=1", "Trigonometric", "Nystrom")
 _POSITIVE = ("Exponential", "EluPlusOne", "Relu", "RandomRelu", "Shifted")
-_POSITIVE += tuple(
-    f"{name}(degree={degree}" for name in ("ElementwisePolynomial", "TensorPolynomial") for degree in (2, 4)
-)
+_POSITIVE += tuple(f"ElementwisePolynomial(degree={degree}" for degree in (2, 4))
 _WRAPPED = ("Taylor", "FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "Sderf", "Nystrom", "LearnedExponential")
 
 
@@ -125,7 +123,6 @@ def _written(dice: Dice, head_dim: int) -> str:
     options = {
         "Relu": {"floor": dice.pick(0.0, 1e-3, 0.5)},
         "ElementwisePolynomial": {"degree": dice.integer(1, 4)},
-        "TensorPolynomial": {"degree": dice.integer(1, 3), "constant": dice.pick(0.0, 1.0, 0.5)} | scale,
         "Taylor": {"order": dice.pick(1, 2)} | scale,
         "FavorPlus": rows | draw | lengths | scale,
         "Hyperbolic": rows | draw | lengths | scale,

@@ -168,7 +168,7 @@ class ElementwisePolynomial(ElementwiseMap):
         >>> ElementwisePolynomial(4, degree=2).query(torch.tensor([[2.0, 0.0, -2.0, -6.0]])).tolist()
         [[4.0, 1.0, 0.0, 4.0]]
 
-    Source: elementary; `TensorPolynomial` has the power of q·k itself.
+    Source: elementary.
     """
 
     def __init__(self, head_dim: int, *, degree: int = 2) -> None:
