@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linattn
 from linattn.feature_maps import (
+    Dpfp,
     ElementwisePolynomial,
     EluPlusOne,
     Exponential,
@@ -22,7 +23,7 @@ LENGTH = 65_536
 def main() -> None:
     """Verify, time, record."""
     inputs, short = tokens(LENGTH), tokens(512)
-    maps = [kind(HEAD_DIM) for kind in (Exponential, EluPlusOne, Relu, ElementwisePolynomial, Identity)]
+    maps = [kind(HEAD_DIM) for kind in (Exponential, EluPlusOne, Relu, ElementwisePolynomial, Identity, Dpfp)]
     for feature_map in (*maps, favor()):
         # Against the textbook in float64; Identity's normaliser crosses 0, which multiplies rounding.
         truth = textbook(*(x.double() for x in short), feature_map)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, Relu
+from linattn.feature_maps import Dpfp, ElementwisePolynomial, EluPlusOne, Exponential, Relu
 
 
 def test_elu_plus_one_stays_positive_where_rounding_would_kill_it() -> None:
@@ -21,6 +21,15 @@ def test_elu_plus_one_has_slope_1_at_0() -> None:
     EluPlusOne(1).query(x).sum().backward()
     assert x.grad is not None
     assert x.grad.item() == 1
+
+
+def test_dpfp_is_nonnegative_and_alive_for_negative_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 6, generator=generator)
+    for nu in (1, 2, 11):
+        feature_map = Dpfp(6, nu=nu)
+        assert (feature_map.query(x) >= 0).all()
+        assert (feature_map.query(-x.abs()).amax(-1) > 0).all()
 
 
 def test_relu_has_its_floor_everywhere() -> None:

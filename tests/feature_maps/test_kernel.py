@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import (
+    Dpfp,
     ElementwisePolynomial,
     EluPlusOne,
     Exponential,
@@ -25,6 +26,7 @@ from linattn.feature_maps import (
     RandomRelu,
     Relu,
     Taylor,
+    TensorPolynomial,
     Trigonometric,
     features,
 )
@@ -48,6 +50,16 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return torch.where(x > 0, x + 1, torch.exp(x))
 
 
+def dpfp_by_loops(q: Tensor, k: Tensor) -> Tensor:
+    """Σ over rolls j = 1, 2 and places i of the products r_i·r_{i-j} of both sides."""
+    r, t = (torch.cat((x.clamp(min=0), (-x).clamp(min=0)), -1) for x in (q, k))
+    total = torch.zeros(*q.shape[:-1], k.shape[-2], dtype=q.dtype)
+    for j in (1, 2):
+        for i in range(2 * D):
+            total += (r[..., i] * r[..., i - j]).unsqueeze(-1) * (t[..., i] * t[..., i - j]).unsqueeze(-2)
+    return total
+
+
 EXACT = {
     "exponential": (Exponential(D), coordinates(lambda q, k: torch.exp((q + k) / math.sqrt(D)))),
     "elu + 1": (EluPlusOne(D), coordinates(lambda q, k: elu_plus_one(q) * elu_plus_one(k))),
@@ -57,6 +69,11 @@ EXACT = {
         coordinates(lambda q, k: (q * k / D + (q + k) / math.sqrt(D) + 1) ** 3),
     ),
     "identity": (Identity(D), lambda q, k: q @ k.mT),
+    "dpfp": (Dpfp(D, nu=2), dpfp_by_loops),
+    "square": (TensorPolynomial(D), lambda q, k: (q @ k.mT / math.sqrt(D) + 1) ** 2),
+    "cube": (TensorPolynomial(D, degree=3, constant=0.5, scale=0.3), lambda q, k: (0.3 * (q @ k.mT) + 0.5) ** 3),
+    "fourth power": (TensorPolynomial(D, degree=4, constant=0.0, scale=2.0), lambda q, k: (2 * (q @ k.mT)) ** 4),
+    "linear": (TensorPolynomial(D, degree=1), lambda q, k: q @ k.mT / math.sqrt(D) + 1),
     "Taylor 1": (Taylor(D, order=1), lambda q, k: 1 + q @ k.mT / math.sqrt(D)),
     "Taylor 2": (
         Taylor(D, scale=0.7),
@@ -81,8 +98,11 @@ def test_exact_kernels(name: str) -> None:
 @pytest.mark.parametrize(
     ("feature_map", "count"),
     [
+        (TensorPolynomial(5, degree=3), math.comb(8, 3)),
+        (TensorPolynomial(5, degree=3, constant=0.0), math.comb(7, 3)),
         (Taylor(5), 21),
         (Taylor(5, order=1), 6),
+        (Dpfp(5, nu=3), 30),
     ],
 )
 def test_each_monomial_is_stored_once(feature_map: FeatureMap, count: int) -> None:

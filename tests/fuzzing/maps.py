@@ -20,8 +20,10 @@ from linattn.methods.map_specs import parse_map
 # Maps on the softmax kernel's scale whose weights sum to a positive number: those that may have a window beside them.
 POSITIVE_SOFTMAX = ("Taylor(order=2", "FavorPlus", "Hyperbolic", "Oprf", "Sderf", "LearnedExponential", "Expansion")
 SIGNED_SOFTMAX = ("Taylor(order=1", "Trigonometric", "Nystrom")
-_POSITIVE = ("Exponential", "EluPlusOne", "Relu", "RandomRelu", "Shifted")
-_POSITIVE += tuple(f"ElementwisePolynomial(degree={degree}" for degree in (2, 4))
+_POSITIVE = ("Exponential", "EluPlusOne", "Relu", "Dpfp", "RandomRelu", "Shifted")
+_POSITIVE += tuple(
+    f"{name}(degree={degree}" for name in ("ElementwisePolynomial", "TensorPolynomial") for degree in (2, 4)
+)
 _WRAPPED = ("Taylor", "FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "Sderf", "Nystrom", "LearnedExponential")
 
 
@@ -115,7 +117,7 @@ def _written(dice: Dice, head_dim: int) -> str:
     """A map's written form, options and wrappers included."""
     # Maps with a path of their own through the backends more often.
     often = dict.fromkeys(FEATURE_MAPS, 1.0) | {"Expansion": 4.0, "LearnedExponential": 2.0, "FavorPlus": 2.0}
-    name = dice.weighted(often)
+    name = dice.weighted({name: share for name, share in often.items() if name != "Dpfp" or head_dim > 1})
     scale = {"scale": dice.pick(0.1, 1.0)} if dice.chance(0.3) else {}
     rows = {"num_features": 2 * dice.integer(1, 6)}
     draw = {"draw": dice.pick("iid", "orthogonal")} if dice.chance(0.5) else {}
@@ -123,6 +125,8 @@ def _written(dice: Dice, head_dim: int) -> str:
     options = {
         "Relu": {"floor": dice.pick(0.0, 1e-3, 0.5)},
         "ElementwisePolynomial": {"degree": dice.integer(1, 4)},
+        "Dpfp": {"nu": dice.integer(1, 2 * head_dim - 1)},
+        "TensorPolynomial": {"degree": dice.integer(1, 3), "constant": dice.pick(0.0, 1.0, 0.5)} | scale,
         "Taylor": {"order": dice.pick(1, 2)} | scale,
         "FavorPlus": rows | draw | lengths | scale,
         "Hyperbolic": rows | draw | lengths | scale,

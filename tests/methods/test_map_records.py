@@ -42,6 +42,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Relu": [{"floor": 0.25}],
     "ElementwisePolynomial": [{"degree": 3}],
     "Identity": [{}],
+    "Dpfp": [{"nu": 3}],
+    "TensorPolynomial": [{"degree": 3, "constant": 0.0}, {"scale": 0.1, "constant": 0.5}],
     "Taylor": [{"order": 1}, {"scale": 0.1}],
     "FavorPlus": [RANDOM, FIXED],
     "Hyperbolic": [RANDOM, FIXED],

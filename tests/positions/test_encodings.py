@@ -31,6 +31,7 @@ ENCODINGS: dict[str, Callable[[], Position]] = {
 # Kernels of q·k by the definition of their maps; what softmax_kernel only stands for is left out.
 OF_THE_PRODUCT = {
     "Identity",
+    "TensorPolynomial",
     "Taylor",
     "Taylor-1",
     "Balanced-diagonal-Taylor",

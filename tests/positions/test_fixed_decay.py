@@ -27,7 +27,7 @@ def test_fixed_decay_is_the_closed_form(make: Callable[[int], FixedDecay]) -> No
         gamma = 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
         factor = gamma[:, None, None] ** distance
     q, k, v = qkv(heads=heads, kv_heads=heads, num_queries=LENGTH, num_keys=LENGTH)
-    for name in ("Exponential", "EluPlusOne", "Taylor"):
+    for name in ("Exponential", "EluPlusOne", "TensorPolynomial"):
         feature_map = build(name)
         found = gated_attention_with_state(q, k, v, feature_map, decay(torch.zeros(2, LENGTH, 3))).out
         phi_q, phi_k = (linattn.feature_maps.features(feature_map, x, s) for x, s in ((q, "query"), (k, "key")))

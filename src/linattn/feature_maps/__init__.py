@@ -1,7 +1,7 @@
 """x -> φ(x): the maps that decide which kernel attention uses.
 
-Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`) have kernels of their own;
-`Taylor` has the softmax kernel's Taylor polynomial, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
+Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`, `Dpfp`) have kernels of
+their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
 `Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
 approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres;
 `LearnedExponential` is trained; `Centred` and `Balanced` wrap any map for the softmax kernel.
@@ -17,6 +17,7 @@ from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureM
 from linattn.feature_maps._wrapper import Wrapper as Wrapper
 from linattn.feature_maps.balanced import Balanced as Balanced
 from linattn.feature_maps.centred import Centred as Centred
+from linattn.feature_maps.elementwise import Dpfp as Dpfp
 from linattn.feature_maps.elementwise import ElementwisePolynomial as ElementwisePolynomial
 from linattn.feature_maps.elementwise import EluPlusOne as EluPlusOne
 from linattn.feature_maps.elementwise import Exponential as Exponential
@@ -29,6 +30,7 @@ from linattn.feature_maps.learned_exponential import LearnedExponential as Learn
 from linattn.feature_maps.nystrom import Nystrom as Nystrom
 from linattn.feature_maps.oprf import Oprf as Oprf
 from linattn.feature_maps.polynomial import Taylor as Taylor
+from linattn.feature_maps.polynomial import TensorPolynomial as TensorPolynomial
 from linattn.feature_maps.random_relu import RandomRelu as RandomRelu
 from linattn.feature_maps.sderf import Sderf as Sderf
 from linattn.feature_maps.trigonometric import Trigonometric as Trigonometric
@@ -41,6 +43,8 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         Relu,
         ElementwisePolynomial,
         Identity,
+        Dpfp,
+        TensorPolynomial,
         Taylor,
         FavorPlus,
         Hyperbolic,

@@ -168,7 +168,7 @@ class ElementwisePolynomial(ElementwiseMap):
         >>> ElementwisePolynomial(4, degree=2).query(torch.tensor([[2.0, 0.0, -2.0, -6.0]])).tolist()
         [[4.0, 1.0, 0.0, 4.0]]
 
-    Source: elementary.
+    Source: elementary; `TensorPolynomial` has the power of q·k itself.
     """
 
     def __init__(self, head_dim: int, *, degree: int = 2) -> None:
@@ -231,3 +231,45 @@ class Identity(ElementwiseMap):
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient itself."""
         return grad
+
+
+@final
+class Dpfp(ElementwiseMap):
+    """Deterministic parameter-free projection: products of neighbouring rectified coordinates.
+
+    φ(x) = concat over j = 1..nu of r · roll(r, j) with r = [max(x, 0), max(-x, 0)]; sparse, homogeneous of degree 2.
+
+    Cost: O(L·D·nu) time and memory; R = 2·D·nu.
+
+    Args:
+        head_dim: D, the width of a query or key; at least 2.
+        nu: how many rolls, 1 ≤ nu < 2·D; a vector has features only where two of its rectified coordinates lie within
+            nu places of each other, hence none if it has a single nonzero coordinate and nu < D.
+
+    Raises:
+        ValueError: if `head_dim` is below 2 (every feature would be zero), or `nu` is out of its range.
+
+    Example:
+        >>> import torch
+        >>> Dpfp(2).query(torch.tensor([[2.0, 3.0], [-2.0, -3.0]])).tolist()
+        [[0.0, 6.0, 0.0, 0.0], [0.0, 0.0, 0.0, 6.0]]
+
+    Source: Schlag, Irie and Schmidhuber 2021 (arXiv 2102.11174), section 5.3.
+    """
+
+    def __init__(self, head_dim: int, *, nu: int = 1) -> None:
+        check_count("head_dim", head_dim, at_least=2)
+        if check_count("nu", nu) >= 2 * head_dim:
+            raise ValueError(f"nu must be below 2*head_dim={2 * head_dim}, where the rolls start over, got {nu}")
+        super().__init__(head_dim, 2 * head_dim * nu)
+        self.nu = nu
+
+    def query(self, x: Tensor) -> Tensor:
+        """Features: (..., L, D) -> (..., L, 2·D·nu)."""
+        self._check_width(x)
+        r = torch.relu(torch.cat((x, -x), dim=-1))
+        return torch.cat([r * r.roll(j, dims=-1) for j in range(1, self.nu + 1)], dim=-1)
+
+    def extra_repr(self) -> str:
+        """The map's settings."""
+        return f"{super().extra_repr()}, nu={self.nu}"

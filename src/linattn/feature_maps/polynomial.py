@@ -1,27 +1,128 @@
-"""The softmax kernel's Taylor polynomial, exactly, each monomial stored once.
+"""Feature maps that are exact: polynomials of q·k, each monomial stored once.
 
-(1 + x·y)^p = Σ over monomials α of degree p of (p!/α!)·x^α·y^α, in the coordinates and one more of constant value, so
-that multiples of x^α are features whose inner product is the polynomial to rounding.
+(x·y)^p = Σ over monomials α of degree p of (p!/α!)·x^α·y^α, so that √(p!/α!)·x^α are features whose inner product is
+the kernel to rounding. One coordinate more, of constant value, brings in the lower degrees.
 
-Letters: L tokens, D head width, R features.
+Letters: L tokens, D head width, R features, p degree.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 from typing import Self, final
 
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._arguments import check_count, temperature
+from linattn.feature_maps._arguments import check_count, check_number, temperature
 from linattn.feature_maps._base import FeatureMap
 
 
+class MonomialMap(FeatureMap):
+    """All monomials of one degree in the scaled coordinates and, if `constant` > 0, in one constant coordinate."""
+
+    index: Tensor
+    multiplicity: Tensor
+
+    def __init__(self, head_dim: int, degree: int, constant: float, scale: float | None) -> None:
+        check_count("head_dim", head_dim)
+        num_variables = head_dim + (constant > 0)
+        super().__init__(head_dim, math.comb(num_variables + degree - 1, degree))
+        self.degree = degree
+        self.constant = constant
+        self.scale = temperature(scale, head_dim)
+        self.nonnegative = degree % 2 == 0
+        monomials = list(combinations_with_replacement(range(num_variables), degree))
+        index = torch.tensor(monomials, device="cpu").mT.contiguous()
+        # Integers, which no cast of the module to half precision can round.
+        self.register_buffer("index", index, persistent=False)
+        self.register_buffer("multiplicity", _multinomials(index), persistent=False)
+        self._prepare()
+
+    def query(self, x: Tensor) -> Tensor:
+        """Features: (..., L, D) -> (..., L, R)."""
+        self._check_width(x)
+        if x.dtype not in self._factors:
+            x = x.to(torch.float32)
+        variables = x * math.sqrt(self.scale)
+        if self.constant > 0:
+            first = variables.new_full((), math.sqrt(self.constant)).expand(*x.shape[:-1], 1)
+            variables = torch.cat((first, variables), dim=-1)
+        # Coordinates before tokens: whole rows are picked and multiplied, several times as fast as single numbers.
+        rows = variables.mT.contiguous()
+        phi = rows.index_select(-2, self.index[0])
+        for column in self.index[1:]:
+            phi.mul_(rows.index_select(-2, column))
+        return phi.mul_(self._factors[x.dtype]).mT
+
+    def _squared_factors(self) -> Tensor:
+        """The square of each monomial's factor, (R,), in float64."""
+        return self.multiplicity.double()
+
+    def _prepare(self) -> None:
+        """The factor of each monomial, (R, 1), for the dtypes it is used with, so that a call computes none."""
+        with torch.inference_mode(False):
+            factors = self._squared_factors().sqrt().unsqueeze(-1)
+            self._factors = {torch.float64: factors, torch.float32: factors.to(torch.float32)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model."""
+        super()._apply(fn, recurse)
+        self._prepare()
+        return self
+
+    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """scale·q·k in float64: (..., Lq, Lk)."""
+        self._check_width(q)
+        self._check_width(k)
+        return self.scale * (q.double() @ k.double().mT)
+
+
 @final
-class Taylor(FeatureMap):
+class TensorPolynomial(MonomialMap):
+    """The polynomial kernel, exactly.
+
+    φ(q)·φ(k) = (scale·q·k + constant)^degree.
+
+    Cost: O(L·R·degree) time, O(L·R) memory; R = C(D + degree, degree), or C(D + degree - 1, degree) when constant = 0.
+
+    Args:
+        head_dim: D, the width of a query or key.
+        degree: the power, p; an odd one lets weights be negative, so `nonnegative` is true for even only.
+        constant: added to scale·q·k, ≥ 0; with 0 only the monomials of degree p remain.
+        scale: factor on q·k, > 0; D**-0.5 if None.
+
+    Raises:
+        ValueError: if `head_dim` or `degree` is not a positive integer, `constant` is negative or not finite, or
+            `scale` is not a finite number > 0.
+
+    Example:
+        >>> import torch
+        >>> square = TensorPolynomial(2, degree=2, constant=0.0, scale=1.0)  # x², √2·xy, y²
+        >>> square.query(torch.tensor([[3.0, 1.0]])).pow(2).round(decimals=4).tolist()  # squared: √2 is gone
+        [[81.0, 18.0, 1.0]]
+        >>> square.kernel(torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 2.0]])).tolist()
+        [[25.0]]
+
+    Source: the multinomial theorem; as a kernel: Schölkopf and Smola 2002, section 2.3.
+    """
+
+    def __init__(self, head_dim: int, *, degree: int = 2, constant: float = 1.0, scale: float | None = None) -> None:
+        super().__init__(head_dim, check_count("degree", degree), check_number("constant", constant), scale)
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        """(scale·q·k + constant)^degree in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
+        return (self._logits(q, k) + self.constant) ** self.degree
+
+    def extra_repr(self) -> str:
+        """The map's settings."""
+        return f"head_dim={self.head_dim}, degree={self.degree}, constant={self.constant}, scale={self.scale}"
+
+
+@final
+class Taylor(MonomialMap):
     """The softmax kernel's Taylor polynomial at 0, exactly; good while |scale·q·k| stays below about 1.
 
     φ(q)·φ(k) = 1 + t, or 1 + t + t²/2, with t = scale·q·k. The second is ≥ 1/2 everywhere; the first is negative for
@@ -50,56 +151,41 @@ class Taylor(FeatureMap):
     """
 
     softmax_kernel = True
-    index: Tensor
 
     def __init__(self, head_dim: int, *, order: int = 2, scale: float | None = None) -> None:
         if isinstance(order, bool) or order not in (1, 2):
-            raise ValueError(f"order must be 1 or 2, got {order!r}")
-        super().__init__(head_dim, math.comb(check_count("head_dim", head_dim) + order, order))
-        self.order = order
-        self.scale = temperature(scale, head_dim)
-        self.nonnegative = order == 2
-        monomials = list(combinations_with_replacement(range(head_dim + 1), order))
-        # Integers, which no cast of the module to half precision can round.
-        self.register_buffer("index", torch.tensor(monomials, device="cpu").mT.contiguous(), persistent=False)
-        self._prepare()
+            raise ValueError(f"order must be 1 or 2, got {order!r}; for higher powers use TensorPolynomial")
+        super().__init__(head_dim, order, 1.0, scale)
 
-    def query(self, x: Tensor) -> Tensor:
-        """Features: (..., L, D) -> (..., L, R)."""
-        self._check_width(x)
-        if x.dtype not in self._factors:
-            x = x.to(torch.float32)
-        variables = x * math.sqrt(self.scale)
-        variables = torch.cat((variables.new_ones(()).expand(*x.shape[:-1], 1), variables), dim=-1)
-        # Coordinates before tokens: whole rows are picked and multiplied, several times as fast as single numbers.
-        rows = variables.mT.contiguous()
-        phi = rows.index_select(-2, self.index[0])
-        for column in self.index[1:]:
-            phi.mul_(rows.index_select(-2, column))
-        return phi.mul_(self._factors[x.dtype]).mT
+    @property
+    def order(self) -> int:
+        """Order of the Taylor polynomial, 1 or 2."""
+        return self.degree
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """1 + t (+ t²/2) with t = scale·q·k, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-        self._check_width(q)
-        self._check_width(k)
-        t = self.scale * (q.double() @ k.double().mT)
+        t = self._logits(q, k)
         return 1 + t if self.order == 1 else 1 + t + t.square() / 2
+
+    def _squared_factors(self) -> Tensor:
+        """The square of each monomial's factor, (R,), in float64."""
+        squares = super()._squared_factors()
+        if self.order == 2:
+            # (1 + t)² has the terms 1, 2t and t²; wanted are 1, t and t²/2: halve all but the first monomial.
+            squares[1:] /= 2
+        return squares
 
     def extra_repr(self) -> str:
         """The map's settings."""
         return f"head_dim={self.head_dim}, order={self.order}, scale={self.scale}"
 
-    def _prepare(self) -> None:
-        """The factor of each monomial, (R, 1), for the dtypes it is used with, so that a call computes none."""
-        with torch.inference_mode(False):
-            # (1 + t)² has the terms 1, 2t and t²; wanted are 1, t and t²/2: all but the first monomial are halved.
-            squares = 1.0 + (self.index[0] != self.index[-1]).double()
-            squares[1:] /= self.order
-            factors = squares.sqrt().unsqueeze(-1)
-            self._factors = {torch.float64: factors, torch.float32: factors.to(torch.float32)}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model."""
-        super()._apply(fn, recurse)
-        self._prepare()
-        return self
+def _multinomials(index: Tensor) -> Tensor:
+    """p!/α! of each monomial, from its sorted indices (p, R)."""
+    degree = index.shape[0]
+    run = torch.ones_like(index[0])
+    factorials = torch.ones_like(run)
+    for previous, column in pairwise(index):
+        run = torch.where(column == previous, run + 1, 1)
+        factorials = factorials * run
+    return math.factorial(degree) // factorials

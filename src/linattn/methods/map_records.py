@@ -17,7 +17,7 @@ _KINDS: dict[str, Any] = {**FEATURE_MAPS, **WRAPPERS}
 # models use, and far below what a broken record asks for.
 _MOST_NUMBERS = 2**27
 # Maps whose features are monomials in the D coordinates, up to a degree.
-_OF_MONOMIALS = ("Taylor", "Expansion")
+_OF_MONOMIALS = ("TensorPolynomial", "Taylor", "Expansion")
 
 
 def describe(feature_map: FeatureMap) -> dict[str, Any]:
@@ -132,9 +132,9 @@ def check_size(name: str, options: Mapping[str, Any]) -> None:
 def _log_size(name: str, counts: Mapping[str, int]) -> float:
     """The logarithm of H·D·max(D, R), R from whatever the map's constructor takes it from."""
     width = max(counts.get("head_dim", 1), 1)
-    log_features = sum(math.log(max(counts.get(option, 1), 1)) for option in ("num_features", "num_centres"))
+    log_features = sum(math.log(max(counts.get(option, 1), 1)) for option in ("num_features", "num_centres", "nu"))
     if name in _OF_MONOMIALS:
-        degree = max(counts.get("order", 2), 0)
+        degree = max(counts.get("degree", counts.get("order", 2)), 0)
         log_features += math.lgamma(width + degree + 1) - math.lgamma(width + 1) - math.lgamma(degree + 1)
         # Each monomial is stored as the numbers of its factors.
         log_features += math.log(max(degree, 1))

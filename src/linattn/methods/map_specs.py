@@ -15,7 +15,7 @@ from linattn.softmax.spelling import did_you_mean
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
 SET_ELSEWHERE = ("head_dim", "seed", "num_heads", "second_moment", "landmarks")
 # Maps of earlier versions, and the map that has their features among its own, or the nearest to them.
-_REMOVED = {"Hedgehog": "LearnedExponential", "Dpfp": "Relu", "TensorPolynomial": "Taylor"}
+_REMOVED = {"Hedgehog": "LearnedExponential"}
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Rotary(Position):
 
     Example:
         >>> import linattn
-        >>> Rotary(4).bind(linattn.feature_maps.Taylor(4)).num_features
+        >>> Rotary(4).bind(linattn.feature_maps.TensorPolynomial(4)).num_features
         15
     """
 
@@ -88,7 +88,7 @@ class Rotary(Position):
             raise ValueError(
                 f"{type(feature_map).__name__} with rotary positions is not relative: rotating q and k alike changes "
                 "its kernel, so outputs depend on where the text starts; use a map of a kernel of q·k (FavorPlus, "
-                "Hyperbolic, Oprf, Sderf, Trigonometric, Taylor, RandomRelu), or say that this is "
+                "Hyperbolic, Oprf, Sderf, Trigonometric, Taylor, TensorPolynomial, RandomRelu), or say that this is "
                 "meant with Rotary(…, require_relative=False)"
             )
         return bound
