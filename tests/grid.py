@@ -24,6 +24,7 @@ from linattn.feature_maps import (
     FavorPlus,
     FeatureMap,
     FittedMap,
+    Hedgehog,
     Hyperbolic,
     LearnedExponential,
     Nystrom,
@@ -111,6 +112,7 @@ VARIANTS: dict[str, Callable[[int], FeatureMap]] = {
     "Sderf-iid-per-head": lambda d: Sderf(d, NUM_FEATURES, draw="iid", num_heads=2).fit(*sample(d)),
     "Nystrom-subset-no-ridge": lambda d: Nystrom(d, NUM_FEATURES, num_steps=0, ridge=0.0).fit(*sample(d)),
     "LearnedExponential-per-head": lambda d: moved(LearnedExponential(d, NUM_FEATURES, num_heads=2)),
+    "Hedgehog-per-head": lambda d: moved(Hedgehog(d, num_heads=2)),
     "Centred-LearnedExponential": lambda d: Centred(LearnedExponential(d, NUM_FEATURES)).fit(*sample(d)),
     "Learned": lambda d: Learned(d, NUM_FEATURES, 2),
 }

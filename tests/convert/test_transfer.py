@@ -52,9 +52,10 @@ def ticking(training, clock):
     return training
 
 
+@pytest.mark.parametrize("written", ["LearnedExponential(num_features=8)", "Hedgehog"])
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_transfer_makes_rows_the_exact_ones(learning, clock, family):
-    teacher, student, maps, layers, samples = learning(family, "LearnedExponential(num_features=8)")
+def test_transfer_makes_rows_the_exact_ones(learning, clock, family, written):
+    teacher, student, maps, layers, samples = learning(family, written)
     kept = [weight.clone() for weight in teacher.parameters()]
     training = transfer(student, maps, layers, teacher, samples, seconds=STEPS, learning_rate=1e-2)
     found = train(ticking(training, clock), None, lambda *_: None)

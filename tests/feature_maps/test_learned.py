@@ -15,12 +15,13 @@ from torch import Tensor
 
 import linattn
 from grid import Learned
-from linattn.feature_maps import Centred, FavorPlus, FeatureMap, LearnedExponential
+from linattn.feature_maps import Centred, FavorPlus, FeatureMap, Hedgehog, LearnedExponential
 from linattn.feature_maps._learned import LearnedMap
 
 D, R, L = 4, 8, 32
 BUILD: dict[str, Callable[[], FeatureMap]] = {
     "LearnedExponential": lambda: LearnedExponential(D, R, num_heads=2),
+    "Hedgehog": lambda: Hedgehog(D),
     "Centred": lambda: Centred(LearnedExponential(D, R)),
     "a user's own": lambda: Learned(D, R, 2),
 }
@@ -77,6 +78,17 @@ def test_the_exponents_of_a_learned_exponential_by_hand() -> None:
     assert not torch.equal(learned.query(x[None]), learned.key(x[None]))
 
 
+def test_the_kernel_of_a_hedgehog_by_hand() -> None:
+    """Σ_l exp(u_l + v_l) + exp(-u_l - v_l), u and v what W and b make of query and key; at the start themselves."""
+    q, k = torch.tensor([[0.5, -1.0]]).double(), torch.tensor([[2.0, 0.25]]).double()
+    start = Hedgehog(2, scale=1.0).kernel(q, k).item()
+    assert start == pytest.approx(2 * math.cosh(2.5) + 2 * math.cosh(-0.75), rel=1e-13)
+    hedgehog = moved(Hedgehog(2, scale=4.0))
+    u, v = (side.weight @ (2 * x[0]) + side.bias for side, x in ((hedgehog.of_query, q), (hedgehog.of_key, k)))
+    assert hedgehog.kernel(q, k).item() == pytest.approx(2 * torch.cosh(u + v).sum().item(), rel=1e-13)
+    assert torch.equal(hedgehog.query(q)[..., :2], -hedgehog.query(q)[..., 2:])
+
+
 def divergence(feature_map: FeatureMap, query: Tensor, key: Tensor) -> Tensor:
     """KL(exact softmax ‖ the map's) of each row, in nats."""
     rows = linattn.attention_rows(query, key, feature_map, torch.arange(query.shape[2]))
@@ -84,9 +96,10 @@ def divergence(feature_map: FeatureMap, query: Tensor, key: Tensor) -> Tensor:
     return (exact.exp() * (exact - rows.log())).sum(-1)
 
 
-def test_training_does_more_than_another_draw() -> None:
+@pytest.mark.parametrize("build", [lambda: LearnedExponential(D, R), lambda: Hedgehog(D)], ids=["exponential", "hog"])
+def test_training_does_more_than_another_draw(build: Callable[[], FeatureMap]) -> None:
     """Below the best of twenty FAVOR+ maps, and below the start by four standard errors of the mean over rows."""
-    feature_map, seen, other = LearnedExponential(D, R), tokens(0)[:2], tokens(1)[:2]
+    feature_map, seen, other = build(), tokens(0)[:2], tokens(1)[:2]
     start = copy.deepcopy(feature_map)
     optimiser = torch.optim.Adam(feature_map.parameters(), lr=0.05)
     for _ in range(50):
@@ -227,8 +240,9 @@ def test_casts_go_up_but_not_below_float32() -> None:
 
 def test_a_map_built_under_inference_mode_can_be_trained() -> None:
     with torch.inference_mode():
-        learned = LearnedExponential(D, R)
-        before = learned.fingerprint()
-    linattn.linear_attention(*tokens(9), learned).square().sum().backward()
-    assert all(weight.grad is not None and weight.grad.any() for weight in learned.parameters())
-    assert learned.fingerprint() == before
+        maps = [LearnedExponential(D, R), Hedgehog(D)]
+        before = [each.fingerprint() for each in maps]
+    for each, text in zip(maps, before, strict=True):
+        linattn.linear_attention(*tokens(9), each).square().sum().backward()
+        assert all(weight.grad is not None and weight.grad.any() for weight in each.parameters())
+        assert each.fingerprint() == text

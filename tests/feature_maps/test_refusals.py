@@ -20,6 +20,7 @@ from linattn.feature_maps import (
     EluPlusOne,
     FavorPlus,
     FeatureMap,
+    Hedgehog,
     Hyperbolic,
     LearnedExponential,
     Nystrom,
@@ -150,7 +151,10 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: LearnedExponential(4, 8, scale=0.0), ValueError, "scale must be a finite number > 0, got 0.0"),
     (lambda: LearnedExponential(4, 8, seed=-1), ValueError, "seed must be an integer of at least 0, got -1"),
     (lambda: LearnedExponential(4, 8, num_heads=0), ValueError, "num_heads must be an integer of at least 1, got 0"),
-    (lambda: Centred(EluPlusOne(4)), TypeError, "wants a map for the softmax kernel, got EluPlusOne"),
+    (lambda: Hedgehog(4, num_heads=1.5), ValueError, "num_heads must be an integer of at least 1, got 1.5"),
+    (lambda: Hedgehog(0), ValueError, "head_dim must be a positive integer, got 0"),
+    (lambda: Hedgehog(4, num_heads=2).key(X.expand(1, 3, 3, 4)), ValueError, "built for num_heads=2, got .* 3 heads"),
+    (lambda: Centred(Hedgehog(4)), TypeError, "wants a map for the softmax kernel, got Hedgehog"),
     (lambda: features(Taylor(4), X, "value"), ValueError, 'side must be "query" or "key", got \'value\''),
 ]
 

@@ -20,7 +20,7 @@ from linattn.methods.map_specs import parse_map
 # Maps on the softmax kernel's scale whose weights sum to a positive number: those that may have a window beside them.
 POSITIVE_SOFTMAX = ("Taylor(order=2", "FavorPlus", "Hyperbolic", "Oprf", "Sderf", "LearnedExponential", "Expansion")
 SIGNED_SOFTMAX = ("Taylor(order=1", "Trigonometric", "Nystrom")
-_POSITIVE = ("Exponential", "EluPlusOne", "Relu", "Dpfp", "RandomRelu", "Shifted")
+_POSITIVE = ("Exponential", "EluPlusOne", "Relu", "Dpfp", "RandomRelu", "Hedgehog", "Shifted")
 _POSITIVE += tuple(
     f"{name}(degree={degree}" for name in ("ElementwisePolynomial", "TensorPolynomial") for degree in (2, 4)
 )
@@ -137,6 +137,7 @@ def _written(dice: Dice, head_dim: int) -> str:
         "Expansion": {"num_centres": dice.integer(1, 5), "order": dice.pick(0, 1, 2)} | scale,
         "Nystrom": rows | {"num_steps": dice.integer(0, 3), "ridge": dice.pick(1.0, 0.1)} | scale,
         "LearnedExponential": rows | scale,
+        "Hedgehog": scale,
     }.get(name, {})
     inner = f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
     if name not in _WRAPPED or dice.chance(0.55):

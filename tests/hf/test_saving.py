@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, DynamicCache
 
-from linattn.feature_maps import Balanced, Centred, FavorPlus, LearnedExponential, Nystrom, Oprf, Sderf
+from linattn.feature_maps import Balanced, Centred, FavorPlus, Hedgehog, LearnedExponential, Nystrom, Oprf, Sderf
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, load, restore_, save_pretrained
 from linattn.hf.layer_attention import LayerAttention
 from model_inputs import batch
@@ -123,9 +123,10 @@ def test_weights_of_several_dtypes(build, tmp_path):
     assert all(torch.equal(weights[name], x) for name, x in model.named_parameters())
 
 
-def test_learned_maps_return_trained_and_train_on(build, tmp_path):
+@pytest.mark.parametrize("kind", [LearnedExponential, Hedgehog])
+def test_learned_maps_return_trained_and_train_on(build, tmp_path, kind):
     model, inputs = build("bert"), batch("bert")
-    linearize_(model, method=lambda d: LearnedExponential(d, 8, seed=9))
+    linearize_(model, method=lambda d: kind(d) if kind is Hedgehog else kind(d, 8, seed=9))
     start = kernels(model)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     model(**inputs)[0].square().sum().backward()

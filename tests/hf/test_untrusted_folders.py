@@ -144,7 +144,7 @@ def nested(depth):
         of("FavorPlus", num_features=16, num_heads=10**8),
         of("FavorPlus", num_features=16, head_dim=10**6),
         of("FavorPlus", num_features=10**4000),
-        of("LearnedExponential", num_features=16, head_dim=10**7),
+        of("Hedgehog", head_dim=10**6),
         of("Expansion", num_centres=10**9),
         of("Expansion", num_centres=10**6, order=2),
         of("TensorPolynomial", degree=30),

@@ -19,7 +19,7 @@ from linattn.hf import StateCache, from_pretrained, is_linearized, linearize_, r
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
-METHODS = ("FavorPlus(num_features=16)", "LearnedExponential(num_features=16)", "FavorPlus(num_features=16) + window 4")
+METHODS = ("FavorPlus(num_features=16)", "Hedgehog", "FavorPlus(num_features=16) + window 4")
 IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
@@ -142,7 +142,7 @@ class Bag(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("change", [lambda model: linearize_(model, method="EluPlusOne"), restore_])
+@pytest.mark.parametrize("change", [lambda model: linearize_(model, method="Hedgehog"), restore_])
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -7,7 +7,7 @@ import torch
 
 import linattn
 from grid import BACKENDS, CASES, HEAD_DIM, Case, Learned, qkv, relative_error, sums
-from linattn.feature_maps import LearnedExponential
+from linattn.feature_maps import Hedgehog, LearnedExponential
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.backend == "blocked"], ids=str)
@@ -24,6 +24,7 @@ LEARNED = {
     "LearnedExponential": (LearnedExponential(HEAD_DIM, 5), {}),
     "LearnedExponential-per-head": (LearnedExponential(HEAD_DIM, 3, num_heads=2), {}),
     "LearnedExponential-window": (LearnedExponential(HEAD_DIM, 3), {"window": 1}),
+    "Hedgehog": (Hedgehog(HEAD_DIM), {}),
 }
 
 

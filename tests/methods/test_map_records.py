@@ -23,6 +23,7 @@ from linattn.feature_maps import (
     FavorPlus,
     FeatureMap,
     FittedMap,
+    Hedgehog,
     LearnedExponential,
     Nystrom,
     Oprf,
@@ -57,6 +58,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"num_features": 2, "landmarks": torch.ones(2, D)},
     ],
     "LearnedExponential": [{"num_features": R, "scale": 0.5, "seed": 6}, {"num_features": R, "num_heads": HEADS}],
+    "Hedgehog": [{"scale": 0.5}, {"num_heads": HEADS}],
 }
 CASES = [(name, options) for name, several in OPTIONS.items() for options in several]
 
@@ -159,9 +161,11 @@ def test_wrappers_unfitted_fitted_and_redrawn(name: str) -> None:
     assert_returns(feature_map)
 
 
+@pytest.mark.parametrize("kind", [LearnedExponential, Hedgehog])
 @pytest.mark.parametrize("num_heads", [None, HEADS])
-def test_learned_maps_after_steps_of_training(num_heads: int | None) -> None:
-    feature_map = LearnedExponential(D, R, num_heads=num_heads)
+def test_learned_maps_after_steps_of_training(kind: Any, num_heads: int | None) -> None:
+    sizes = (D,) if kind is Hedgehog else (D, R)
+    feature_map = kind(*sizes, num_heads=num_heads)
     start = feature_map.fingerprint()
     optimiser = torch.optim.Adam(feature_map.parameters(), lr=0.05)
     query, key, value = qkv(dtype=torch.float32)
@@ -203,7 +207,6 @@ RELU = {"head_dim": 4, "floor": 0.001}
         ({"name": "Taylor"}, "has a name and options, got {'name': 'Taylor'}"),
         ({"name": "Taylor", "options": [4]}, "has a name and options"),
         ({"name": "Performer", "options": {}}, "there is no feature map 'Performer'; this linattn has Exponential,"),
-        ({"name": "Hedgehog", "options": {}}, "no feature map 'Hedgehog' (removed: use LearnedExponential); this"),
         ({"name": ["Taylor"], "options": {}}, "there is no feature map ['Taylor']"),
         ({"name": "Taylor", "options": {}}, "Taylor cannot be built from {}: "),
         ({"name": "Taylor", "options": {"head_dim": 4, "degree": 2}}, "'degree'"),

@@ -87,7 +87,7 @@ def flops_per_token(built: BuiltMethod, *, value_dim: int, is_causal: bool) -> i
     A bidirectional window computes the map's part twice, once before the window and once after it.
 
     The features of maps without centres are counted as one product with R·D numbers; elementwise maps need fewer
-    operations, and so do maps that make two features of one row (Hyperbolic, Trigonometric).
+    operations, and so do maps that make two features of one row (Hyperbolic, Trigonometric, Hedgehog).
 
     Example:
         >>> from linattn.methods.method import parse_method

@@ -4,7 +4,7 @@ Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, 
 their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
 `Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
 approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres;
-`LearnedExponential` is trained; `Centred` and `Balanced` wrap any map for the softmax kernel.
+`LearnedExponential` and `Hedgehog` are trained; `Centred` and `Balanced` wrap any map for the softmax kernel.
 """
 
 from linattn.feature_maps._base import FeatureMap as FeatureMap
@@ -25,6 +25,7 @@ from linattn.feature_maps.elementwise import Identity as Identity
 from linattn.feature_maps.elementwise import Relu as Relu
 from linattn.feature_maps.expansion import Expansion as Expansion
 from linattn.feature_maps.favor_plus import FavorPlus as FavorPlus
+from linattn.feature_maps.hedgehog import Hedgehog as Hedgehog
 from linattn.feature_maps.hyperbolic import Hyperbolic as Hyperbolic
 from linattn.feature_maps.learned_exponential import LearnedExponential as LearnedExponential
 from linattn.feature_maps.nystrom import Nystrom as Nystrom
@@ -55,6 +56,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         Expansion,
         Nystrom,
         LearnedExponential,
+        Hedgehog,
     )
 }
 """Every map that is built from a head width, by class name."""

@@ -17,23 +17,23 @@ from linattn.feature_maps._powers import multiplied
 
 
 class Exponents(nn.Module):
-    """Trainable exponents of vectors x̃ = √scale·x: w_i·x̃ + b_i - c_i·|x̃|²/2.
+    """Trainable exponents of vectors x̃ = √scale·x: w_i·x̃ + b_i, or w_i·x̃ + b_i - c_i·|x̃|²/2 with a curvature.
 
     Parameters keep at least float32 when a model is cast: a rounded exponent is a factor on its feature.
 
     Attributes:
         weight: W, (m, D) or (H, m, D), float32 to begin with.
         bias: b, (m,) or (H, m).
-        curvature: c, of the same shape.
+        curvature: c, of the same shape, or None.
 
     Args:
         weight: where W starts.
         scale: the square of the factor on x.
         bias: where every b_i starts.
-        curvature: where every c_i starts.
+        curvature: where every c_i starts; None for none.
     """
 
-    def __init__(self, weight: Tensor, *, scale: float, bias: float, curvature: float) -> None:
+    def __init__(self, weight: Tensor, *, scale: float, bias: float = 0.0, curvature: float | None = None) -> None:
         super().__init__()
         self.scale = scale
         # Normal tensors even when a model is built under inference mode: they are to be trained.
@@ -41,24 +41,30 @@ class Exponents(nn.Module):
             self.weight = nn.Parameter(weight.to(torch.float32, copy=True))
             rows = self.weight.detach()[..., 0]
             self.bias = nn.Parameter(torch.full_like(rows, bias))
-            self.curvature = nn.Parameter(torch.full_like(rows, curvature))
+            self.curvature = None if curvature is None else nn.Parameter(torch.full_like(rows, curvature))
 
     def forward(self, x: Tensor) -> Tensor:
         """Exponents (..., L, m) of x (..., L, D), in at least float32."""
         x, weights = self._operands(x)
         exponents = torch.matmul(x, weights) + self._rows(self.bias, x)
+        if self.curvature is None:
+            return exponents
         return torch.addcmul(exponents, self._half_square(x), self._rows(self.curvature, x), value=-1)
 
     def write(self, x: Tensor, out: Tensor) -> Tensor:
         """`forward` with the product written into `out` (..., L, m), rows of which may lie apart; no gradient."""
         x, weights = self._operands(x)
         exponents = multiplied(x, weights, out).add_(self._rows(self.bias, x))
+        if self.curvature is None:
+            return exponents
         return exponents.addcmul_(self._half_square(x), self._rows(self.curvature, x), value=-1)
 
     def pull(self, x: Tensor, grad: Tensor) -> Tensor:
         """√scale·grad·W - scale·x·(grad·c): from the gradient of `forward`'s output to that of its input."""
         x, weights = self._operands(x)
         gradient = torch.matmul(grad, weights.mT)
+        if self.curvature is None:
+            return gradient
         curved = torch.matmul(grad, self._rows(self.curvature, x).mT)
         return gradient.addcmul_(x, curved, value=-self.scale)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
-from linattn.methods.map_specs import SET_ELSEWHERE, MapSpec, successor
+from linattn.methods.map_specs import SET_ELSEWHERE, MapSpec
 
 _KINDS: dict[str, Any] = {**FEATURE_MAPS, **WRAPPERS}
 # Numbers that a map's tensors, or its state of values as wide as queries, may hold: 1 GB in float64. Far above what
@@ -98,7 +98,7 @@ def rebuild(record: Any) -> FeatureMap:
     name = record["name"]
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ValueError(f"there is no feature map {name!r}{successor(name)}; this linattn has {', '.join(_KINDS)}")
+        raise ValueError(f"there is no feature map {name!r}; this linattn has {', '.join(_KINDS)}")
     check_size(name, record["options"])
     options = {
         option: rebuild(value) if isinstance(value, dict) else value for option, value in record["options"].items()

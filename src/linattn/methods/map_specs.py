@@ -14,8 +14,6 @@ from linattn.softmax.spelling import did_you_mean
 
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
 SET_ELSEWHERE = ("head_dim", "seed", "num_heads", "second_moment", "landmarks")
-# Maps of earlier versions, and the map that has their features among its own, or the nearest to them.
-_REMOVED = {"Hedgehog": "LearnedExponential"}
 
 
 @dataclass(frozen=True)
@@ -159,13 +157,8 @@ def _no_form(text: str) -> ValueError:
 
 def _no_map(name: str, text: str) -> ValueError:
     """Say that there is no map of a name, and which name is near, an exact part's among them."""
-    nearest = successor(name) or did_you_mean(name, (*FEATURE_MAPS, *WRAPPERS, "window", "merged"))
+    nearest = did_you_mean(name, (*FEATURE_MAPS, *WRAPPERS, "window", "merged"))
     return ValueError(f"{text.strip()!r}: there is no feature map {name!r}{nearest}; {_forms()}")
-
-
-def successor(name: object) -> str:
-    """Say which map stands in the place of one that was removed, in brackets; nothing for any other name."""
-    return next((f" (removed: use {new})" for old, new in _REMOVED.items() if str(name).lower() == old.lower()), "")
 
 
 def _forms() -> str:

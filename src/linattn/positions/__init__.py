@@ -14,7 +14,7 @@ it gives q and k for attention; `token_positions` counts positions across paddin
 into `Gates`, which `gated_attention_with_state` takes, or `gate_bias` turns into `key_bias` and a decay of the state. A
 relative bias needs transforms in the fold's place: `relative_bias_attention`. What is relative for kernels of q·k is
 so as far as the map equals one, or in expectation where it estimates one. Letters: L tokens, D head width, P code
-width, R features, Dv value width, E model width, M the longest sequence.
+width, R features, Dv value width, K sines, E model width, M the longest sequence.
 """
 
 from linattn.positions._base import Position as Position
