@@ -160,6 +160,13 @@ FAULTS = (
         "tests/laws/test_imports.py",
     ),
     Fault(
+        "leave a mask of pairs out of softmax without a word",
+        "softmax/attention.py",
+        "if attn_mask is not None or dropout_p:",
+        "if dropout_p:",
+        "tests/laws/test_sdpa_options.py",
+    ),
+    Fault(
         "ask for the autocast of tensors without values",
         "softmax/checking.py",
         " or x.is_meta",

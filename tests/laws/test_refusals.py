@@ -90,13 +90,13 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "mask-dtype": (
         lambda: attend(key_mask=torch.ones(2, 37)),
         TypeError,
-        r"bool tensor.*got torch.float32.*mask.bool\(\)",
+        r"bool tensor.*got torch.float32.*mask.bool\(\), one of 0 and -inf with mask == 0",
     ),
     "mask-kind": (lambda: attend(key_mask=[True]), TypeError, "bool tensor.*got list"),
     "mask-shape": (
         lambda: attend(key_mask=torch.ones(2, 1, 37, 37, dtype=torch.bool)),
         ValueError,
-        r"\(B, Lk\) = \(2, 37\), got \(2, 1, 37, 37\); a kernel cannot mask single pairs",
+        r"\(B, Lk\) = \(2, 37\), got \(2, 1, 37, 37\); it masks keys.*mask\[:, 0, 0\] .*is_causal=True",
     ),
     "mask-device": (
         lambda: attend(key_mask=torch.ones(2, 37, dtype=torch.bool, device="meta")),

@@ -20,6 +20,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
+from linattn.softmax.sdpa_options import refuse_sdpa_options
 
 
 class Attended(NamedTuple):
@@ -58,6 +59,8 @@ def linear_attention(
     enable_gqa: bool = False,
     window: int | None = None,
     backend: str = "auto",
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention with the kernel of a feature map, in linear time.
 
@@ -90,6 +93,7 @@ def linear_attention(
             fused kernels on a CUDA GPU, not for float64 nor `Expansion`), "reference" (quadratic, for checking) or
             "auto", which takes "compiled" where it can run the call and is faster, else "blocked". A named backend
             runs or raises.
+        attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.
@@ -114,6 +118,8 @@ def linear_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794),
         section 2.
     """
+    if attn_mask is not None or dropout_p:
+        refuse_sdpa_options(attn_mask, dropout_p)
     tokens, weights = (query, key, value), (key_mask, key_bias)
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
     return _attend(call, chosen, window, None)[0].out.flatten(1, 2)
@@ -166,6 +172,8 @@ def linear_attention_with_state(
     enable_gqa: bool = False,
     window: int | None = None,
     backend: str = "auto",
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Attended:
     """Causal attention over the state's keys and these, and the state after them.
 
@@ -182,6 +190,7 @@ def linear_attention_with_state(
         key_mask, key_bias, enable_gqa, backend: as in `linear_attention`; masked keys do not enter the state.
         window: as in `linear_attention`, the same for all calls of a stream, wherever it is cut: the state keeps the
             keys of the window's last two blocks.
+        attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:
         Attended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new State.
@@ -200,6 +209,8 @@ def linear_attention_with_state(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
+    if attn_mask is not None or dropout_p:
+        refuse_sdpa_options(attn_mask, dropout_p)
     tokens, weights = (query, key, value), (key_mask, key_bias)
     _, rows, after = _advance(tokens, feature_map, state, weights, enable_gqa, window, backend)
     return Attended(rows.out.flatten(1, 2), after)

@@ -20,6 +20,7 @@ from linattn.softmax.left_padding import Streamed, attend_by_groups, turned
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups
+from linattn.softmax.sdpa_options import refuse_sdpa_options
 from linattn.softmax.tracing import has_values
 from linattn.softmax.weighted import Reading
 
@@ -61,6 +62,8 @@ def merged_attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
     backend: str = "auto",
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Softmax attention to a window of exact keys, and to merged keys in place of all others, in linear time.
 
@@ -86,6 +89,7 @@ def merged_attention(
         backend: "torch", "compiled" (on a CPU and without gradients, in at most float32; from the wheel
             linattn-compiled) or "auto", which takes "compiled" where it can run the call and is faster, else "torch". A
             named backend runs or raises.
+        attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.
@@ -103,6 +107,8 @@ def merged_attention(
         >>> out.flatten().tolist()  # all keys are alike: one stands for four
         [4.0, 4.0, 4.0, 4.0]
     """
+    if attn_mask is not None or dropout_p:
+        refuse_sdpa_options(attn_mask, dropout_p)
     tokens = _checked((query, key, value), config, (key_mask, key_bias), enable_gqa, backend, is_causal=is_causal)
     scale = query.shape[-1] ** -0.5
     with outside_autocast(query.device):
@@ -168,6 +174,8 @@ def merged_attention_with_state(
     key_bias: Tensor | None = None,
     enable_gqa: bool = False,
     backend: str = "auto",
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> MergedAttended:
     """Causal merged attention over the state's tokens and these, and the state after them.
 
@@ -179,6 +187,7 @@ def merged_attention_with_state(
         config: the same for all calls of a stream.
         state: the tokens before, from an earlier call; None for none. It is not changed.
         key_mask, key_bias, enable_gqa, backend: as in `merged_attention`; masked keys do not enter the state.
+        attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:
         MergedAttended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new `MergedState`.
@@ -197,6 +206,8 @@ def merged_attention_with_state(
         >>> out.item()
         4.0
     """
+    if attn_mask is not None or dropout_p:
+        refuse_sdpa_options(attn_mask, dropout_p)
     tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), enable_gqa, backend)
     scale = query.shape[-1] ** -0.5
     with outside_autocast(query.device):

@@ -303,6 +303,9 @@ def _check_mask(key_mask: Tensor, source: Tensor) -> None:
     """Refuse anything but a (B, Lk) bool mask."""
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         got = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise TypeError(f"key_mask must be a bool tensor, True = attend, got {got}; convert 1/0 masks with mask.bool()")
+        raise TypeError(
+            f"key_mask must be a bool tensor, True = attend, got {got}; convert a mask of 1 and 0 with mask.bool(), "
+            "one of 0 and -inf with mask == 0"
+        )
     if key_mask.shape != source.shape[:2]:
         raise ValueError(f"key_mask must be (B, Lk) = {tuple(source.shape[:2])}, got {tuple(key_mask.shape)}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from linattn.softmax.checking import checked
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
+from linattn.softmax.sdpa_options import refuse_sdpa_options
 from linattn.softmax.tracing import is_transformed
 
 
@@ -24,6 +25,8 @@ def softmax_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Exact softmax attention, by torch's scaled_dot_product_attention, under this library's conventions.
 
@@ -36,6 +39,7 @@ def softmax_attention(
             logits of its key's column, causality is bottom-right (SDPA's own flag is top-left). Jagged ones are taken
             where nothing is masked, biased or causal.
         scale: the temperature, default D**-0.5.
+        attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:
         (B, H, Lq, Dv) in the query's dtype.
@@ -51,6 +55,8 @@ def softmax_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
+    if attn_mask is not None or dropout_p:
+        refuse_sdpa_options(attn_mask, dropout_p)
     query, key, value, bias = checked(
         (query, key, value),
         key_mask,

@@ -116,13 +116,12 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
     """Mask and bias as one, in the accumulation dtype."""
     batch, heads, length = key.shape[:3]
     if key_mask is not None:
-        _check_kind(
-            "key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", "convert 1/0 masks with mask.bool()"
-        )
+        remedy = "convert a mask of 1 and 0 with mask.bool(), one of 0 and -inf with mask == 0"
+        _check_kind("key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", remedy)
         if tuple(key_mask.shape) != (batch, length):
             raise ValueError(
-                f"key_mask must be (B, Lk) = {(batch, length)}, got {tuple(key_mask.shape)}; a kernel cannot mask "
-                "single pairs, only keys"
+                f"key_mask must be (B, Lk) = {(batch, length)}, got {tuple(key_mask.shape)}; it masks keys, for all "
+                "queries: give mask[:, 0, 0] of a (B, 1, 1, Lk) mask, and is_causal=True in place of a causal one"
             )
     if key_bias is not None:
         wanted = "a floating tensor, the logarithm of a factor on each key's weight"
