@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from linattn import MergedKV
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
+from linattn_lab.kv_audit.methods import num_unmerged
 from linattn_lab.kv_audit.names import BOUNDED, FULL
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, summarise_memory
 from linattn_lab.report.memory.words import nats, setting_words, table_at
 from site_tables import table
 
 MEMORY = Path(__file__).parent / "memory.json"
+# The budget and the head width of the table of what fits.
+_ROOM, _WIDTH = 512, 128
 _KIND, _VERSION = "figures of bounded KV caches", 1
 _REMEDY = "take it again with docs/write_tables.py --take-memory"
 
@@ -39,28 +46,48 @@ def readme_table() -> str:
     header, (length, budget) = audit.header, max(audit.settings)
     baselines = audit.without_budget(length)
     full = next(line for line in baselines if line.method == FULL)
+    threads = f"{header.num_threads} thread{'' if header.num_threads == 1 else 's'} of one {header.processor}"
+    passages = "a passage" if header.num_passages == 1 else f"{header.num_passages} passages"
     words = (
-        f"{header.model} in {header.dtype}, {length:,} tokens, budget {budget:,} tokens a layer; passages of each of "
-        f"{', '.join(header.texts)}: {header.num_passages}; threads of one {header.processor}: {header.num_threads}. "
-        f"KL divergence in nats from the full cache. Needles: facts told once, retrieved at a depth of "
-        f"{', '.join(full.facts)} of the text. Unmerged: tokens that the cache holds one by one."
+        f"{header.model} in {header.dtype}, {passages} of {length:,} tokens of each of {', '.join(header.texts)}, budget "
+        f"{budget:,} tokens a layer, {threads}. Unmerged: share of the tokens that the cache holds one by one. KL: nats "
+        f"from the full cache. Needles: accuracy on facts stated once at {', '.join(full.facts)} of the text. Prefill and "
+        "tokens/s: over the full cache's."
     )
-    head = ("method", "KV cache, MB", "unmerged", "KL", "needles", "prefill time ÷ full", "tokens/s ÷ full")
+    head = ("method", "KV cache, MB", "unmerged", "KL", "needles", "prefill time", "tokens/s")
     rows = [_row(line, full) for line in (*baselines, *audit.at(length, budget))]
     return f"{words}\n\n{table(head, rows)}"
 
 
 def _row(line: MemoryLine, full: MemoryLine) -> tuple[str, ...]:
     """One method, its times over the full cache's."""
+    name = f"**{line.method}**" if line.method == BOUNDED else line.method
     return (
-        f"**{line.method}**" if line.method == BOUNDED else line.method,
+        f"{name}, nothing merged" if line.method != FULL and "merged" in line.label and line.unmerged == 1 else name,
         f"{line.num_bytes / 1e6:.2f}",
         f"{line.unmerged:.0%}",
         nats(line.kl),
         ", ".join(f"{share:.0%}" for share in line.facts.values()) or "–",
-        f"{line.prefill_seconds.median / full.prefill_seconds.median:.2f}",
-        f"{line.tokens_per_second.median / full.tokens_per_second.median:.2f}",
+        f"{line.prefill_seconds.median / full.prefill_seconds.median:.2f} ×",
+        f"{line.tokens_per_second.median / full.tokens_per_second.median:.2f} ×",
     )
+
+
+def room_table() -> str:
+    """How many tokens a budget holds before it merges any, by dtype and option."""
+    dtypes = (torch.float32, torch.bfloat16)
+    options: dict[str, dict[str, Any]] = {
+        "`bits=4`": {"bits": 4},
+        '`recall="far"`': {"recall": "far"},
+        "`bits=8`": {"bits": 8},
+        "`bits=None`": {"bits": None},
+    }
+    rows = []
+    for words, option in options.items():
+        configs = (MergedKV.within(_ROOM, head_dim=_WIDTH, dtype=dtype, **option) for dtype in dtypes)
+        rows.append((words, *(f"{num_unmerged(config):,}" for config in configs)))
+    head = (f"tokens within {_ROOM}, head width {_WIDTH}", *(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return table(head, rows)
 
 
 def memory_table(file: Path) -> str:

@@ -24,7 +24,7 @@ from draw_figures import drawings
 from explorer_figures import explorer_frame, take_explorer
 from linattn.records.atomic import atomic_file
 from linattn_lab.report import SOURCES, summarise_audit, summarise_claims
-from memory_tables import MEMORY, memory_table, readme_table, take_memory
+from memory_tables import MEMORY, memory_table, readme_table, room_table, take_memory
 from models_table import models_table
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
 from site_tables import claims_table, encoder_table, misses_table, no_better_table, picture_words, time_words
@@ -307,6 +307,7 @@ def tables() -> dict[str, str]:
         "benchmarks": benchmark_table(lines),
         "picture": picture_words(audit),
         "bounded": readme_table(),
+        "room": room_table(),
         "encoder": encoder_table(audit),
         "crossover": claims_table(lines, "crossover_with_sdpa"),
         "generation": claims_table(lines, "generation_costs_the_same_at_any_length"),

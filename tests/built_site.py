@@ -11,6 +11,7 @@ from typing import Any
 
 from snippets import ROOT
 
+KV, OWN, COMPARED = "how_to/constant_memory.html", "how_to/your_transformer.html", "how_to/compared.html"
 QUESTIONS = {
     "which map should I use?": "concepts/maps.html|faq.html#which-map-should-i-use",
     "how many features?": "concepts/maps.html#how-many-features|faq.html#how-many-features-do-i-need",
@@ -22,6 +23,29 @@ QUESTIONS = {
     "GPU": "faq.html#does-it-run-on-a-gpu",
     "how do I save a model?": "faq.html#how-do-i-save-a-model",
     "how do I train a model?": "faq.html#how-do-i-train-a-model",
+    "needle": "faq.html#does-a-bounded-cache-pass-needle-retrieval",
+    "retrieval": "faq.html#does-a-bounded-cache-pass-needle-retrieval",
+    "needle recall": f"faq.html#does-a-bounded-cache-pass-needle-retrieval|{KV}#what-it-costs",
+    "KV cache eviction": f"{COMPARED}#kvpress|faq.html#what-is-the-eviction-policy-and-what-of-attention-sinks",
+    "attention sinks": "faq.html#what-is-the-eviction-policy-and-what-of-attention-sinks",
+    "quantized window": "faq.html#to-how-many-bits-is-the-kv-cache-quantized",
+    "quantized KV cache": "faq.html#to-how-many-bits-is-the-kv-cache-quantized",
+    "long context memory": "faq.html#how-much-memory-does-a-long-context-take",
+    "out of memory": "faq.html#how-much-memory-does-a-long-context-take",
+    "tokens per second": "faq.html#how-fast-is-it-tokens-per-second-prefill-latency",
+    "perplexity KL divergence": "faq.html#what-do-perplexity-and-kl-divergence-say",
+    "RULER": f"{KV}#measure-it-on-your-model",
+    "custom model": "faq.html#does-it-take-my-custom-model|how_to/which_models.html",
+    "replace attention in my Transformer": f"{OWN}|faq.html#how-do-i-replace-attention-in-my-own-transformer",
+    "attn_mask": f"{OWN}#you-call-scaled_dot_product_attention|faq.html#what-takes-the-place-of-attn_mask-and-dropout_p",
+    "QuantizedCache": f"{COMPARED}#quantizedcache",
+    "kvpress": f"{COMPARED}#kvpress",
+    "flash linear attention": f"{COMPARED}#flash-linear-attention",
+    "save and load a cache": f"faq.html#how-do-i-save-and-load-a-cache|{KV}#continue-fork-save",
+    "beam search": "faq.html#does-beam-search-work",
+    "write a feature map": "how_to/custom_map.html",
+    "linearize an encoder": "how_to/encoder.html",
+    "sentence embeddings": "how_to/encoder.html#sentence-encoders",
 }
 """What a newcomer asks, and the places that answer it, any of which is to be among the first three hits."""
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def audited(tmp_path):
         memory_passage(0, UNIFORM, 1.5, budget=0),
         memory_passage(0, BOUNDED, 0.00042),
         memory_passage(0, "sinks + window", 0.4),
+        replace(memory_passage(0, "merged keys", 0.1), label="merged 900", unmerged=1.0),
         memory_facts(FULL, [1.0, 0.8], 0),
         memory_facts(BOUNDED, [0.9, 0.1]),
     ]
@@ -81,13 +83,21 @@ def test_the_readme_shows_quality_and_speed_of_a_method_in_one_row(writer, audit
     memory_tables.take_memory([audited], file)
     monkeypatch.setattr(memory_tables, "MEMORY", file)
     words, _, head, _, *rows = memory_tables.readme_table().splitlines()
-    assert "600 tokens, budget 64 tokens a layer" in words
-    assert "depth of 90%, 10% of the text" in words
+    assert "2 passages of 600 tokens of each of prose" in words
+    assert "budget 64 tokens a layer" in words
+    assert "at 90%, 10% of the text" in words
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (head, *rows)]
-    assert [row[0] for row in cells] == ["method", FULL, UNIFORM, f"**{BOUNDED}**", "sinks + window"]
+    assert [row[0] for row in cells] == [
+        "method",
+        FULL,
+        UNIFORM,
+        f"**{BOUNDED}**",
+        "merged keys, nothing merged",
+        "sinks + window",
+    ]
     columns = dict(zip(cells[0], cells[3], strict=True))
     assert (columns["KL"], columns["unmerged"], columns["needles"]) == ("0.00042", "50%", "90%, 10%")
-    assert (cells[1][-2:], cells[2][4]) == (["1.00", "1.00"], "–")
+    assert (cells[1][-2:], cells[2][4]) == (["1.00 ×", "1.00 ×"], "–")
 
 
 def test_figures_that_are_kept_are_those_of_the_report(writer, audited):

@@ -74,6 +74,10 @@ def test_a_newcomer_finds_the_answer_among_the_first_three_hits(search: Search, 
         assert answer in search.docs
 
 
+def test_newcomers_ask_many_questions() -> None:
+    assert len(QUESTIONS) >= 20
+
+
 def test_no_word_of_the_search_has_a_digit(search: Search) -> None:
     """The pages' script mixes up nodes of its tree of words whose edges are digits: it fails on words that are none."""
     assert len(search.words) > 1000

@@ -72,7 +72,7 @@ def layer_0_is_kept_and_all_comes_back(names: dict[str, Any], printed: str) -> N
 
 def bytes_are_learned(names: dict[str, Any], printed: str) -> None:
     """Of the tutorial on training."""
-    assert names["found"].test.bits < names["found"].frequency_bits
+    assert names["trained"].test.bits < names["trained"].frequency_bits
     assert isinstance(names["model"], linattn.hf.LinearLMForCausalLM)
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("site")
 
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 MAIN = ["index.html", "quickstart.html", "concepts/maps.html", "faq.html", "evidence/audit.html"]
-MAIN += ["evidence/explorer.html"]
+MAIN += ["evidence/explorer.html", "how_to/constant_memory.html", "how_to/compared.html"]
 
 
 def test_the_explorer_shows_a_head(visit):
