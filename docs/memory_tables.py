@@ -49,10 +49,10 @@ def readme_table() -> str:
     threads = f"{header.num_threads} thread{'' if header.num_threads == 1 else 's'} of one {header.processor}"
     passages = "a passage" if header.num_passages == 1 else f"{header.num_passages} passages"
     words = (
-        f"{header.model} in {header.dtype}, {passages} of {length:,} tokens of each of {', '.join(header.texts)}, budget "
-        f"{budget:,} tokens a layer, {threads}. Unmerged: share of the tokens that the cache holds one by one. KL: nats "
-        f"from the full cache. Needles: accuracy on facts stated once at {', '.join(full.facts)} of the text. Prefill and "
-        "tokens/s: over the full cache's."
+        f"{header.model} in {header.dtype}, {passages} of {length:,} tokens of each of {', '.join(header.texts)}, "
+        f"budget {budget:,} tokens a layer, {threads}. Unmerged: share of the tokens that the cache holds one by one. "
+        f"KL: nats from the full cache. Needles: accuracy on facts stated once at {', '.join(full.facts)} of the text. "
+        "Prefill and tokens/s: over the full cache's."
     )
     head = ("method", "KV cache, MB", "unmerged", "KL", "needles", "prefill time", "tokens/s")
     rows = [_row(line, full) for line in (*baselines, *audit.at(length, budget))]

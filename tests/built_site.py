@@ -12,6 +12,7 @@ from typing import Any
 from snippets import ROOT
 
 KV, OWN, COMPARED = "how_to/constant_memory.html", "how_to/your_transformer.html", "how_to/compared.html"
+SDPA = f"{OWN}#you-call-scaled_dot_product_attention"
 QUESTIONS = {
     "which map should I use?": "concepts/maps.html|faq.html#which-map-should-i-use",
     "how many features?": "concepts/maps.html#how-many-features|faq.html#how-many-features-do-i-need",
@@ -37,7 +38,7 @@ QUESTIONS = {
     "RULER": f"{KV}#measure-it-on-your-model",
     "custom model": "faq.html#does-it-take-my-custom-model|how_to/which_models.html",
     "replace attention in my Transformer": f"{OWN}|faq.html#how-do-i-replace-attention-in-my-own-transformer",
-    "attn_mask": f"{OWN}#you-call-scaled_dot_product_attention|faq.html#what-takes-the-place-of-attn_mask-and-dropout_p",
+    "attn_mask": f"{SDPA}|faq.html#what-takes-the-place-of-attn_mask-and-dropout_p",
     "QuantizedCache": f"{COMPARED}#quantizedcache",
     "kvpress": f"{COMPARED}#kvpress",
     "flash linear attention": f"{COMPARED}#flash-linear-attention",
