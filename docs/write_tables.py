@@ -152,11 +152,11 @@ def benchmark_table(lines: list[dict[str, Any]]) -> str:
     """Every claim with its figure, its bound, and whether it holds; the machine once, and in rows of another."""
     machine = json.loads(Counter(json.dumps(line["machine"]) for line in lines).most_common(1)[0][0])
     rows = [
-        f"{_threads(machine)} of one {machine['processor']} ({machine['vectors']}), torch {machine['torch']}, unless a "
-        "row says otherwise; medians, with the spread of interleaved repeats; 8 heads, D = 64, 256 features and "
-        "float32 unless said:",
+        f"{_threads(machine)} of one {machine['processor']} ({machine['vectors']}), torch {machine['torch']}; 8 heads, "
+        "D = 64, 256 features, float32, unless a row says otherwise. Figures are medians, with the spread of "
+        "interleaved repeats.",
         "",
-        "| | measured | wanted | |",
+        "| figure | measured | wanted | verdict |",
         "|---|---|---|---|",
     ]
     for row in lines:
@@ -185,11 +185,11 @@ def conversion_table(lines: list[dict[str, Any]]) -> str:
     if not found:
         sys.exit("benchmarks/results.jsonl holds no conversion; run benchmarks/conversion_repairs_a_real_encoder.py")
     rows = [
-        f"On {found[0]['texts']} held-out texts, {found[0]['tokens']:,} tokens, in {found[0]['minutes']:.0f} minutes "
-        "each; exact attention is 1. As drawn, an expansion takes its centres from each text; calibrated, they are "
-        "fixed:",
+        f"{found[0]['minutes']:.0f} minutes each, measured on {found[0]['texts']} held-out texts of "
+        f"{found[0]['tokens']:,} tokens in all; exact attention has 1. An expansion as drawn takes its centres from "
+        "each text; calibrated, it has fixed ones.",
         "",
-        "| | averaging | the map as drawn | calibrated | distilled |",
+        "| figure | averaging | the map as drawn | calibrated | distilled |",
         "|---|---|---|---|---|",
     ]
     for row in found:
@@ -204,10 +204,11 @@ def language_model_table(lines: list[dict[str, Any]]) -> str:
     runs = [row for row in lines if "run of" in row]
     contexts, names = sorted({context for _, context in rates}), dict.fromkeys(name for name, _ in rates)
     rows = [
-        "Four blocks of width 128, about a million parameters, on Python's own sources; bytes a second that training "
-        f"reads, on two quiet cores, by context{_bits_in_words(runs, contexts[0])}:",
+        "Four blocks of width 128, about a million parameters, on Python's own sources. Bytes/s: what training reads "
+        f"on two quiet cores, by context.{_bits_in_words(runs, contexts[0])}",
         "",
-        f"| attention | {' | '.join(f'{context:,}' for context in contexts)} |{' bits per byte |' if runs else ''}",
+        f"| attention | {' | '.join(f'bytes/s at {context:,}' for context in contexts)} |"
+        f"{' bits per byte |' if runs else ''}",
         f"|---|{'---|' * len(contexts)}{'---|' if runs else ''}",
     ]
     if runs:
@@ -228,8 +229,8 @@ def _bits_in_words(runs: list[dict[str, Any]], context: int) -> str:
         return ""
     seeds = ", ".join(map(str, sorted({row["seed"] for row in runs})))
     return (
-        f", and bits per byte on files that were not trained on after as many steps of {context:,} bytes as fifteen "
-        f"minutes have at that speed, mean (least to most) of seeds {seeds}"
+        f" Bits per byte: on files that were not trained on, after as many steps of {context:,} bytes as fifteen "
+        f"minutes have at that speed; mean (least to most) of seeds {seeds}."
     )
 
 
