@@ -77,6 +77,13 @@ def claims_table(lines: list[Row], benchmark: str) -> str:
     return f"{table(('claim', 'measured', 'verdict'), rows)}\n\n{machine_words(found)}."
 
 
+def crossover_table(lines: list[Row]) -> str:
+    """From which length linear attention is faster than exact attention, and on which machine."""
+    found = [line for line in lines if line["benchmark"] == "crossover_with_sdpa"]
+    rows = [(*line["claim"].split(", ")[1:], measured(line)) for line in found]
+    return f"{table(('direction', 'random features', 'faster from'), rows)}\n\n{machine_words(found)}."
+
+
 def verdict(line: Row) -> str:
     """Whether a figure meets its mark."""
     bound = line["bound"].replace(">=", "≥").replace("<=", "≤")

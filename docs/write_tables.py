@@ -27,7 +27,15 @@ from linattn_lab.report import SOURCES, summarise_audit, summarise_claims
 from memory_tables import MEMORY, memory_table, readme_table, room_table, take_memory
 from models_table import models_table
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
-from site_tables import claims_table, encoder_table, misses_table, no_better_table, picture_words, time_words
+from site_tables import (
+    claims_table,
+    crossover_table,
+    encoder_table,
+    misses_table,
+    no_better_table,
+    picture_words,
+    time_words,
+)
 from write_cli import cli_page
 from write_schema import schema_page
 
@@ -310,7 +318,7 @@ def tables() -> dict[str, str]:
         "bounded": readme_table(),
         "room": room_table(),
         "encoder": encoder_table(audit),
-        "crossover": claims_table(lines, "crossover_with_sdpa"),
+        "crossover": crossover_table(lines),
         "generation": claims_table(lines, "generation_costs_the_same_at_any_length"),
         "error_over_length": claims_table(lines, "error_over_length"),
         "ranks_bytes": ranks_bytes(lines),
