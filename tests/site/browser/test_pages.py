@@ -30,6 +30,12 @@ def test_the_explorer_shows_a_head(visit):
     assert frame.locator("#explorer-0 .line").count() == 2
 
 
+@pytest.mark.parametrize("name", [*MAIN, "evidence/constant_memory.html", "evidence/index.html"])
+def test_no_table_is_wider_than_its_place_on_a_desk(visit, name):
+    wide = "all => all.filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.innerText.slice(0, 60))"
+    assert visit(name, 1280).locator(".md-typeset__scrollwrap").evaluate_all(wide) == []
+
+
 @pytest.mark.parametrize("name", MAIN)
 def test_nothing_runs_out_of_a_page(visit, name):
     for width, theme, ground in ((380, "light", "rgb(255, 255, 255)"), (1280, "dark", "rgb(30, 33, 41)")):
