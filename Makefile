@@ -6,14 +6,11 @@ SOURCES := src lab tests benchmarks docs conftest.py
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-FIRST_LOOK := --map "window 32 + merged 96" --map "merged 128" \
-  --map "Expansion(num_centres=16) + window 32" --map "Expansion(num_centres=16)" --map "Expansion(num_centres=1)" --map FavorPlus --map EluPlusOne
-
 .PHONY: demo test test-claims test-lm sanitized check fmt bench readme docs release clean
 
 # A page to read as soon as there can be one, best methods first; speed and claims are added to it meanwhile.
 demo: $(VENV)/demo.stamp $(VENV)/compiled.stamp
-	$(BIN)/linattn audit --draws 1 --features 256 $(FIRST_LOOK) --out report
+	$(BIN)/linattn audit --out report
 	@echo "Open report/index.html: speed and claims are added to it while you read."
 	$(BIN)/linattn bench --lengths 512,2048,8192 --repeats 3 --no-memory --out report
 	$(BIN)/linattn reproduce --quick --out report
@@ -45,7 +42,7 @@ fmt: $(VENV)/dev.stamp
 	$(BIN)/ruff format --quiet $(SOURCES)
 
 readme: $(VENV)/demo.stamp $(VENV)/compiled.stamp
-	$(BIN)/linattn audit --out report/figures
+	$(BIN)/linattn audit --full --out report/figures
 	$(BIN)/linattn reproduce --quick --out report/figures
 	$(BIN)/python docs/write_tables.py --take report/figures
 

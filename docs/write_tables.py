@@ -134,7 +134,7 @@ def take_figures(report: Path) -> dict[str, Any]:
 def audit_table(audit: dict[str, Any]) -> str:
     """Each method's error and costs beside both baselines."""
     rows = [
-        f"`linattn audit` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
+        f"`linattn audit --full` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
         f"{audit['heads']} heads, linattn-compiled {audit['compiled']}:",
         "",
         "| method | numbers per head | FLOPs per token | model's time / softmax's | relative output error | error over "

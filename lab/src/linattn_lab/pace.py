@@ -114,3 +114,18 @@ def _clocked(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def duration(seconds: float) -> str:
+    """An estimate of a time in words.
+
+    Example:
+        >>> duration(38.2), duration(60.0), duration(1500.0), duration(9000.0)
+        ('about 40 seconds', 'about 1 minute', 'about 25 minutes', 'about 2.5 hours')
+    """
+    if seconds < 55:
+        return f"about {max(10 * round(seconds / 10), 10)} seconds"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"about {minutes} minute{'' if minutes == 1 else 's'}"
+    return f"about {seconds / 3600:.1f} hours"

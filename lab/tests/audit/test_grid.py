@@ -5,19 +5,24 @@ from __future__ import annotations
 import pytest
 
 from linattn.methods.method import parse_method
-from linattn_lab.audit.grid import DEFAULT_METHODS, AuditGrid, default_methods
+from linattn_lab.audit.grid import FULL_METHODS, SHORT_METHODS, AuditGrid
 
 
-@pytest.mark.parametrize("label", DEFAULT_METHODS)
-def test_defaults_are_their_own_labels(label):
+@pytest.mark.parametrize("label", FULL_METHODS)
+def test_methods_are_their_own_labels(label):
     assert parse_method(label).label == label
 
 
+def test_the_full_grid_has_the_short_one():
+    assert set(SHORT_METHODS) < set(FULL_METHODS)
+
+
 def test_fixed_maps_are_measured_once():
-    wanted = AuditGrid(default_methods(), features=(64, 256), draws=3, seed=5)
+    methods = tuple(map(parse_method, FULL_METHODS))
+    wanted = AuditGrid(methods, features=(64, 256), draws=3, seed=5)
     found = [(c.method.label, c.num_features, c.draw) for c in wanted.configurations()]
-    free = [method for method in default_methods() if method.takes_features]
-    fixed = [method for method in default_methods() if not method.takes_features]
+    free = [method for method in methods if method.takes_features]
+    fixed = [method for method in methods if not method.takes_features]
     drawn = sum(3 if method.is_random else 1 for method in fixed)
     assert all(method.is_random for method in free)
     assert len(found) == len(set(found)) == len(free) * 2 * 3 + drawn

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from apart import Apart
 from linattn.cli.app import app
 from linattn.hf import load
-from linattn.methods.method import parse_method
 from linattn_lab.audit.measuring import Audit
-from linattn_lab.audit.records import AUDIT, HeadRow, LengthsRow, TimeRow
+from linattn_lab.audit.records import AUDIT, HeadRow, LengthsRow, RankRow, TimeRow
 from linattn_lab.audit.truth import LayerTruth
 from linattn_lab.report import summarise_audit
 from pages import Page
@@ -72,8 +71,7 @@ def test_audit(run, tmp_path, family):
     assert (header.features, header.draws, header.seed, header.num_tokens) == ([8, 16], 2, 3, 32)
     assert header.maps == ["FavorPlus", "Centred(Taylor(order=1))"]
     heads = 2 * 4
-    ranks = 6 if family == "bert" else 5
-    assert len(without_times(rows)) == 2 + 2 + ranks * heads + (2 * 2 + 1) * (heads + 1) + 3 * 2
+    assert len(without_times(rows)) == 2 + 2 + (2 * 2 + 1) * (heads + 1) + 3 * 2
     assert sum(isinstance(row, TimeRow) for row in rows) == 3
     assert "uniform averaging" in result.output
     assert "Up to 80 numbers per head, what 8 random features keep" in result.output
@@ -147,8 +145,9 @@ def measured(monkeypatch):
 # Two baselines, two layers' attention rows, five ranks of two layers of four heads, then for each method two layers of
 # attention rows and heads, the model's time and the whole model; times at growing lengths come last.
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 46, 49, 54, 55, 56, 58, 61, 66, 67, 68])
-def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, measured, number):
-    words = ["--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "1"]
+def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, measured, number, monkeypatch):
+    monkeypatch.setattr("linattn_lab.commands.audit.FULL_METHODS", ("FavorPlus", "Relu"))
+    words = ["--full", "--features", "8", "--draws", "1"]
     file = tmp_path / "out" / "audit.jsonl"
     run(*words)
     whole = figures(file)
@@ -184,10 +183,9 @@ def test_a_finished_audit_is_measured_anew_when_asked_for(run, tmp_path, measure
 
 def test_an_interrupt_leaves_a_page_of_what_is_measured(run, tmp_path, ends):
     words = ["--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "2"]
-    ranks = 5 * 2 * 4
-    ends(2 + 2 + ranks + 12 + 2)
+    ends(2 + 2 + 12 + 2)
     result = run(*words)
-    assert f"{tmp_path / 'out' / 'index.html'} shows the 1 methods and widths" in result.output.replace("\n", "")
+    assert f"{tmp_path / 'out' / 'index.html'} shows what is measured so far: 1 method." in result.output.replace("\n", "")
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert "Not finished: FavorPlus; Relu are still to be measured" in page.text
     summary = summarise_audit(tmp_path / "out" / "audit.jsonl")
@@ -224,7 +222,7 @@ def test_a_file_that_is_no_audit_is_kept_aside(run, tmp_path):
 
 def test_every_stage_is_told_without_a_terminal(run):
     output = run("--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "2").output
-    wanted = ("Loading ", "Recording the attention of", "Exact attention and averaging", "The limit of every rank")
+    wanted = ("Loading ", "Recording the attention of", "Measuring takes about ", "Exact attention and averaging")
     wanted += ("FavorPlus, 8 features, draw 1 of 2", "FavorPlus, 8 features, draw 2 of 2", "Relu, 8 features")
     places = [output.index(words) for words in wanted]
     assert places == sorted(places)
@@ -233,8 +231,7 @@ def test_every_stage_is_told_without_a_terminal(run):
 
 
 def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder, tmp_path, monkeypatch):
-    methods = tuple(map(parse_method, ("Relu", "Expansion(num_centres=64)")))
-    monkeypatch.setattr("linattn_lab.commands.audit.default_methods", lambda: methods)
+    monkeypatch.setattr("linattn_lab.commands.audit.SHORT_METHODS", ("Relu", "Expansion(num_centres=64)"))
     monkeypatch.setattr("linattn_lab.commands.audit.load", lambda name: load(str(wide_folder)))
     reason = "on heads 256 wide its state has 4,227,200 numbers, as many as the keys and values of 8,257 tokens"
     result = run()
@@ -247,6 +244,22 @@ def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder,
     assert f"Expansion(num_centres=64). {reason}." in page.text
     assert "Left out" not in run("--map", "Expansion(num_centres=1)", "--map", "Taylor").output
     assert AUDIT.read(tmp_path / "out" / "audit.jsonl")[0].left_out == {}
+
+
+def test_the_short_grid_is_measured_unless_more_is_asked_for(run, tmp_path, monkeypatch):
+    """One width, one draw and no limits of ranks; --full takes all of them, and says how the rest is had."""
+    monkeypatch.setattr("linattn_lab.commands.audit.SHORT_METHODS", ("FavorPlus",))
+    monkeypatch.setattr("linattn_lab.commands.audit.FULL_METHODS", ("FavorPlus", "Relu"))
+    shown = run(family="bert").output
+    assert "The methods that decide are measured; --full measures all 2." in shown
+    header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
+    assert (header.maps, header.features, header.draws) == (["FavorPlus"], [256], 1)
+    assert not any(isinstance(row, RankRow) for row in rows)
+    assert "--full" not in run("--full", family="bert").output
+    header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
+    assert (header.maps, header.features, header.draws) == (["FavorPlus", "Relu"], [64, 256], 3)
+    assert any(isinstance(row, RankRow) for row in rows)
+    assert (tmp_path / "out" / "audit.1.jsonl").exists()
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -301,5 +314,5 @@ def test_a_real_interrupt(folder, prose, tmp_path):
 def test_help(monkeypatch):
     result = CliRunner(env=WIDE).invoke(app, ["audit", "--help"])
     assert result.exit_code == 0
-    for option in ("--text", "--map", "--features", "--tokens", "--draws", "--seed", "--out"):
+    for option in ("--text", "--map", "--full", "--features", "--tokens", "--draws", "--seed", "--out"):
         assert option in result.output

@@ -43,6 +43,7 @@ WRONG = {
         "--features 999999999999999999 --map FavorPlus --tokens 16": "there is no such memory, give smaller numbers",
         "--calibration TEXT": BELONG,
         "--plan-out TEXT": BELONG,
+        "--full --map Relu": "--full measures all methods and --map only those it names; leave one out",
         "--map Nope": "--map: 'Nope': there is no feature map 'Nope'; write one of Exponential",
         "--map FavorPlus(rows=3)": "those of FavorPlus(num_features, draw, lengths, scale)",
         "--map Relu --map relu": "--map must be one or more, each once; got Relu twice",
@@ -66,6 +67,7 @@ WRONG = {
         "--budget 16 --tokens 160 --samples 0": "--samples must be at least 1, got 0",
         "--budget 16 --dtype float8": "--dtype must be one of float32, bfloat16; got 'float8'",
         "--budget 16 --map Relu": "--map and --budget are of two audits; leave one out",
+        "--budget 16 --full --draws 3": "--full, --draws and --budget are of two audits; leave one out",
     },
     "bench": {
         "--lengths 0": "--lengths must be different positive integers in ascending order, got [0]",

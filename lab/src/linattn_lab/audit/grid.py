@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from linattn.methods.method import Method, parse_method
+from linattn.methods.method import Method
 from linattn_lab.built_methods import BuiltMethod, build
 
-DEFAULT_METHODS = (
+# What decides for a model: merged keys, expansions with a window and without, and the textbook's maps.
+SHORT_METHODS = (
+    "window 32 + merged 96",
+    "merged 128",
+    "Expansion(num_centres=16) + window 32",
+    "Expansion(num_centres=16)",
+    "Expansion(num_centres=1)",
+    "FavorPlus",
+    "EluPlusOne",
+)
+# Those, and what the texts have: arXiv 2009.14794 (FavorPlus, Hyperbolic, RandomRelu), 2006.16236 (EluPlusOne), 2302.00787
+# (Sderf, Balanced), 2110.15343 (exact attention beside a kernel).
+FULL_METHODS = (
     "FavorPlus",
     "Hyperbolic(lengths='fixed')",
     "Oprf",
@@ -78,12 +90,14 @@ class AuditGrid:
         features: widths for the maps whose width is free.
         draws: draws for random maps; the others are measured once.
         seed: everything random follows from it.
+        are_ranked: whether the limit of every rank is measured too, on texts that are short enough.
     """
 
     methods: tuple[Method, ...]
     features: tuple[int, ...] = (64, 256)
     draws: int = 3
     seed: int = 0
+    are_ranked: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -104,6 +118,7 @@ class AuditGrid:
         """Everything to measure, in order: by method, then width, then draw.
 
         Example:
+            >>> from linattn.methods.method import parse_method
             >>> both = tuple(map(parse_method, ("EluPlusOne", "FavorPlus")))
             >>> [(c.method.label, c.num_features, c.draw) for c in AuditGrid(both, draws=2).configurations()][:3]
             [('EluPlusOne', None, 0), ('FavorPlus', 64, 0), ('FavorPlus', 64, 1)]
@@ -112,19 +127,6 @@ class AuditGrid:
             for num_features in self.features if method.takes_features else (None,):
                 for draw in range(self.draws if method.is_random else 1):
                     yield Configuration(method, num_features, draw, self.seed + draw * _SEEDS_PER_DRAW)
-
-
-def default_methods() -> tuple[Method, ...]:
-    """The methods an audit measures unless told otherwise: the textbook's, and what was found to do better.
-
-    Example:
-        >>> default_methods()[0].label
-        'FavorPlus'
-
-    Source: arXiv 2009.14794 (FavorPlus, Hyperbolic, RandomRelu), 2006.16236 (EluPlusOne), 2302.00787 (Sderf, Balanced),
-    2110.15343 (exact attention beside a kernel).
-    """
-    return tuple(parse_method(text) for text in DEFAULT_METHODS)
 
 
 class LayerMaps(dict[int, BuiltMethod]):

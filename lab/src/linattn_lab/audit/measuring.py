@@ -10,6 +10,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,7 @@ from linattn_lab.audit.records import (
 from linattn_lab.audit.truth import LayerTruth
 from linattn_lab.audit.weights import explored_heads, weights_row
 from linattn_lab.audit.whole_model import WholeModel
+from linattn_lab.audit.work import LENGTHS, PASS, RANKS, TIMED, heads_work
 from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import versions
 from linattn_lab.pace import Silent, Watch
@@ -45,8 +47,6 @@ from linattn_lab.rounds import Unit, in_rounds
 _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
 _MOST_RANKED = 1024
-# How much work the parts are, one layer's attention to the text being 1, roughly: for an estimate of the time left.
-_HEADS, _RANKS, _PASSES = 3.0, 20.0, 4
 _SILENT = Silent()
 _Unit = Unit[AuditRow]
 
@@ -57,10 +57,12 @@ class Audit:
     Attributes:
         header: the circumstances, complete before anything is measured.
         grid: what `rows` will measure.
+        seconds_per_unit: of `work`, as this machine took for the exact answers.
     """
 
     header: Header
     grid: AuditGrid
+    seconds_per_unit: float
 
     def __init__(
         self,
@@ -108,9 +110,11 @@ class Audit:
         self.grid = replace(grid, methods=methods)
         self._samples = self._built(calls[0])
         self._layers = []
+        begun = time.monotonic()
         for number, call in enumerate(calls):
             watch.pass_by(f"Exact answers, layer {number + 1} of {len(calls)}")
             self._layers.append(LayerTruth(call, first=first, num_rows=_NUM_ROWS))
+        self.seconds_per_unit = (time.monotonic() - begun) / len(calls)
         self.header = Header(
             versions=versions("linattn", "linattn-compiled", "torch", "transformers"),
             model=loaded.name,
@@ -149,7 +153,7 @@ class Audit:
         return Kept(rows, heads=heads, ranks=ranks(self._layers[0]))
 
     def work(self, kept: Kept) -> tuple[float, float]:
-        """All work, and what of it an earlier run has done, roughly.
+        """All work, and what of it an earlier run has done, roughly: one layer's exact answers are 1.
 
         Args:
             kept: what need not be measured again.
@@ -158,12 +162,14 @@ class Audit:
             Both.
         """
         units = list(self._units(kept))
-        return sum(unit.work for unit in units), sum(unit.work for unit in units if unit.is_done)
+        done = sum(unit.work for unit in units if unit.is_done)
+        return sum(unit.work for unit in units) + LENGTHS, done
 
     def rows(self, kept: Kept | None = None, watch: Watch = _SILENT) -> Iterator[AuditRow]:
         """Measure: the baselines and the ranks first, then for every configuration its heads and the whole model.
 
-        Ranks are left out of texts with more than 1024 measured tokens, whose decompositions would take the most time.
+        Ranks are left out where the grid has none, and of texts with more than 1024 measured tokens, whose
+        decompositions would take the most time.
         Last, the methods that no other beats in error and time are timed at growing lengths. Inside
         `linattn.processes.launched` the layers and whole models are dealt out to the processes, all of which get all
         rows, those of one process to the bit; times are taken by the first one while the others wait.
@@ -187,7 +193,7 @@ class Audit:
 
     def _units(self, kept: Kept) -> Iterator[_Unit]:
         """All but times at growing lengths."""
-        stage, passed = "Exact attention and averaging the values", float(len(self._layers))
+        stage, passed = "Exact attention and averaging the values", PASS * len(self._layers)
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
             measure = partial(self._whole.end_to_end, label, None, 0, answer)
             yield Unit(stage, "", passed, measure, _alone, is_done=kept.has_model(label, None, 0))
@@ -198,14 +204,15 @@ class Audit:
             stage = "The limit of every rank"
             for number, layer in enumerate(self._layers):
                 words = f"{stage}, {self._place(number)}"
-                yield Unit(stage, words, _RANKS, partial(_rank_rows, number, layer), is_done=kept.has_ranks(number))
+                yield Unit(stage, words, RANKS, partial(_rank_rows, number, layer), is_done=kept.has_ranks(number))
         for configuration in self.grid.configurations():
             yield from self._units_of(configuration, kept)
 
     @property
     def _are_ranked(self) -> bool:
-        """Whether the text is short enough for its attention matrices to be decomposed."""
-        return self.header.num_tokens - self.header.first_measured <= _MOST_RANKED
+        """Whether limits are asked for, and the text is short enough for its attention matrices to be decomposed."""
+        measured = self.header.num_tokens - self.header.first_measured
+        return self.grid.are_ranked and measured <= _MOST_RANKED
 
     def _place(self, number: int) -> str:
         """A layer in words."""
@@ -214,14 +221,14 @@ class Audit:
     def _units_of(self, configuration: Configuration, kept: Kept) -> Iterator[_Unit]:
         """One method at one width with one draw: each layer's heads, the model's time, then the whole model."""
         method, draw, sample = configuration.method, configuration.draw, self._sample(configuration)
-        label, features, passed = method.label, sample.num_features, float(len(self._layers))
+        label, features, passed = method.label, sample.num_features, PASS * len(self._layers)
         stage, maps = in_words(configuration, sample, self.header.draws), LayerMaps(partial(self._build, configuration))
         is_whole = kept.has_model(label, features, draw)
         for number in range(len(self._layers)):
             yield Unit(
                 stage,
                 f"{stage}, {self._place(number)}",
-                _HEADS,
+                heads_work(method, self.header.num_tokens),
                 partial(self._head_rows, configuration, maps, number, kept),
                 is_done=is_whole or self._has_layer(configuration, number, kept),
             )
@@ -229,7 +236,7 @@ class Audit:
         if draw == 0:
             is_timed = is_whole or kept.has_time(label, features)
             measure: Callable[[], AuditRow] = partial(self._whole.time, label, features, answer)
-            yield Unit(stage, words, _PASSES * passed, measure, _alone, is_alone=True, is_done=is_timed)
+            yield Unit(stage, words, TIMED * passed, measure, _alone, is_alone=True, is_done=is_timed)
         measure = partial(self._whole.end_to_end, label, features, draw, answer)
         yield Unit(stage, words, passed, measure, _alone, is_done=is_whole)
 
@@ -299,10 +306,11 @@ class Audit:
             one = configurations[label, features]
             answer = self._linear(LayerMaps(partial(self._build, one)))
             timed.append((in_words(one, self._sample(one), 1), label, features, answer))
+        work = LENGTHS / max(len(timed), 1)
         for words, name, width, answer in timed:
             stage = f"{words}: from which length on it is faster"
             measure = partial(time_lengths, name, width, answer, self._first_call)
-            yield Unit(stage, "", 0.0, measure, _alone, is_alone=True, is_done=kept.has_lengths(name, width))
+            yield Unit(stage, "", work, measure, _alone, is_alone=True, is_done=kept.has_lengths(name, width))
 
     def _linear(self, maps: LayerMaps) -> Callable[[AttentionCall], Tensor]:
         """A method with one map per layer."""

@@ -10,7 +10,7 @@ from linattn_lab.asides import asides, set_aside
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, AuditRow
 from linattn_lab.commands.stages import Stages, until_pressed
-from linattn_lab.pace import Pace
+from linattn_lab.pace import Pace, duration
 
 
 def measure(measured: Audit, records: Path | None, *, again: bool, watch: Stages, pressed: list[int]) -> None:
@@ -26,7 +26,8 @@ def measure(measured: Audit, records: Path | None, *, again: bool, watch: Stages
     if kept.rows:
         watch.begin(f"{len(kept.rows):,} figures were measured before and are kept.")
     total, done = measured.work(kept)
-    watch.pace = Pace(total, done=done)
+    watch.begin(f"Measuring takes {duration((total - done) * measured.seconds_per_unit)} on this machine.")
+    watch.pace = Pace(total, done=done, seconds_per_unit=measured.seconds_per_unit)
     rows = until_pressed(measured.rows(kept, watch), pressed)
     if records is None:
         deque(rows, maxlen=0)

@@ -22,7 +22,20 @@ Maps = Annotated[
         "--map", metavar="NAME", help='A method, as in "Expansion(num_centres=16) + window 16"; may be repeated.'
     ),
 ]
-Features = Annotated[str, typer.Option(metavar="R,R,…", help="Feature counts, for maps whose width is free.")]
+Full = Annotated[
+    bool,
+    typer.Option(
+        "--full",
+        help="All methods, feature counts 64 and 256, three draws of random maps, and the limit of every rank: about "
+        "twenty times as long.",
+    ),
+]
+Features = Annotated[
+    str | None,
+    typer.Option(
+        metavar="R,R,…", help="Feature counts, for maps whose width is free: 256 if left out, with --full 64,256."
+    ),
+]
 Tokens = Annotated[
     str | None,
     typer.Option(
@@ -30,7 +43,7 @@ Tokens = Annotated[
         help="Tokens of the text to read: 512 if left out; 4096 with --budget, where several may be given.",
     ),
 ]
-Draws = Annotated[int, typer.Option(help="Draws per random map.")]
+Draws = Annotated[int | None, typer.Option(help="Draws per random map: 1 if left out, with --full 3.")]
 Seed = Annotated[int, typer.Option(help="Seed of all draws.")]
 Out = Annotated[Path, typer.Option(help="Folder for audit.jsonl, or memory.jsonl with --budget, and index.html.")]
 Again = Annotated[bool, typer.Option("--again", help="Measure everything again; the former file is renamed.")]

@@ -36,3 +36,13 @@ def number(value: float, digits: int = 2) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
     return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.1e}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "layer"), counted(1_024, "token")
+        ('1 layer', '1,024 tokens')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
