@@ -165,7 +165,7 @@ def test_time_beside_the_originals(conversion):
             512,
             True,
             "State: 900 numbers per head, less than the 1,000 of the exact cache of 1,512 tokens. Attention alone is "
-            "faster from 1,024 tokens on, and the model takes at most 512. At this length softmax is faster, and "
+            "slower at 512 tokens, faster from 2,048 on, and the model takes at most 512. At this length softmax is faster, and "
             "exact: the converted model saves memory here, not time.",
         ),
         (

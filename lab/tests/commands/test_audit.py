@@ -73,7 +73,7 @@ def test_audit(run, tmp_path, family):
     heads = 2 * 4
     assert len(without_times(rows)) == 2 + 2 + (2 * 2 + 1) * (heads + 1) + 3 * 2
     assert sum(isinstance(row, TimeRow) for row in rows) == 3
-    assert "uniform averaging" in result.output
+    assert "averaging the values" in result.output
     assert "Up to 80 numbers per head, what 8 random features keep" in result.output
     assert str(tmp_path / "out" / "index.html") in result.output.replace("\n", "")
 
@@ -185,7 +185,9 @@ def test_an_interrupt_leaves_a_page_of_what_is_measured(run, tmp_path, ends):
     words = ["--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "2"]
     ends(2 + 2 + 12 + 2)
     result = run(*words)
-    assert f"{tmp_path / 'out' / 'index.html'} shows what is measured so far: 1 method." in result.output.replace("\n", "")
+    assert f"{tmp_path / 'out' / 'index.html'} shows what is measured so far: 1 method." in result.output.replace(
+        "\n", ""
+    )
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert "Not finished: FavorPlus; Relu are still to be measured" in page.text
     summary = summarise_audit(tmp_path / "out" / "audit.jsonl")

@@ -95,9 +95,7 @@ def test_power_laws_give_their_crossing_and_their_slopes(summary):
     assert summary.crossover.between == (1024, 2048)
     assert summary.linear_slope == pytest.approx(1.0, abs=1e-12)
     assert summary.exact_slope == pytest.approx(2.0, abs=1e-12)
-    assert words(summary, "Crossover") == (
-        "Linear attention is faster from L = 1,500 on, interpolated between 1,024 and 2,048."
-    )
+    assert words(summary, "Crossover") == "Linear attention is slower at 1,024 tokens and faster from 2,048 on."
     assert words(summary, "Growth") == "Time grows as L^1.00 (linear) and L^2.00 (exact), by least squares."
 
 
@@ -225,7 +223,7 @@ def test_the_page_holds_both_charts(summary, page_of):
     assert {"time-curves", "memory-curves"} <= {attributes.get("id") for _, attributes in page.tags}
     times, sizes = page.figure("time-curves"), page.figure("memory-curves")
     names = ["linear attention", "exact attention"]
-    assert [curve["name"] for curve in times["curves"]] == [*names, "crossover at 1,500"]
+    assert [curve["name"] for curve in times["curves"]] == [*names, "crossover, between 1,024 and 2,048"]
     assert [curve["name"] for curve in sizes["curves"]] == names
     for chart in (times, sizes):
         assert chart["x"]["is_logarithmic"]
@@ -238,7 +236,7 @@ def test_the_page_holds_both_charts(summary, page_of):
     longest = [high - middle for high, middle in zip(theirs["high"], theirs["y"], strict=True)]
     assert longest == pytest.approx([1e3 * exact(length) for length in LENGTHS])
     assert sizes["curves"][1]["y"] == pytest.approx([length / 500 for length in LENGTHS])
-    assert "Linear attention is faster from L = 1,500 on" in page.text
+    assert "Linear attention is slower at 1,024 tokens and faster from 2,048 on" in page.text
     assert "averaging error" in page.text
 
 

@@ -113,14 +113,14 @@ def from_where(found: Crossover, longest: int | None) -> str:
 
     Example:
         >>> from_where(Crossover(1096.0, (1024, 2048), False, 2048), 512)
-        'Attention alone is faster from 1,096 tokens on, and the model takes at most 512.'
+        'Attention alone is slower at 1,024 tokens, faster from 2,048 on, and the model takes at most 512.'
     """
     takes = "" if longest is None else f" The model takes at most {longest:,} tokens."
     if found.always:
         return f"Attention alone is faster at this length already.{takes}"
-    if found.length is None:
+    if found.length is None or found.between is None:
         return f"Attention alone is not faster up to {found.last:,} tokens.{takes}"
-    text = f"Attention alone is faster from {found.length:,.0f} tokens on"
+    text = "Attention alone is slower at {:,} tokens, faster from {:,} on".format(*found.between)
     if longest is not None and found.length > longest:
         return f"{text}, and the model takes at most {longest:,}."
     return f"{text}.{takes}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from linattn.methods.method import Method
 
-RANKS = 20.0
+RANKS = 15.0
 """The limits of one layer's heads."""
 PASS = 1.0
 """A forward pass, by layer."""

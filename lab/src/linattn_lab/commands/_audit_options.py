@@ -27,7 +27,7 @@ Full = Annotated[
     typer.Option(
         "--full",
         help="All methods, feature counts 64 and 256, three draws of random maps, and the limit of every rank: about "
-        "twenty times as long.",
+        "six times as long.",
     ),
 ]
 Features = Annotated[

@@ -23,7 +23,7 @@ from linattn_lab.commands._audit_files import measure
 from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.memory_audit import Asked, audit_memory
 from linattn_lab.commands.stages import stages
-from linattn_lab.report import AuditSummary, advise, counted, overview, summarise_audit, write_report
+from linattn_lab.report import AuditSummary, advise, answers, counted, overview, summarise_audit, write_report
 
 # From this many columns on the table has room for the spreads.
 _WIDE = 104
@@ -54,7 +54,7 @@ def audit(
     """Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.
 
     Seven methods that decide, on MiniLM and 512 tokens about a minute on two cores; --full measures all, in about
-    twenty. The command says how long it takes before it starts. Everything is measured next to exact attention and to
+    six. The command says how long it takes before it starts. Everything is measured next to exact attention and to
     averaging the values uniformly. Each figure is saved once taken: after an interruption the same command resumes.
     Another audit's file is renamed. Under torchrun layers and methods are dealt out to the processes; any number of
     them may resume.
@@ -138,6 +138,8 @@ def _tell(header: Header, tokens: int, console: Console) -> None:
 
 def _print(console: Console, summary: AuditSummary) -> None:
     """The report's words and its first table."""
+    for point in answers(summary, None, None)[:2]:
+        console.print(f"[bold]{escape(point.heading)}[/bold] {escape(point.text)}", highlight=False)
     print_table(console, overview(summary, spreads=console.width >= _WIDE))
     advice = advise(summary)
     for point in (*advice.targets, *advice.budgets, *advice.doubts):

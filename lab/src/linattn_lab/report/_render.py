@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from linattn.records.atomic import atomic_file
 from linattn.records.fields import to_json
+from linattn_lab.report._text import counted
 from linattn_lab.report.charts import Chart
 
 
@@ -26,7 +27,7 @@ def write_html(path: Path, template: str, figures: Mapping[str, Chart], values: 
 def rendered(template: str, figures: Mapping[str, Chart], values: Mapping[str, object]) -> str:
     """A template, filled: the text of `write_html`."""
     drawn = {name: to_json(figure) for name, figure in figures.items()}
-    return _environment().get_template(template).render({**values, "figures": drawn})
+    return _environment().get_template(template).render({**values, "figures": drawn, "counted": counted})
 
 
 @cache

@@ -29,6 +29,7 @@ class Curve:
         low: ends of bars below the points; none where they have none.
         high: ends of bars above.
         is_listed: whether it stands in the legend.
+        labels: of the points, written beside those that have room; none where they have none.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Curve:
     low: tuple[float | None, ...] = ()
     high: tuple[float | None, ...] = ()
     is_listed: bool = True
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from linattn_lab.report.answers import answers
 from linattn_lab.report.audit import frontier, tables
 from linattn_lab.report.audit.advice import advise, best_line
 from linattn_lab.report.audit.explorer import explorer
+from linattn_lab.report.audit.glance import glance_chart, glance_table
 from linattn_lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise_audit
 from linattn_lab.report.bench.figures import memory_curves, time_curves
 from linattn_lab.report.bench.summary import BenchSummary, conclude, length_table, summarise_bench
@@ -134,14 +135,16 @@ def _draw_audit(summary: AuditSummary) -> Section:
     """The audit's charts, and what its section names."""
     chosen = best_line(summary.lines) or summary.lines[0]
     figures = {
+        "audit-glance": glance_chart(summary),
         "state-frontier": frontier.state_frontier(summary),
         "flops-frontier": frontier.flops_frontier(summary),
     }
     values = {
+        "glance": glance_table(summary),
         "advice": advise(summary),
         "end_to_end": tables.end_to_end(summary),
         "heads": tables.heads(summary),
-        "chosen": f"{chosen.map} · {chosen.features:,}",
+        "chosen": chosen.words,
         "cells": tables.head_cells(summary),
         "small_gain": SMALL_GAIN,
         "explorer": to_json(explorer(summary)),

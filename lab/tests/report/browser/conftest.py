@@ -11,16 +11,29 @@ from playwright.sync_api import Browser, Page
 from typer.testing import CliRunner
 
 from linattn.cli.app import app
+from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
+from linattn_lab.kv_audit.records import MEMORY
+from linattn_lab.report import write_report
+from memory_rows import MEMORY_HEADER, memory_facts, memory_passage
 
 CHROMIUM = shutil.which("chromium")
 collect_ignore_glob = [] if CHROMIUM else ["test_*.py"]
 
+MEMORY_ROWS = [
+    memory_passage(0, FULL, 0.0, budget=0),
+    memory_passage(0, UNIFORM, 0.8, budget=0),
+    *(memory_passage(number, BOUNDED, 0.1234) for number in range(2)),
+    *(memory_passage(number, "sinks + window", 0.2345) for number in range(2)),
+    *(memory_passage(number, "sinks + window in 3.5 bits", 0.1678) for number in range(2)),
+    memory_facts(FULL, [1.0, 0.8], 0),
+    memory_facts(BOUNDED, [1.0, 0.2]),
+]
 _CLAIMS = ("constant-time-lookup", "query-costs-r", "elementwise-exp-is-softmax")
 
 
 @pytest.fixture(scope="session")
 def report(folder: Callable[[str], Path], prose: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a tiny model's audit, of three claims and of a tiny benchmark."""
+    """The page of a tiny model's audit, of three claims, of a tiny benchmark and of made-up figures of a KV cache."""
     out = tmp_path_factory.mktemp("report")
     text = out / "text.txt"
     text.write_text(prose, encoding="utf-8")
@@ -38,7 +51,8 @@ def report(folder: Callable[[str], Path], prose: str, tmp_path_factory: pytest.T
     ):
         result = CliRunner().invoke(app, [*words, *where])
         assert result.exit_code == 0, result.output
-    return out / "index.html"
+    MEMORY.write(out / "memory.jsonl", MEMORY_HEADER, MEMORY_ROWS)
+    return write_report(out)
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linattn_lab.report._text import Point, number
+from linattn_lab.report._text import Point, counted, number
 from linattn_lab.report.audit.frontier import RANDOM, family
-from linattn_lab.report.audit.paying import TARGETS, costs
+from linattn_lab.report.audit.paying import TARGETS
 from linattn_lab.report.audit.summary import SMALL_GAIN, AuditSummary, Line
 
 _NAMED_HEADS = 5
@@ -81,19 +81,15 @@ def _at_target(summary: AuditSummary, target: float) -> Point:
         return Point(heading, f"No method measured reaches it{nearest}.")
     small = min(met, key=lambda line: (line.state_numbers, line.flops_per_token))
     fast = min(met, key=lambda line: (line.time_ratio or math.inf, line.flops_per_token, line.state_numbers))
-    cosine = number(small.embedding_cosine.mean, 3)
-    text = f"The smallest state has {_found(small)}; cosine of the embedding {cosine}. {costs(summary, small)}"
-    if fast is not small:
-        text += f" The fastest is {_found(fast)}. {costs(summary, fast)}"
-    return Point(heading, text)
+    if fast is small:
+        return Point(heading, f"The smallest state and the least time has {_found(small)}.")
+    return Point(heading, f"The smallest state has {_found(small)}. The fastest is {_found(fast)}.")
 
 
 def _found(line: Line) -> str:
     """A method with its error and its costs."""
-    return (
-        f"{line.words}: error {number(line.error.mean)} with {line.state_numbers:,} numbers "
-        f"kept per head and {line.flops_per_token:,} FLOPs per token"
-    )
+    time = "" if line.time_ratio is None else f", {number(line.time_ratio)} × softmax's time"
+    return f"{line.words}: error {number(line.error.mean)}, {line.state_numbers:,} numbers kept per head{time}"
 
 
 def _random_features(summary: AuditSummary) -> Point | None:
@@ -103,10 +99,11 @@ def _random_features(summary: AuditSummary) -> Point | None:
     best = best_line(alone)
     if best is None or not lost:
         return None
+    share = "The one measured is" if len(alone) == 1 else f"{len(lost)} of {len(alone)} measured are"
+    name = best.words if len(alone) == 1 else f"the best, {best.words},"
     return Point(
         "Random features alone",
-        f"{len(lost)} of the {len(alone)} random maps and widths measured are no better than averaging the values; "
-        f"the best, {best.map} at {best.features:,} features, has {number(best.ratio)} of averaging's error.",
+        f"{share} no better than averaging the values: {name} has {number(best.ratio)} of averaging's error.",
     )
 
 
@@ -130,8 +127,8 @@ def _bad_heads(summary: AuditSummary) -> Point | None:
     more = "" if len(bad) <= _NAMED_HEADS else f"; and {len(bad) - _NAMED_HEADS} more"
     return Point(
         f"Heads that stay above {TARGETS[0]}",
-        f"With {best.map}, the best method measured, {len(bad)} of {len(errors)} heads: {named}{more}. "
-        "Keep softmax in their layers: give linearize_ the numbers of the others as `layers`.",
+        f"With {best.words}, the best method measured, {len(bad)} of {counted(len(errors), 'head')}: {named}{more}. "
+        "Keep softmax in these layers: give linearize_ the numbers of the others as `layers`.",
     )
 
 
@@ -163,22 +160,18 @@ def _for_whole_model(lines: list[Line], best: Line) -> str | None:
     if whole is best:
         return None
     return (
-        f"The whole model keeps a higher cosine, {number(whole.embedding_cosine.mean, 3)}, with {whole.map} "
-        f"({whole.features:,} features; error {number(whole.error.mean)})."
+        f"The whole model keeps a higher cosine, {number(whole.embedding_cosine.mean, 3)}, with {whole.words}: error "
+        f"{number(whole.error.mean)}."
     )
 
 
 def _doubt(summary: AuditSummary, verdict: str) -> Point | None:
     """Every map and width of one verdict, with the share of heads it serves all the same; None if there is none."""
-    found: dict[str, list[str]] = {}
-    for line in summary.lines:
-        if line.verdict == verdict:
-            found.setdefault(line.map, []).append(f"{line.features:,} ({line.better_heads:.0%})")
+    found = [f"{line.words}: {line.better_heads:.0%}" for line in summary.lines if line.verdict == verdict]
     if not found:
         return None
     less = f", by less than {SMALL_GAIN:.0%}" if verdict == "hardly better" else ""
-    names = "; ".join(f"{label} at {', '.join(widths)}" for label, widths in found.items())
     return Point(
         f"{verdict.capitalize()} than averaging the values{less}",
-        f"{names} features; in brackets the share of heads on which it is better all the same.",
+        f"The share of heads on which a method is better all the same: {'; '.join(found)}.",
     )

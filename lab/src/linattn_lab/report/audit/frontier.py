@@ -86,7 +86,7 @@ def _curves(summary: AuditSummary, size: Callable[[Line], int], unit: str) -> li
     curves = []
     for place, (name, lines) in enumerate(families.items()):
         best = least(lines, size)
-        tips = (f"{line.map} · {line.features:,}, {size(line):,} {unit}: {line.error.mean:.3f}" for line in best)
+        tips = (f"{line.words}, {size(line):,} {unit}: {line.error.mean:.3f}" for line in best)
         curves.append(
             Curve(
                 name,

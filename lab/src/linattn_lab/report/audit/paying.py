@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from linattn.methods.costs import exact_state_numbers
-from linattn.methods.crossover import from_where
+from linattn.methods.crossover import Crossover, from_where
 from linattn_lab.report._text import Point, number
 from linattn_lab.report.audit.summary import AuditSummary, Line
 
@@ -14,7 +14,7 @@ TARGETS = (0.3, 0.1)
 
 
 def verdict(summary: AuditSummary) -> Point:
-    """Should this model be linearized, for this length: in words, for one named method.
+    """Should this model be linearized, for this length: in one line, for one named method.
 
     A smaller state is of use where it is kept between calls: an encoder keeps none.
 
@@ -50,8 +50,33 @@ def verdict(summary: AuditSummary) -> Point:
         answer = f"Not to save time at {length}, for memory perhaps"
     else:
         answer = f"Do not, at {length}"
+    time = "" if chosen.time_ratio is None else f" and takes {number(chosen.time_ratio)} × softmax's time"
+    return Point(heading, f"{answer}: {chosen.words} has error {number(chosen.error.mean)}{time}.")
+
+
+def longer(summary: AuditSummary) -> Point:
+    """From which length on the method of the verdict pays, and what to do next where it does not pay here."""
+    heading, chosen = "And longer texts?", chosen_line(summary)
+    crossover = None if chosen is None else chosen.crossover
+    if chosen is None or crossover is None:
+        return Point(heading, "Not timed at other lengths.")
+    text = from_where(crossover, summary.header.longest)
+    pays = chosen.time_ratio is None or chosen.time_ratio < 1 or crossover.always
     return Point(
-        heading, f"{answer}: {chosen.map} has an error of {number(chosen.error.mean)}. {costs(summary, chosen)}"
+        heading, f"{chosen.words}: {text[0].lower()}{text[1:]}{'' if pays else _next_step(summary, crossover)}"
+    )
+
+
+def _next_step(summary: AuditSummary, crossover: Crossover) -> str:
+    """A sentence for who has a model that a method does not make faster."""
+    header = summary.header
+    if crossover.between is not None and crossover.between[1] <= (header.longest or math.inf):
+        return f" Audit it there: --tokens {crossover.between[1]}."
+    if header.is_causal:
+        return f" Bound its KV cache instead: linattn audit {header.model} --budget 512."
+    return (
+        " Audit a model with a longer context, or bound a language model's KV cache: linattn audit gemma-3-270m "
+        "--budget 512."
     )
 
 
@@ -63,18 +88,6 @@ def chosen_line(summary: AuditSummary) -> Line | None:
         if faster:
             return min(faster, key=lambda line: line.time_ratio or math.inf)
     return min(finite, key=lambda line: line.error.mean, default=None)
-
-
-def costs(summary: AuditSummary, line: Line) -> str:
-    """Time against softmax, numbers against the exact cache, and the length from which the method pays."""
-    exact = exact_numbers(summary)
-    relation = "less than" if line.state_numbers < exact else "no less than"
-    state = f"keeps {line.state_numbers:,} numbers per head, {relation} the {exact:,} of the exact cache"
-    if line.time_ratio is None:
-        return f"It {state}."
-    time = f"the whole model takes {number(line.time_ratio)} × its time with softmax"
-    where = "" if line.crossover is None else f" {from_where(line.crossover, summary.header.longest)}"
-    return f"With it {time}, at {summary.header.num_tokens:,} tokens and batch 1; it {state}.{where}"
 
 
 def exact_numbers(summary: AuditSummary) -> int:

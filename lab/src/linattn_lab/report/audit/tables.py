@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+from linattn.methods.costs import exact_state_numbers
+from linattn.methods.crossover import Crossover
 from linattn.records.tables import Table
 from linattn_lab.report._text import number
 from linattn_lab.report.audit.summary import AuditSummary, MeanAndSpread
 
-_BASELINES = ("exact", "uniform averaging")
+_BASELINES = ("softmax, exact", "averaging the values")
 
 
 def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
@@ -32,50 +34,40 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
         >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
         >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
         >>> overview(summarise_audit(path)).rows[2]
-        ('Relu', '2', '6', '–', '0.20', '0.25', '100%', '0.10', '0.900')
+        ('Relu (2 features)', '0.20', '0.25', '100%', '0.900', '–', '–', '6')
     """
     uniform = summary.baselines[1]
     show = with_spread if spreads else _mean_alone
+    header = summary.header
+    exact = exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)
     baselines = [
         (
             name,
-            "",
-            "",
-            "1.00" if name == _BASELINES[0] else "",
             number(row.error),
             number(row.error / uniform.error),
             better,
-            number(row.total_variation),
             number(row.embedding_cosine, 3),
+            *costs,
         )
-        for row, name, better in zip(summary.baselines, _BASELINES, ("100%", "0%"), strict=True)
+        for row, name, better, costs in zip(
+            summary.baselines, _BASELINES, ("100%", "0%"), (("1.00", "", f"{exact:,}"), ("", "", "")), strict=True
+        )
     ]
     lines = [
         (
-            line.map,
-            f"{line.features:,}",
-            f"{line.state_numbers:,}",
-            _optional(line.time_ratio),
+            line.words,
             show(line.error),
             number(line.ratio),
             f"{line.better_heads:.0%}",
-            number(line.total_variation.mean),
             show(line.embedding_cosine, 3),
+            _optional(line.time_ratio),
+            _pays_from(line.crossover),
+            f"{line.state_numbers:,}",
         )
         for line in summary.lines
     ]
-    columns = (
-        "map",
-        "R",
-        "numbers kept",
-        "time / softmax",
-        "error",
-        "error / uniform",
-        "heads better",
-        "total variation",
-        "cosine",
-    )
-    return Table(columns, (*baselines, *lines), len(baselines))
+    figures = ("error", "error / averaging", "heads better", "cosine", "time / softmax", "faster from", "numbers kept")
+    return Table(("method", *figures), (*baselines, *lines), len(baselines))
 
 
 def end_to_end(summary: AuditSummary) -> Table:
@@ -83,7 +75,6 @@ def end_to_end(summary: AuditSummary) -> Table:
     baselines = [
         (
             name,
-            "",
             "",
             "1.00" if name == _BASELINES[0] else "",
             number(row.embedding_cosine, 3),
@@ -93,8 +84,7 @@ def end_to_end(summary: AuditSummary) -> Table:
     ]
     lines = [
         (
-            line.map,
-            f"{line.features:,}",
+            line.words,
             str(line.draws),
             _optional(line.time_ratio),
             with_spread(line.embedding_cosine, 3),
@@ -102,7 +92,7 @@ def end_to_end(summary: AuditSummary) -> Table:
         )
         for line in summary.lines
     ]
-    columns = ("every layer by", "features", "draws", "time / softmax", "cosine of the embedding", "cosine per token")
+    columns = ("every layer by", "draws", "time / softmax", "cosine of the embedding", "cosine per token")
     return Table(columns, (*baselines, *lines), len(baselines))
 
 
@@ -112,7 +102,6 @@ def heads(summary: AuditSummary) -> Table:
     baselines = [
         (
             name,
-            "",
             "",
             "",
             number(row.error),
@@ -128,8 +117,7 @@ def heads(summary: AuditSummary) -> Table:
     ]
     lines = [
         (
-            line.map,
-            f"{line.features:,}",
+            line.words,
             f"{line.state_numbers:,}",
             f"{line.flops_per_token:,}",
             with_spread(line.error),
@@ -143,18 +131,26 @@ def heads(summary: AuditSummary) -> Table:
         )
         for line in summary.lines
     ]
-    measures = ("error", "median error", "error / uniform", "predicted", "heads better", "total variation", "KL (nats)")
+    measures = (
+        "error",
+        "median error",
+        "error / averaging",
+        "predicted",
+        "heads better",
+        "total variation",
+        "KL (nats)",
+    )
     return Table(
-        ("map", "features", "numbers kept", "FLOPs per token", *measures, "verdict"),
+        ("method", "numbers kept", "FLOPs per token", *measures, "verdict"),
         (*baselines, *lines),
         len(baselines),
     )
 
 
 def head_cells(summary: AuditSummary) -> dict[str, list[list[float | None]]]:
-    """Error over averaging's of [layer][head] for every map and width, by "map · features"; None where not finite."""
+    """Error over averaging's of [layer][head] for every method, by its words; None where not finite."""
     return {
-        f"{line.map} · {line.features:,}": [
+        line.words: [
             [round(ratio, 4) if math.isfinite(ratio) else None for ratio in layer] for layer in line.head_ratios
         ]
         for line in summary.lines
@@ -165,6 +161,15 @@ def with_spread(figure: MeanAndSpread, digits: int = 2) -> str:
     """Mean ± standard deviation over draws, where there were several."""
     mean = number(figure.mean, digits)
     return mean if figure.spread is None else f"{mean} ± {number(figure.spread, digits)}"
+
+
+def _pays_from(crossover: Crossover | None) -> str:
+    """The lengths between which attention alone becomes faster than softmax."""
+    if crossover is None:
+        return "–"
+    if crossover.between is None:
+        return "here" if crossover.always else f"> {crossover.last:,}"
+    return "{:,}–{:,}".format(*crossover.between)
 
 
 def _mean_alone(figure: MeanAndSpread, digits: int = 2) -> str:

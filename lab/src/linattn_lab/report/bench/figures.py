@@ -21,10 +21,14 @@ def time_curves(summary: BenchSummary) -> Chart:
         ends = tuple(tuple(each[name] for each in spreads) for name in ("min", "max"))
         lengths = [length for length, _ in found]
         curves.append(_curve(number, lengths, [each["median"] for each in spreads], "ms", *ends))
-    if summary.crossover.length is not None:
+    length, between = summary.crossover.length, summary.crossover.between
+    if length is not None and between is not None:
         heights = [y for curve in curves for y in curve.y if y is not None]
-        length = summary.crossover.length
-        curves.append(baseline(f"crossover at {length:,.0f}", [length] * 2, [min(heights), max(heights)], "dot"))
+        curves.append(
+            baseline(
+                "crossover, between {:,} and {:,}".format(*between), [length] * 2, [min(heights), max(heights)], "dot"
+            )
+        )
     return _chart(curves, summary, "milliseconds per call")
 
 

@@ -154,11 +154,8 @@ def _cells(header: BenchHeader, row: LengthRow, *, spreads: bool) -> tuple[str, 
 
 def _crossover_words(found: Crossover) -> str:
     """Where linear attention begins to pay."""
-    if found.length is not None and found.between is not None:
-        left, right = found.between
-        return (
-            f"Linear attention is faster from L = {found.length:,.0f} on, interpolated between {left:,} and {right:,}."
-        )
+    if found.between is not None:
+        return "Linear attention is slower at {:,} tokens and faster from {:,} on.".format(*found.between)
     if found.always:
         return f"Linear attention is faster at every length measured (with exact attention up to {found.last:,})."
     return f"Not reached up to L = {found.last:,}: exact attention is as fast there, or faster."

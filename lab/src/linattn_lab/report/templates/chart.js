@@ -1,5 +1,5 @@
 // Draws a chart (charts.py) as SVG at the width of its place. Colours come from the page's style.
-const SVG = { left: 62, right: 16, tick: 6, line: 15, letter: 6.4, slanted: 0.64, reach: 28, most: 26 };
+const SVG = { left: 62, right: 16, tick: 6, line: 15, below: 18, slope: 40, reach: 28, most: 170, beside: 10 };
 const SHAPES = ["M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z", "M-4-4h8v8h-8z", "M0-5.5L5.5 0L0 5.5L-5.5 0z",
                 "M0-5L5 4H-5z", "M0 5L5-4H-5z", "M-1.5-5h3v3.5H5v3H1.5V5h-3V1.5H-5v-3h3.5z",
                 "M-5-3L-3-5L0-2L3-5L5-3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0z", "M0-5.5L5 0L2.5 5H-2.5L-5 0z"];
@@ -10,11 +10,27 @@ function escaped(text) {
   return text.replace(/[&<>"]/g, (letter) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[letter]);
 }
 
+// The width of a text as the page draws it.
+const pen = document.createElement("canvas").getContext("2d");
+pen.font = "12px system-ui, sans-serif";
+function wide(text) {
+  return pen.measureText(text).width;
+}
+
+// A text, or as much of it as a width has room for.
+function fitted(text, width) {
+  if (wide(text) <= width) return text;
+  let length = text.length - 1;
+  while (length > 1 && wide(`${text.slice(0, length)}…`) > width) length -= 1;
+  return `${text.slice(0, length)}…`;
+}
+
 function wrapped(text, width) {
-  const lines = [""], most = Math.max(12, Math.floor(width / SVG.letter));
+  const lines = [""];
   for (const word of text.split(" ")) {
-    if (lines.at(-1) && lines.at(-1).length + word.length >= most) lines.push("");
-    lines[lines.length - 1] += (lines.at(-1) ? " " : "") + word;
+    const longer = lines.at(-1) ? `${lines.at(-1)} ${word}` : word;
+    if (lines.at(-1) && wide(longer) > width) lines.push(word);
+    else lines[lines.length - 1] = longer;
   }
   return lines;
 }
@@ -73,34 +89,55 @@ function drawnCurve(curve, number, x, y) {
   return `<g class="curve ${colour}" data-curve="${number}">${line}${bars ? `<path class="bar" d="${bars}"/>` : ""}${marks}</g>`;
 }
 
+// Labels of marks, each to the right, left, above or below; one without room clear of marks and labels is left out.
+function labels(chart, x, y, room) {
+  const marks = chart.curves.flatMap((curve) => (curve.labels ?? []).flatMap((text, at) => (
+    curve.y[at] === null ? [] : [{ text, left: x.at(curve.x[at]), top: y.at(curve.y[at]) }])));
+  const taken = marks.map(({ left, top }) => ({ left: left - 6, right: left + 6, top: top - 6, bottom: top + 6 }));
+  const isClear = (box) => box.left >= room.left && box.right <= room.right && box.top >= room.top && box.bottom <= room.bottom
+    && taken.every((one) => box.right < one.left || box.left > one.right || box.bottom < one.top || box.top > one.bottom);
+  return marks.map(({ text, left, top }) => {
+    const half = wide(text) / 2;
+    for (const [across, down] of [[half + SVG.beside, 4], [-half - SVG.beside, 4], [0, -SVG.beside], [0, 2 * SVG.beside]]) {
+      const box = { left: left + across - half, right: left + across + half, top: top + down - 13, bottom: top + down + 4 };
+      if (!isClear(box)) continue;
+      taken.push(box);
+      return words([text], left + across, top + down, 'class="label" text-anchor="middle"');
+    }
+    return "";
+  }).join("");
+}
+
 function drawnChart(chart, width) {
   const upper = chart.curves.flatMap((curve) => [...curve.y, ...curve.low, ...curve.high]).filter((value) => value !== null);
   const across = chart.curves.flatMap((curve) => curve.x.filter((_, at) => curve.y[at] !== null));
   const inner = width - SVG.left - SVG.right;
   const [above, below] = [wrapped(chart.y.title, width), wrapped(chart.x.title, inner)];
   const named = chart.x.ends !== null;
-  const longest = Math.max(0, ...(named ? chart.x.ticks.map(([, text]) => Math.min(text.length, SVG.most)) : []));
-  const slanted = named && longest * SVG.letter > inner / chart.x.ticks.length;
-  const tickRoom = slanted ? longest * SVG.letter * SVG.slanted + 14 : SVG.line;
+  const x = scale(chart.x, across, SVG.left, width - SVG.right, 84);
+  const longest = Math.max(0, ...(named ? x.ticks.map(([, text]) => Math.min(wide(text), SVG.most)) : []));
+  const slanted = named && longest > inner / x.ticks.length, slope = (SVG.slope * Math.PI) / 180;
+  const tickRoom = slanted ? longest * Math.sin(slope) + 14 : SVG.below;
   const top = above.length * SVG.line + 10, bottom = chart.height - tickRoom - below.length * SVG.line - 10;
-  const x = scale(chart.x, across, SVG.left, width - SVG.right, 84), y = scale(chart.y, upper, bottom, top, 44);
+  const y = scale(chart.y, upper, bottom, top, 44);
   let last = -Infinity;
   const level = y.ticks.map(([value, text]) => {
     const at = y.at(value).toFixed(1);
     return `<path class="grid" d="M${SVG.left} ${at}H${width - SVG.right}"/>` + words([text], SVG.left - SVG.tick, Number(at) + 4, 'text-anchor="end"');
   });
   const upright = x.ticks.map(([value, text]) => {
-    const at = x.at(value), short = text.length > SVG.most ? `${text.slice(0, SVG.most - 1)}…` : text;
-    const half = (short.length * SVG.letter) / 2, line = named ? "" : `<path class="grid" d="M${at.toFixed(1)} ${top}V${bottom}"/>`;
-    if (slanted) return line + words([short], 0, 0, `text-anchor="end" transform="translate(${at + 4} ${bottom + 14}) rotate(-40)"`);
+    const at = x.at(value), short = fitted(text, slanted ? Math.min(SVG.most, (at - 4) / Math.cos(slope)) : SVG.most);
+    const half = wide(short) / 2, line = named ? "" : `<path class="grid" d="M${at.toFixed(1)} ${top}V${bottom}"/>`;
+    if (slanted) return line + words([short], 0, 0, `text-anchor="end" transform="translate(${at + 4} ${bottom + 14}) rotate(-${SVG.slope})"`);
     if (!named && at - half < last + 6) return line;
     last = at + half;
-    return line + words([short], at.toFixed(1), bottom + SVG.line, 'text-anchor="middle"');
+    return line + words([short], at.toFixed(1), bottom + SVG.below, 'text-anchor="middle"');
   });
   const curves = chart.curves.map((curve, number) => drawnCurve(curve, number, x, y));
   return `<svg viewBox="0 0 ${width} ${chart.height}" width="${width}" height="${chart.height}" aria-hidden="true">`
     + words(above, 0, 12, 'class="title"') + words(below, SVG.left + inner / 2, bottom + tickRoom + 16, 'class="title" text-anchor="middle"')
-    + `${level.join("")}${upright.join("")}<path class="frame" d="M${SVG.left} ${top}V${bottom}H${width - SVG.right}"/>${curves.join("")}</svg>`;
+    + `${level.join("")}${upright.join("")}<path class="frame" d="M${SVG.left} ${top}V${bottom}H${width - SVG.right}"/>${curves.join("")}`
+    + `${labels(chart, x, y, { left: SVG.left, right: width, top, bottom })}</svg>`;
 }
 
 function legend(chart) {

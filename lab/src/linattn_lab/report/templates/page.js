@@ -31,6 +31,7 @@ const choice = document.getElementById("choice");
 if (choice) {
   choice.addEventListener("change", () => {
     const ratios = cells[choice.value].flat();
+    document.getElementById("chosen").textContent = choice.value;
     document.querySelectorAll("#head-map td").forEach((cell, number) => {
       cell.style.setProperty("--ratio", ratios[number] ?? 2);
       cell.textContent = ratios[number] === null ? "–" : ratios[number].toFixed(2);
