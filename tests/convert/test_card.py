@@ -165,8 +165,8 @@ def test_time_beside_the_originals(conversion):
             512,
             True,
             "State: 900 numbers per head, less than the 1,000 of the exact cache of 1,512 tokens. Attention alone is "
-            "slower at 512 tokens, faster from 2,048 on, and the model takes at most 512. At this length softmax is faster, and "
-            "exact: the converted model saves memory here, not time.",
+            "slower at 512 tokens, faster from 2,048 on, and the model takes at most 512. At this length softmax is "
+            "faster, and exact: the converted model saves memory here, not time.",
         ),
         (
             1000.0,

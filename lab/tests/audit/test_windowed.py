@@ -23,8 +23,7 @@ def test_only_layers_that_see_everything_are_audited(folder, prose, tmp_path, wi
     words = ["--text", text, "--map", "EluPlusOne", "--tokens", "32", "--out", out]
     result = CliRunner(env=WIDE).invoke(app, ["audit", str(where), *map(str, words)])
     assert result.exit_code == 0, result.output
-    assert "2 layers attend within a sliding window" in result.output
-    assert "audited: layers 1." in result.output
+    assert "within a sliding window, in linear time already: 2 layers. Audited: 1." in result.output
     header, rows = AUDIT.read(out / "audit.jsonl")
     assert (header.num_layers, header.layers, header.windowed) == (1, [1], [NAMES[0], NAMES[2]])
     # The figures are of the middle layer, in a model whose other layers are its own.
@@ -48,4 +47,4 @@ def test_only_layers_that_see_everything_are_audited(folder, prose, tmp_path, wi
     named = " ".join(point.text for point in advise(summary).doubts)
     assert "layer 0" not in named
     page = (out / "index.html").read_text(encoding="utf-8")
-    assert "2 more layers attend within a sliding" in page
+    assert "within a sliding window: 2 more layers." in page

@@ -137,7 +137,7 @@ def test_words(summary):
     assert lost.endswith("all the same: FavorPlus (8 features): 38%; Taylor (40 features): 0%.")
     alone = found["Random features alone"]
     assert alone == (
-        "1 of 2 measured are no better than averaging the values: the best, FavorPlus (16 features), has 0.66 of "
+        "1 of 2 measured is no better than averaging the values: the best, FavorPlus (16 features), has 0.66 of "
         "averaging's error."
     )
     bad = found["Heads that stay above 0.3"]

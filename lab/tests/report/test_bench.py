@@ -117,7 +117,7 @@ def test_not_reached(summary_of):
     header = replace(HEADER, lengths=[256, 1024])
     summary = summary_of([row(256), row(1024)], header)
     assert summary.crossover == Crossover(None, None, always=False, last=1024)
-    assert words(summary, "Crossover").startswith("Not reached up to L = 1,024")
+    assert words(summary, "Crossover").startswith("Linear attention is not faster up to 1,024 tokens.")
 
 
 def test_only_the_last_crossing_counts():
@@ -147,7 +147,7 @@ def test_exact_attention_left_out(summary_of):
         row(8192, **stopped, exact_predicted=900.0),
     ]
     summary = summary_of(rows)
-    assert words(summary, "Crossover").startswith("Not reached up to L = 1,024")
+    assert words(summary, "Crossover").startswith("Linear attention is not faster up to 1,024 tokens.")
     assert words(summary, "Left out") == (
         "Exact attention was not run from L = 2,048 on: one call would take about 75 s there, and the limit is 60 s."
     )

@@ -18,8 +18,8 @@ SHORT_METHODS = (
     "FavorPlus",
     "EluPlusOne",
 )
-# Those, and what the texts have: arXiv 2009.14794 (FavorPlus, Hyperbolic, RandomRelu), 2006.16236 (EluPlusOne), 2302.00787
-# (Sderf, Balanced), 2110.15343 (exact attention beside a kernel).
+# Those, and what the texts have: arXiv 2009.14794 (FavorPlus, Hyperbolic, RandomRelu), 2006.16236 (EluPlusOne),
+# 2302.00787 (Sderf, Balanced), 2110.15343 (exact attention beside a kernel).
 FULL_METHODS = (
     "FavorPlus",
     "Hyperbolic(lengths='fixed')",

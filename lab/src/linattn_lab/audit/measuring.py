@@ -334,7 +334,7 @@ def _alone(row: AuditRow) -> Iterator[AuditRow]:
 
 
 def _rank_rows(number: int, layer: LayerTruth) -> list[RankRow]:
-    """The limits of every rank on a layer, on one thread: two that wait for a busy machine take twenty times as long."""
+    """The limits of every rank on a layer, on one thread: several on a busy machine take many times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -127,7 +127,7 @@ def _tell(header: Header, tokens: int, console: Console) -> None:
         console.print(f"{escape(header.text)} gives only {header.num_tokens} tokens; all of them are read.")
     if header.windowed:
         console.print(
-            f"Left alone, since they attend within a sliding window, in linear time already: "
+            "Left alone, since they attend within a sliding window, in linear time already: "
             f"{counted(len(header.windowed), 'layer')}. Audited: {', '.join(map(str, header.layers))}.",
             highlight=False,
         )

@@ -34,7 +34,8 @@ def _speed(bench: BenchSummary | None) -> str:
     if bench is None:
         return _missing("bench")
     heads = f"{counted(bench.header.num_heads, 'head')} of width {bench.header.head_dim}"
-    return f"{bench.words} on {heads}: {conclude(bench)[0].text}"
+    words = conclude(bench)[0].text
+    return f"{bench.words} on {heads}: {words[0].lower()}{words[1:]}"
 
 
 def _claims(claims: ClaimsSummary | None) -> str:

@@ -9,7 +9,10 @@ pytestmark = pytest.mark.xdist_group("report in a browser")
 
 # A phone, a laptop; paper of A4 without its margins, at 96 dots an inch.
 WIDTHS, PAPER = [390, 1280], 718
-DRAW = "document.querySelectorAll('details').forEach((one) => { one.open = true; }); dispatchEvent(new Event('beforeprint'))"
+DRAW = """
+document.querySelectorAll('details').forEach((one) => { one.open = true; });
+dispatchEvent(new Event('beforeprint'));
+"""
 # Of every chart: pairs of labels whose boxes meet, and labels beyond its edges. Slanted names run along one another: of
 # two the lines must be a line's height apart.
 COVERED = """

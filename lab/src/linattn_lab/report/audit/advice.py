@@ -99,7 +99,8 @@ def _random_features(summary: AuditSummary) -> Point | None:
     best = best_line(alone)
     if best is None or not lost:
         return None
-    share = "The one measured is" if len(alone) == 1 else f"{len(lost)} of {len(alone)} measured are"
+    verb = "is" if len(lost) == 1 else "are"
+    share = f"The one measured {verb}" if len(alone) == 1 else f"{len(lost)} of {len(alone)} measured {verb}"
     name = best.words if len(alone) == 1 else f"the best, {best.words},"
     return Point(
         "Random features alone",

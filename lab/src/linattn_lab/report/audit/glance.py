@@ -37,7 +37,7 @@ def glance_table(summary: AuditSummary) -> Table:
 
 
 def glance_chart(summary: AuditSummary) -> Chart:
-    """Error against cost: a labelled mark for each method that decides, softmax's cost and averaging's error as lines."""
+    """Error against cost: a labelled mark of each method that decides, lines for softmax and averaging."""
     families: dict[str, list[Line]] = {}
     for line in decisive(summary):
         families.setdefault(family(line.map), []).append(line)

@@ -158,7 +158,7 @@ def _crossover_words(found: Crossover) -> str:
         return "Linear attention is slower at {:,} tokens and faster from {:,} on.".format(*found.between)
     if found.always:
         return f"Linear attention is faster at every length measured (with exact attention up to {found.last:,})."
-    return f"Not reached up to L = {found.last:,}: exact attention is as fast there, or faster."
+    return f"Linear attention is not faster up to {found.last:,} tokens."
 
 
 def _kept_words(header: BenchHeader) -> str:
