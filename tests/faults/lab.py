@@ -108,17 +108,17 @@ FAULTS = (
     ),
     Fault(
         "leave a last line that was cut off",
-        "records/jsonl.py",
+        "lab/records/jsonl.py",
         'content[: content.rfind(b"\\n") + 1]',
         "content",
         "lab/tests/commands/test_reproduce.py",
     ),
     Fault(
         "end lines where a text has a line separator",
-        "records/jsonl.py",
+        "lab/records/jsonl.py",
         '.split("\\n")',
         ".splitlines()",
-        "tests/records/test_jsonl.py",
+        "lab/tests/records/test_jsonl.py",
     ),
     Fault(
         "let a file whose figures contradict each other end the report",

@@ -36,7 +36,7 @@ FAULTS = (
     ),
     Fault(
         "let a schema take fields that nobody knows",
-        "records/schema.py",
+        "lab/records/schema.py",
         '"additionalProperties": False,',
         '"additionalProperties": True,',
         "lab/tests/report/test_twin.py",

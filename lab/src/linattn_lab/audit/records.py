@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from linattn.records.jsonl import Form
+from linattn_lab.records.jsonl import Form
 
 EXACT = "exact"
 UNIFORM = "uniform"

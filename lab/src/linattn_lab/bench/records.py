@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.records.jsonl import Form
+from linattn_lab.records.jsonl import Form
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from linattn.records.jsonl import Form
 from linattn_lab.experiments.experiment import FigureRow, Status
+from linattn_lab.records.jsonl import Form
 
 Setting = Literal["quick", "full"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from linattn.records.jsonl import Form
+from linattn_lab.records.jsonl import Form
 
 # What a header has of the figures that are asked for, beside the circumstances of each.
 _ASKED = ("budgets", "kinds", "lengths", "tasks", "num_samples", "left_out", "calibration")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from linattn.records.schema import json_schema
+from linattn_lab.records.schema import json_schema
 from linattn_lab.report._text import Point
 from linattn_lab.report.audit.summary import AuditSummary
 from linattn_lab.report.bench.summary import BenchSummary
