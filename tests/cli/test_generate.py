@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from gguf_models import MERGES, TOKENS, tiny, write_gguf
 from linattn.cli.app import app
 from linattn.hf import (
+    BoundedCache,
     ByteTokenizer,
     LinearLMConfig,
     LinearLMForCausalLM,
@@ -25,8 +26,8 @@ from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan, write_memory_plans
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 TOLD = (
-    r"(\d+) tokens read and the first written after [\d.]+ s, (\d+) written, [\d,.]+ a second; "
-    r"the cache holds ([\d,]+) bytes"
+    r"(\d+) tokens read and the first written after [\d.]+ s, (\d+) written"
+    r"(?:, [\d,.]+ tokens/s in the median \(10 to 90 %: [\d,.]+ to [\d,.]+\))?; the cache holds ([\d,]+) bytes"
 )
 
 
@@ -148,7 +149,7 @@ def test_refusals(tmp_path, folder):
 BESIDE = (
     r"1 global layers by sinks \d \+ window \d+(?: \+ \d+ in 4 bits)? \+ merged \d+(?: in 4 bits)?: they keep at most "
     r"([\d,]+) bytes, ([\d,]+) after ([\d,]+) tokens; "
-    r"exact attention keeps ([\d,]+) of them"
+    r"the full cache keeps ([\d,]+) of them"
 )
 
 
@@ -159,6 +160,8 @@ def hybrid(tmp_path_factory):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     kinds = ["sliding_attention", "full_attention"]
+    # Logits apart from each other, as those of a trained model are.
+    sizes |= {"initializer_range": 0.5}
     config = Gemma3TextConfig(
         vocab_size=256, head_dim=8, num_hidden_layers=2, layer_types=kinds, sliding_window=8, eos_token_id=None, **sizes
     )
@@ -169,13 +172,14 @@ def hybrid(tmp_path_factory):
 
 def test_a_budget_bounds_the_cache_and_is_told_beside_the_exact_one(hybrid):
     found = {}
-    for number in (30, 90):
+    for number in (30, 120):
         result = run(hybrid, "--prompt", "abc", "--tokens", number, "--temperature", "0", "--budget", "40")
         assert result.exit_code == 0, result.stderr
         beside = re.search(BESIDE, " ".join(result.stderr.split()))
         found[number] = [told(result)[2], *(int(x.replace(",", "")) for x in beside.groups())]
-    held, most, kept, length, exactly = found[90]
-    assert (length, exactly) == (93, 93 * 64)
+    held, most, kept, length, exactly = found[120]
+    # The last token is drawn and not read.
+    assert (length, exactly) == (122, 122 * 64)
     assert most <= 40 * 64
     assert kept == most
     # A window of 8 keeps 7 keys, and its width as one number of 8 bytes; a block may have just begun.
@@ -210,11 +214,11 @@ def test_a_budget_is_bounded_as_planned(hybrid, tmp_path):
     words = (hybrid, "--prompt", "abc", "--tokens", 9, "--temperature", "0", "--plan", tmp_path / "plans")
     result = run(*words, "--budget", "40")
     assert result.exit_code == 0, result.stderr
-    assert f"1 global layers by {label}: they keep at most" in " ".join(result.stderr.split())
+    said = " ".join(result.stderr.split())
+    assert f"1 global layers by {label}: they keep at most" in said
+    assert "by the plan, KL divergence from the full cache 0.1 nats a token at 99 tokens; sinks and a window" in said
     write_memory_plans(tmp_path / "other", [planned([label] * 2, layers=(0, 1))])
     for more, says in (
-        ((), "give --budget too, and no --bits"),
-        (("--budget", "40", "--bits", "4"), "give --budget too, and no --bits"),
         (("--budget", "50"), "has plans of 40, 60 keys, got a budget of 50"),
         (("--budget", "60"), "nothing better by a margin than sinks 4 + window 56"),
         (("--budget", "40", "--plan", tmp_path / "other"), "whose global layers are [0, 1], and Gemma3"),
@@ -237,3 +241,93 @@ def test_a_budget_that_the_moments_use_up(hybrid, of_bytes):
     assert "give more bytes" in " ".join(result.stderr.split())
     result = run(of_bytes, "--prompt", "abc", "--budget", "30")
     assert result.exit_code == 1
+
+
+TEXT = "the number of bytes that are read is the number of bytes that were written, and no other. " * 2
+
+
+def test_a_prompt_from_a_file_or_the_standard_input_is_not_printed(of_bytes, tmp_path):
+    (tmp_path / "prompt.txt").write_text("7 böttles\n", encoding="utf-8")
+    words = (of_bytes, "--tokens", "20", "--temperature", "0")
+    whole = run(*words, "--prompt", "7 böttles")
+    from_file = run(*words, "--prompt-file", tmp_path / "prompt.txt")
+    line = ["generate", *map(str, words), "--prompt-file", "-"]
+    piped = CliRunner(env=WIDE).invoke(app, line, input="7 böttles\n".encode())
+    for result in (from_file, piped):
+        assert result.exit_code == 0, result.output
+        assert "7 böttles" + result.stdout == whole.stdout
+        assert told(result) == told(whole)
+    (tmp_path / "latin.txt").write_bytes("7 böttles".encode("latin-1"))
+    refused = run(*words, "--prompt-file", tmp_path / "latin.txt")
+    assert refused.exit_code == 1
+    assert "--prompt-file: 'utf-8' codec can't decode" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "give one of --prompt TEXT and --prompt-file FILE"),
+        (("--prompt", "a", "--prompt-file", "-"), "give one of --prompt TEXT and --prompt-file FILE"),
+        (("--prompt-file", "nowhere"), "'nowhere'"),
+        (("--prompt", "a", "--recall", "near"), "are of a bounded cache; give --budget too"),
+        (("--prompt", "a", "--measure"), "are of a bounded cache; give --budget too"),
+        (("--prompt", "a", "--plan", "p", "--budget", "9", "--recall", "far"), "give no --bits and no --recall"),
+        (("--prompt", "a", "--plan", "p", "--budget", "9", "--bits", "4"), "give no --bits and no --recall"),
+        (("--prompt", "a", "--budget", "9", "--recall", "middle"), "'near', 'far'"),
+    ],
+)
+def test_options_that_do_not_go_together(words, says):
+    result = run("MODEL", *words)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+@pytest.mark.parametrize(("recall", "number"), [("near", 90), ("far", 90), ("near", 1)])
+def test_every_token_is_held_or_merged_and_said_so(hybrid, recall, number):
+    words = ("--prompt", TEXT, "--tokens", number, "--temperature", "0", "--budget", "60", "--recall", recall)
+    result = run(hybrid, *words)
+    assert result.exit_code == 0, result.stderr
+    said = " ".join(result.stderr.split())
+    held = re.search(r"of (\d+) tokens (\d+) exact((?:, \d+ in \d bits)*), (?:(\d+) merged into (\d+) keys|none)", said)
+    total, exact, merged, keys = (int(held[place] or 0) for place in (1, 2, 4, 5))
+    tiers = {bits: int(number) for number, bits in re.findall(r"(\d+) in (\d) bits", held[3])}
+    assert total == len(TEXT) + number - 1 == exact + sum(tiers.values()) + merged
+    assert keys <= merged
+    # Tiers of 2 bits hold what was said long ago.
+    assert ("2" in tiers) == (recall == "far")
+    assert "--measure says the KL divergence from the full cache, in about" in said
+
+
+def test_the_divergence_is_measured_where_it_is_asked_for(hybrid):
+    words = (hybrid, "--prompt", TEXT, "--tokens", "9", "--temperature", "0", "--measure", "--bits", "32", "--budget")
+    measured = {}
+    for budget in ("30", "400"):
+        result = run(*words, budget)
+        assert result.exit_code == 0, result.stderr
+        found = re.search(
+            r"KL divergence from the full cache ([-\de.]+) ± [-\de.]+ nats a token over the last 64 tokens of the "
+            r"prompt, measured in [\d.]+ s",
+            " ".join(result.stderr.split()),
+        )
+        measured[budget] = abs(float(found[1]))
+        assert told(result)[0] == len(TEXT)
+    # All tokens fit, and nothing is quantized yet: 256 roundings of float32.
+    assert measured["400"] < 256 * 2**-24 < measured["30"]
+    assert run(*words, "400").stdout == run(hybrid, "--prompt", TEXT, "--tokens", "9", "--temperature", "0").stdout
+    short = run(hybrid, "--prompt", "a", "--budget", "30", "--measure")
+    assert (short.exit_code, "give a longer prompt" in short.stderr) == (1, True)
+
+
+def test_the_measured_divergence_is_that_of_both_predictions(hybrid):
+    loaded = load_language_model(hybrid)
+    tokens = loaded.tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :-1]
+    rows = {}
+    for name, cache in (("full", None), ("bounded", BoundedCache(loaded.model, 30))):
+        with torch.no_grad():
+            head = loaded.model(tokens[:, :-64], past_key_values=cache, use_cache=True).past_key_values
+            rows[name] = loaded.model(tokens[:, -64:], past_key_values=head).logits[0].double().softmax(-1)
+    mean = (rows["full"] * (rows["full"] / rows["bounded"]).log()).sum(-1).mean()
+    result = run(hybrid, "--prompt", TEXT, "--tokens", "1", "--measure", "--budget", "30")
+    said = float(re.search(r"full cache ([-\de.]+) ±", " ".join(result.stderr.split()))[1])
+    # Three digits, and 256 roundings of float32.
+    assert said == pytest.approx(mean.item(), rel=5e-3, abs=256 * 2**-24)

@@ -5,7 +5,7 @@ Letters: B batch, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -38,6 +38,7 @@ def stream_tokens(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
     cache: Cache | None = None,
+    notify: Callable[[int], None] | None = None,
 ) -> Iterator[Tensor]:
     """Draw a text's next tokens without end, in constant memory where the model's cache is.
 
@@ -55,6 +56,7 @@ def stream_tokens(
         top_p: in (0, 1]; 1 draws from all tokens.
         generator: of the draws, on the model's device; torch's global one if None.
         cache: the text before the prompt, which goes on with it; `new_cache(model)` if None.
+        notify: called after each chunk of the prompt with the number of its tokens that are read.
 
     Returns:
         An iterator over (B, 1) int64: the next token of each row. It ends never; take as many as are wanted.
@@ -74,7 +76,8 @@ def stream_tokens(
     Source: Holtzman et al. 2020 (arXiv 1904.09751) for top_p.
     """
     _check(model, prompt, temperature, top_p)
-    return _tokens(model, prompt, _warpers(temperature, top_p), generator, new_cache(model) if cache is None else cache)
+    cache = new_cache(model) if cache is None else cache
+    return _tokens(model, prompt, _warpers(temperature, top_p), generator, cache, notify)
 
 
 def _tokens(
@@ -83,12 +86,16 @@ def _tokens(
     warp: LogitsProcessorList | None,
     generator: torch.Generator | None,
     cache: Cache,
+    notify: Callable[[int], None] | None,
 ) -> Iterator[Tensor]:
     """The tokens of `stream_tokens`."""
-    logits = prompt.new_empty(0)
-    with torch.no_grad():
-        for chunk in prompt.to(model.device).split(_CHUNK, 1):
+    logits, num_read = prompt.new_empty(0), 0
+    for chunk in prompt.to(model.device).split(_CHUNK, 1):
+        with torch.no_grad():
             logits = _step(model, chunk, cache)
+        num_read += chunk.shape[1]
+        if notify is not None:
+            notify(num_read)
     while True:
         with torch.no_grad():
             token = _draw(logits, warp, generator)

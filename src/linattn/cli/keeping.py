@@ -1,0 +1,129 @@
+"""Tokens that `linattn generate --budget` keeps and merges, and what that costs, in words.
+
+Letters: n tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+from linattn.cli.terminal import of_option
+from linattn.hf import BoundedCache, BoundedLayer, Cache, PreTrainedModel, stream_tokens
+from linattn.kv_cache.budget import BITS_BY_DEFAULT, RECALLS, Recall
+from linattn.kv_cache.coded_tokens import CodedTokens
+from linattn.kv_cache.layer_plans import read_memory_plans
+from linattn.methods.method import together
+
+# Bits that say no quantization, and tokens at the end of a prompt whose predictions are compared.
+_UNQUANTIZED, _COMPARED = 32, 64
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The options of a bounded cache.
+
+    Attributes:
+        budget: in exact keys.
+        bits: of merged keys, 32 for no quantization; None for the default.
+        recall: None for the default.
+        plan: a file of plans; None for the same in every layer.
+        measure: whether the KL divergence is measured.
+    """
+
+    budget: int
+    bits: int | None = None
+    recall: Recall | None = None
+    plan: Path | None = None
+    measure: bool = False
+
+    def cache(self, model: PreTrainedModel) -> BoundedCache:
+        """An empty cache of this budget; ValueError, by the option's name, where there is none."""
+        with of_option("--budget" if self.plan is None else "--plan"):
+            if self.plan is not None:
+                return BoundedCache(model, self.budget, plan=self.plan)
+            bits = {None: BITS_BY_DEFAULT, _UNQUANTIZED: None}.get(self.bits, self.bits)
+            return BoundedCache(model, self.budget, bits=bits, recall=self.recall or RECALLS[0])
+
+    def planned(self) -> Iterator[str]:
+        """KL divergence that the plan itself has measured; nothing without a plan."""
+        for plan in [] if self.plan is None else read_memory_plans(self.plan):
+            if plan.budget == self.budget:
+                yield (
+                    f"by the plan, KL divergence from the full cache {plan.kl:.3g} nats a token at "
+                    f"{plan.num_tokens:,} tokens; sinks and a window in as many bytes: {plan.window_kl:.3g}"
+                )
+
+
+def last_predictions(model: PreTrainedModel, tokens: Tensor, cache: Cache, notify: Callable[[int], None]) -> Tensor:
+    """Log-probabilities (≤ 64, V) after each of a text's last tokens, all of which the cache takes in."""
+    count = min(_COMPARED, tokens.shape[1])
+    before, last = tokens[:, :-count], tokens[:, -count:]
+    if before.numel():
+        next(stream_tokens(model, before, temperature=0, cache=cache, notify=notify))
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=last, past_key_values=cache, use_cache=True).logits
+    return logits[0].float().log_softmax(-1)
+
+
+def divergence_in_words(bounded: Tensor, full: Tensor, seconds: float) -> str:
+    """The KL divergence of predictions (n, V) from those of the full cache.
+
+    Example:
+        >>> even, sure = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log()
+        >>> divergence_in_words(even, sure, 2.0)
+        'KL divergence from the full cache 0.693 nats a token over the last 1 tokens of the prompt, measured in 2.0 s'
+    """
+    each = kl_div(bounded, full, reduction="none", log_target=True).nan_to_num().sum(-1).double()
+    error = f" ± {each.std() / len(each) ** 0.5:.2g}" if len(each) > 1 else ""
+    return (
+        f"KL divergence from the full cache {each.mean():.3g}{error} nats a token over the last {len(each)} tokens of "
+        f"the prompt, measured in {seconds:.1f} s"
+    )
+
+
+def kept_in_words(cache: BoundedCache) -> Iterator[str]:
+    """Tokens that bounded layers hold one by one, tokens that are merged, and the bytes beside the full cache's."""
+    bounded = [layer for layer in cache.layers if isinstance(layer, BoundedLayer)]
+    for words, count in Counter(map(_tokens_in_words, bounded)).items():
+        yield f"{words} in each of {count} global layers"
+    reports = [report for report in cache.report if report.config is not None]
+    number = cache.get_seq_length()
+    most, now = (sum(report.kept_bytes(length) for report in reports) for length in (2**62, number))
+    full = sum(report.exact_bytes(number) for report in reports)
+    labels = together([layer.config.label for layer in bounded])
+    yield (
+        f"{len(bounded)} global layers by {labels}: they keep at most {most:,} bytes, {now:,} after {number:,} tokens; "
+        f"the full cache keeps {full:,} of them"
+    )
+
+
+def _tokens_in_words(layer: BoundedLayer) -> str:
+    """Of one layer's tokens, how many are exact, quantized, and merged into how many keys."""
+    assert layer.state is not None
+    keys = layer.state.groups[0]
+    sizes = (*layer.config.tiers, layer.config.merged_tier)
+    exact, num_keys = (
+        sum(part.bias.shape[2] for part in parts) for parts in ((keys.sinks, keys.recent), [keys.merged])
+    )
+    quantized: Counter[str] = Counter()
+    rest = layer.num_tokens - exact
+    for part, size in zip((*keys.coded, keys.merged), sizes, strict=True):
+        # Merged keys that are no fewer than their tokens are these tokens.
+        if part is keys.merged and rest > num_keys:
+            break
+        number = part.bias.shape[2]
+        rest -= number
+        if isinstance(part, CodedTokens):
+            quantized[size.in_bits] += number
+        else:
+            exact += number
+    held = [f"{exact:,} exact", *(f"{number:,}{bits}" for bits, number in quantized.items())]
+    merged = f"{rest:,} merged into {num_keys:,} keys{sizes[-1].in_bits}" if rest else "none merged"
+    return f"of {layer.num_tokens:,} tokens {', '.join(held)}, {merged}"
