@@ -137,7 +137,7 @@ FAULTS = (
     Fault(
         "cut a step budget by the clock",
         "training/budgets.py",
-        "return progress.step % max(1, self.total // _LOOKS) == 0 or progress.step >= self.total",
+        "return progress.step % self.steps_per_look == 0 or progress.step >= self.total",
         "return progress.seconds - looked.seconds >= 30 or progress.step >= self.total",
         "tests/training/test_loop.py",
     ),
@@ -165,15 +165,29 @@ FAULTS = (
     Fault(
         "split documents by their place in the list",
         "lab/pretraining/corpus.py",
-        "place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % _PERIOD",
-        "place = len(seen) % _PERIOD",
+        "place = int.from_bytes(hashlib.sha256(named.encode()).digest()[:8]) % _PERIOD",
+        "place = len(content) % _PERIOD",
         "lab/tests/pretraining/test_corpus.py",
     ),
     Fault(
         "read a copied document twice",
         "lab/pretraining/corpus.py",
-        "if content in seen:",
-        "if False:",
+        "different = {content: name for",
+        "different = {content + name.encode(): name for",
+        "lab/tests/pretraining/test_corpus.py",
+    ),
+    Fault(
+        "test on what few documents train on",
+        "lab/pretraining/corpus.py",
+        "(_PERIOD, content[:last])",
+        "(_PERIOD, content)",
+        "lab/tests/pretraining/test_corpus.py",
+    ),
+    Fault(
+        "train on pictures",
+        "lab/pretraining/corpus.py",
+        "return _END not in content",
+        "return True",
         "lab/tests/pretraining/test_corpus.py",
     ),
     Fault(
@@ -200,9 +214,9 @@ FAULTS = (
     Fault(
         "look at the validation loss under dropout",
         "lab/pretraining/pretraining.py",
-        """        model.train(False)
-        return share.mean""",
-        """        return share.mean""",
+        """    model.train(False)
+    return share.mean""",
+        """    return share.mean""",
         "lab/tests/pretraining/test_pretraining.py",
     ),
     Fault(

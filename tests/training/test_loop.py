@@ -110,7 +110,8 @@ def test_long_looks_take_a_tenth_of_the_time(training, clock):
     train(training(point, validate=validate, seconds=400.0), None, quiet)
     between = [later - earlier for earlier, later in pairwise(looks[1:-1])]
     assert between
-    assert set(between) == {4.25 + 38.5}
+    # Twelve times that, in whole steps, and the look.
+    assert set(between) == {4.25 + 51.0}
 
 
 def test_a_look_that_is_nan_is_no_best(training):
@@ -361,8 +362,8 @@ def test_a_number_of_steps_is_done_whatever_the_clock_says(training):
         return float(distance(point).detach())
 
     found = train(by_steps(training, point, 60, validate=validate), None, quiet)
-    # Before the first step, and after every third.
-    assert (found.steps, len(looks)) == (60, 21)
+    # Before the first step, and after every fourth.
+    assert (found.steps, len(looks)) == (60, 16)
 
 
 def test_steps_cut_off_by_another_clock_are_those_that_were_not(training, clock, tmp_path):

@@ -58,8 +58,8 @@ def test_from_the_words_to_the_folder(trained, texts):
     assert (report["config"]["steps"], report["config"]["seed"], report["trained"]["steps"]) == (40, 3, 40)
     # What the folder holds is what the report is about.
     model = AutoModelForCausalLM.from_pretrained(out).eval()
-    corpus = from_documents(read_documents([texts]), context=32)
-    found = score(model, windows(corpus.test, 32, 1 << 18))
+    corpus = from_documents(read_documents([texts])[0], context=32)
+    found = score(model, windows(corpus.test, 32, report["test"]["num_bytes"]))
     assert found.bits == pytest.approx(report["test"]["bits"], rel=1e-6)
     for place in (printed, (out / "README.md").read_text(encoding="utf-8")):
         assert re.search(rf"guessing among 256\W+8.000\W+frequencies of bytes\W+{report['frequency_bits']:.3f}", place)
@@ -89,7 +89,7 @@ def test_killed_three_times_it_is_one_that_was_not(trained, texts, tmp_path):
     """Bit by bit: each process has one thread."""
     out = tmp_path / "out"
     words = ["train", out, "--text", texts, *SMALL, "--seed", "3", "--learning-rate", "1e-2"]
-    for times in (4, 6, 3):
+    for times in (3, 4, 2):
         death = ("linattn.training.loop:_Run", "_save", times)
         with Apart(tmp_path / "printed", *words, prepare=dying, arguments=death) as command:
             assert command.ended()[0] == -9
@@ -119,10 +119,11 @@ def test_refusals(texts, tmp_path, trained):
     out = tmp_path / "out"
     for words, message in (
         (["--map", "Nothing"], "Nothing"),
-        (["--context", "100000"], "give more files, or a shorter one"),
+        (["--context", "100000"], "give more text, or a shorter context"),
         (["--text", tmp_path / "nowhere"], "there is no file or folder"),
         (["--pattern", "x"], 'pattern must be letters "l" (linear) and "s" (softmax), got'),
-        (["--minutes", "-1"], "minutes must be a positive number"),
+        (["--minutes", "-1"], "--minutes must be a positive number"),
+        (["--resume"], "holds no checkpoint to continue from; train into a new folder"),
     ):
         result = run("train", out, "--text", texts, *SMALL, *words)
         assert result.exit_code == 1
@@ -130,3 +131,44 @@ def test_refusals(texts, tmp_path, trained):
         assert not list(tmp_path.iterdir())
     result = run("train", trained[0], "--text", texts, *SMALL)
     assert "exists and is not an empty folder" in result.stderr
+
+
+def test_a_finished_training_is_continued(texts, tmp_path):
+    """Its last checkpoint is gone on from, through a kill, and the longer training takes the folder's place."""
+    out = tmp_path / "out"
+    words = ["train", out, "--text", texts, *SMALL[:-1]]
+    assert run(*words, "20").exit_code == 0
+    first = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    for more, message in (
+        (["20", "--resume"], "has 20 steps in"),
+        (["40", "--resume", "--seed", "5"], "holds an unfinished training with other settings (model: "),
+        (["40"], "exists and is not an empty folder"),
+    ):
+        result = run(*words, *more)
+        assert (result.exit_code, message in result.stderr) == (1, True), result.output
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    death = ("linattn.training.loop:_Run", "_save", 3)
+    with Apart(tmp_path / "printed", *words, "40", "--resume", prepare=dying, arguments=death) as command:
+        assert command.ended()[0] == -9
+    (tmp_path / "printed").unlink()
+    assert json.loads((out / "training.json").read_text(encoding="utf-8")) == first
+    result = run(*words, "40", "--resume")
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    second = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    assert second["trained"]["steps"] == 40
+    assert second["trained"]["first_loss"] == first["trained"]["first_loss"]
+    curves = EventAccumulator(str(out / "logs" / "training")).Reload()
+    assert [event.step for event in curves.Scalars("loss")] == list(range(1, 41))
+
+
+def test_one_file_is_split_by_position_and_what_is_no_text_is_counted(tmp_path):
+    (tmp_path / "in" / ".git").mkdir(parents=True)
+    (tmp_path / "in" / ".git" / "head").write_bytes(b"x")
+    (tmp_path / "in" / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "in" / "text.txt").write_text("".join(f"{number} bottles of beer, " for number in range(999)))
+    result = run("train", tmp_path / "out", "--text", tmp_path / "in", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "1 files are read, split by position: the last two sixteenths of each are not trained on" in result.output
+    assert "1 left out: hidden; 1 left out: no text in UTF-8" in result.output.replace("\n", " ")
+    assert "of the last sixteenth of each document" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

@@ -76,24 +76,52 @@ def test_pythons_own_sources_are_split_by_file():
     assert len(corpus.training) > 10 * len(corpus.test)
 
 
-def test_files_and_folders(tmp_path):
+def test_text_files_alone_are_read(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "one.txt").write_bytes(b"1")
+    (tmp_path / "a" / ".git").mkdir()
+    (tmp_path / "a" / "b" / "one.txt").write_bytes("née".encode())
     (tmp_path / "a" / "two.txt").write_bytes(b"2")
-    long = bytes(range(256)) * (_LONGEST // 256) + b"rest"
-    (tmp_path / "three.bin").write_bytes(long)
-    found = list(read_documents([tmp_path / "a", tmp_path / "three.bin"]))
-    assert [content for _, content in found] == [b"1", b"2", long[:_LONGEST], b"rest"]
-    assert len({name for name, _ in found}) == 4
+    for name, content in (("picture.png", b"\x89PNG\r\n"), ("latin.txt", b"n\xe9e"), ("program", b"ELF\0")):
+        (tmp_path / "a" / name).write_bytes(content)
+    for name in (".hidden", ".git/config", ".git/index"):
+        (tmp_path / "a" / name).write_bytes(b"text")
+    (tmp_path / "three.txt").write_bytes(b"3")
+    found, left_out = read_documents([tmp_path / "a", tmp_path / "three.txt"])
+    assert [content for _, content in found] == ["née".encode(), b"2", b"3"]
+    assert left_out == {"hidden": 3, "no text in UTF-8": 3}
+    assert len({name for name, _ in found}) == 3
     (tmp_path / "c").mkdir()
     (tmp_path / "a").rename(tmp_path / "c" / "a")
-    assert list(read_documents([tmp_path / "c" / "a", tmp_path / "three.bin"])) == found
+    assert read_documents([tmp_path / "c" / "a", tmp_path / "three.txt"])[0] == found
     with pytest.raises(FileNotFoundError, match=r"there is no file or folder .*nowhere; give one"):
-        list(read_documents([tmp_path / "nowhere"]))
+        read_documents([tmp_path / "nowhere"])
+    with pytest.raises(ValueError, match=r"picture.png is no text in UTF-8; give a text"):
+        read_documents([tmp_path / "c" / "a" / "picture.png"])
+
+
+@pytest.mark.parametrize("count", [1, 3, 99])
+def test_few_documents_are_split_by_position(count):
+    texts = [(f"{number:02}.txt", bytes([97 + number % 26]) * 100 + b"%d" % number * 30) for number in range(count)]
+    corpus = from_documents(texts, context=2)
+    assert (corpus.is_split_by_file, corpus.num_documents) == (False, count)
+    parts = [contents(part) for part in (corpus.training, corpus.validation, corpus.test)]
+    assert [b"".join(joined) for joined in zip(*parts, strict=True)] == [content for _, content in texts]
+    for beginning, middle, end in zip(*parts, strict=True):
+        length = len(beginning + middle + end)
+        assert abs(len(middle) - length / 16) <= 1 >= abs(len(end) - length / 16)
+
+
+def test_of_many_documents_a_long_one_is_several():
+    long = bytes(range(1, 256)) * (_LONGEST // 255 * 3)
+    corpus = from_documents([*documents(100), ("long", long)], context=4)
+    assert corpus.is_split_by_file
+    pieces = [content for part in (corpus.training, corpus.validation, corpus.test) for content in contents(part)]
+    assert sorted(map(len, pieces))[-2:] == [_LONGEST, _LONGEST]
+    assert sum(map(len, pieces)) == len(long) + sum(len(content) for _, content in documents(100))
 
 
 def test_too_little_is_refused():
-    with pytest.raises(ValueError, match=r"the validation part has 0 bytes of 0 documents, wanted more than con"):
-        from_documents([("a", b"much text" * 99)], context=4)
-    with pytest.raises(ValueError, match=r"wanted more than context=100000; give more files, or a shorter one"):
+    with pytest.raises(ValueError, match=r"the training part has 3 bytes of 1 documents, wanted more than con"):
+        from_documents([("a", b"few")], context=4)
+    with pytest.raises(ValueError, match=r"wanted more than context=100000; give more text, or a shorter context"):
         from_documents(documents(100), context=100_000)

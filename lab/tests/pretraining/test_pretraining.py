@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from linattn.feature_maps import RandomFeatureMap
 from linattn_lab.pretraining import TrainConfig, pretrain
+from linattn_lab.pretraining.looks import Looks
 from linattn_lab.pretraining.scoring import score, windows
 
 CONFIG = TrainConfig(context=16, batch_size=8, steps=120, learning_rate=2e-2)
@@ -18,6 +20,14 @@ KINDS = {
     "softmax": {"pattern": "s"},
     "hybrid": {"pattern": "ls", "dropout": 0.1},
 }
+
+
+LOOKS = Looks.of(CONFIG, lambda: None)
+
+
+def looked_at(model, corpus):
+    """Bits per byte on what looks read."""
+    return score(model, windows(corpus.validation, 16, LOOKS.num_bytes(CONFIG))).bits
 
 
 class CutError(Exception):
@@ -32,9 +42,9 @@ def test_a_model_learns_what_texts_have_in_common(build, corpus, kind):
     assert found.trained.steps == len(told) == 120
     # Letters alone, each as frequent as it is, cost more than two bits; words, of which letters follow, do not.
     assert found.test.bits < found.frequency_bits - 0.3 < found.uniform_bits
-    again = score(model, windows(corpus.test, 16, 1 << 18))
+    again = score(model, windows(corpus.test, 16, LOOKS.num_tested(CONFIG, 120, 0.0)))
     assert again == found.test
-    assert score(model, windows(corpus.validation, 16, 1 << 15)).bits == found.trained.best_loss
+    assert looked_at(model, corpus) == found.trained.best_loss
     assert found.tokens_per_second == pytest.approx(120 * 16 * 8 / found.trained.seconds)
     assert found.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
@@ -90,7 +100,7 @@ def test_an_interrupt_keeps_the_best(build, corpus):
 
     found = pretrain(model, corpus, CONFIG, notify=stop)
     assert (found.trained.steps, found.trained.stopped) == (30, True)
-    assert score(model, windows(corpus.validation, 16, 1 << 15)).bits == found.trained.best_loss
+    assert looked_at(model, corpus) == found.trained.best_loss
 
 
 def test_other_settings_are_refused_and_more_time_is_not(build, corpus, tmp_path):
@@ -106,6 +116,42 @@ def test_other_settings_are_refused_and_more_time_is_not(build, corpus, tmp_path
         pretrain(other, corpus, config, work=tmp_path)
     with pytest.raises(ValueError, match=r"with other settings \(model: .*'gate'"):
         pretrain(build(gate="ForgetGate"), corpus, config, work=tmp_path)
+
+
+def test_more_steps_go_on_from_the_checkpoint(build, corpus, tmp_path):
+    config, told = replace(CONFIG, steps=40), []
+    first = pretrain(build(), corpus, config, work=tmp_path)
+    longer = replace(config, steps=80)
+    found = pretrain(build(), corpus, longer, work=tmp_path, notify=lambda name, share, progress: told.append(progress))
+    assert (told[0].step, found.trained.steps) == (41, 80)
+    assert found.trained.first_loss == first.trained.first_loss
+    assert found.trained.best_loss < first.trained.best_loss
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, steps=20), replace(CONFIG, steps=None, minutes=2.0)])
+@pytest.mark.parametrize("seconds", [1e-4, 0.1, 2.0])
+def test_looks_and_test_take_a_tenth_of_the_time_each(monkeypatch, config, seconds):
+    """A window of a look takes so many seconds, and a window of training three times as many."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("linattn_lab.pretraining.looks.time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def read_one():
+        clock.now += seconds
+
+    looks = Looks.of(config, read_one)
+    if config.steps is None:
+        total = config.budget.total
+        # Looks are twelve times their time apart, or further.
+        number = 2 + total / max(config.budget.seconds_per_look, 13 * looks.num_windows * seconds)
+    else:
+        total = 3 * config.steps * config.batch_size * seconds
+        number = 1 + config.steps // config.budget.steps_per_look
+    steps = config.steps or int(total / (3 * config.batch_size * seconds))
+    least = 1 if config.steps is None and seconds > 0.3 else 0
+    # Where a window alone takes long, one is read all the same; four of the test.
+    assert (number - least) * looks.num_windows * seconds <= 0.1 * total
+    tested = looks.num_tested(config, steps, total) // config.context
+    assert tested == 4 or tested * seconds <= 0.1 * total
 
 
 def test_what_fits_no_training_is_refused(build, corpus):

@@ -27,8 +27,10 @@ class Progress:
 
 
 _LOOKS, _MOST_SECONDS = 20, 60.0
-# Looks take a tenth of the time at most, but for the last.
-_STEPS_PER_LOOK = 9
+# Looks take a tenth of the time at most, those before the first step and after the last one among them.
+_STEPS_PER_LOOK = 12
+# Where a look reads as much as a step, which takes three times as long.
+_FEWEST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,22 @@ class Seconds:
         """How much of it is spent, 1 for all."""
         return progress.seconds / self.total if self.total else 1.0
 
+    @property
+    def seconds_per_look(self) -> float:
+        """From one look to the next, where looks take little."""
+        return min(self.total / _LOOKS, _MOST_SECONDS)
+
     def is_look_due(self, progress: Progress, looked: Progress, *, took: float) -> bool:
         """Whether it is time to look, the last look having ended at `looked` and taken so many seconds."""
-        between = max(min(self.total / _LOOKS, _MOST_SECONDS), _STEPS_PER_LOOK * took)
+        between = max(self.seconds_per_look, _STEPS_PER_LOOK * took)
         return progress.seconds - looked.seconds >= between or progress.seconds >= self.total
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A number of steps, and twenty looks at steps of their own: nothing depends on how fast the machine is.
+    """A number of steps, and twenty looks at steps of their own, fewer where a step in four would have one.
+
+    Nothing depends on how fast the machine is.
 
     Attributes:
         total: of steps.
@@ -69,7 +78,7 @@ class Steps:
         >>> begun = Progress(0, 0.0, 1.0, 1.0, 1.0)
         >>> steps = (Progress(step, 0.0, 1.0, 1.0, 1.0) for step in range(1, 66))
         >>> [one.step for one in steps if Steps(65).is_look_due(one, begun, took=0.0)][-3:]
-        [60, 63, 65]
+        [60, 64, 65]
     """
 
     total: int
@@ -80,7 +89,12 @@ class Steps:
 
     def is_look_due(self, progress: Progress, looked: Progress, *, took: float) -> bool:
         """Whether it is time to look; when the last look was, and how long it took, is no matter."""
-        return progress.step % max(1, self.total // _LOOKS) == 0 or progress.step >= self.total
+        return progress.step % self.steps_per_look == 0 or progress.step >= self.total
+
+    @property
+    def steps_per_look(self) -> int:
+        """From one look to the next."""
+        return max(_FEWEST_STEPS, self.total // _LOOKS)
 
 
 Budget = Seconds | Steps

@@ -37,11 +37,12 @@ def training_in_words(found: Pretraining) -> str:
 
 def model_card(found: Pretraining, attention: str) -> str:
     """The model card of a trained model, as Markdown; `attention` is its blocks' in words."""
+    where = "documents that were not trained on" if found.is_split_by_file else "the last sixteenth of each document"
     parts = [
         "# A language model of bytes",
         f"{attention}. {training_in_words(found)}. Load it with `linattn.hf`: "
         "`AutoModelForCausalLM.from_pretrained` finds it once that is imported; `linattn generate` writes text.",
-        f"Bits per byte on {found.test.num_bytes:,} bytes of documents that were not trained on, each predicted from "
+        f"Bits per byte on {found.test.num_bytes:,} bytes of {where}, each predicted from "
         f"those before it in a window of {found.config.context:,}; ± is the standard error over windows:",
         score_table(found).markdown(),
         "By the number of bytes before it:",

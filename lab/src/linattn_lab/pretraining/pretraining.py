@@ -17,7 +17,6 @@ from linattn.nn import RedrawSchedule
 from linattn.training import (
     Notify,
     Processes,
-    Seconds,
     Trained,
     Training,
     WorkFolder,
@@ -27,11 +26,12 @@ from linattn.training import (
 )
 from linattn_lab.pretraining.config import TrainConfig
 from linattn_lab.pretraining.corpus import Corpus
+from linattn_lab.pretraining.looks import Looks
 from linattn_lab.pretraining.scoring import UNIFORM, Score, bits, bits_per_byte, frequency_bits, score, windows
 from linattn_lab.pretraining.sharing import Share
 
-# Bytes of each look, and of the score at the end.
-_LOOK_BYTES, _TEST_BYTES = 1 << 15, 1 << 18
+# Under which a training's folder has its `Looks`: those of a training that is resumed are the same.
+_LOOKS = "looks"
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Pretraining:
         frequency_bits: bits per byte of the test windows under the training bytes' frequencies, the other baseline.
         num_training_bytes: in the training part; a run may read less than that, or some of it several times.
         num_documents: in the whole corpus.
+        is_split_by_file: whether the test is of other documents than those trained on, or of the last part of each.
         num_parameters: of the model, its maps' draws not counted.
     """
 
@@ -56,6 +57,7 @@ class Pretraining:
     frequency_bits: float
     num_training_bytes: int
     num_documents: int
+    is_split_by_file: bool
     num_parameters: int
 
     @property
@@ -80,8 +82,8 @@ def pretrain(
     number: a run that was cut off and goes on is one that was not, to the bit where the budget is a number of steps,
     the model is on a CPU and torch has one thread.
 
-    Cost: `config.minutes`, and a forward pass over 256 KiB at the end. In `work` two checkpoints, each as large as
-    four models.
+    Cost: `config.minutes`, a tenth of which are looks at the validation loss at most, and a twentieth more for the
+    test, which reads four windows at least. In `work` two checkpoints, each as large as four models.
 
     Args:
         model: in float32, of 256 tokens; it is left in evaluation mode.
@@ -126,32 +128,45 @@ def pretrain(
     # The first process writes for all.
     work = work if share.processes.is_first else None
     with alone_in(work), share.laid_out(model) as laid_out:
-        # What it refuses leaves no folder.
-        training = _training(laid_out, corpus, config, share)
-        folder = None if work is None else WorkFolder(work, _identity(model, corpus, config), kind="training")
+        # What is refused leaves no folder.
+        redraw = _redrawing(laid_out, config)
+        folder = None if work is None else WorkFolder(work, identity(model, corpus, config), kind="training")
+        looks = share.processes.from_first(None if folder is None else folder.recall(_LOOKS, Looks))
+        if looks is None:
+            one = windows(corpus.validation, config.context, config.context)
+            looks = share.processes.from_first(Looks.of(config, lambda: _looked(laid_out, share, one)))
         if folder is not None:
             folder.claim()
-        trained = train(training, folder, notify or (lambda *_: None))
+            folder.remember(_LOOKS, looks)
+        training = _training(laid_out, corpus, config, share, redraw, looks)
+        trained = share.processes.from_first(train(training, folder, notify or (lambda *_: None)))
     model.train(False)
-    test = windows(corpus.test, config.context, _TEST_BYTES)
+    test = windows(corpus.test, config.context, looks.num_tested(config, trained.steps, trained.seconds))
     judged = share.processes.first_does(lambda: score(model, test))
     return Pretraining(
         config=config,
-        trained=share.processes.from_first(trained),
+        trained=trained,
         test=judged,
         uniform_bits=UNIFORM,
         frequency_bits=frequency_bits(corpus.training, test[:, 1:]),
         num_training_bytes=len(corpus.training),
         num_documents=corpus.num_documents,
+        is_split_by_file=corpus.is_split_by_file,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 
 
-def _training(model: LinearLMForCausalLM, corpus: Corpus, config: TrainConfig, share: Share) -> Training:
+def _training(
+    model: LinearLMForCausalLM,
+    corpus: Corpus,
+    config: TrainConfig,
+    share: Share,
+    redraw: Callable[[int], None],
+    looks: Looks,
+) -> Training:
     """The loss of a step and of a look."""
     sizes = {"context": config.context, "batch_size": config.batch_size, "seed": config.seed}
-    looked_at = windows(corpus.validation, config.context, _LOOK_BYTES)
-    redraw = _redrawing(model, config)
+    looked_at = windows(corpus.validation, config.context, looks.num_bytes(config))
 
     def loss(step: int) -> Tensor:
         """Bits per byte on this process's share of the step's windows."""
@@ -159,19 +174,20 @@ def _training(model: LinearLMForCausalLM, corpus: Corpus, config: TrainConfig, s
         model.train()
         return bits_per_byte(model, share.of(corpus.batch(step, **sizes))).mean()
 
-    def validate() -> float:
-        """Bits per byte on validation texts."""
-        model.train(False)
-        return share.mean(partial(bits, model), looked_at)
-
     return Training(
         name="training",
         model=model,
         parameters=[([one for one in model.parameters() if one.requires_grad], config.learning_rate)],
         loss=loss,
-        validate=validate,
+        validate=lambda: _looked(model, share, looked_at),
         budget=config.budget,
     )
+
+
+def _looked(model: LinearLMForCausalLM, share: Share, batch: Tensor) -> float:
+    """Bits per byte on windows of validation texts, a part of which each process reads."""
+    model.train(False)
+    return share.mean(partial(bits, model), batch)
 
 
 def _redrawing(model: LinearLMForCausalLM, config: TrainConfig) -> Callable[[int], None]:
@@ -200,11 +216,10 @@ def _check(model: LinearLMForCausalLM) -> None:
         raise ValueError(f"the model has weights in {', '.join(narrow)}, wanted torch.float32; call model.float()")
 
 
-def _identity(model: LinearLMForCausalLM, corpus: Corpus, config: TrainConfig) -> dict[str, Any]:
-    """The settings that two runs must share to be one training; where it goes by time, the second may have more."""
+def identity(model: LinearLMForCausalLM, corpus: Corpus, config: TrainConfig) -> dict[str, Any]:
+    """The settings that two runs must share to be one training, of which the second may go on for longer."""
     settings = asdict(config)
-    if isinstance(config.budget, Seconds):
-        del settings["minutes"]
+    del settings["minutes"], settings["steps"]
     return {
         **settings,
         "model": model.config.to_diff_dict(),
