@@ -26,9 +26,9 @@ FORKED = get_context("forkserver")
 FORKED.set_forkserver_preload(
     [
         "linattn.convert",
-        "linattn_lab.commands.audit",
-        "linattn.cli.convert",
-        "linattn_lab.commands.train",
+        "linattn_lab.commands.head_audit",
+        "linattn.cli.conversion",
+        "linattn_lab.commands.training",
         "linattn_lab.pretraining",
         "linattn.training.loop",
         "transformers.models.bert.modeling_bert",

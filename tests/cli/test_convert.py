@@ -153,7 +153,7 @@ def test_maps_alone(run, folder, tmp_path):
         (["--map", "window 4 + merged 8"], "--map must be a map, as LearnedExponential, got 'window 4 + merged 8'"),
         (["--map", "Taylor(order=1) + window 3"], "the window must be a power of two"),
         (["--map", "Taylor(order=1) + window 4"], "cannot share a normaliser"),
-        (["--minutes", "-1"], "minutes must be a finite number of 0 or more"),
+        (["--minutes", "inf"], "--minutes must be a finite number of 0 or more"),
         (["--tokens", "5000"], "--tokens is 5000, and BertModel takes at most 512"),
         (["--tokens", "500"], "wanted 16 or more"),
         (["--tokens", "4"], "which leaves 4 tokens for a text"),
@@ -167,7 +167,7 @@ def test_refusals_leave_nothing(run, tmp_path, more, message):
 
 
 def test_a_folder_that_exists_is_refused_before_any_work(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("linattn.cli.convert.load", None)
+    monkeypatch.setattr("linattn.cli.conversion.load", None)
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").touch()
@@ -192,7 +192,7 @@ def test_another_conversion_is_not_gone_on_with(run, tmp_path, monkeypatch):
     def broken(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr("linattn.cli.convert.model_card", broken)
+    monkeypatch.setattr("linattn.cli.conversion.model_card", broken)
     result = run("--map", LEARNED, "--minutes", "0.1")
     assert result.exit_code == 1
     assert "no space left" in result.stderr
@@ -266,7 +266,7 @@ def test_killed_three_times_it_ends_as_if_it_had_not_been(words, tmp_path):
     deaths = [
         ("linattn.training.tensors", "save_file", 2),
         ("linattn.convert.distilling", "distillation", 20),
-        ("linattn.cli.convert", "model_card", 1),
+        ("linattn.cli.conversion", "model_card", 1),
     ]
     for death in deaths:
         with Apart(tmp_path / "printed", *command, prepare=dying, arguments=death) as process:
@@ -313,7 +313,7 @@ def test_a_full_disk_at_the_end_names_the_folder_and_loses_no_work(run, tmp_path
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr("linattn.cli.convert.model_card", full)
+        patched.setattr("linattn.cli.conversion.model_card", full)
         result = run("--map", LEARNED, "--minutes", "0.1")
     assert result.exit_code == 1
     words = f"No space left on device: {tmp_path / 'out'} was not written; free some space, or write elsewhere"

@@ -73,7 +73,7 @@ def test_the_work_is_held_until_the_model_is_written(run, tmp_path, monkeypatch)
         seen.append((tmp_path / "out.unfinished" / ".lock").exists())
         return ""
 
-    monkeypatch.setattr("linattn.cli.convert.model_card", card)
+    monkeypatch.setattr("linattn.cli.conversion.model_card", card)
     assert run().exit_code == 0
     assert seen == [True]
 

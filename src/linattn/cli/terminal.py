@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,15 +20,10 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
-from linattn.cli.option_words import in_options
 from linattn.processes import Processes
 from linattn.records.tables import Table
 
-_FAILED, _INTERRUPTED = 1, 130
-# How torch and Python say that a size is beyond the memory.
-_NO_MEMORY = re.compile(r"Storage size calculation overflowed|can't allocate memory|out of memory|MemoryError")
-# How torch says that another process does not answer, or has ended.
-_NO_ANSWER = re.compile(r"Timed out waiting|Connection closed by peer|Connection reset by peer")
+_INTERRUPTED = 130
 
 
 def console_of(processes: Processes) -> Console:
@@ -57,32 +51,17 @@ def of_option(option: str) -> Iterator[None]:
 
 
 @contextmanager
-def ending(command: str, console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
-    """Turn an interrupt or an error inside the block into a message and an exit code: 130 or 1.
+def ending(console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
+    """Turn an interrupt inside the block into a message and an exit code.
 
     Raises:
-        typer.Exit: after an interrupt or an error.
+        typer.Exit: after an interrupt, with 130.
     """
     try:
         yield
     except KeyboardInterrupt:
         console.print(f"Interrupted. {what_is_left()}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED) from None
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError) as error:
-        rank = Processes.of_this_run().rank
-        who = f"{command}, process {rank}" if rank else command
-        text = f"linattn {who}: {in_options(str(error), command)}{_remedy(error)}"
-        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(_FAILED) from None
-
-
-def _remedy(error: Exception) -> str:
-    """The end of a message about an error of torch's."""
-    if _NO_MEMORY.search(repr(error)):
-        return "; there is no such memory, give smaller numbers"
-    if _NO_ANSWER.search(str(error)):
-        return "; another process has ended, or is stopped: run the same command again to resume"
-    return ""
 
 
 def share_bar(console: Console) -> Progress:

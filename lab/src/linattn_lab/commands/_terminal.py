@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +13,7 @@ from linattn.records.tables import Table
 
 
 def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
-    """Whole numbers separated by commas, in ascending order.
+    """Different positive whole numbers separated by commas, in ascending order.
 
     Args:
         text: what was written.
@@ -23,19 +24,20 @@ def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
         The numbers.
 
     Raises:
-        ValueError: if the text is no such list.
+        typer.BadParameter: if the text is no such list.
 
     Example:
         >>> whole_numbers("256,64", "--features", "64,256")
         (64, 256)
     """
     try:
-        numbers = tuple(sorted(int(part) for part in text.split(",")))
-        if abs(numbers[0]) > MOST or numbers[-1] > MOST:
-            raise ValueError(f"beyond {MOST}")
-        return numbers
+        numbers = tuple(sorted(map(int, text.split(","))))
     except ValueError:
-        raise ValueError(f"{option} wants whole numbers separated by commas, as in {example}; got {text!r}") from None
+        numbers = ()
+    if not numbers or numbers[0] < 1 or numbers[-1] > MOST or len(set(numbers)) < len(numbers):
+        words = f"wanted different positive whole numbers separated by commas, as in {example}; got {text!r}"
+        raise typer.BadParameter(words, param_hint=option)
+    return numbers
 
 
 def print_words(console: Console, content: Table) -> None:

@@ -1,33 +1,12 @@
-"""The command `linattn audit` as the terminal shows it."""
+"""The command `linattn audit`: `linattn_lab.commands.head_audit` does the work, imported when it runs."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from linattn.cli.same_options import check_same_options
-from linattn.cli.terminal import console_of, ending, interrupts, of_option, print_table
-from linattn.hf import load
-from linattn.methods.method import parse_method
-from linattn.processes import launched
-from linattn.records.texts import read_text
-from linattn_lab.audit.grid import FULL_METHODS, SHORT_METHODS, AuditGrid
-from linattn_lab.audit.measuring import Audit
-from linattn_lab.audit.records import AUDIT, Header
 from linattn_lab.commands import _audit_options as options
-from linattn_lab.commands._audit_files import measure
-from linattn_lab.commands._terminal import whole_numbers
-from linattn_lab.commands.memory_audit import Asked, audit_memory
-from linattn_lab.commands.stages import stages
-from linattn_lab.report import AuditSummary, advise, answers, counted, overview, summarise_audit, write_report
-
-# From this many columns on the table has room for the spreads.
-_WIDE = 104
-_TOKENS = 512
 
 
 def audit(
@@ -59,102 +38,27 @@ def audit(
     Another audit's file is renamed. Under torchrun layers and methods are dealt out to the processes; any number of
     them may resume.
     """
-    with launched() as processes:
-        console = console_of(processes)
-        with ending("audit", console, str):
-            check_same_options(processes, call)
-        if budget is not None:
-            words = (model, text, budget, tokens, dtype, passages, kinds, tasks, samples)
-            asked = Asked(*words, out, again, plan_out, calibration)
-            others = {"--map": maps, "--full": full or None, "--features": features, "--draws": draws}
-            audit_memory(asked, others, console, is_first=processes.is_first)
-            return
-        records = out / "audit.jsonl" if processes.is_first else None
-        begun: list[Header] = []
-        left = partial(_what_is_left, begun, records) if records else str
-        with ending("audit", console, left), interrupts() as pressed:
-            if passages != 1 or samples != 1 or kinds or tasks or dtype or plan_out or calibration:
-                raise ValueError(
-                    "--dtype, --passages, --method, --task, --samples, --plan-out and --calibration belong to "
-                    "--budget; give that too, as in --budget 256,512"
-                )
-            num_tokens = _number_of(tokens)
-            wanted = _grid(maps, features, draws, seed, is_full=full)
-            with stages(console) as watch:
-                watch.begin(f"Loading {model or 'the packaged encoder'}")
-                loaded, content = load(model), read_text(text)
-                # What was asked for by name is measured, whatever it keeps.
-                measured = Audit(loaded, content, wanted, num_tokens=num_tokens, leave_out=not maps, watch=watch)
-                begun.append(measured.header)
-                _tell(measured.header, num_tokens, console)
-                if not (full or maps):
-                    watch.begin(f"The methods that decide are measured; --full measures all {len(FULL_METHODS)}.")
-                measure(measured, records, again=again, watch=watch, pressed=pressed)
-            if records is None:
-                return
-            summary, page = summarise_audit(records), write_report(out)
-    _print(console, summary)
-    console.print(f"Written: {escape(f'{records} and {page}')}", highlight=False)
+    # Help is not to wait for torch.
+    from linattn_lab.commands.head_audit import audit_model
 
-
-def _grid(maps: list[str] | None, features: str | None, draws: int | None, seed: int, *, is_full: bool) -> AuditGrid:
-    """What to measure: the short grid, the methods named or the full grid, with the widths and draws asked for."""
-    if is_full and maps:
-        raise ValueError("--full measures all methods and --map only those it names; leave one out")
-    with of_option("--map"):
-        methods = tuple(map(parse_method, maps or (FULL_METHODS if is_full else SHORT_METHODS)))
-    if features is None:
-        features = "64,256" if is_full else "256"
-    widths = whole_numbers(features, "--features", "64,256")
-    if draws is None:
-        draws = 3 if is_full else 1
-    return AuditGrid(methods, widths, draws, seed, are_ranked=is_full)
-
-
-def _number_of(tokens: str | None) -> int:
-    """Tokens to read, of which there is one number here."""
-    if tokens is None:
-        return _TOKENS
-    numbers = whole_numbers(tokens, "--tokens", str(_TOKENS))
-    if len(numbers) > 1:
-        raise ValueError(f"several numbers of tokens are for --budget, got {tokens}; give one")
-    return numbers[0]
-
-
-def _tell(header: Header, tokens: int, console: Console) -> None:
-    """What will be read and measured, where it is not what was asked for."""
-    if header.num_tokens < tokens:
-        console.print(f"{escape(header.text)} gives only {header.num_tokens} tokens; all of them are read.")
-    if header.windowed:
-        console.print(
-            "Left alone, since they attend within a sliding window, in linear time already: "
-            f"{counted(len(header.windowed), 'layer')}. Audited: {', '.join(map(str, header.layers))}.",
-            highlight=False,
-        )
-    for label, reason in header.left_out.items():
-        text = f"Left out: {label}: {reason}. --map measures it all the same."
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print(console: Console, summary: AuditSummary) -> None:
-    """The report's words and its first table."""
-    for point in answers(summary, None, None)[:2]:
-        console.print(f"[bold]{escape(point.heading)}[/bold] {escape(point.text)}", highlight=False)
-    print_table(console, overview(summary, spreads=console.width >= _WIDE))
-    advice = advise(summary)
-    for point in (*advice.targets, *advice.budgets, *advice.doubts):
-        console.print(f"[bold]{escape(point.heading)}.[/bold] {escape(point.text)}", highlight=False)
-
-
-def _what_is_left(begun: list[Header], records: Path) -> str:
-    """What an interrupted run has kept; its page is written, unless that is interrupted too."""
-    out = records.parent
-    found = AUDIT.unfinished(records) if begun else None
-    if found is None or found[0] not in begun or not found[1]:
-        return f"Nothing was measured yet, and nothing in {out} is changed but by what was said above."
-    kept = f"All figures so far are in {records}; the same command goes on from there."
-    try:
-        summary, page = summarise_audit(records), write_report(out)
-    except (KeyboardInterrupt, ValueError):
-        return kept
-    return f"{kept} {page} shows what is measured so far: {counted(len(summary.lines), 'method')}."
+    audit_model(
+        call,
+        model,
+        text,
+        maps,
+        full,
+        features,
+        tokens,
+        draws,
+        seed,
+        out,
+        again,
+        plan_out,
+        calibration,
+        budget,
+        dtype,
+        passages,
+        kinds,
+        tasks,
+        samples,
+    )

@@ -78,7 +78,7 @@ def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *
     """
     records = asked.out / "memory.jsonl"
     left = partial(_what_is_left, records, asked.out) if is_first else str
-    with ending("audit", console, left), interrupts() as pressed:
+    with ending(console, left), interrupts() as pressed:
         senseless = [name for name, value in others.items() if value is not None]
         if senseless:
             raise ValueError(f"{', '.join(senseless)} and --budget are of two audits; leave one out")

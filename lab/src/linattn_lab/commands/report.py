@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-
-from linattn.cli.terminal import ending
-from linattn_lab.report import FIGURES, TWIN, report_schema, write_report
 
 
 def report(
@@ -31,11 +26,18 @@ def report(
 
     Nothing is measured. The page is FOLDER/index.html, and FOLDER/report.json has its figures.
     """
+    # Help is not to wait for torch.
+    from rich.console import Console
+    from rich.markup import escape
+
+    from linattn.cli.terminal import ending
+    from linattn_lab.report import FIGURES, TWIN, report_schema, write_report
+
     if schema:
         typer.echo(json.dumps(report_schema(), indent=1))
         return
     console = Console(stderr=as_json)
-    with ending("report", console, lambda: f"The files of {folder} are as they were, or whole and new."):
+    with ending(console, lambda: f"The files of {folder} are as they were, or whole and new."):
         if not any((folder / name).is_file() for name in FIGURES):
             raise FileNotFoundError(
                 f"{folder} holds none of {', '.join(FIGURES)}; name the folder that linattn audit, bench or reproduce "

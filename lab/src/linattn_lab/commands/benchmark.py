@@ -1,0 +1,74 @@
+"""The work of `linattn bench`, as the terminal shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from linattn.cli.terminal import ending, interrupts, print_table
+from linattn_lab.bench.measuring import Bench
+from linattn_lab.bench.records import BENCH, LengthRow, partial_path
+from linattn_lab.bench.settings import Settings
+from linattn_lab.commands.stages import stages
+from linattn_lab.pace import Pace
+from linattn_lab.report import conclude, length_table, summarise_bench, write_report
+
+# From this many columns on the table has room for fastest and slowest.
+_WIDE = 112
+
+
+def benchmark(settings: Settings, out: Path) -> None:
+    """Write bench.jsonl and the page, and print the figures.
+
+    Args:
+        settings: what to measure.
+        out: the folder.
+    """
+    console = Console()
+    records = out / "bench.jsonl"
+    with ending(console, lambda: _what_is_left(partial_path(records))):
+        _measure(Bench(settings), records, console)
+        summary = summarise_bench(records)
+        page = write_report(out)
+    print_table(console, length_table(summary, spreads=console.width >= _WIDE))
+    for point in conclude(summary):
+        console.print(f"[bold]{escape(point.heading)}.[/bold] {escape(point.text)}", highlight=False)
+    console.print(f"Written: {escape(str(records))} and {escape(str(page))}", highlight=False)
+
+
+def _measure(measured: Bench, records: Path, console: Console) -> None:
+    """Write the benchmark's file, going on from what an interrupted run of the same settings has left."""
+    partial = partial_path(records)
+    found = BENCH.unfinished(partial)
+    kept = found[1] if found is not None and found[0] == measured.header else []
+    if kept:
+        lengths = ", ".join(f"{row.length:,}" for row in kept)
+        console.print(f"Measured before the interrupt, and kept: {lengths} tokens.", highlight=False)
+    elif partial.exists():
+        console.print("An earlier run measured with other settings; starting again.", highlight=False)
+    BENCH.extend(partial, measured.header, kept, _shown(measured, kept, console))
+    partial.replace(records)
+
+
+def _what_is_left(partial: Path) -> str:
+    """What an interrupted run has kept."""
+    found = BENCH.unfinished(partial)
+    if found is None or not found[1]:
+        return "No length was measured yet."
+    header, rows = found
+    return f"{len(rows)} of {len(header.lengths)} lengths are kept in {partial}; the same command goes on from there."
+
+
+def _shown(measured: Bench, kept: list[LengthRow], console: Console) -> Iterator[LengthRow]:
+    """The benchmark's rows, passed on with a line for each stage of each length; work is counted in operations."""
+    work = {length: measured.operations(length) for length in measured.header.lengths}
+    with interrupts() as pressed, stages(console) as watch:
+        watch.pace = Pace(sum(work.values()), done=sum(work[row.length] for row in kept))
+        for row in measured.rows(kept, watch.begin):
+            yield row
+            watch.advance(work[row.length])
+            if pressed:
+                raise KeyboardInterrupt
