@@ -34,7 +34,7 @@ MEMORY_HEADER = MemoryHeader(
 )
 
 
-def memory_passage(number, method, kl, *, budget=64, text="prose"):
+def memory_passage(number, method, kl, *, budget=64, text="prose", written=""):
     return PassageRow(
         text=text,
         passage=number,
@@ -55,6 +55,8 @@ def memory_passage(number, method, kl, *, budget=64, text="prose"):
         same=1 - kl,
         parted=20 + number,
         agreement=0.5,
+        ending="a river" if written else "",
+        written=written,
     )
 
 

@@ -108,6 +108,20 @@ FAULTS = (
         SHOWN,
     ),
     Fault(
+        "part a continuation within a word",
+        REPORT + "continuation.py",
+        'other.rfind(" ", 0, same)',
+        "same - 1",
+        SHOWN,
+    ),
+    Fault(
+        "tell the prefill of another method in the verdict",
+        REPORT + "words.py",
+        "ours.prefill_seconds.median / full.prefill_seconds.median",
+        "full.prefill_seconds.median / ours.prefill_seconds.median",
+        SHOWN,
+    ),
+    Fault(
         "depart from the plain window for next to nothing",
         "lab/kv_audit/plans.py",
         "chosen = best if best.kl <= MARGIN * plain.kl else plain",

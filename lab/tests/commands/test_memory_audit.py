@@ -56,7 +56,11 @@ def test_files_and_what_is_printed(run, tmp_path):
     assert "24 figures to measure, about 0 minutes on this machine." in words
     assert "What does a bounded KV cache lose?" in words
     assert "64 tokens within the bytes of 80 keys" in words
-    assert "full cache: all keys, " in words
+    assert "needles at 10%" not in words
+    assert "text.txt goes on … " in words
+    assert "full cache: " in words
+    written = [row.written for row in rows if row.method == "full cache"]
+    assert all(0 < len(text) <= 64 for text in written)
 
 
 def test_an_interrupted_run_goes_on(run, tmp_path, monkeypatch):
@@ -120,6 +124,7 @@ def test_keys_of_the_dtype(run, tmp_path):
         (("--budget", "20", "--map", "Relu"), "--map and --budget are of two audits"),
         (("--budget", "20", "--method", "oracle"), "--method must be among bounded cache"),
         (("--budget", "20", "--task", "oracle"), "--task must be among facts, niah_single"),
+        (("--budget", "20", "--text-kind", "prose"), "--text-kind is of the texts that come with Python"),
         (("--budget", "20", "--dtype", "half"), "--dtype must be one of float32, bfloat16; got 'half'"),
         (("--budget", "20", "--samples", "0"), "--samples must be at least 1, got 0"),
         ((), "belong to --budget"),

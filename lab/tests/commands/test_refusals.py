@@ -26,7 +26,7 @@ FEWEST = {
 }
 # By command: what is added to its fewest words, and what the error says.
 BELONG = (
-    "--dtype, --passages, --method, --task, --samples, --plan-out and --calibration belong to --budget; give that too"
+    "--dtype, --text-kind, --passages, --method, --task, --samples, --plan-out and --calibration belong to --budget"
 )
 LISTED = ": wanted different positive whole numbers separated by commas, as in "
 WRONG = {

@@ -102,5 +102,8 @@ def test_texts_share_no_part():
     assert "def " in texts[MIXED].content
     assert texts[PROSE].content[2000:2300] not in texts[MIXED].content
     assert texts[CODE].content[2000:2300] not in texts[MIXED].content
+    assert audit_texts(kinds=(MIXED,)) == {MIXED: texts[MIXED]}
+    with pytest.raises(ValueError, match="must be among prose, code, mixed; got poems"):
+        audit_texts(kinds=("poems",))
     last = calibration_text().content
     assert all(last[place : place + 300] not in text.content for text in texts.values() for place in (0, 9000))

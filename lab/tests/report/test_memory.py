@@ -10,16 +10,16 @@ import pytest
 from linattn_lab.kv_audit.intervals import paired_ratio
 from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY, TaskRow
-from linattn_lab.report import conclusions, lost, summarise_memory, table_at, write_report
+from linattn_lab.report import glance, lost, summarise_memory, table_at, write_report
 from linattn_lab.report.memory.figures import kl_by_bytes
 from linattn_lab.report.memory.words import setting_words
 from memory_rows import MEMORY_HEADER, memory_facts, memory_passage
 from pages import Page
 
 ROWS = [
-    memory_passage(0, FULL, 0.0, budget=0),
-    memory_passage(0, UNIFORM, 0.8, budget=0),
-    memory_passage(0, BOUNDED, 0.1),
+    memory_passage(0, FULL, 0.0, budget=0, written=" and <b> the sea"),
+    memory_passage(0, UNIFORM, 0.8, budget=0, written=" the the the"),
+    memory_passage(0, BOUNDED, 0.1, written=" and <b> the seal"),
     memory_passage(0, "sinks + window", 0.2),
     memory_passage(0, "sinks + window in 2 bits", 0.3),
     memory_passage(0, "sinks + window in 3.5 bits", 0.16),
@@ -66,10 +66,55 @@ def test_windows_in_few_bits_stand_with_their_best(summary):
     assert [one.method for one in summary.at(600, 64)] == [BOUNDED, "sinks + window in 3.5 bits", "sinks + window"]
 
 
-def test_what_is_lost_is_said_beside_the_full_cache(summary):
+def test_the_verdict_stands_between_the_full_cache_the_best_window_and_uniform_attention(summary):
     text = lost(summary).text
-    assert "depths of 90%, 10%, within the bytes of 64 keys: full cache 100%, 80%; bounded cache 100%, 20%" in text
-    assert "sinks + window 50%, 0%" in text
+    assert text.startswith(
+        "At 600 tokens of small, the bounded cache is 0.9 × smaller than the full cache: KL 0.1500, "
+    )
+    # Means over depths of 100 % and 20 %, and of 100 % and 80 %; a prefill of 1.5 s beside one of 1 s.
+    assert "needles 60% of 90%; prefill takes 1.50 ×, decode 1.00 × as long." in text
+    assert "In the same bytes, sinks + window in 3.5 bits: KL 0.1600. Uniform attention: KL 0.8000." in text
+
+
+def test_an_audit_of_baselines_alone_has_no_verdict_yet(tmp_path):
+    MEMORY.write(tmp_path / "memory.jsonl", replace(MEMORY_HEADER, tasks=[]), ROWS[:2])
+    assert "not finished" in lost(summarise_memory(tmp_path / "memory.jsonl")).text
+    assert write_report(tmp_path).is_file()
+
+
+def test_what_decides_is_seen_at_a_glance(summary):
+    table = glance(summary, 600, 64)
+    assert table.columns == (
+        "method",
+        "MB",
+        "unmerged",
+        "KL",
+        "needles at 90%",
+        "needles at 10%",
+        "prefill s",
+        "tokens/s",
+    )
+    assert table.rows[2] == (BOUNDED, "0.00", "50%", "0.1500", "100%", "20%", "1.5", "10")
+
+
+def test_a_text_goes_on_beside_the_full_cache_s(summary):
+    """Parted in whole words, those that are the full cache's first; methods of the first passage that have words."""
+    (one,) = summary.continuations
+    assert (one.text, one.num_tokens, one.budget, one.ending) == ("prose", 600, 64, "a river")
+    assert [(each.method, each.alike, each.other) for each in one.written] == [
+        (FULL, " and <b> the sea", ""),
+        (UNIFORM, " ", "the the the"),
+        (BOUNDED, " and <b> the ", "seal"),
+    ]
+
+
+def test_a_file_of_an_earlier_version_has_no_continuations(tmp_path):
+    rows = [replace(row, ending="", written="") for row in ROWS if not isinstance(row, TaskRow)]
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, rows)
+    text = (tmp_path / "memory.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "memory.jsonl").write_text(text.replace(', "ending": "", "written": ""', ""), encoding="utf-8")
+    assert "ending" not in (tmp_path / "memory.jsonl").read_text(encoding="utf-8")
+    assert summarise_memory(tmp_path / "memory.jsonl").continuations == ()
 
 
 def test_a_task_that_the_full_cache_fails_is_told_and_not_shown(summary):
@@ -95,19 +140,13 @@ def test_table_has_baselines_first_and_the_least_divergence_next(summary):
     assert ratios[BOUNDED] == "–"
 
 
-def test_conclusions_begin_with_the_least_divergence(summary):
-    (point,) = conclusions(summary)
-    assert point.heading == "600 tokens within the bytes of 64 keys"
-    assert point.text.startswith("Least KL 0.1500: bounded cache ([bounded cache]).")
-    assert "sinks + window ([sinks + window]) 0.3000, 2.00 × (2.00 to 2.00)." in point.text
-
-
 def test_chart(summary):
     chart = kl_by_bytes(summary, 600)
     assert chart.curves[0].name == BOUNDED
     assert chart.curves[0].x == (1064,)
     assert chart.curves[0].y == (pytest.approx(0.15),)
-    assert chart.curves[-1].name == UNIFORM
+    # Up to the full cache's bytes.
+    assert (chart.curves[-1].name, chart.curves[-1].x) == (UNIFORM, (1064, 1000))
 
 
 def test_a_file_without_figures_says_so(tmp_path):

@@ -67,6 +67,14 @@ Budget = Annotated[
 Dtype = Annotated[
     str | None, typer.Option(help="float32, the default, or bfloat16: of the model and its keys. Needs --budget.")
 ]
+TextKinds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text-kind",
+        metavar="NAME",
+        help="A text that comes with Python: prose, code or mixed; may be repeated. Needs --budget.",
+    ),
+]
 Passages = Annotated[int, typer.Option(help="Passages of each text to measure. Needs --budget.")]
 Methods = Annotated[
     list[str] | None,

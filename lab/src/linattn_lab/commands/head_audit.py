@@ -46,6 +46,7 @@ def audit_model(
     calibration: options.Calibration,
     budget: options.Budget,
     dtype: options.Dtype,
+    text_kinds: options.TextKinds,
     passages: options.Passages,
     kinds: options.Methods,
     tasks: options.Tasks,
@@ -56,7 +57,7 @@ def audit_model(
         console = console_of(processes)
         check_same_options(processes, call)
         if budget is not None:
-            words = (model, text, budget, tokens, dtype, passages, kinds, tasks, samples)
+            words = (model, text, text_kinds, budget, tokens, dtype, passages, kinds, tasks, samples)
             asked = Asked(*words, out, again, plan_out, calibration)
             others = {"--map": maps, "--full": full or None, "--features": features, "--draws": draws}
             audit_memory(asked, others, console, is_first=processes.is_first)
@@ -65,10 +66,10 @@ def audit_model(
         begun: list[Header] = []
         left = partial(_what_is_left, begun, records) if records else str
         with ending(console, left), interrupts() as pressed:
-            if passages != 1 or samples != 1 or kinds or tasks or dtype or plan_out or calibration:
+            if passages != 1 or samples != 1 or any((text_kinds, kinds, tasks, dtype, plan_out, calibration)):
                 raise ValueError(
-                    "--dtype, --passages, --method, --task, --samples, --plan-out and --calibration belong to "
-                    "--budget; give that too, as in --budget 256,512"
+                    "--dtype, --text-kind, --passages, --method, --task, --samples, --plan-out and --calibration "
+                    "belong to --budget; give that too, as in --budget 256,512"
                 )
             num_tokens = _number_of(tokens)
             wanted = _grid(maps, features, draws, seed, is_full=full)

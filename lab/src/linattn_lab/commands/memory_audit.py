@@ -25,9 +25,9 @@ from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.names import FACTS
 from linattn_lab.kv_audit.planning import is_of, plan_memory
 from linattn_lab.kv_audit.records import MEMORY, MemoryRow, key_of
-from linattn_lab.kv_audit.texts import audit_texts, calibration_text
+from linattn_lab.kv_audit.texts import KINDS, audit_texts, calibration_text
 from linattn_lab.pace import Pace
-from linattn_lab.report import MemorySummary, conclusions, lost, summarise_memory, table_at, write_report
+from linattn_lab.report import MemorySummary, glance, lost, summarise_memory, write_report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,6 +39,7 @@ class Asked:
     Attributes:
         model: name, folder or file.
         text: a file, or None for the built-in texts.
+        text_kinds: of the built-in texts; None for all of them.
         budget: in exact keys, as it was written.
         tokens: of passages, as it was written; None for 4,096, or as many as the model takes.
         dtype: of the model; None for float32.
@@ -54,6 +55,7 @@ class Asked:
 
     model: str | None
     text: Path | None
+    text_kinds: list[str] | None
     budget: str
     tokens: str | None
     dtype: str | None
@@ -111,12 +113,14 @@ def _begun(asked: Asked, watch: Stages) -> tuple[LoadedModel, MemoryAudit]:
         raise ValueError(f"budget must be 1 key or more, got {budgets[0]}")
     if asked.calibration is not None and asked.plan_out is None:
         raise ValueError("--calibration belongs to a plan; give --plan-out too, as in --plan-out plan.json")
+    if asked.text is not None and asked.text_kinds:
+        raise ValueError("--text-kind is of the texts that come with Python; leave it or --text out")
     if asked.dtype is not None and asked.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {asked.dtype!r}")
     watch.begin(f"Loading {asked.model}")
     loaded = load_language_model(asked.model)
     nn.Module.to(loaded.model, DTYPES[asked.dtype or "float32"])
-    texts = audit_texts(asked.text)
+    texts = audit_texts(asked.text, asked.text_kinds or KINDS)
     if asked.plan_out is not None and asked.text is not None and asked.calibration is None:
         texts = {kind: _half(text, 0) for kind, text in texts.items()}
     audit = MemoryAudit(
@@ -204,14 +208,17 @@ def _earlier(measured: MemoryAudit, file: Path, watch: Stages) -> list[MemoryRow
 
 
 def _print(console: Console, summary: MemorySummary) -> None:
-    """What is lost, then the figures length by length and budget by budget."""
-    first = lost(summary)
-    console.print(f"[bold]{escape(first.heading)}[/bold] {escape(first.text)}", highlight=False)
+    """The verdict, the figures that decide length by length and budget by budget, and how a text goes on."""
+    verdict = lost(summary)
+    console.print(f"[bold]{escape(verdict.heading)}[/bold] {escape(verdict.text)}", highlight=False)
     for length, budget in summary.settings:
         console.print(f"[bold]{length:,} tokens within the bytes of {budget:,} keys:[/bold]", highlight=False)
-        print_table(console, table_at(summary, length, budget))
-    for point in conclusions(summary):
-        console.print(f"[bold]{escape(point.heading)}.[/bold] {escape(point.text)}", highlight=False)
+        print_table(console, glance(summary, length, budget))
+    for one in summary.continuations:
+        console.print(f"[bold]{escape(one.text)} goes on[/bold] … {escape(one.ending)}", highlight=False)
+        for each in one.written:
+            words = f"{escape(each.alike)}[italic]{escape(each.other)}[/italic]"
+            console.print(f"[bold]{escape(each.method)}:[/bold] {words}", highlight=False)
 
 
 def _what_is_left(records: Path, out: Path) -> str:

@@ -170,7 +170,7 @@ class MemoryAudit:
     def _units(self, done: set[Key], scores: dict[Key, float], watch: Watch) -> Iterator[Unit[MemoryRow]]:
         """Every row that is not done; passages one at a time, since times are taken."""
         for kind, number, length, start in self._places:
-            passage = Passage(self._loaded.model, self._texts[kind].passage(start, length), self.header.chunk)
+            passage = Passage(self._loaded, self._texts[kind].passage(start, length), self.header.chunk)
             for method in self.methods:
                 key = (kind, number, length, method.name, method.budget)
                 if key not in done:

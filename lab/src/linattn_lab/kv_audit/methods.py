@@ -24,10 +24,7 @@ from linattn.hf.linearization import choose_layers
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import Sizes, kept_bytes, within_budget
 from linattn.kv_cache.config import BITS
-from linattn_lab.kv_audit.names import BOUNDED, FULL, NO_BUDGET, UNIFORM
-
-WINDOW = "sinks + window"
-"""The rival of all: sinks and the latest tokens exact, or but the very latest in few bits; the oldest are evicted."""
+from linattn_lab.kv_audit.names import BOUNDED, FULL, NO_BUDGET, UNIFORM, WINDOW
 
 _ANY_LENGTH = 2**62
 # Exact tokens before those in few bits, beside a block of as many: at most, and as a part of the budget.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from linattn.hf import BoundedLayerReport, PreTrainedModel, new_cache
+from linattn.hf import BoundedLayerReport, LoadedModel, PreTrainedModel, new_cache
 from linattn_lab.kv_audit.divergence import divergence, tails
 from linattn_lab.kv_audit.methods import Method, kept
 from linattn_lab.kv_audit.peak import peak_bytes
@@ -16,6 +16,8 @@ from linattn_lab.kv_audit.reading import Reading, Writing, read, same_beginning,
 
 MOST_MEASURED, NUM_WRITTEN = 512, 64
 """Predictions of a passage that are measured at most, and tokens that are written after it."""
+# Tokens of a passage's last words.
+_NUM_LAST = 48
 
 _ANY_LENGTH = 2**62
 
@@ -42,16 +44,17 @@ class Passage:
 
     num_tokens: int
 
-    def __init__(self, model: PreTrainedModel, tokens: Tensor, chunk: int) -> None:
+    def __init__(self, loaded: LoadedModel, tokens: Tensor, chunk: int) -> None:
         """Nothing is read yet.
 
         Args:
-            model: a causal language model.
+            loaded: a causal language model and its tokenizer.
             tokens: (1, L).
             chunk: tokens of a forward pass.
         """
         self.num_tokens = tokens.shape[1]
-        self._model, self._tokens, self._chunk = model, tokens, chunk
+        self._model, self._tokens, self._chunk = loaded.model, tokens, chunk
+        self._tokenizer = loaded.tokenizer
 
     def figures(self, method: Method, full: Sequence[BoundedLayerReport]) -> dict[str, Any]:
         """What a method loses, keeps and takes, by the names of a row's fields.
@@ -88,7 +91,14 @@ class Passage:
             "same": float(apart.same.mean()),
             "parted": same_beginning(exact.writing.tokens, writing.tokens),
             "agreement": float((exact.writing.tokens == writing.tokens).double().mean()),
+            "ending": self._words(self._tokens[0, -_NUM_LAST:]),
+            "written": self._words(writing.tokens),
         }
+
+    def _words(self, tokens: Tensor) -> str:
+        """The text of tokens (n,)."""
+        (text,) = self._tokenizer.batch_decode(tokens.unsqueeze(0), skip_special_tokens=True)
+        return text
 
     @cached_property
     def _exact(self) -> _Exact:

@@ -101,6 +101,8 @@ class PassageRow:
         same: share of the last tokens at which the likeliest next one is the full cache's.
         parted: tokens of the greedy text before it leaves the full cache's; all of them where it does not.
         agreement: share of the greedy text's tokens that are the full cache's at their place.
+        ending: the passage's last words; empty in files of earlier versions.
+        written: the greedy text after them; empty in files of earlier versions.
     """
 
     text: str
@@ -122,6 +124,8 @@ class PassageRow:
     same: float
     parted: int
     agreement: float
+    ending: str = ""
+    written: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -32,17 +33,18 @@ _SHARES = {PROSE: (0.0, 0.5), CODE: (0.0, 0.5), MIXED: (0.5, 0.85)}
 _CALIBRATION = (0.85, 1.0)
 
 
-def audit_texts(file: Path | None = None) -> dict[str, Text]:
+def audit_texts(file: Path | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Text]:
     """Texts by their kind: a file's alone, or prose, code and mixed text that come with Python.
 
     Args:
         file: a text file in UTF-8; None for Python's own texts.
+        kinds: of Python's own texts.
 
     Returns:
         The texts, none of which shares a part with another.
 
     Raises:
-        FileNotFoundError, ValueError: as `linattn.records.texts.read_text`.
+        FileNotFoundError, ValueError: as `linattn.records.texts.read_text`; ValueError for an unknown kind.
 
     Example:
         >>> list(audit_texts())
@@ -51,9 +53,12 @@ def audit_texts(file: Path | None = None) -> dict[str, Text]:
     if file is not None:
         text = read_text(file)
         return {text.source: text}
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"kinds of texts must be among {', '.join(KINDS)}; got {', '.join(unknown)}")
     sources = {PROSE: ("pydoc topics", _prose()), CODE: ("the standard library", _code())}
     texts = {kind: Text(source, _part(text, _SHARES[kind])) for kind, (source, text) in sources.items()}
-    return {**texts, MIXED: _mixed(_SHARES[MIXED])}
+    texts[MIXED] = _mixed(_SHARES[MIXED])
+    return {kind: text for kind, text in texts.items() if kind in kinds}
 
 
 def calibration_text(file: Path | None = None) -> Text:

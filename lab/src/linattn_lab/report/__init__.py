@@ -18,7 +18,7 @@ from linattn_lab.report.claims.summary import summarise_claims as summarise_clai
 from linattn_lab.report.claims.summary import verdict_table as verdict_table
 from linattn_lab.report.memory.summary import MemorySummary as MemorySummary
 from linattn_lab.report.memory.summary import summarise_memory as summarise_memory
-from linattn_lab.report.memory.words import conclusions as conclusions
+from linattn_lab.report.memory.words import glance as glance
 from linattn_lab.report.memory.words import lost as lost
 from linattn_lab.report.memory.words import table_at as table_at
 from linattn_lab.report.page import FIGURES as FIGURES

@@ -164,13 +164,12 @@ def _draw_bench(summary: BenchSummary) -> Section:
 
 def _draw_memory(summary: MemorySummary) -> Section:
     """The chart of an audit of a bounded KV cache, and what its section names."""
-    length = summary.lines[-1].num_tokens
+    length, budget = summary.hardest
     values = {
-        "memory_lost": words.lost(summary),
-        "memory_points": words.conclusions(summary),
+        "memory_glance": words.glance(summary, length, budget),
         "memory_setting": words.setting_words(summary),
         "memory_tables": {setting: words.table_at(summary, *setting) for setting in summary.settings},
-        "memory_length": length,
+        "memory_hardest": (length, budget),
     }
     return Section({"kl-by-bytes": kl_by_bytes(summary, length)}, values)
 

@@ -10,16 +10,21 @@ from linattn_lab.report.memory.summary import MemoryLine, MemorySummary
 
 
 def kl_by_bytes(summary: MemorySummary, num_tokens: int) -> Chart:
-    """KL divergence against the bytes kept, one curve per method; the dotted line is uniform attention."""
+    """KL against the bytes kept, one curve per method; the dotted line is uniform attention, up to the full cache."""
     lines = [line for line in summary.lines if line.num_tokens == num_tokens and line.budget]
     names = dict.fromkeys(line.method for line in lines)
     curves = [_curve(place, name, [x for x in lines if x.method == name]) for place, name in enumerate(names)]
     uniform = next((line for line in summary.without_budget(num_tokens) if line.method == UNIFORM), None)
     ends = [line.num_bytes for line in lines]
     if uniform is not None and ends:
-        curves.append(baseline(UNIFORM, [min(ends), max(ends)], [uniform.kl] * 2, "dot"))
+        curves.append(baseline(UNIFORM, [min(ends), uniform.num_bytes], [uniform.kl] * 2, "dot"))
     kl = Axis("KL from the full cache, nats", is_logarithmic=True)
-    return Chart(tuple(curves), Axis("bytes kept in all bounded layers", is_logarithmic=True), kl, height=440)
+    return Chart(
+        tuple(curves),
+        Axis("bytes kept in all bounded layers, up to the full cache's", is_logarithmic=True),
+        kl,
+        height=360,
+    )
 
 
 def _curve(place: int, name: str, lines: Sequence[MemoryLine]) -> Curve:

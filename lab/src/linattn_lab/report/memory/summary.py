@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
 from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET
 from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow
+from linattn_lab.report.memory.continuation import Continuation, continuations
 
 _WITH_BITS = re.compile(r"(sinks \+ window) in ([\d.]+) bits")
 
@@ -98,16 +99,24 @@ class MemorySummary:
         header: the circumstances.
         lines: by length, then by budget, methods without one first, in the order of measurement.
         unanswered: by "task at length", the full cache's own score where it is too low for the task to be scored.
+        continuations: how the first passage of each text goes on, at the longest length and its smallest budget; none
+            in files of earlier versions.
     """
 
     header: MemoryHeader
     lines: tuple[MemoryLine, ...]
     unanswered: dict[str, float]
+    continuations: tuple[Continuation, ...] = ()
 
     @property
     def settings(self) -> list[tuple[int, int]]:
         """Lengths and budgets of which there is a line, ascending."""
         return sorted({(line.num_tokens, line.budget) for line in self.lines if line.budget})
+
+    @property
+    def hardest(self) -> tuple[int, int]:
+        """The longest text and the smallest budget of it; zeros where nothing is bounded yet."""
+        return min(self.settings, key=lambda setting: (-setting[0], setting[1]), default=(0, 0))
 
     def at(self, num_tokens: int, budget: int) -> list[MemoryLine]:
         """The methods at a length and budget, the least KL first, windows in few bits with the best bits alone."""
@@ -138,7 +147,8 @@ def summarise_memory(path: Path) -> MemorySummary:
     places = dict.fromkeys((row.num_tokens, row.budget, row.method) for row in passages)
     lines = [_line(place, rows) for place in places]
     lines.sort(key=lambda line: (line.num_tokens, line.budget))
-    return MemorySummary(header, tuple(lines), _unanswered(rows))
+    summary = MemorySummary(header, tuple(lines), _unanswered(rows))
+    return replace(summary, continuations=continuations(rows, *summary.hardest))
 
 
 def best_bits(lines: Sequence[MemoryLine]) -> list[MemoryLine]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from linattn.records.tables import Table
 from linattn_lab.kv_audit.intervals import Ratio
-from linattn_lab.kv_audit.names import BOUNDED, FULL
+from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM, WINDOW
 from linattn_lab.report._text import Point, number
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, Spread
 
@@ -15,7 +15,7 @@ _COLUMNS = (
 
 
 def lost(summary: MemorySummary) -> Point:
-    """Facts that are retrieved at the smallest budget and longest text, beside the full cache's.
+    """The verdict at the longest text and its smallest budget: what fewer bytes cost, and the best window beside it.
 
     Args:
         summary: of an audit.
@@ -24,37 +24,53 @@ def lost(summary: MemorySummary) -> Point:
         A remark for the first screen.
     """
     heading = "What does a bounded KV cache lose?"
-    length, budget = _hardest(summary)
-    full = next((line for line in summary.without_budget(length) if line.method == FULL and line.facts), None)
-    lines = [line for line in summary.at(length, budget) if line.facts]
-    if full is None or not lines:
-        return Point(heading, "Retrieval is not measured: the texts are too short, or the audit is not finished.")
-    parts = [f"{line.method} {_by_depth(line)}" for line in (full, *lines)]
-    return Point(
-        heading,
-        f"Of facts told once in {length:,} tokens at depths of {', '.join(full.facts)}, within the bytes of "
-        f"{budget:,} keys: {'; '.join(parts)}.",
+    length, budget = summary.hardest
+    lines = summary.at(length, budget)
+    full, *others = summary.without_budget(length) or [None]
+    if full is None or full.method != FULL or not lines:
+        return Point(heading, "Nothing is bounded yet: the audit is not finished.")
+    ours = next((line for line in lines if line.method == BOUNDED), lines[0])
+    text = (
+        f"At {length:,} tokens of {summary.header.model}, the {ours.method} is {full.num_bytes / ours.num_bytes:.1f} × "
+        f"smaller than the full cache: {_quality(ours)}{_of_full(full)}; prefill takes "
+        f"{ours.prefill_seconds.median / full.prefill_seconds.median:.2f} ×, decode "
+        f"{full.tokens_per_second.median / ours.tokens_per_second.median:.2f} × as long."
     )
+    window = next((line for line in lines if line.method.startswith(WINDOW) and line is not ours), None)
+    if window is not None:
+        text += f" In the same bytes, {window.method}: {_quality(window)}."
+    for line in others:
+        text += f" {line.method.capitalize()}: {_quality(line)}." if line.method == UNIFORM else ""
+    return Point(heading, text)
 
 
-def conclusions(summary: MemorySummary) -> list[Point]:
-    """Setting by setting: which method is nearest to the full cache, and how far the bounded cache is from it.
+def glance(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
+    """What decides, a method a row: bytes, KL, needles by depth, prefill and decode.
 
     Args:
         summary: of an audit.
+        num_tokens: one of its lengths.
+        budget: one of its budgets.
 
     Returns:
-        A remark for each length and budget.
+        A table, the baselines first and then the least KL.
     """
-    points = []
-    for length, budget in summary.settings:
-        lines = summary.at(length, budget)
-        text = f"Least KL {nats(lines[0].kl)}: {lines[0].method} ({lines[0].label})."
-        for line in lines[1:]:
-            ratio = "" if line.kl_ratio is None or line.method == BOUNDED else f", {ratio_words(line.kl_ratio)}"
-            text += f" {line.method} ({line.label}) {nats(line.kl)}{ratio}."
-        points.append(Point(f"{length:,} tokens within the bytes of {budget:,} keys", text))
-    return points
+    baselines, within = summary.without_budget(num_tokens), summary.at(num_tokens, budget)
+    depths = list(dict.fromkeys(depth for line in within for depth in line.facts))
+    needles = (f"needles at {depth}" for depth in depths)
+    rows = tuple(
+        (
+            line.method,
+            f"{line.num_bytes / 1e6:.2f}",
+            f"{line.unmerged:.0%}",
+            nats(line.kl),
+            *(_share(line.facts, depth) for depth in depths),
+            f"{line.prefill_seconds.median:.3g}",
+            f"{line.tokens_per_second.median:.3g}",
+        )
+        for line in (*baselines, *within)
+    )
+    return Table(("method", "MB", "unmerged", "KL", *needles, "prefill s", "tokens/s"), rows, baselines=len(baselines))
 
 
 def table_at(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
@@ -138,14 +154,20 @@ def _row(line: MemoryLine, depths: list[str], tasks: list[str]) -> tuple[str, ..
     )
 
 
-def _hardest(summary: MemorySummary) -> tuple[int, int]:
-    """The longest text and the smallest budget of it."""
-    return min(summary.settings, key=lambda setting: (-setting[0], setting[1]), default=(0, 0))
+def _quality(line: MemoryLine) -> str:
+    """KL, and the needles that are retrieved, mean over depths."""
+    needles = f", needles {_needles(line):.0%}" if line.facts else ""
+    return f"KL {nats(line.kl)}{needles}"
 
 
-def _by_depth(line: MemoryLine) -> str:
-    """Retrieved facts depth by depth."""
-    return ", ".join(f"{share:.0%}" for share in line.facts.values())
+def _of_full(full: MemoryLine) -> str:
+    """The needles that the full cache retrieves."""
+    return f" of {_needles(full):.0%}" if full.facts else ""
+
+
+def _needles(line: MemoryLine) -> float:
+    """Retrieved facts, mean over depths."""
+    return sum(line.facts.values()) / len(line.facts)
 
 
 def _spread(spread: Spread) -> str:
