@@ -1,96 +1,126 @@
-"""The drawings of README.md and of the site, as SVG for light and for dark pages.
+"""The pictures of README.md and of the site, as SVG for light and for dark pages.
 
-`drawings` gives them by file name; docs/write_tables.py writes them. Lengths are in the drawing's own units, pixels
-where it is shown at its size.
+`drawings` gives them by file name; docs/write_tables.py writes them. matplotlib draws, adjustText places labels.
 """
 
 from __future__ import annotations
 
-import math
+import io
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from linattn_lab.kv_audit.names import BOUNDED, UNIFORM
+from linattn_lab.report.memory.summary import MemoryLine, MemorySummary
+from picture_labels import CURVE, DARK, LIGHT, Point, level_baseline, mark, upright_baseline
 from site_tables import BYTES, cache_bytes
 
-
-@dataclass(frozen=True)
-class Palette:
-    """Colours, each of which has a contrast of at least 4.5 with the page where it colours words."""
-
-    words: str
-    faint: str
-    plain: str
-    expansion: str
-    exact: str
-    merged: str
-
-
-PALETTES = {
-    "light": Palette("#1f2328", "#8b949e", "#9a4a00", "#0b57c2", "#1a7037", "#a11b78"),
-    "dark": Palette("#e6e8eb", "#7d8590", "#f2a65a", "#7db4ff", "#6fd08c", "#f08cc8"),
+# Words stay text; a page that has not this font draws them in one that is narrower.
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "linattn",
+    "font.sans-serif": ["DejaVu Sans", "Arial"],
+    "font.size": 11.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.dpi": 72,
 }
-_WIDTH, _HEIGHT = 620, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 606, 16, 352
-_FEWEST, _MOST, _WORST = 2e3, 8e5, 0.85
-# Where a label stands beside its point: anchor, then right and down of it; right of it where none is named.
-_BESIDE = {
-    "FavorPlus, 256": ("start", 10, -4),
-    "16 centres + w32": ("end", -10, -6),
-    "64 centres + w32 + h64": ("end", 60, -11),
-    "Centred(Balanced(Sderf)), 256": ("end", -9, 4),
-    "4 centres": ("start", 9, -4),
-    "16 centres": ("start", 9, -4),
-    "1 centre": ("end", -9, 4),
-    "64 centres": ("start", 9, -6),
-    "merged 64": ("end", -9, 4),
-    "merged 128": ("end", -9, 4),
-    "merged 32 + w32": ("end", -10, 5),
-    "merged 96 + w32": ("end", -10, 5),
-    "merged 128 + w32": ("end", -10, 14),
-}
+_WIDTH, _HEIGHT = 8.6, 5.5
+_MEGA, _KIBI = 1e6, 1024
+_MERGED, _QUANTIZED = "merged keys", "sinks + window in few bits"
 
 
-def drawings(audit: dict[str, Any]) -> dict[str, str]:
-    """Every drawing by its file name."""
-    kinds: dict[str, Callable[[Palette], str]] = {
-        "error_against_bytes": lambda palette: error_against_bytes(audit, palette),
-        "state_is_a_monoid": state_is_a_monoid,
-    }
-    return {f"{kind}-{name}.svg": draw(palette) for kind, draw in kinds.items() for name, palette in PALETTES.items()}
+def drawings(audit: dict[str, Any], memory: MemorySummary) -> dict[str, str]:
+    """Every picture's file by its name."""
+    files = {}
+    for name, figure in pictures(audit, memory).items():
+        files[f"{name}-light.svg"] = text = _svg(figure)
+        for light, dark in zip(astuple(LIGHT), astuple(DARK), strict=True):
+            text = text.replace(light, dark)
+        files[f"{name}-dark.svg"] = text
+    return files
 
 
-def error_against_bytes(audit: dict[str, Any], palette: Palette) -> str:
-    """Every method of an audit by the bytes it keeps and its error, beside both baselines."""
-    averaging, cache = audit["baselines"][1]["error"], cache_bytes(audit)
-    parts = [*_axes(palette), *_baselines(averaging, cache, audit["tokens"], palette)]
-    curve = sorted(
-        (x for x in audit["lines"] if x["method"].startswith("Expansion") and "+" not in x["method"]), key=_bytes
-    )
-    if curve:
-        path = " ".join(f"{_x(_bytes(x)):.1f},{_y(x['error']):.1f}" for x in curve)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{palette.expansion}" stroke-width="1.5"/>')
-    parts += [_point(line, palette) for line in audit["lines"]]
-    title = f"Error against bytes per head, {audit['model']}, {audit['tokens']} tokens"
-    return _svg(_WIDTH, _HEIGHT, title, parts)
+def pictures(audit: dict[str, Any], memory: MemorySummary) -> dict[str, Figure]:
+    """Every picture by its name, in light colours."""
+    with mpl.rc_context(_STYLE):
+        return {
+            "kl_against_bytes": kl_against_bytes(memory),
+            "error_against_bytes": error_against_bytes(audit),
+            "state_is_a_monoid": state_is_a_monoid(),
+        }
 
 
-def _bytes(line: dict[str, Any]) -> int:
-    """What a method keeps per head."""
-    numbers: int = line["state_numbers"]
-    return BYTES * numbers
+def kl_against_bytes(memory: MemorySummary) -> Figure:
+    """Each method of an audit of a bounded KV cache by the bytes it keeps and its KL, at the longest text."""
+    length = max(line.num_tokens for line in memory.lines)
+    axes = _axes("KV cache, MB", "KL from the full cache, nats")
+    axes.set(xscale="log", yscale="log")
+    colours = {BOUNDED: LIGHT.merged, _MERGED: LIGHT.expansion, _QUANTIZED: LIGHT.exact}
+    points = []
+    for name, lines in _curves(memory, length).items():
+        colour = colours.get(name.partition(",")[0], LIGHT.plain)
+        width = 2.5 if name == BOUNDED else 1.2
+        axes.plot(
+            [_megabytes(x) for x in lines], [x.kl for x in lines], color=colour, linewidth=width, zorder=1, gid=CURVE
+        )
+        labels = [name] + [""] * (len(lines) - 1)
+        for line, words in zip(lines, labels, strict=True):
+            points.append(Point(_megabytes(line), line.kl, words, colour, is_filled=line.unmerged < 1))
+    baselines = memory.without_budget(length)
+    full = _megabytes(baselines[0])
+    level_baseline(axes, UNIFORM, next(line.kl for line in baselines if line.method == UNIFORM))
+    upright_baseline(axes, "full cache\n(KL 0)", full)
+    axes.set_xlim(min(point.x for point in points) / 1.5, full * 2)
+    _ticks(axes, [2.0**power for power in range(-4, 12)], lambda size: f"{size:g}")
+    mark(axes, points)
+    return axes.get_figure()
 
 
-def _x(num_bytes: float) -> float:
-    """Where so many bytes stand, on a logarithmic axis."""
-    share = math.log(num_bytes / _FEWEST) / math.log(_MOST / _FEWEST)
-    return _LEFT + share * (_RIGHT - _LEFT)
+def error_against_bytes(audit: dict[str, Any]) -> Figure:
+    """Each method of an audit of an encoder by the bytes it keeps and its error, beside both baselines."""
+    axes = _axes("bytes kept per head, float32", "relative output error")
+    axes.set(xscale="log", xlim=(2.4e3, 6e5), ylim=(0, 0.85))
+    points = [_encoder_point(line) for line in audit["lines"]]
+    curve = sorted((point.x, point.y) for point in points if point.colour == LIGHT.expansion)
+    axes.plot([x for x, _ in curve], [y for _, y in curve], color=LIGHT.expansion, linewidth=1.2, zorder=1, gid=CURVE)
+    level_baseline(axes, UNIFORM, audit["baselines"][1]["error"])
+    upright_baseline(axes, f"exact keys and values\nof {audit['tokens']} tokens (error 0)", cache_bytes(audit))
+    _ticks(axes, [size * _KIBI for size in (4, 16, 64, 256)], lambda size: f"{size / _KIBI:g} KiB")
+    mark(axes, points)
+    return axes.get_figure()
 
 
-def _y(error: float) -> float:
-    """Where an error stands."""
-    return _BOTTOM - error / _WORST * (_BOTTOM - _TOP)
+def _curves(memory: MemorySummary, length: int) -> dict[str, list[MemoryLine]]:
+    """Lines of each method by its name, fewest bytes first; windows in few bits with the best bits of each budget."""
+    curves: dict[str, list[MemoryLine]] = {}
+    for num_tokens, budget in memory.settings:
+        for line in memory.at(num_tokens, budget) if num_tokens == length else ():
+            name = _QUANTIZED if line.method.startswith("sinks + window in ") else line.method
+            curves.setdefault(name, []).append(line)
+    return {name: sorted(lines, key=lambda line: line.num_bytes) for name, lines in curves.items()}
+
+
+def _megabytes(line: MemoryLine) -> float:
+    """What a method keeps in all bounded layers."""
+    return line.num_bytes / _MEGA
+
+
+def _encoder_point(line: dict[str, Any]) -> Point:
+    """A method of an encoder's audit."""
+    name, place = short(line), (BYTES * line["state_numbers"], line["error"])
+    if "merged" in name:
+        return Point(*place, name, LIGHT.merged, "s")
+    if "+" in name:
+        return Point(*place, name, LIGHT.exact, "s")
+    return Point(*place, name, LIGHT.expansion if "centre" in name else LIGHT.plain)
 
 
 def short(line: dict[str, Any]) -> str:
@@ -116,110 +146,70 @@ def short(line: dict[str, Any]) -> str:
     return " + ".join([name + width, *(part.replace("window ", "w") for part in exact)])
 
 
-def _point(line: dict[str, Any], palette: Palette) -> str:
-    """A method's point and label."""
-    label, (x, y) = short(line), (_x(_bytes(line)), _y(line["error"]))
-    if "+" in line["method"] or "merged" in line["method"]:
-        colour = palette.merged if "merged" in line["method"] else palette.exact
-        mark = f'<rect x="{x - 4.5:.1f}" y="{y - 4.5:.1f}" width="9" height="9"'
-    else:
-        is_expansion = line["method"].startswith("Expansion")
-        colour, mark = (
-            palette.expansion if is_expansion else palette.plain,
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5"',
-        )
-    anchor, right, down = _BESIDE.get(label, ("start", 9, 4))
-    return f'{mark} fill="{colour}"/>{_words(x + right, y + down, label, colour, anchor)}'
-
-
-def _axes(palette: Palette) -> list[str]:
-    """Both axes with their ticks."""
-    parts = [
-        f'<path d="M{_LEFT},{_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="{palette.faint}"/>',
-        _words((_LEFT + _RIGHT) / 2, _HEIGHT - 8, "bytes kept per head, float32", palette.words, "middle"),
-        f'<g transform="rotate(-90 14 {(_TOP + _BOTTOM) / 2:.0f})">'
-        f"{_words(14, (_TOP + _BOTTOM) / 2, 'relative output error', palette.words, 'middle')}</g>",
-    ]
-    for thousands in (4, 16, 64, 256):
-        x = _x(thousands * 1024)
-        parts.append(f'<path d="M{x:.1f},{_BOTTOM}v5" stroke="{palette.faint}"/>')
-        parts.append(_words(x, _BOTTOM + 20, f"{thousands} KiB", palette.words, "middle"))
-    for tenths in (0, 2, 4, 6, 8):
-        y = _y(tenths / 10)
-        parts.append(f'<path d="M{_LEFT},{y:.1f}h-5" stroke="{palette.faint}"/>')
-        parts.append(_words(_LEFT - 8, y + 4.5, f"{tenths / 10:g}", palette.words, "end"))
-    return parts
-
-
-def _baselines(averaging: float, cache: int, tokens: int, palette: Palette) -> list[str]:
-    """Averaging the values, and what exact attention keeps."""
-    y, x = _y(averaging), _x(cache)
-    return [
-        f'<path d="M{_LEFT},{y:.1f}H{_RIGHT}" stroke="{palette.faint}" stroke-dasharray="5 4"/>',
-        _words(_RIGHT, y - 7, "averaging the values", palette.words, "end"),
-        f'<path d="M{x:.1f},{_TOP + 30}V{_BOTTOM}" stroke="{palette.faint}" stroke-dasharray="5 4"/>',
-        _words(x + 6, _y(0.64), "exact keys and values", palette.words, "start"),
-        _words(x + 6, _y(0.64) + 16, f"of {tokens} tokens (error 0)", palette.words, "start"),
-    ]
-
-
-def state_is_a_monoid(palette: Palette) -> str:
+def state_is_a_monoid() -> Figure:
     """Three pieces of a text, their states, and two ways to merge them to one."""
-    parts = [
-        f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        f'<path d="M0,0 8,4 0,8z" fill="{palette.faint}"/></marker></defs>'
-    ]
-    pieces = (("a", 3, 90), ("b", 5, 310), ("c", 2, 530))
-    for name, count, middle in pieces:
-        left = middle - count * 13
-        parts += [
-            f'<rect x="{left + 26 * i + 2}" y="14" width="22" height="22" rx="3" fill="none" stroke="{palette.plain}"/>'
-            for i in range(count)
-        ]
-        parts.append(_words(left - 8, 30, name, palette.plain, "end"))
-        parts += [_arrow(middle, 40, middle, 72, palette), _words(middle + 10, 61, "absorb", palette.words, "start")]
-        parts.append(_box(middle, 90, f"state of {name}: S, z, m", palette, 168))
-    parts += [
-        _arrow(90, 110, 180, 150, palette),
-        _arrow(290, 110, 220, 150, palette),
-        _box(200, 168, "merge(a, b)", palette, 130),
-        _arrow(330, 110, 400, 150, palette),
-        _arrow(530, 110, 440, 150, palette),
-        _box(420, 168, "merge(b, c)", palette, 130),
-        _arrow(220, 188, 285, 228, palette),
-        _arrow(400, 188, 335, 228, palette),
-        _box(310, 246, "merge(merge(a, b), c) = merge(a, merge(b, c))", palette, 370),
-        _arrow(310, 266, 310, 298, palette),
-        _words(322, 288, "read with any number of queries", palette.words, "start"),
-        _box(310, 316, "out = φ(q)ᵀS / φ(q)ᵀz", palette, 220),
-    ]
-    return _svg(
-        _WIDTH, 346, "States of pieces of a text merge to the state of the whole, in any order of brackets", parts
-    )
+    axes = _figure(4.8).add_axes((0, 0, 1, 1), xlim=(0, 620), ylim=(346, 0))
+    axes.set_axis_off()
+    boxes = {
+        "a": (90, 25, "a: 3 tokens"),
+        "b": (310, 25, "b: 5 tokens"),
+        "c": (530, 25, "c: 2 tokens"),
+        "A": (90, 95, "state of a: S, z, m"),
+        "B": (310, 95, "state of b: S, z, m"),
+        "C": (530, 95, "state of c: S, z, m"),
+        "AB": (200, 170, "merge(a, b)"),
+        "BC": (420, 170, "merge(b, c)"),
+        "ABC": (310, 245, "merge(merge(a, b), c) = merge(a, merge(b, c))"),
+        "out": (310, 320, "out = φ(q)ᵀS / φ(q)ᵀz"),
+    }
+    frame = {"boxstyle": "round,pad=0.5", "facecolor": "none", "edgecolor": LIGHT.expansion}
+    texts = {
+        name: axes.text(x, y, words, color=LIGHT.words, ha="center", va="center", bbox=frame)
+        for name, (x, y, words) in boxes.items()
+    }
+    for arrow in ("a A", "b B", "c C", "A AB", "B AB", "B BC", "C BC", "AB ABC", "BC ABC", "ABC out"):
+        start, stop = arrow.split()
+        ends = {"patchA": texts[start].get_bbox_patch(), "patchB": texts[stop].get_bbox_patch()}
+        style = {"arrowstyle": "-|>", "color": LIGHT.faint, "shrinkA": 2, "shrinkB": 2, **ends}
+        axes.annotate("", xy=boxes[stop][:2], xytext=boxes[start][:2], arrowprops=style)
+    for x, y, words in (
+        (98, 60, "absorb"),
+        (318, 60, "absorb"),
+        (538, 60, "absorb"),
+        (318, 285, "read with any queries"),
+    ):
+        axes.text(x, y, words, color=LIGHT.words, va="center")
+    return axes.get_figure()
 
 
-def _arrow(x: float, y: float, to_x: float, to_y: float, palette: Palette) -> str:
-    """A line with a tip."""
-    return f'<path d="M{x},{y}L{to_x},{to_y}" stroke="{palette.faint}" stroke-width="1.3" marker-end="url(#tip)"/>'
+def _figure(height: float) -> Figure:
+    """An empty drawing."""
+    figure = Figure(figsize=(_WIDTH, height))
+    FigureCanvasAgg(figure)
+    return figure
 
 
-def _box(x: float, y: float, words: str, palette: Palette, width: float) -> str:
-    """Words in a box around (x, y)."""
-    return (
-        f'<rect x="{x - width / 2}" y="{y - 18}" width="{width}" height="36" rx="5" fill="none" '
-        f'stroke="{palette.expansion}"/>' + _words(x, y + 5, words, palette.words, "middle")
-    )
+def _axes(x: str, y: str) -> Axes:
+    """An empty drawing with two axes."""
+    axes = _figure(_HEIGHT).add_axes((0.09, 0.1, 0.9, 0.88))
+    axes.set_xlabel(x, color=LIGHT.words)
+    axes.set_ylabel(y, color=LIGHT.words)
+    axes.tick_params(which="both", color=LIGHT.faint, labelcolor=LIGHT.words)
+    axes.spines[:].set_color(LIGHT.faint)
+    return axes
 
 
-def _words(x: float, y: float, words: str, colour: str, anchor: str) -> str:
-    """A line of text."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}">{words}</text>'
+def _ticks(axes: Axes, sizes: Sequence[float], words: Callable[[float], str]) -> None:
+    """Ticks of the level axis."""
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(FixedLocator([size for size in sizes if low <= size <= high]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: words(size)))
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _svg(width: int, height: int, title: str, parts: list[str]) -> str:
-    """A file."""
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="13.5">\n<title>{title}</title>\n{body}\n</svg>\n'
-    )
+def _svg(figure: Figure) -> str:
+    """A file, the same whenever it is written."""
+    text = io.StringIO()
+    with mpl.rc_context(_STYLE):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

@@ -44,6 +44,28 @@ def test_nothing_runs_out_of_a_page(visit, name):
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_picture_is_seen_once_in_the_colours_of_the_page(visit, theme):
+    page = visit("index.html", theme=theme)
+    pictures = page.locator("img[src*='images/'][src*='#only']").all()
+    assert len(pictures) == 4
+    assert [one.is_visible() for one in pictures] == [f"-{theme}.svg" in one.get_attribute("src") for one in pictures]
+
+
+OVERLAPPING = """() => {
+  const texts = [...document.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
+  return texts.flatMap(([a, x], place) => texts.slice(place + 1).filter(([b, y]) =>
+    x.left < y.right && y.left < x.right && x.top < y.bottom && y.top < x.bottom).map(([b]) => [a, b]));
+}"""
+
+
+@pytest.mark.parametrize("name", ["kl_against_bytes", "error_against_bytes", "state_is_a_monoid"])
+def test_no_words_of_a_picture_overlap_others(visit, name):
+    page = visit(f"images/{name}-light.svg")
+    assert page.locator("text").count() > 8
+    assert page.evaluate(OVERLAPPING) == []
+
+
 # No package of Python's has axe-core: CI installs it, and who has no npm runs the other tests.
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core: npm install --no-save axe-core@4.14.1")
 @pytest.mark.parametrize(
