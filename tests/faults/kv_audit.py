@@ -108,10 +108,10 @@ FAULTS = (
         SHOWN,
     ),
     Fault(
-        "part a continuation within a word",
+        "lose the word at which a continuation parts",
         REPORT + "continuation.py",
-        'other.rfind(" ", 0, same)',
-        "same - 1",
+        "words[same:]",
+        "words[same + 1 :]",
         SHOWN,
     ),
     Fault(

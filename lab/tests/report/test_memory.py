@@ -89,12 +89,11 @@ def test_what_decides_is_seen_at_a_glance(summary):
         "MB",
         "unmerged",
         "KL",
-        "needles at 90%",
-        "needles at 10%",
+        "needles 90/10%",
         "prefill s",
         "tokens/s",
     )
-    assert table.rows[2] == (BOUNDED, "0.00", "50%", "0.1500", "100%", "20%", "1.5", "10")
+    assert table.rows[2] == (BOUNDED, "0.00", "50%", "0.1500", "100/20%", "1.5", "10")
 
 
 def test_a_text_goes_on_beside_the_full_cache_s(summary):
@@ -102,9 +101,9 @@ def test_a_text_goes_on_beside_the_full_cache_s(summary):
     (one,) = summary.continuations
     assert (one.text, one.num_tokens, one.budget, one.ending) == ("prose", 600, 64, "a river")
     assert [(each.method, each.alike, each.other) for each in one.written] == [
-        (FULL, " and <b> the sea", ""),
-        (UNIFORM, " ", "the the the"),
-        (BOUNDED, " and <b> the ", "seal"),
+        (FULL, "and <b> the sea", ""),
+        (BOUNDED, "and <b> the", "seal"),
+        (UNIFORM, "", "the the the"),
     ]
 
 

@@ -215,10 +215,11 @@ def _print(console: Console, summary: MemorySummary) -> None:
         console.print(f"[bold]{length:,} tokens within the bytes of {budget:,} keys:[/bold]", highlight=False)
         print_table(console, glance(summary, length, budget))
     for one in summary.continuations:
-        console.print(f"[bold]{escape(one.text)} goes on[/bold] … {escape(one.ending)}", highlight=False)
+        ending = " ".join(one.ending.split())
+        console.print(f"[bold]{escape(one.text)} goes on[/bold] … {escape(ending)}", highlight=False)
         for each in one.written:
-            words = f"{escape(each.alike)}[italic]{escape(each.other)}[/italic]"
-            console.print(f"[bold]{escape(each.method)}:[/bold] {words}", highlight=False)
+            words = f"{escape(each.alike)} [italic]{escape(each.other)}[/italic]"
+            console.print(f"[bold]{escape(each.method)}:[/bold] {words.strip()}", highlight=False)
 
 
 def _what_is_left(records: Path, out: Path) -> str:

@@ -69,7 +69,7 @@ def flops_frontier(summary: AuditSummary) -> Chart:
     return _chart(curves, summary, exact, "FLOPs per head and token")
 
 
-def least(lines: Iterable[Line], size: Callable[[Line], int]) -> list[Line]:
+def least(lines: Iterable[Line], size: Callable[[Line], float]) -> list[Line]:
     """Those no other of the lines beats: ascending in size, descending in error."""
     found: list[Line] = []
     for line in sorted(lines, key=lambda one: (size(one), one.error.mean)):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from linattn_lab.kv_audit.names import FULL, NO_BUDGET
+from linattn_lab.kv_audit.names import FULL, NO_BUDGET, UNIFORM
 from linattn_lab.kv_audit.records import MemoryRow, PassageRow
 
 
@@ -16,7 +16,7 @@ class Written:
 
     Attributes:
         method: what keeps the keys and values.
-        alike: its beginning that is the full cache's, in whole words.
+        alike: its first words, where they are the full cache's.
         other: its rest, from where it leaves the full cache's.
     """
 
@@ -34,7 +34,7 @@ class Continuation:
         num_tokens: of the passage.
         budget: in exact keys.
         ending: the passage's last words.
-        written: by the full cache first, then by the other baseline and each method at the budget.
+        written: by the full cache, then by each method at the budget, and by uniform attention.
     """
 
     text: str
@@ -53,7 +53,7 @@ def continuations(rows: Sequence[MemoryRow], num_tokens: int, budget: int) -> tu
         budget: in exact keys.
 
     Returns:
-        A continuation for each text whose file has the full cache's words.
+        A continuation for each text of which there are the full cache's words.
     """
     several: dict[str, list[PassageRow]] = {}
     for row in rows:
@@ -69,21 +69,20 @@ def continuations(rows: Sequence[MemoryRow], num_tokens: int, budget: int) -> tu
 
 
 def _beside(rows: Sequence[PassageRow]) -> tuple[Written, ...]:
-    """What each method writes, parted where it leaves what the first one writes."""
+    """What each method writes, parted where it leaves what the first one writes; uniform attention comes last."""
     full = rows[0].written
-    return tuple(Written(row.method, *parted(full, row.written)) for row in rows)
+    return tuple(
+        Written(row.method, *parted(full, row.written)) for row in sorted(rows, key=lambda row: row.method == UNIFORM)
+    )
 
 
 def parted(full: str, other: str) -> tuple[str, str]:
-    """A text's beginning that another one has too, in whole words, and the rest.
+    """The words at the beginning of a text that another one has too, and the rest.
 
     Example:
         >>> parted("the cat sat", "the car is here")
-        ('the ', 'car is here')
-        >>> parted("the cat", "the cat")
-        ('the cat', '')
+        ('the', 'car is here')
     """
-    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(full, other, strict=False))))
-    if same < max(len(full), len(other)):
-        same = max(other.rfind(" ", 0, same), other.rfind("\n", 0, same)) + 1
-    return other[:same], other[same:]
+    words = other.split()
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(full.split(), words, strict=False))))
+    return " ".join(words[:same]), " ".join(words[same:])

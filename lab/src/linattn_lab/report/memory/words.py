@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from linattn.records.tables import Table
 from linattn_lab.kv_audit.intervals import Ratio
 from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM, WINDOW
@@ -26,8 +28,9 @@ def lost(summary: MemorySummary) -> Point:
     heading = "What does a bounded KV cache lose?"
     length, budget = summary.hardest
     lines = summary.at(length, budget)
-    full, *others = summary.without_budget(length) or [None]
-    if full is None or full.method != FULL or not lines:
+    baselines = {line.method: line for line in summary.without_budget(length)}
+    full, uniform = baselines.get(FULL), baselines.get(UNIFORM)
+    if full is None or not lines:
         return Point(heading, "Nothing is bounded yet: the audit is not finished.")
     ours = next((line for line in lines if line.method == BOUNDED), lines[0])
     text = (
@@ -39,8 +42,8 @@ def lost(summary: MemorySummary) -> Point:
     window = next((line for line in lines if line.method.startswith(WINDOW) and line is not ours), None)
     if window is not None:
         text += f" In the same bytes, {window.method}: {_quality(window)}."
-    for line in others:
-        text += f" {line.method.capitalize()}: {_quality(line)}." if line.method == UNIFORM else ""
+    if uniform is not None:
+        text += f" Uniform attention: {_quality(uniform)}."
     return Point(heading, text)
 
 
@@ -57,14 +60,14 @@ def glance(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
     """
     baselines, within = summary.without_budget(num_tokens), summary.at(num_tokens, budget)
     depths = list(dict.fromkeys(depth for line in within for depth in line.facts))
-    needles = (f"needles at {depth}" for depth in depths)
+    needles = (f"needles {_together(depths)}",) if depths else ()
     rows = tuple(
         (
             line.method,
             f"{line.num_bytes / 1e6:.2f}",
             f"{line.unmerged:.0%}",
             nats(line.kl),
-            *(_share(line.facts, depth) for depth in depths),
+            *(_together([_share(line.facts, depth) for depth in depths]) for _ in needles),
             f"{line.prefill_seconds.median:.3g}",
             f"{line.tokens_per_second.median:.3g}",
         )
@@ -152,6 +155,16 @@ def _row(line: MemoryLine, depths: list[str], tasks: list[str]) -> tuple[str, ..
         *(_share(line.facts, depth) for depth in depths),
         *(_share(line.tasks, name) for name in tasks),
     )
+
+
+def _together(shares: Sequence[str]) -> str:
+    """Several shares in one cell.
+
+    Example:
+        >>> _together(["10%", "50%", "90%"])
+        '10/50/90%'
+    """
+    return "/".join(share.removesuffix("%") for share in shares) + "%"
 
 
 def _quality(line: MemoryLine) -> str:
