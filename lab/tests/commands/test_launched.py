@@ -82,7 +82,7 @@ def checkpoints(work: Path, training: str) -> list[int]:
 def test_training_goes_on_in_one_process(tmp_path, texts):
     out, work = tmp_path / "split", tmp_path / "split.unfinished"
     script = tmp_path / "dying.py"
-    # At the third look, of which there is one every two steps.
+    # At the third look, of which there is one every four steps.
     script.write_text(DYING)
     words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "train", out, *texts]
     # Raises if it takes longer.
@@ -97,7 +97,7 @@ def test_training_goes_on_in_one_process(tmp_path, texts):
     assert ended.returncode != 0
     check_cause(ended.stderr)
     assert not out.exists()
-    assert checkpoints(work, "training") == [2, 4]
+    assert checkpoints(work, "training") == [4, 8]
     # One process, told neither of parts nor of sharded weights, goes on to the loss of one that was never interrupted.
     run("train", out, *texts)
     run("train", tmp_path / "alone", *texts)

@@ -120,7 +120,6 @@ def test_keys_of_the_dtype(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--budget", "many"), "--budget wants whole numbers"),
         (("--budget", "20", "--map", "Relu"), "--map and --budget are of two audits"),
         (("--budget", "20", "--method", "oracle"), "--method must be among bounded cache"),
         (("--budget", "20", "--task", "oracle"), "--task must be among facts, niah_single"),
@@ -134,6 +133,12 @@ def test_refusals(run, words, says):
     result = run(*words)
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())
+
+
+def test_numbers_are_those_of_an_option(run):
+    result = run("--budget", "many")
+    assert result.exit_code == 2
+    assert "--budget wants whole numbers" in " ".join(result.output.split())
 
 
 def test_a_plan_is_made_once_and_measured_on_the_other_half(run, tmp_path):
