@@ -138,7 +138,7 @@ def test_refusals(run, words, says):
 def test_numbers_are_those_of_an_option(run):
     result = run("--budget", "many")
     assert result.exit_code == 2
-    assert "--budget wants whole numbers" in " ".join(result.output.split())
+    assert "Invalid value for --budget: wanted different positive whole numbers" in " ".join(result.output.split())
 
 
 def test_a_plan_is_made_once_and_measured_on_the_other_half(run, tmp_path):
