@@ -40,8 +40,7 @@ def exported(room: str) -> list[str]:
     path = source / Path(*room.split(".")) / "__init__.py"
     names = []
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    # What type checkers alone read stands there too.
-    for node in (*tree.body, *(inner for outer in tree.body if isinstance(outer, ast.If) for inner in outer.body)):
+    for node in (*tree.body, *(inner for one in tree.body if isinstance(one, ast.If) for inner in one.body)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("linattn"):
             names += [one.asname for one in node.names if one.asname == one.name]
         elif isinstance(node, ast.Assign | ast.AnnAssign):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
-from linattn.cli.terminal import ending
+from linattn.cli.errors import ERRORS, error_line
 from linattn.processes import group, launched
 
 
@@ -25,9 +24,13 @@ def wait_for_all(rank: int, port: int, failing: int, number: int, said: Path) ->
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     torch.set_num_threads(1)
     group._TIMEOUT = timedelta(seconds=4)
-    with launched() as processes, ending("train", Console(), str):
-        if processes.gather(processes.rank) != [0, 1]:
-            sys.exit("no group")
-        if processes.rank == failing:
-            os.kill(os.getpid(), number)
-        dist.barrier()
+    try:
+        with launched() as processes:
+            if processes.gather(processes.rank) != [0, 1]:
+                sys.exit("no group")
+            if processes.rank == failing:
+                os.kill(os.getpid(), number)
+            dist.barrier()
+    except ERRORS as error:
+        # A string is printed, and the exit code is 1.
+        sys.exit(error_line(error, "train", {}))

@@ -1,16 +1,24 @@
 """Kernel attention in linear time that always says how wrong it is."""
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from linattn import attention as attention
+
+def _is_command() -> bool:
+    """Whether this process is the `linattn` command, by its script or by `python -m linattn`."""
+    words = sys.argv or [""]
+    return (sys.orig_argv[-len(words)] if words[0] == "-m" else Path(words[0]).stem) == "linattn"
+
+
+# The command imports torch when a subcommand runs: help and wrong words are not to wait for it. Elsewhere all is
+# imported at once: `import linattn` is what lets torch.load read states.
+if TYPE_CHECKING or not _is_command():
     from linattn import feature_maps as feature_maps
-    from linattn import kv_cache as kv_cache
     from linattn import nn as nn
-    from linattn import parallel as parallel
     from linattn import positions as positions
-    from linattn import softmax as softmax
     from linattn.attention import Attended as Attended
     from linattn.attention import AttendedPartial as AttendedPartial
     from linattn.attention import State as State
@@ -35,55 +43,24 @@ if TYPE_CHECKING:
     from linattn.softmax import softmax_attention as softmax_attention
     from linattn.softmax import softmax_partial as softmax_partial
 
+if TYPE_CHECKING:
+    from linattn import parallel as parallel
+
 __version__ = "0.1.0"
 
-# Imported, and torch with them, when first asked for: the command's help, and wrong options, do not wait for it.
-_NAMES = {
-    "attention": (
-        "Attended",
-        "AttendedPartial",
-        "State",
-        "attention_rows",
-        "linear_attention",
-        "linear_attention_packed",
-        "linear_attention_packed_with_state",
-        "linear_attention_with_state",
-        "linear_partial",
-        "linear_partial_with_state",
-    ),
-    "feature_maps": ("FEATURE_MAPS",),
-    "kv_cache": (
-        "MergedAttended",
-        "MergedKV",
-        "MergedPartial",
-        "MergedState",
-        "merged_attention",
-        "merged_attention_with_state",
-        "merged_partial",
-        "merged_partial_with_state",
-    ),
-    "softmax": (
-        "Partial",
-        "combine",
-        "softmax_attention",
-        "softmax_partial",
-    ),
-}
-_PACKAGES = ("attention", "feature_maps", "kv_cache", "nn", "parallel", "positions", "softmax")
-__all__ = [*_PACKAGES, *(name for names in _NAMES.values() for name in names)]
+_ROOMS = ("attention", "feature_maps", "kv_cache", "softmax")
 
 
 def __getattr__(name: str) -> object:
-    """A public name of a package inside this one, or such a package."""
-    package = name if name in _PACKAGES else next((home for home, names in _NAMES.items() if name in names), None)
-    if package is None:
-        raise AttributeError(f"module 'linattn' has no attribute {name!r}")
-    module = import_module(f"linattn.{package}")
-    value = module if package == name else getattr(module, name)
-    globals()[name] = value
-    return value
+    """A package inside this one, or in the command a name of theirs, imported when it is asked for.
 
-
-def __dir__() -> list[str]:
-    """Public names, those not yet imported among them."""
-    return sorted({*globals(), *__all__})
+    `linattn.parallel` loads torch's distributed tensors, half of torch again.
+    """
+    if not name.startswith("_"):
+        if find_spec(f"linattn.{name}") is not None:
+            return import_module(f"linattn.{name}")
+        for room in _ROOMS if _is_command() else ():
+            names = vars(import_module(f"linattn.{room}"))
+            if name in names:
+                return names[name]
+    raise AttributeError(f"module 'linattn' has no attribute {name!r}")

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -82,6 +83,8 @@ def test_a_model_of_bytes(of_bytes):
     assert len("7 böttles") < len(first.stdout.rstrip("\n")) <= len("7 böttles") + 60
     assert (first.stdout, first.stdout != other.stdout) == (again.stdout, True)
     assert told(first)[:2] == [len("7 böttles".encode()), 60]
+    # Bars are for terminals.
+    assert "Reading" not in first.stderr
     expected = own(LinearLMForCausalLM.from_pretrained(of_bytes).eval(), torch.tensor([list(b"7")]), max_new_tokens=20)
     greedy = run(of_bytes, "--prompt", "7", "--tokens", "20", "--temperature", "0")
     assert greedy.stdout == "7" + bytes(expected).decode("utf-8", "replace") + "\n"
@@ -331,3 +334,19 @@ def test_the_measured_divergence_is_that_of_both_predictions(hybrid):
     said = float(re.search(r"full cache ([-\de.]+) ±", " ".join(result.stderr.split()))[1])
     # Three digits, and 256 roundings of float32.
     assert said == pytest.approx(mean.item(), rel=5e-3, abs=256 * 2**-24)
+
+
+def test_a_terminal_has_a_bar_while_the_prompt_is_read(hybrid, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Progress, "add_task", lambda self, words, total: shown.append((words, total)) or 0)
+    monkeypatch.setattr(Progress, "update", lambda self, task, completed: shown.append(completed))
+    result = run(hybrid, "--prompt", TEXT, "--tokens", "2", "--budget", "60", "--measure")
+    assert result.exit_code == 0, result.stderr
+    each = [("Reading the prompt", len(TEXT)), len(TEXT) - 65]
+    assert shown == [
+        ("Reading the prompt with the full cache", len(TEXT)),
+        each[1],
+        *each,
+        ("Reading the prompt", 1),
+        1,
+    ]

@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "import torch for help",
         "__init__.py",
-        "if TYPE_CHECKING:",
+        "if TYPE_CHECKING or not _is_command():",
         "if True:",
         "tests/cli/test_app.py",
     ),

@@ -133,3 +133,14 @@ def test_refusals():
         stream_tokens(model, prompt[:, :0])
     with pytest.raises(ValueError, match=r"is in training mode; call model.eval\(\) first"):
         stream_tokens(model.train(), prompt)
+
+
+def test_chunks_of_a_prompt_are_told_as_they_are_read(monkeypatch):
+    monkeypatch.setattr("linattn.hf.streaming._CHUNK", 4)
+    model = LinearLMForCausalLM(LinearLMConfig(num_hidden_layers=1)).eval()
+    told = []
+    stream = stream_tokens(model, torch.arange(10)[None], notify=told.append)
+    assert told == []
+    next(stream)
+    next(stream)
+    assert told == [4, 8, 10]

@@ -87,7 +87,7 @@ def generation(model: str, prompt: str | TextIO, *, num_tokens: int, draws: Draw
             lines += kept_in_words(cache)
             lines += costs or [f"--measure says the KL divergence from the full cache, in about {seconds:.0f} s more"]
         for line in lines:
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _content(prompt: TextIO) -> str:

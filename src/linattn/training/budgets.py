@@ -27,7 +27,7 @@ class Progress:
 
 
 _LOOKS, _MOST_SECONDS = 20, 60.0
-# Looks take a tenth of the time at most, those before the first step and after the last one among them.
+# Looks take a tenth of the time at most, but for the first and the last.
 _STEPS_PER_LOOK = 12
 # Where a look reads as much as a step, which takes three times as long.
 _FEWEST_STEPS = 4

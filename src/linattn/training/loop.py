@@ -160,15 +160,12 @@ class _Run:
         accelerator.prepare_model(training.model, evaluation_mode=True)
         self._optimizer = accelerator.prepare_optimizer(optimizer)
         self._is_sharded = is_sharded(training.model)
-        self._took = 0.0  # seconds of the last look
         start = self._resumed()
         # Curves of steps that are lost are taken back.
         logging = {} if start is None else {"purge_step": start[0].step + 1}
         accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
         if start is None:
-            begun = time.perf_counter()
             loss = self._processes.from_first(training.validate())
-            self._took = self._processes.number_from_first(time.perf_counter() - begun)
             if not math.isfinite(loss):
                 raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
             start = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
@@ -204,13 +201,14 @@ class _Run:
         """Steps and looks until the budget is spent, or something is pressed."""
         budget = self._training.budget
         looked = saved = self.progress
+        took = 0.0
         while self._goes_on(pressed):
             self._timed(self._step)
-            is_look_due = budget.is_look_due(self.progress, looked, took=self._took)
+            is_look_due = budget.is_look_due(self.progress, looked, took=took)
             if is_look_due:
                 stepped = self.progress.seconds
                 self._timed(self._look)
-                self._took = self.progress.seconds - stepped
+                took = self.progress.seconds - stepped
                 # What a resumed training begins with, so that it goes on as this one does.
                 looked = self.progress
             if is_look_due or self.progress.seconds - saved.seconds >= _SECONDS:
