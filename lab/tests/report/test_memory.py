@@ -69,10 +69,10 @@ def test_windows_in_few_bits_stand_with_their_best(summary):
 def test_the_verdict_stands_between_the_full_cache_the_best_window_and_uniform_attention(summary):
     text = lost(summary).text
     assert text.startswith(
-        "At 600 tokens of small, the bounded cache is 0.9 × smaller than the full cache: KL 0.1500, "
+        "At 600 tokens of small, the bounded cache is 0.9 × smaller than the full cache, 50% of the "
     )
     # Means over depths of 100 % and 20 %, and of 100 % and 80 %; a prefill of 1.5 s beside one of 1 s.
-    assert "needles 60% of 90%; prefill takes 1.50 ×, decode 1.00 × as long." in text
+    assert "tokens unmerged: KL 0.1500, needles 60% of 90%; prefill takes 1.50 ×, decode 1.00 × as long." in text
     assert "In the same bytes, sinks + window in 3.5 bits: KL 0.1600. Uniform attention: KL 0.8000." in text
 
 
@@ -84,16 +84,9 @@ def test_an_audit_of_baselines_alone_has_no_verdict_yet(tmp_path):
 
 def test_what_decides_is_seen_at_a_glance(summary):
     table = glance(summary, 600, 64)
-    assert table.columns == (
-        "method",
-        "MB",
-        "unmerged",
-        "KL",
-        "needles 90/10%",
-        "prefill s",
-        "tokens/s",
-    )
+    assert table.columns == ("method", "MB", "unmerged", "KL", "needles 90/10%", "prefill s", "tokens/s")
     assert table.rows[2] == (BOUNDED, "0.00", "50%", "0.1500", "100/20%", "1.5", "10")
+    assert [row[4] for row in table.rows] == ["100/80%", "–", "100/20%", "–", "50/0%"]
 
 
 def test_a_text_goes_on_beside_the_full_cache_s(summary):
@@ -142,10 +135,10 @@ def test_table_has_baselines_first_and_the_least_divergence_next(summary):
 def test_chart(summary):
     chart = kl_by_bytes(summary, 600)
     assert chart.curves[0].name == BOUNDED
-    assert chart.curves[0].x == (1064,)
+    assert chart.curves[0].x == (1064e-6,)
     assert chart.curves[0].y == (pytest.approx(0.15),)
     # Up to the full cache's bytes.
-    assert (chart.curves[-1].name, chart.curves[-1].x) == (UNIFORM, (1064, 1000))
+    assert (chart.curves[-1].name, chart.curves[-1].x) == (UNIFORM, (1064e-6, 1000e-6))
 
 
 def test_a_file_without_figures_says_so(tmp_path):

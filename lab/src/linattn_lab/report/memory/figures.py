@@ -8,6 +8,8 @@ from linattn_lab.kv_audit.names import UNIFORM
 from linattn_lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, baseline, drawable
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary
 
+_MEGA = 1e6
+
 
 def kl_by_bytes(summary: MemorySummary, num_tokens: int) -> Chart:
     """KL against the bytes kept, one curve per method; the dotted line is uniform attention, up to the full cache."""
@@ -15,13 +17,13 @@ def kl_by_bytes(summary: MemorySummary, num_tokens: int) -> Chart:
     names = dict.fromkeys(line.method for line in lines)
     curves = [_curve(place, name, [x for x in lines if x.method == name]) for place, name in enumerate(names)]
     uniform = next((line for line in summary.without_budget(num_tokens) if line.method == UNIFORM), None)
-    ends = [line.num_bytes for line in lines]
+    ends = [line.num_bytes / _MEGA for line in lines]
     if uniform is not None and ends:
-        curves.append(baseline(UNIFORM, [min(ends), uniform.num_bytes], [uniform.kl] * 2, "dot"))
+        curves.append(baseline(UNIFORM, [min(ends), uniform.num_bytes / _MEGA], [uniform.kl] * 2, "dot"))
     kl = Axis("KL from the full cache, nats", is_logarithmic=True)
     return Chart(
         tuple(curves),
-        Axis("bytes kept in all bounded layers, up to the full cache's", is_logarithmic=True),
+        Axis("MB kept in all bounded layers, up to the full cache's", is_logarithmic=True),
         kl,
         height=360,
     )
@@ -31,7 +33,7 @@ def _curve(place: int, name: str, lines: Sequence[MemoryLine]) -> Curve:
     """One method; where nothing is lost the point lies below any logarithmic axis."""
     return Curve(
         name,
-        tuple(line.num_bytes for line in lines),
+        tuple(line.num_bytes / _MEGA for line in lines),
         tuple(drawable(line.kl, is_logarithmic=True) for line in lines),
         tuple(f"{name}, {line.num_bytes:,} bytes: {line.kl:.4f}" for line in lines),
         place % NUM_COLOURS,

@@ -33,10 +33,11 @@ def lost(summary: MemorySummary) -> Point:
     if full is None or not lines:
         return Point(heading, "Nothing is bounded yet: the audit is not finished.")
     ours = next((line for line in lines if line.method == BOUNDED), lines[0])
+    of_full = f" of {_needles(full):.0%}" if full.facts and ours.facts else ""
     text = (
         f"At {length:,} tokens of {summary.header.model}, the {ours.method} is {full.num_bytes / ours.num_bytes:.1f} × "
-        f"smaller than the full cache: {_quality(ours)}{_of_full(full)}; prefill takes "
-        f"{ours.prefill_seconds.median / full.prefill_seconds.median:.2f} ×, decode "
+        f"smaller than the full cache, {ours.unmerged:.0%} of the tokens unmerged: {_quality(ours)}{of_full}; "
+        f"prefill takes {ours.prefill_seconds.median / full.prefill_seconds.median:.2f} ×, decode "
         f"{full.tokens_per_second.median / ours.tokens_per_second.median:.2f} × as long."
     )
     window = next((line for line in lines if line.method.startswith(WINDOW) and line is not ours), None)
@@ -67,7 +68,7 @@ def glance(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
             f"{line.num_bytes / 1e6:.2f}",
             f"{line.unmerged:.0%}",
             nats(line.kl),
-            *(_together([_share(line.facts, depth) for depth in depths]) for _ in needles),
+            *(_together([_share(line.facts, depth) for depth in depths]) if line.facts else "–" for _ in needles),
             f"{line.prefill_seconds.median:.3g}",
             f"{line.tokens_per_second.median:.3g}",
         )
@@ -171,11 +172,6 @@ def _quality(line: MemoryLine) -> str:
     """KL, and the needles that are retrieved, mean over depths."""
     needles = f", needles {_needles(line):.0%}" if line.facts else ""
     return f"KL {nats(line.kl)}{needles}"
-
-
-def _of_full(full: MemoryLine) -> str:
-    """The needles that the full cache retrieves."""
-    return f" of {_needles(full):.0%}" if full.facts else ""
 
 
 def _needles(line: MemoryLine) -> float:
