@@ -32,6 +32,7 @@ from linattn_lab.audit.records import (
     AuditRow,
     Header,
     HeadRow,
+    LengthsRow,
     RankRow,
     WeightsRow,
 )
@@ -163,6 +164,8 @@ class Audit:
         """
         units = list(self._units(kept))
         done = sum(unit.work for unit in units if unit.is_done)
+        if any(isinstance(row, LengthsRow) for row in kept.rows):
+            done += LENGTHS
         return sum(unit.work for unit in units) + LENGTHS, done
 
     def rows(self, kept: Kept | None = None, watch: Watch = _SILENT) -> Iterator[AuditRow]:

@@ -26,7 +26,8 @@ def measure(measured: Audit, records: Path | None, *, again: bool, watch: Stages
     if kept.rows:
         watch.begin(f"{len(kept.rows):,} figures were measured before and are kept.")
     total, done = measured.work(kept)
-    watch.begin(f"Measuring takes {duration((total - done) * measured.seconds_per_unit)} on this machine.")
+    if done < total:
+        watch.begin(f"Measuring takes {duration((total - done) * measured.seconds_per_unit)} on this machine.")
     watch.pace = Pace(total, done=done, seconds_per_unit=measured.seconds_per_unit)
     rows = until_pressed(measured.rows(kept, watch), pressed)
     if records is None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 Dash = Literal["solid", "dash", "dot", "dashdot"]
 # Colours, and the shapes of marks, by number: page.css and chart.js have as many.
-NUM_COLOURS = 8
+NUM_COLOURS = 9
 
 _NEAREST_TICKS = 1.3
 

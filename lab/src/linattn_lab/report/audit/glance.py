@@ -24,9 +24,8 @@ def decisive(summary: AuditSummary) -> tuple[Line, ...]:
     if len(lines) > _MOST:
         textbook = max((x for x in lines if x.map == _TEXTBOOK), key=lambda line: line.features, default=None)
         named = [line for line in (chosen_line(summary), textbook) if line is not None]
-        best = least(
-            [line for line in lines if _cost(summary, line) is not None], lambda line: _cost(summary, line) or 0
-        )
+        timed = [line for line in lines if _cost(summary, line) is not None]
+        best = least(timed, lambda line: _cost(summary, line) or 0.0)
         lines = [line for line in lines if line in named or line in best[len(named) - _MOST :]]
     return tuple(sorted(lines, key=lambda line: line.error.mean))
 

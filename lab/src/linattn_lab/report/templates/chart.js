@@ -2,7 +2,7 @@
 const SVG = { left: 62, right: 16, tick: 6, line: 15, below: 18, slope: 40, reach: 28, most: 170, beside: 10 };
 const SHAPES = ["M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z", "M-4-4h8v8h-8z", "M0-5.5L5.5 0L0 5.5L-5.5 0z",
                 "M0-5L5 4H-5z", "M0 5L5-4H-5z", "M-1.5-5h3v3.5H5v3H1.5V5h-3V1.5H-5v-3h3.5z",
-                "M-5-3L-3-5L0-2L3-5L5-3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0z", "M0-5.5L5 0L2.5 5H-2.5L-5 0z"];
+                "M-5-3L-3-5L0-2L3-5L5-3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0z", "M0-5.5L5 0L2.5 5H-2.5L-5 0z", "M-5-5H5L-5 5H5z"];
 const STROKE = "M-8 0H8";
 const DASHES = { solid: "", dash: "7 4", dot: "2 4", dashdot: "8 4 2 4" };
 
