@@ -1,8 +1,6 @@
 """The report: it reads the files of audit, reproduce and bench and nothing else, and measures nothing."""
 
 from linattn_lab.report._text import Point as Point
-from linattn_lab.report._text import counted as counted
-from linattn_lab.report.answers import answers as answers
 from linattn_lab.report.audit.advice import Advice as Advice
 from linattn_lab.report.audit.advice import advise as advise
 from linattn_lab.report.audit.summary import AuditSummary as AuditSummary
