@@ -91,9 +91,16 @@ FAULTS = (
     Fault(
         "merge at every block, however many keys there are",
         MEMORY,
-        "sample, config.num_left)\n",
-        "sample, config.num_merged)\n",
+        "left = config.num_left + config.num_newest",
+        "left = size.number",
         "tests/kv_cache/test_attention.py",
+    ),
+    Fault(
+        "merge the newest tokens among the merged keys",
+        MEMORY,
+        "sample, left, config.num_newest)",
+        "sample, left, 0 * config.num_newest)",
+        "tests/kv_cache/test_tiers.py",
     ),
     Fault(
         "evict the newest of a tier",
@@ -106,8 +113,8 @@ FAULTS = (
     Fault(
         "forget the frames of tiers",
         "kv_cache/budget.py",
-        "for each in (bits, *(few for _, few in tiers))",
-        "for each in (bits,)",
+        "for each in framed)",
+        "for each in (bits,))",
         TIERS,
     ),
     Fault(

@@ -23,6 +23,8 @@ TIERS = (
     MergedKV(3, 0, coded=((17, 3.5),)),
     # Blocks are larger than the tier.
     MergedKV(5, 9, None, 2, coded=((3, (2, 3)),)),
+    # The second tier is the newest of the merged keys.
+    MergedKV(2, 30, bits=(4, 3), coded=((20, 6), (24, (4, 3)))),
 )
 
 
@@ -104,13 +106,28 @@ def test_tokens_pass_through_the_tiers_in_their_order(sizes: tuple[int, int]) ->
     assert held == list(sizes)
 
 
+def test_tokens_of_a_tier_in_the_merged_keys_bits_keep_their_codes_until_they_are_merged() -> None:
+    """The newest of all merged keys stand alone, as many as the tier has, and none is rounded twice."""
+    given, config = qkv(**SIZES), MergedKV(4, 30, bits=4, coded=((24, 4),))
+    # Of blocks of 4 tokens, at each of which some are merged.
+    before, after = (
+        streamed(tuple(x[:, :, :stop] for x in given), config, [])[1].keys.merged for stop in (LENGTH - 5, LENGTH - 1)
+    )
+    assert before.bias.shape[2] == config.num_left + config.num_newest == 54
+    for rows, later in zip((*before.key, *before.value), (*after.key, *after.value), strict=True):
+        assert torch.equal(rows[:, :, -20:], later[:, :, -24:-4])
+    for tier in (before, after):
+        assert (tier.bias[..., -24:] == 0).all()
+        assert (tier.bias[..., :-24] != 0).any(-1).all()
+
+
 @pytest.mark.parametrize("recall", RECALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bytes_that_are_promised_are_held(recall: str, dtype: torch.dtype) -> None:
     """To the byte, and no more than the budget at any length; a block is full as the text ends."""
     sizes = Sizes(32, 16, dtype.itemsize, 2)
     config = within_budget(64, sizes, recall=recall)
-    assert len(config.coded) == {"near": 1, "far": 2}[recall]
+    assert len(config.tiers) == {"near": 0, "far": 2}[recall]
     block, state = config.blocks.size, None
     generator = torch.Generator().manual_seed(0)
     for _ in range(700 // block):
@@ -118,9 +135,9 @@ def test_the_bytes_that_are_promised_are_held(recall: str, dtype: torch.dtype) -
         state = linattn.merged_attention_with_state(*given, config, state, enable_gqa=True).state
         held = sum(x.untyped_storage().nbytes() for x in pytree.tree_leaves(state))
         assert held <= kept_bytes(config, sizes, 10**6) <= 64 * sizes.key_bytes
-    # Between merges there are places to spare.
-    spare = config.num_merged - state.keys.merged.bias.shape[2]
-    (width, *_), tier = state.keys.merged.key.code.shape[-1:], state.keys.merged
+    # Between merges there are places to spare; where none are merged, none.
+    tier = state.keys.merged if config.num_merged else state.keys.coded[-1]
+    spare, width = config.merged_tier.number - state.keys.merged.bias.shape[2], tier.key.code.shape[-1]
     token = width + 2 + tier.value.code.shape[-1] + 2 + 4
     assert held + spare * token == kept_bytes(config, sizes, 10**6)
 
@@ -177,3 +194,5 @@ def test_what_cannot_be_is_refused() -> None:
         linattn.merged_attention(*qkv(**SIZES), TIERS[1], enable_gqa=True)
     with pytest.raises(ValueError, match="recall must be 'near' or 'far', got 'all'"):
         within_budget(512, Sizes(64, 64), recall="all")
+    with pytest.raises(ValueError, match=r"recall='far' has bits and a window of its own, got bits=8; leave them out"):
+        within_budget(512, Sizes(64, 64), bits=8, recall="far")

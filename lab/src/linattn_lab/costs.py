@@ -99,7 +99,7 @@ def flops_per_token(built: BuiltMethod, *, value_dim: int, is_causal: bool) -> i
     head_dim, width, merged, feature_map = built.head_dim, value_dim + 1, built.method.merged, built.feature_map
     if merged is not None:
         near = _near(merged, is_causal=True) if is_causal else 3 * (merged.window or 0)
-        coded = sum(tier.number for tier in merged.tiers) if is_causal else 0
+        coded = sum(number for number, _ in merged.coded) if is_causal else 0
         seen = 2 * (near + coded + merged.num_merged) * (head_dim + value_dim)
         return seen + _merging(merged, head_dim, value_dim, is_causal=is_causal)
     assert feature_map is not None
@@ -120,9 +120,10 @@ def _merging(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool
     both = head_dim + value_dim
     if not is_causal:
         return 2 * _SAMPLE * head_dim + 2 * num_axes(both) * (both + merged.num_merged) + 2 * both
-    blocks = merged.blocks
+    blocks, number = merged.blocks, merged.merged_tier.number
     pool, between = merged.num_merged + blocks.size, blocks.size + merged.num_merged - merged.num_left
-    merging = (2 * pool**2 * both + 4 * sample_size(1) * pool * head_dim + 2 * pool * both) // between
+    entire = number + blocks.size
+    merging = (2 * pool**2 * both + 4 * sample_size(1) * entire * head_dim + 2 * entire * both) // between
     if merged.bits is None and not merged.coded:
         return merging if merged.num_merged else 0
     mixing = 2 * sum(layout.size * layout.block for layout in map(Layout.of, (head_dim, value_dim)))
@@ -130,7 +131,7 @@ def _merging(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool
     mixed = 2 * (len(merged.tiers) + (merged.bits is not None)) * mixing
     if merged.num_merged == 0:
         return mixed
-    return merging + mixed + (0 if merged.bits is None else mixing * merged.num_merged // between)
+    return merging + mixed + (0 if merged.bits is None else mixing * number // between)
 
 
 def exact_flops_per_token(num_tokens: int, *, head_dim: int, value_dim: int, is_causal: bool) -> int:

@@ -24,11 +24,11 @@ Recall = Literal["near", "far"]
 
 RECALLS = get_args(Recall)
 
-# Shares of the bytes beside the window that tiers take, and their bits, the newest first; None for the merged ones.
-_TIERS: dict[str, tuple[tuple[float, Bits | None], ...]] = {
-    "near": ((0.5, None),),
-    "far": ((0.24, None), (0.52, 2)),
-}
+# Share of merged keys' room that the newest take, which no merge takes: so much is recalled, and KL is hardly more.
+_NEWEST = 0.4
+# For recall of what is far: the window's share with a block, and that of the tier after it, with the bits of both
+# tiers. Exact tokens are dear where as many in 6 bits lose next to nothing; all other bytes are reach.
+_FAR_WINDOW, _FAR_SHARE, _FAR_BITS = 0.08, 0.06, (6, 3)
 
 # What a window is best at on real text, its block included, and at most: more bytes are better spent on merged keys.
 _WINDOW, _SHARE = 256, 0.5
@@ -90,54 +90,69 @@ def within_budget(
     Args:
         budget: in exact keys of one key/value head.
         sizes: of the layer.
-        bits: of merged keys and values and of the newest tier, or of both; None for 32 a number and no tiers.
+        bits: of merged keys and values and of the tier before them, or of keys and of values; None for 32 a number and
+            no tier.
         near: share of the bytes that the window takes with a block; None for 15 %, and beside merged keys in 32 bits
             for that of 256 keys, half of the bytes at most.
-        recall: "near" for the least KL divergence; "far" for tiers that reach further back, in fewer bits.
+        recall: "near" for the least KL divergence; "far" for the most tokens one by one, in fewer bits.
 
     Raises:
-        ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`.
+        ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`, or
+            `bits` or `near` beside "far".
 
     Example:
         >>> within_budget(512, Sizes(64, 64)).label
-        'sinks 4 + window 36 + 1501 in 4 bits + merged 1502 in 4 bits'
+        'sinks 4 + window 37 + 1202 in 4 bits + merged 1804 in 4 bits'
         >>> within_budget(512, Sizes(64, 64), bits=None).label
         'sinks 4 + window 196 + merged 251'
     """
     check_budget(budget)
     if recall not in RECALLS:
         raise ValueError(f"recall must be {' or '.join(map(repr, RECALLS))}, got {recall!r}")
+    num_bytes = budget * sizes.key_bytes
+    if recall == "far":
+        if bits != BITS_BY_DEFAULT or near is not None:
+            raise ValueError(f"recall='far' has bits and a window of its own, got bits={bits}; leave them out")
+        return within_bytes(num_bytes, sizes, _FAR_WINDOW, _FAR_BITS[1], ((_FAR_SHARE, _FAR_BITS[0]),), is_merged=False)
     if near is None:
         near = min(_WINDOW / budget, _SHARE) if bits is None else _FEW_BITS_SHARE
-    tiers = () if bits is None else tuple((share, few or bits) for share, few in _TIERS[recall])
-    return within_bytes(budget * sizes.key_bytes, sizes, near, bits, tiers)
+    return within_bytes(num_bytes, sizes, near, bits, () if bits is None else ((_NEWEST, bits),))
 
 
 def within_bytes(
-    num_bytes: int, sizes: Sizes, near: float, bits: Bits | None, tiers: Sequence[tuple[float, Bits]] = ()
+    num_bytes: int,
+    sizes: Sizes,
+    near: float,
+    bits: Bits | None,
+    tiers: Sequence[tuple[float, Bits]] = (),
+    *,
+    is_merged: bool = True,
 ) -> MergedKV:
-    """The most merged keys in so many bytes.
+    """The most merged keys in so many bytes, or the most tokens of a last tier, the oldest of which are evicted.
 
     A window and its block take the share `near` of all, each tier its share of the rest, in so many bits. There are no
     tiers where one would have no token.
     """
     whole = _near_bytes(sizes)
     num_sinks = min(num_bytes // sizes.key_bytes // _KEYS_PER_SINK, MergedKV.num_sinks)
-    beside = sample_bytes(sizes) + sum(_frames_bytes(sizes, each) for each in (bits, *(few for _, few in tiers)))
-    room = num_bytes - beside - num_sinks * whole
+    # Merged keys have the frames of a last tier in their bits.
+    framed = [bits, *(few for _, few in tiers if few != bits)]
+    room = num_bytes - sample_bytes(sizes) - sum(_frames_bytes(sizes, each) for each in framed) - num_sinks * whole
     widths = range(max(int(room * near / whole), 0), 0, -1)
     window = next((width for width in widths if _near(width) * whole <= room * near), 1)
     room = max(room - _near(window) * whole, 0)
     coded = tuple((int(room * share) // token_bytes(sizes, few), few) for share, few in tiers)
-    num_merged = (room - sum(number * token_bytes(sizes, few) for number, few in coded)) // token_bytes(sizes, bits)
-    if tiers and (num_merged < 1 or any(number < 1 for number, _ in coded)):
+    number = (room - sum(number * token_bytes(sizes, few) for number, few in coded)) // token_bytes(sizes, bits)
+    if tiers and (number < 1 or any(number < 1 for number, _ in coded)):
         return within_bytes(num_bytes, sizes, near, bits)
-    if num_merged < 1:
+    if number < 1:
         raise ValueError(
             f"{max(room, 0):,} bytes are left beside the sampled queries, too few for a window and merged keys; "
             "give more bytes"
         )
-    return MergedKV(window, num_merged, bits, num_sinks, coded)
+    if bits is not None and not is_merged:
+        return MergedKV(window, 0, None, num_sinks, (*coded, (number, bits)))
+    return MergedKV(window, number, bits, num_sinks, coded)
 
 
 def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:

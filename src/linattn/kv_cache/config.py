@@ -111,7 +111,8 @@ class MergedKV:
         bits: of a number of merged keys and values in a stream, 2 to 8 in halves, or (of keys, of values); None for
             numbers of at least float32. Without causality nothing is kept, and nothing is quantized.
         coded: tiers between the window and the merged keys, the newest first: how many tokens, and in how many bits a
-            number. A token is coded as it enters a tier. With tiers `num_merged` may be 0: then the oldest are evicted.
+            number. A token is coded as it enters a tier, and keeps its code where merged keys have as many bits as the
+            last one. With tiers `num_merged` may be 0: then the oldest are evicted.
         num_sinks: how many of a row's first live tokens stay exact in a stream. Without causality there are none.
 
     Raises:
@@ -164,19 +165,25 @@ class MergedKV:
         """The written form, which `MergedKV.parse` reads."""
         window = "" if self.window is None else f"{_WINDOW} {self.window} + "
         sinks = "" if self.num_sinks == _default_sinks(self.window) else f"{_SINKS} {self.num_sinks} + "
-        tiers = [f"{tier.number}{tier.in_bits}" for tier in self.tiers]
+        tiers = [f"{tier.number}{tier.in_bits}" for tier in map(TierSize._make, self.coded)]
         merged = [f"{_MERGED} {self.num_merged}{self.merged_tier.in_bits}"] if self.num_merged else []
         return f"{sinks}{window}{' + '.join(tiers + merged)}"
 
     @property
+    def num_newest(self) -> int:
+        """How many of the newest tokens among the merged keys are not merged: those of a last tier in their bits."""
+        number, bits = self.coded[-1] if self.coded and self.num_merged else (0, None)
+        return number if bits == self.bits else 0
+
+    @property
     def tiers(self) -> tuple[TierSize, ...]:
-        """The coded tiers, the newest first."""
-        return tuple(TierSize(*tier) for tier in self.coded)
+        """The coded tiers whose tokens are not among the merged keys, the newest first."""
+        return tuple(TierSize(*tier) for tier in (self.coded[:-1] if self.num_newest else self.coded))
 
     @property
     def merged_tier(self) -> TierSize:
-        """The merged keys."""
-        return TierSize(self.num_merged, self.bits)
+        """The merged keys, and those of a last tier in their bits."""
+        return TierSize(self.num_merged + self.num_newest, self.bits)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -237,15 +244,17 @@ class MergedKV:
             value_dim: Dv; D if None.
             dtype: of the model's keys and values.
             num_groups: query heads of a key/value head, whose sampled queries are counted.
-            bits: of merged keys and values and of the newest tier; None for 32 and no tiers.
-            recall: "near" for the least KL divergence; "far" for tiers that reach further back, in fewer bits.
+            bits: of merged keys and values and of the tier before them; None for 32 and no tier.
+            recall: "near" for the least KL divergence; "far" for the most tokens one by one, in fewer bits: then none
+                are merged, and the oldest are evicted.
 
         Raises:
-            ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`.
+            ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another
+                `recall`, or bits beside "far".
 
         Example:
             >>> MergedKV.within(512, head_dim=64).label
-            'sinks 4 + window 36 + 1501 in 4 bits + merged 1502 in 4 bits'
+            'sinks 4 + window 37 + 1202 in 4 bits + merged 1804 in 4 bits'
         """
         # Imported here: budgets are said of what this file defines.
         from linattn.kv_cache.budget import Sizes, within_budget

@@ -49,9 +49,12 @@ class MergedKeys:
     def empty(cls, config: MergedKV, key: Tensor, value: Tensor) -> MergedKeys:
         """No tokens, for keys and values like these (B, H, L, ·)."""
         dtype = torch.promote_types(key.dtype, torch.float32)
-        none = Tokens(key[:, :, :0], value[:, :, :0], key.new_zeros(*key.shape[:2], 0, dtype=dtype))
+        # Of their own: views would keep the first call's tokens in memory where no tokens are merged.
+        shape = *key.shape[:2], 0
+        no_key, no_value = (x.new_zeros(*shape, x.shape[-1]) for x in (key, value))
+        none = Tokens(no_key, no_value, key.new_zeros(shape, dtype=dtype))
         wide = Tokens(*(x.to(dtype) for x in none))
-        return cls(none, (wide,) * len(config.coded), wide, QuerySample.empty(key), none, config)
+        return cls(none, (wide,) * len(config.tiers), wide, QuerySample.empty(key), none, config)
 
     def tokens(self) -> Tokens:
         """All of them, dequantized: keys, values and biases (B, H, n, ·)."""

@@ -85,11 +85,13 @@ class Memory(NamedTuple):
         number, extra, tier = self.merged.number, leaving.bias.shape[2], self.merged
         if extra == 0 or config.num_merged == 0:
             return tier
-        if number + extra <= config.num_merged:
-            return tier.then(leaving, sample, config.merged_tier)
-        few, member = reduced(tier.tokens().then(leaving), sample, config.num_left)
+        size = config.merged_tier
+        if number + extra <= size.number:
+            return tier.then(leaving, sample, size)
+        left = config.num_left + config.num_newest
+        few, member = reduced(tier.tokens().then(leaving), sample, left, config.num_newest)
         # No more clusters are of several keys than keys are too many, and others are those that leave.
-        return tier.replaced(few, member, number + 2 * extra - config.num_left, sample, config.merged_tier)
+        return tier.replaced(few, member, number + 2 * extra - left, sample, size)
 
 
 def _precise(tokens: Tokens, like: Tensor) -> Tokens:

@@ -23,8 +23,10 @@ class Reduced(NamedTuple):
     member: Tensor  # (B, H, C), the number of the only key in a cluster; that of all keys, n, where there are several
 
 
-def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Reduced:
+def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0) -> Reduced:
     """At most `num_merged` weighted keys in place of these (B, H, n, ·), by what the sampled queries attend to.
+
+    The last `num_newest` of them stay alone, and the last.
 
     Merged are those of least Ward cost, of what the sample sees of keys and of values; m_i = Σ_s a_si, what the sample
     attends to a key, is its mass. Of each cluster the sample attends to as much, and to the same mean value:
@@ -38,11 +40,16 @@ def reduced(tokens: Tokens, sample: QuerySample, num_merged: int) -> Reduced:
         return Reduced(tokens, torch.arange(tokens.bias.shape[2], device=tokens.bias.device).expand(tokens.bias.shape))
     attended = sample.attends(tokens)
     with torch.no_grad():
-        there = (tokens.bias != -torch.inf).to(tokens.bias.dtype)
+        size, room = tokens.bias.shape[2] - num_newest, num_merged - num_newest
+        older = tokens.cut(0, size)
+        there = (older.bias != -torch.inf).to(older.bias.dtype)
         share = there / there.sum(-1, keepdim=True).clamp(min=1)
-        point = torch.cat(tokens[:2], -1)
+        point = torch.cat(older[:2], -1)
         point = Metric.of(point, share, sample.spread).points(point)
-        number = partition(point, attended.log_mass, num_merged, num_rounds=1)
+        number = partition(point, attended.log_mass[..., :size], room, num_rounds=1)
+        newest = torch.arange(room, num_merged, device=number.device).expand(*number.shape[:2], -1)
+        newest = torch.where(tokens.bias[..., size:] == -torch.inf, num_merged, newest)
+        number = torch.cat((torch.where(number == room, num_merged, number), newest), -1)
     means = cluster_means(tokens, number, attended.log_mass, num_merged)
     return Reduced(means.conserving(attended), means.only_members(number))
 

@@ -123,8 +123,8 @@ def _check_group(keys: MergedKeys, head_dim: int, num_groups: int | None) -> Non
     names, held = [*_PARTS, *_SAMPLE, *_SINKS], [*recent, *sample, *sinks]
     for x, shape, kind, name in zip(held, shapes, dtypes, names, strict=True):
         check_tensor(name, x, shape, kind, device, _REMEDY)
-    if not isinstance(keys.coded, tuple) or len(keys.coded) != len(config.coded):
-        refuse("coded", keys.coded, f"a tuple of {len(config.coded)} tiers", _REMEDY)
+    if not isinstance(keys.coded, tuple) or len(keys.coded) != len(config.tiers):
+        refuse("coded", keys.coded, f"a tuple of {len(config.tiers)} tiers", _REMEDY)
     for place, (tier, size) in enumerate(zip(keys.coded, config.tiers, strict=True)):
         _check_tier(f"coded[{place}]", tier, size, recent, head_dim)
     _check_tier("merged", merged, config.merged_tier, recent, head_dim)
