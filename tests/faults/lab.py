@@ -306,7 +306,7 @@ FAULTS = (
     Fault(
         "count no merged tokens",
         "cli/keeping.py",
-        "        rest -= number\n",
+        " - sum(part.bias.shape[2] for part in keys.coded)",
         "",
         "tests/cli/test_generate.py",
     ),

@@ -105,25 +105,25 @@ def kept_in_words(cache: BoundedCache) -> Iterator[str]:
 
 
 def _tokens_in_words(layer: BoundedLayer) -> str:
-    """Of one layer's tokens, how many are exact, quantized, and merged into how many keys."""
+    """Of one layer's tokens, how many are exact, quantized, and merged into how many keys or evicted."""
     assert layer.state is not None
-    keys = layer.state.groups[0]
-    sizes = (*layer.config.tiers, layer.config.merged_tier)
+    keys, config = layer.state.groups[0], layer.config
     exact, num_keys = (
         sum(part.bias.shape[2] for part in parts) for parts in ((keys.sinks, keys.recent), [keys.merged])
     )
+    rest = layer.num_tokens - exact - sum(part.bias.shape[2] for part in keys.coded)
+    # Merged keys that are no fewer than their tokens are these tokens; else no merge has taken the newest.
+    alone = rest if rest <= num_keys else config.num_newest
+    parts = [(part, part.bias.shape[2]) for part in keys.coded] + [(keys.merged, alone)]
     quantized: Counter[str] = Counter()
-    rest = layer.num_tokens - exact
-    for part, size in zip((*keys.coded, keys.merged), sizes, strict=True):
-        # Merged keys that are no fewer than their tokens are these tokens.
-        if part is keys.merged and rest > num_keys:
-            break
-        number = part.bias.shape[2]
-        rest -= number
+    for (part, number), size in zip(parts, (*config.tiers, config.merged_tier), strict=True):
         if isinstance(part, CodedTokens):
             quantized[size.in_bits] += number
         else:
             exact += number
-    held = [f"{exact:,} exact", *(f"{number:,}{bits}" for bits, number in quantized.items())]
-    merged = f"{rest:,} merged into {num_keys:,} keys{sizes[-1].in_bits}" if rest else "none merged"
+    rest, num_keys = rest - alone, num_keys - alone
+    held = [f"{exact:,} exact", *(f"{number:,}{bits}" for bits, number in quantized.items() if number)]
+    merged = f"{rest:,} merged into {num_keys:,} keys{config.merged_tier.in_bits}" if num_keys else f"{rest:,} evicted"
+    if not rest:
+        merged = "none merged" if config.num_merged else "none evicted"
     return f"of {layer.num_tokens:,} tokens {', '.join(held)}, {merged}"
