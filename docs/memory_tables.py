@@ -50,7 +50,8 @@ def readme_table() -> str:
     passages = "a passage" if header.num_passages == 1 else f"{header.num_passages} passages"
     words = (
         f"{header.model} in {header.dtype}, {passages} of {length:,} tokens of each of {', '.join(header.texts)}, "
-        f"budget {budget:,} tokens a layer, {threads}. Unmerged: share of the tokens that the cache holds one by one. "
+        f"budget {budget:,} tokens a layer, {threads}. "
+        "Unmerged: share of the tokens that fit before any are merged or evicted. "
         f"KL: nats from the full cache. Needles: accuracy on facts stated once at {', '.join(full.facts)} of the text. "
         "Prefill and tokens/s: over the full cache's."
     )
@@ -63,7 +64,7 @@ def _row(line: MemoryLine, full: MemoryLine) -> tuple[str, ...]:
     """One method, its times over the full cache's."""
     name = f"**{line.method}**" if line.method == BOUNDED else line.method
     return (
-        f"{name}, nothing merged" if line.method != FULL and "merged" in line.label and line.unmerged == 1 else name,
+        f"{name}; nothing merged or evicted" if line.budget and line.unmerged == 1 else name,
         f"{line.num_bytes / 1e6:.2f}",
         f"{line.unmerged:.0%}",
         nats(line.kl),

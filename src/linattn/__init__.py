@@ -13,9 +13,13 @@ def _is_command() -> bool:
     return (sys.orig_argv[-len(words)] if words[0] == "-m" else Path(words[0]).stem) == "linattn"
 
 
+# Asked once: Python names the module's file as its first word only after this import.
+_IS_COMMAND = _is_command()
+
+
 # The command imports torch when a subcommand runs: help and wrong words are not to wait for it. Elsewhere all is
 # imported at once: `import linattn` is what lets torch.load read states.
-if TYPE_CHECKING or not _is_command():
+if TYPE_CHECKING or not _IS_COMMAND:
     from linattn import feature_maps as feature_maps
     from linattn import nn as nn
     from linattn import positions as positions
@@ -59,7 +63,7 @@ def __getattr__(name: str) -> object:
     if not name.startswith("_"):
         if find_spec(f"linattn.{name}") is not None:
             return import_module(f"linattn.{name}")
-        for room in _ROOMS if _is_command() else ():
+        for room in _ROOMS if _IS_COMMAND else ():
             names = vars(import_module(f"linattn.{room}"))
             if name in names:
                 return names[name]

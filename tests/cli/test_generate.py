@@ -277,6 +277,7 @@ def test_a_prompt_from_a_file_or_the_standard_input_is_not_printed(of_bytes, tmp
         (("--prompt", "a", "--plan", "p", "--budget", "9", "--recall", "far"), "give no --bits and no --recall"),
         (("--prompt", "a", "--plan", "p", "--budget", "9", "--bits", "4"), "give no --bits and no --recall"),
         (("--prompt", "a", "--budget", "9", "--recall", "middle"), "'near', 'far'"),
+        (("--prompt", "a", "--budget", "9", "--recall", "far", "--bits", "4"), "--recall far has bits of its own"),
     ],
 )
 def test_options_that_do_not_go_together(words, says):

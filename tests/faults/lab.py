@@ -299,7 +299,7 @@ FAULTS = (
     Fault(
         "import torch for help",
         "__init__.py",
-        "if TYPE_CHECKING or not _is_command():",
+        "if TYPE_CHECKING or not _IS_COMMAND:",
         "if True:",
         "tests/cli/test_app.py",
     ),

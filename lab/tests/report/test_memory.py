@@ -76,6 +76,17 @@ def test_the_verdict_stands_between_the_full_cache_the_best_window_and_uniform_a
     assert "In the same bytes, sinks + window in 3.5 bits: KL 0.1600. Uniform attention: KL 0.8000." in text
 
 
+def test_written_forms_alone_are_an_audit(tmp_path):
+    written = memory_passage(0, "window 64 + merged 512 in 4 bits", 0.1, budget=0)
+    MEMORY.write(tmp_path / "memory.jsonl", replace(MEMORY_HEADER, tasks=[]), [*ROWS[:2], written])
+    found = summarise_memory(tmp_path / "memory.jsonl")
+    assert found.settings == [(600, 0)]
+    assert lost(found).text.startswith("At 600 tokens of small, the window 64 + merged 512 in 4 bits is 1.0 × smaller")
+    table = glance(found, *found.hardest)
+    assert [row[0] for row in table.rows] == [FULL, UNIFORM, "window 64 + merged 512 in 4 bits"]
+    assert table.baselines == 2
+
+
 def test_an_audit_of_baselines_alone_has_no_verdict_yet(tmp_path):
     MEMORY.write(tmp_path / "memory.jsonl", replace(MEMORY_HEADER, tasks=[]), ROWS[:2])
     assert "not finished" in lost(summarise_memory(tmp_path / "memory.jsonl")).text

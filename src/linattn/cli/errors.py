@@ -32,7 +32,7 @@ def error_line(error: Exception, command: str, options: Mapping[str, str]) -> st
     """
     text = str(error)
     name = next((name for name in options if text.startswith((f"{name} ", f"{name}: "))), "")
-    rank = int(os.environ.get("RANK", "0"))
+    rank = int(os.environ.get("RANK") or 0)
     who = f"{command}, process {rank}" if rank else command
     return f"linattn {who}: {options.get(name, '')}{text.removeprefix(name)}{_remedy(error)}"
 

@@ -99,6 +99,8 @@ def generate(
         raise typer.BadParameter("--bits, --recall, --plan and --measure are of a bounded cache; give --budget too")
     if plan is not None and (bits is not None or recall is not None):
         raise typer.BadParameter("--plan says how each layer's keys are kept; give no --bits and no --recall")
+    if recall == "far" and bits is not None:
+        raise typer.BadParameter("--recall far has bits of its own; give no --bits")
     if bits not in (None, *range(2, 9), 32):
         raise typer.BadParameter(f"--bits must be from 2 to 8, or 32, got {bits}")
     # Help is not to wait for torch.

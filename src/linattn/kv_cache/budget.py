@@ -98,7 +98,8 @@ def within_budget(
 
     Raises:
         ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`, or
-            `bits` or `near` beside "far".
+            other `bits` than the default, or
+            `near`, beside "far".
 
     Example:
         >>> within_budget(512, Sizes(64, 64)).label
@@ -111,8 +112,10 @@ def within_budget(
         raise ValueError(f"recall must be {' or '.join(map(repr, RECALLS))}, got {recall!r}")
     num_bytes = budget * sizes.key_bytes
     if recall == "far":
-        if bits != BITS_BY_DEFAULT or near is not None:
-            raise ValueError(f"recall='far' has bits and a window of its own, got bits={bits}; leave them out")
+        # The default stands for bits that are left out.
+        for name, value, default in (("bits", bits, BITS_BY_DEFAULT), ("near", near, None)):
+            if value != default:
+                raise ValueError(f"{name} must be left out beside recall='far', which has its own, got {value!r}")
         return within_bytes(num_bytes, sizes, _FAR_WINDOW, _FAR_BITS[1], ((_FAR_SHARE, _FAR_BITS[0]),), is_merged=False)
     if near is None:
         near = min(_WINDOW / budget, _SHARE) if bits is None else _FEW_BITS_SHARE
@@ -144,7 +147,7 @@ def within_bytes(
     coded = tuple((int(room * share) // token_bytes(sizes, few), few) for share, few in tiers)
     number = (room - sum(number * token_bytes(sizes, few) for number, few in coded)) // token_bytes(sizes, bits)
     if tiers and (number < 1 or any(number < 1 for number, _ in coded)):
-        return within_bytes(num_bytes, sizes, near, bits)
+        return within_bytes(num_bytes, sizes, near, bits, is_merged=is_merged)
     if number < 1:
         raise ValueError(
             f"{max(room, 0):,} bytes are left beside the sampled queries, too few for a window and merged keys; "

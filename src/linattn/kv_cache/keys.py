@@ -27,8 +27,9 @@ class MergedKeys:
     Attributes:
         sinks: keys, values and biases of the first tokens, (B, H, n ≤ `num_sinks`, ·), in their dtype.
         coded: of the coded tiers, the newest first, as the merged ones.
-        merged: keys, values and biases of the merged tokens, (B, H, n ≤ C, ·), at least float32; free places have bias
-            -inf. Quantized once they are more than take as much memory unquantized.
+        merged: keys, values and biases of the merged tokens and of the newest in their codes,
+            (B, H, n ≤ C + `num_newest`, ·), at least float32; free places have bias -inf. Quantized once they are more
+            than take as much memory unquantized.
         sample: the latest sampled queries, which decide the next merge: (B, H, S, D).
         recent: keys, values and biases of the current block and the window's, (B, H, n ≤ w + b, ·), in their dtype.
         config: the sinks, the window, the number of merged keys, and their bits.

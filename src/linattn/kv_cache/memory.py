@@ -1,7 +1,7 @@
 """All tokens of a stream before its window, as they are kept and as they are read; letters as in kv_cache/__init__.py.
 
-The first ones, attention sinks, stay exact. All others pass through tiers, in whose codes they have fewer and fewer
-bits, and are merged at last, or evicted.
+The first ones, attention sinks, stay exact. All others pass through tiers, each with bits of its own, and are merged at
+last, or evicted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from linattn.softmax.weighted import Reading, read
 
 
 class Memory(NamedTuple):
-    """The sinks, the coded tiers from the newest to the oldest, and at most C merged keys."""
+    """The sinks, the coded tiers from the newest to the oldest, and at most C merged keys beside the newest that
+    share their codes."""
 
     sinks: Tokens
     coded: tuple[Tier, ...]

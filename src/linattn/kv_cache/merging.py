@@ -26,7 +26,7 @@ class Reduced(NamedTuple):
 def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0) -> Reduced:
     """At most `num_merged` weighted keys in place of these (B, H, n, ·), by what the sampled queries attend to.
 
-    The last `num_newest` of them stay alone, and the last.
+    The last `num_newest` are not merged, and are the last of the result.
 
     Merged are those of least Ward cost, of what the sample sees of keys and of values; m_i = Σ_s a_si, what the sample
     attends to a key, is its mass. Of each cluster the sample attends to as much, and to the same mean value:

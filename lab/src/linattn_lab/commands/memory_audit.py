@@ -28,6 +28,7 @@ from linattn_lab.kv_audit.records import MEMORY, MemoryRow, key_of
 from linattn_lab.kv_audit.texts import KINDS, audit_texts, calibration_text
 from linattn_lab.pace import Pace
 from linattn_lab.report import MemorySummary, glance, lost, summarise_memory, write_report
+from linattn_lab.report.memory.words import place_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -212,11 +213,11 @@ def _print(console: Console, summary: MemorySummary) -> None:
     verdict = lost(summary)
     console.print(f"[bold]{escape(verdict.heading)}[/bold] {escape(verdict.text)}", highlight=False)
     for length, budget in summary.settings:
-        console.print(f"[bold]{length:,} tokens within the bytes of {budget:,} keys:[/bold]", highlight=False)
+        console.print(f"[bold]{place_words(length, budget)}:[/bold]", highlight=False)
         print_table(console, glance(summary, length, budget))
     for one in summary.continuations:
-        ending = " ".join(one.ending.split())
-        console.print(f"[bold]{escape(one.text)} goes on[/bold] … {escape(ending)}", highlight=False)
+        last_words = " ".join(one.ending.split())
+        console.print(f"[bold]{escape(one.text)} goes on[/bold] … {escape(last_words)}", highlight=False)
         for each in one.written:
             words = f"{escape(each.alike)} [italic]{escape(each.other)}[/italic]"
             console.print(f"[bold]{escape(each.method)}:[/bold] {words.strip()}", highlight=False)

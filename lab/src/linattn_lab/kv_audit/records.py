@@ -89,7 +89,7 @@ class PassageRow:
         label: its written form.
         budget: in exact keys; 0 for none.
         num_bytes: what all bounded layers keep after the passage.
-        unmerged: share of the passage's tokens that are held one by one.
+        unmerged: share of the passage's tokens that fit before any are merged or evicted.
         peak_bytes: the same and the most that reading one more chunk allocates beside.
         prefill_seconds: of reading the passage.
         tokens_per_second: of writing after it.

@@ -54,7 +54,7 @@ def audit_texts(file: Path | None = None, kinds: Sequence[str] = KINDS) -> dict[
         text = read_text(file)
         return {text.source: text}
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"kinds of texts must be among {', '.join(KINDS)}; got {', '.join(unknown)}")
+        raise ValueError(f"text_kinds must be among {', '.join(KINDS)}; got {', '.join(unknown)}")
     sources = {PROSE: ("pydoc topics", _prose()), CODE: ("the standard library", _code())}
     texts = {kind: Text(source, _part(text, _SHARES[kind])) for kind, (source, text) in sources.items()}
     texts[MIXED] = _mixed(_SHARES[MIXED])

@@ -168,8 +168,10 @@ def _draw_memory(summary: MemorySummary) -> Section:
     values = {
         "memory_glance": words.glance(summary, length, budget),
         "memory_setting": words.setting_words(summary),
-        "memory_tables": {setting: words.table_at(summary, *setting) for setting in summary.settings},
-        "memory_hardest": (length, budget),
+        "memory_tables": {
+            (*setting, words.place_words(*setting)): words.table_at(summary, *setting) for setting in summary.settings
+        },
+        "memory_hardest": words.place_words(length, budget),
     }
     return Section({"kl-by-bytes": kl_by_bytes(summary, length)}, values)
 

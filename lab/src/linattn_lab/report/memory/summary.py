@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import median
 
 from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
-from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET
+from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow
 from linattn_lab.report.memory.continuation import Continuation, continuations
 
+_BASELINES = (FULL, UNIFORM)
 _WITH_BITS = re.compile(r"(sinks \+ window) in ([\d.]+) bits")
 
 
@@ -48,7 +49,7 @@ class MemoryLine:
         budget: in exact keys; 0 for none.
         passages: how many are measured.
         num_bytes: of all bounded layers after a passage.
-        unmerged: share of a passage's tokens that are held one by one.
+        unmerged: share of a passage's tokens that fit before any are merged or evicted.
         peak_bytes: the largest over passages.
         prefill_seconds: of a passage.
         tokens_per_second: of writing after it.
@@ -110,8 +111,10 @@ class MemorySummary:
 
     @property
     def settings(self) -> list[tuple[int, int]]:
-        """Lengths and budgets of which there is a line, ascending."""
-        return sorted({(line.num_tokens, line.budget) for line in self.lines if line.budget})
+        """Lengths and budgets of which there is a line, ascending; lengths of written forms where nothing else is."""
+        bounded = [line for line in self.lines if line.method not in _BASELINES]
+        within = [line for line in bounded if line.budget != NO_BUDGET]
+        return sorted({(line.num_tokens, line.budget) for line in within or bounded})
 
     @property
     def hardest(self) -> tuple[int, int]:
@@ -121,11 +124,14 @@ class MemorySummary:
     def at(self, num_tokens: int, budget: int) -> list[MemoryLine]:
         """The methods at a length and budget, the least KL first, windows in few bits with the best bits alone."""
         lines = [line for line in self.lines if (line.num_tokens, line.budget) == (num_tokens, budget)]
+        lines = [line for line in lines if line.method not in _BASELINES]
         return best_bits(sorted(lines, key=lambda line: line.kl))
 
     def without_budget(self, num_tokens: int) -> list[MemoryLine]:
-        """The full cache, uniform attention and written forms at a length."""
-        return [line for line in self.lines if (line.num_tokens, line.budget) == (num_tokens, NO_BUDGET)]
+        """The full cache, uniform attention and, beside methods with a budget, written forms at a length."""
+        lines = [line for line in self.lines if (line.num_tokens, line.budget) == (num_tokens, NO_BUDGET)]
+        is_alone = (num_tokens, NO_BUDGET) in self.settings
+        return [line for line in lines if line.method in _BASELINES or not is_alone]
 
 
 def summarise_memory(path: Path) -> MemorySummary:

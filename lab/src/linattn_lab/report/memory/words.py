@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from linattn.records.tables import Table
 from linattn_lab.kv_audit.intervals import Ratio
-from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM, WINDOW
+from linattn_lab.kv_audit.names import BOUNDED, FULL, NO_BUDGET, UNIFORM, WINDOW
 from linattn_lab.report._text import Point, number
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, Spread
 
@@ -41,11 +41,21 @@ def lost(summary: MemorySummary) -> Point:
         f"{full.tokens_per_second.median / ours.tokens_per_second.median:.2f} × as long."
     )
     window = next((line for line in lines if line.method.startswith(WINDOW) and line is not ours), None)
-    if window is not None:
+    if window is not None and budget != NO_BUDGET:
         text += f" In the same bytes, {window.method}: {_quality(window)}."
     if uniform is not None:
         text += f" Uniform attention: {_quality(uniform)}."
     return Point(heading, text)
+
+
+def place_words(num_tokens: int, budget: int) -> str:
+    """A length, and the budget where there is one.
+
+    Example:
+        >>> place_words(4096, 512), place_words(4096, 0)
+        ('4,096 tokens within the bytes of 512 keys', '4,096 tokens')
+    """
+    return f"{num_tokens:,} tokens" + (f" within the bytes of {budget:,} keys" if budget != NO_BUDGET else "")
 
 
 def glance(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
@@ -107,11 +117,11 @@ def setting_words(summary: MemorySummary) -> str:
         f"{_count(header.num_passages, 'passage')} each of "
         f"{', '.join(f'{kind} ({source})' for kind, source in header.texts.items())}, read in chunks of "
         f"{header.chunk} tokens. Budgets are the bytes of so many exact keys and values, per layer and key/value head, "
-        "everything counted. Unmerged: share of the text's tokens that the cache holds one by one. KL in nats of the "
-        f"last {header.num_measured} predictions from the full cache's, which itself is read again in chunks of "
-        "another length as a control; ÷ bounded cache: the ratio of KL to the default's in the geometric mean over "
-        "passages, with a 95 % bootstrap interval. Tokens alike: of the greedy text before it leaves the full "
-        f"cache's, of {header.num_written}. Peak: bytes kept, and the most that one more chunk allocates. Times: "
+        "everything counted. Unmerged: share of the text's tokens that fit before any are merged or evicted. KL in "
+        f"nats of the last {header.num_measured} predictions from the full cache's, which itself is read again in "
+        "chunks of another length as a control; ÷ bounded cache: the ratio of KL to the default's in the geometric "
+        "mean over passages, with a 95 % bootstrap interval. Tokens alike: of the greedy text before it leaves the "
+        f"full cache's, of {header.num_written}. Peak: bytes kept, and the most that one more chunk allocates. Times: "
         "medians over passages, and their range."
     )
     for place, score in summary.unanswered.items():
