@@ -92,7 +92,7 @@ def test_the_readme_shows_quality_and_speed_of_a_method_in_one_row(writer, audit
         FULL,
         UNIFORM,
         f"**{BOUNDED}**",
-        "merged keys, nothing merged",
+        "merged keys; nothing merged or evicted",
         "sinks + window",
     ]
     columns = dict(zip(cells[0], cells[3], strict=True))

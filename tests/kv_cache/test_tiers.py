@@ -194,5 +194,5 @@ def test_what_cannot_be_is_refused() -> None:
         linattn.merged_attention(*qkv(**SIZES), TIERS[1], enable_gqa=True)
     with pytest.raises(ValueError, match="recall must be 'near' or 'far', got 'all'"):
         within_budget(512, Sizes(64, 64), recall="all")
-    with pytest.raises(ValueError, match=r"recall='far' has bits and a window of its own, got bits=8; leave them out"):
+    with pytest.raises(ValueError, match=r"bits must be left out beside recall='far', which has its own, got 8"):
         within_budget(512, Sizes(64, 64), bits=8, recall="far")
