@@ -200,9 +200,9 @@ class _Run:
     def go(self, pressed: list[int]) -> None:
         """Steps and looks until the budget is spent, or something is pressed."""
         budget = self._training.budget
-        looked = saved = self.progress
+        looked = saved = reached = self.progress
         took = 0.0
-        while self._goes_on(pressed):
+        while self._goes_on(reached, pressed):
             self._timed(self._step)
             is_look_due = budget.is_look_due(self.progress, looked, took=took)
             if is_look_due:
@@ -211,6 +211,8 @@ class _Run:
                 took = self.progress.seconds - stepped
                 # What a resumed training begins with, so that it goes on as this one does.
                 looked = self.progress
+            # What a checkpoint says, so that a resumed training ends where this one does.
+            reached = self.progress
             if is_look_due or self.progress.seconds - saved.seconds >= _SECONDS:
                 self._timed(self._save)
                 saved = self.progress
@@ -220,10 +222,10 @@ class _Run:
                 # All processes end after the same step.
                 pressed.append(signal.SIGINT)
 
-    def _goes_on(self, pressed: list[int]) -> bool:
+    def _goes_on(self, reached: Progress, pressed: list[int]) -> bool:
         """Whether there is another step, as the first process has it."""
         is_pressed = bool(self._processes.number_from_first(len(pressed)))
-        return self._training.budget.share(self.progress) < 1 and not is_pressed
+        return self._training.budget.share(reached) < 1 and not is_pressed
 
     def _timed(self, do: Callable[[], None]) -> None:
         """Do something, and count its time, as the first process has it: what follows depends on it."""
