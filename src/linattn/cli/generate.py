@@ -39,7 +39,7 @@ Budget = Annotated[
         metavar="N",
         min=1,
         max=2**20,
-        help="Bound what each global layer of a softmax model keeps to the bytes of N keys, by merging keys.",
+        help="Bound what each global layer of a softmax model keeps to the bytes of N keys: quantize, then merge.",
     ),
 ]
 Bits = Annotated[
