@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import linattn
 from linattn import cli
 from linattn.cli.app import COMMANDS, LAB_COMMANDS, app, subcommands
+from linattn.cli.errors import error_line
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 HEAVY = {"torch", "transformers", "accelerate", "jinja2", "numpy", "linattn.hf", "linattn.convert", "rich.live"}
@@ -121,3 +122,11 @@ def test_a_word_that_is_no_subcommand():
     result = CliRunner(env=WIDE).invoke(app, ["measure"])
     assert result.exit_code == 2
     assert "measure" in result.output
+
+
+@pytest.mark.parametrize(("rank", "who"), [("", "train"), ("0", "train"), ("2", "train, process 2")])
+def test_an_error_names_the_process_where_there_are_several(monkeypatch, rank, who):
+    monkeypatch.setenv("RANK", rank)
+    assert error_line(ValueError("steps must be 1 or more"), "train", {"steps": "--steps"}) == (
+        f"linattn {who}: --steps must be 1 or more"
+    )

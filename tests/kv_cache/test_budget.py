@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 from linattn import MergedKV, merged_attention_with_state
-from linattn.kv_cache.budget import Sizes, kept_bytes
+from linattn.kv_cache.budget import Sizes, kept_bytes, within_budget
 
 L, D, DV, HEADS, GROUPS = 60, 8, 6, 1, 3
 
@@ -51,3 +53,14 @@ def test_merged_keys_in_few_bits_are_exact_while_they_are_few():
     for num_tokens in (3, 8, 24):
         assert kept_bytes(few, sizes, num_tokens) == kept_bytes(exact, sizes, num_tokens)
     assert kept_bytes(few, sizes, 25) < kept_bytes(exact, sizes, 25)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(64, 64), Sizes(256, 256, 2, 4)])
+def test_far_recall_merges_no_keys_however_small_the_budget(sizes):
+    configs = []
+    for budget in range(8, 65):
+        # Below these there is no room beside the sampled queries.
+        with suppress(ValueError):
+            configs.append(within_budget(budget, sizes, recall="far"))
+    assert len(configs) > 30
+    assert all(config.num_merged == 0 and config.coded[-1][1] == 3 for config in configs)

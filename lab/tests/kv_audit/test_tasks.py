@@ -10,6 +10,7 @@ import torch
 from linattn_lab.kv_audit.facts import DEPTHS, facts
 from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.ruler import COMMON, FREQUENT, MANY_NEEDLES, NEEDLE, TASKS, VARIABLES, Prompt, longest
+from linattn_lab.kv_audit.texts import audit_texts
 
 LENGTH, COUNT = 4000, 6
 
@@ -115,3 +116,9 @@ def test_no_prompt_fits():
 def test_an_answer_is_scored_by_what_it_names():
     prompt = Prompt("", ("PONABA", "RATIWA"), 8)
     assert prompt.score("they are: ponaba and others") == 0.5
+
+
+def test_an_unknown_kind_of_text_is_named_by_its_argument():
+    """By which a command finds the option."""
+    with pytest.raises(ValueError, match=r"^text_kinds must be among prose, code, mixed; got poetry$"):
+        audit_texts(kinds=["prose", "poetry"])

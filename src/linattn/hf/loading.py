@@ -249,9 +249,9 @@ def hub_source(name: str) -> str:
             f"the Hugging Face hub has no model {name} that may be read from here; give another name, or log in where "
             "the model is gated"
         ) from None
-    # Errors of the network are of the client's own client, which its versions change: whatever fails is no answer, and
-    # the cache then has the model or says that it has not.
     except Exception:
+        # Errors of the network are of the client's own client, which its versions change: whatever fails is no answer,
+        # and the cache then has the model or says that it has not.
         return _cached(name)
     return name
 
