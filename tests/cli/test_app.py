@@ -130,3 +130,7 @@ def test_an_error_names_the_process_where_there_are_several(monkeypatch, rank, w
     assert error_line(ValueError("steps must be 1 or more"), "train", {"steps": "--steps"}) == (
         f"linattn {who}: --steps must be 1 or more"
     )
+
+
+def test_an_error_without_words_has_its_name():
+    assert error_line(MemoryError(), "generate", {}).startswith("linattn generate: MemoryError; there is no such memory")

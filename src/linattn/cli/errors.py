@@ -30,7 +30,7 @@ def error_line(error: Exception, command: str, options: Mapping[str, str]) -> st
         >>> error_line(ValueError("num_tokens must be at least 1, got 0"), "convert", {"num_tokens": "--tokens"})
         'linattn convert: --tokens must be at least 1, got 0'
     """
-    text = str(error)
+    text = str(error) or type(error).__name__
     name = next((name for name in options if text.startswith((f"{name} ", f"{name}: "))), "")
     rank = int(os.environ.get("RANK") or 0)
     who = f"{command}, process {rank}" if rank else command
