@@ -133,4 +133,6 @@ def test_an_error_names_the_process_where_there_are_several(monkeypatch, rank, w
 
 
 def test_an_error_without_words_has_its_name():
-    assert error_line(MemoryError(), "generate", {}).startswith("linattn generate: MemoryError; there is no such memory")
+    assert error_line(MemoryError(), "generate", {}).startswith(
+        "linattn generate: MemoryError; there is no such memory"
+    )

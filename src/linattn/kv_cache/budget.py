@@ -97,9 +97,8 @@ def within_budget(
         recall: "near" for the least KL divergence; "far" for the most tokens one by one, in fewer bits.
 
     Raises:
-        ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`, or
-            other `bits` than the default, or
-            `near`, beside "far".
+        ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`;
+            `near`, or other `bits` than the default, beside "far".
 
     Example:
         >>> within_budget(512, Sizes(64, 64)).label
