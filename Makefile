@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTHONS ?= $(PYTHON)
 VENV := .venv
-SOURCES := src lab tests benchmarks docs conftest.py
+SOURCES := src lab gpu tests benchmarks docs conftest.py
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -96,8 +96,8 @@ $(VENV)/compiled.stamp: $(VENV)/torch.stamp compiled/pyproject.toml compiled/set
 	@if command -v cc >/dev/null; then $(PIP) ./compiled; else echo "No C compiler: compiled code and its tests are left out"; fi
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp
-	$(PIP) -e '.[dev]' -e ./lab
+$(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp gpu/pyproject.toml
+	$(PIP) -e '.[dev]' -e ./lab -e ./gpu
 	touch $@
 
 $(VENV)/lm.stamp: $(VENV)/demo.stamp

@@ -3,8 +3,9 @@
     python tests/mutations.py [PLACE …]
 
 A place is the beginning of a broken file's path below src/linattn, as in "training" or "nn/models.py"; of a file of the
-laboratory it is "lab/" and the path below lab/src/linattn_lab. All of them if left out. Not a test of its own (it runs
-the laws once per fault, some minutes): it shows that the laws can fail.
+laboratory it is "lab/" and the path below lab/src/linattn_lab, of the kernels for GPUs "gpu/" and the path below
+gpu/src/linattn_triton. All of them if left out. Not a test of its own (it runs the laws once per fault, some minutes):
+it shows that the laws can fail.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ def main() -> int:
     places = tuple(parser.parse_args().places)
     faults = [fault for fault in FAULTS if not places or fault.file.startswith(places)]
     if not faults:
-        parser.error(f"no fault is at {', '.join(places)}; name the beginning of a path below src/linattn, or of lab/")
+        parser.error(
+            f"no fault is at {', '.join(places)}; name the beginning of a path below src/linattn, lab/ or gpu/"
+        )
     survivors = 0
     for fault in faults:
         with tempfile.TemporaryDirectory() as folder:
-            sources = [Path(folder) / name for name in ("src", "lab/src")]
+            sources = [Path(folder) / name for name in ("src", "lab/src", "gpu/src")]
             for source in sources:
                 shutil.copytree(ROOT / source.relative_to(folder), source)
             target = Path(folder) / fault.path

@@ -2,14 +2,14 @@
 
     python tests/release.py [--python PYTHON …] [--keep FOLDER]
 
-Versions agree; the wheels hold every file of library and laboratory and nothing else; descriptions are sound; every
-dependency's licence allows use with this one; and in a new environment of each Python given (this one, if none is) the
-wheel alone imports, computes and says what its command needs, with the wheel of compiled code a token and merged keys
-run in that, and with the extras `cli` and `lab` the command runs. The files stay in dist/ (`--keep`). Exits with 1, and
-a line for each fault, if there is any; a wheel larger than wanted is told and no fault.
+Versions agree; the wheels hold every file of library, laboratory and kernels for GPUs and nothing else; descriptions
+are sound; every dependency's licence allows use with this one; and in a new environment of each Python given (this one,
+if none is) the wheel alone imports, computes and says what its command needs, with the wheel of compiled code a token
+and merged keys run in that, and with the extras `cli` and `lab` the command runs. The files stay in dist/ (`--keep`).
+Exits with 1, and a line for each fault, if there is any; a wheel larger than wanted is told and no fault.
 
-To publish: raise the version in src/linattn/__init__.py, lab/ and CITATION.cff, date its heading in CHANGELOG.md, run
-this with the oldest and the newest Python that are supported, tag the commit, upload dist/.
+To publish: raise the version in src/linattn/__init__.py, lab/, gpu/ and CITATION.cff, date its heading in CHANGELOG.md,
+run this with the oldest and the newest Python that are supported, tag the commit, upload dist/.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LAB = ROOT / "lab"
+LAB, GPU = ROOT / "lab", ROOT / "gpu"
 LARGEST_WHEEL = 500_000
 # Words of licences under which a dependency may be used beside Apache 2.0; `License` fields are free text.
 _ALLOWED = ("mit", "bsd", "apache", "isc", "psf", "python software foundation", "mpl", "gemma", "0bsd", "unlicense")
@@ -61,6 +61,8 @@ def wrong_versions() -> Iterator[str]:
     wanted = version()
     for name, text, sign in (
         ("lab/src/linattn_lab/__init__.py", (LAB / "src/linattn_lab/__init__.py").read_text(), f'"{wanted}"\n'),
+        ("gpu/src/linattn_triton/__init__.py", (GPU / "src/linattn_triton/__init__.py").read_text(), f'"{wanted}"\n'),
+        ("gpu/pyproject.toml", (GPU / "pyproject.toml").read_text(), f'"linattn=={wanted}"'),
         ("lab/pyproject.toml", (LAB / "pyproject.toml").read_text(), f'"linattn[cli]=={wanted}"'),
         ("CITATION.cff", (ROOT / "CITATION.cff").read_text(), f"\nversion: {wanted}\n"),
         ("CHANGELOG.md", (ROOT / "CHANGELOG.md").read_text(), f"\n## {wanted}"),
@@ -70,8 +72,8 @@ def wrong_versions() -> Iterator[str]:
 
 
 def build(folder: Path) -> None:
-    """The wheels and the source archives of the library and of the laboratory."""
-    for source in (ROOT, LAB):
+    """The wheels and the source archives of the library, of the laboratory and of the kernels for GPUs."""
+    for source in (ROOT, LAB, GPU):
         _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)])
 
 
@@ -117,7 +119,7 @@ def _files(wheel: Path) -> set[str]:
 def wrong_licences() -> Iterator[str]:
     """Dependencies, of any extra, whose licence is unknown or does not go with this one; all are told."""
     wanted: list[str] = []
-    for source in (ROOT, LAB):
+    for source in (ROOT, LAB, GPU):
         project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
         wanted += [*project["dependencies"], *chain(*project.get("optional-dependencies", {}).values())]
     names = {re.split(r"[\[<>=!~ ]", one)[0] for one in wanted} - {"linattn"}
@@ -198,8 +200,9 @@ def main() -> int:
     build(words.keep)
     build_compiled(words.keep)
     _run([sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(words.keep.glob("linattn*")))])
-    lab = wheel_in(words.keep, "linattn_lab")
-    faults = [*wrong_versions(), *wrong_contents(wheel_in(words.keep)), *wrong_contents(lab, LAB / "src")]
+    faults = [*wrong_versions(), *wrong_contents(wheel_in(words.keep))]
+    for package, source in (("linattn_lab", LAB), ("linattn_triton", GPU)):
+        faults += wrong_contents(wheel_in(words.keep, package), source / "src")
     print("licences of dependencies:")
     faults += wrong_licences()
     for python in words.python or [sys.executable]:

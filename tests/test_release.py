@@ -56,6 +56,13 @@ def test_the_laboratory_s_wheel_holds_its_sources_and_its_commands(release: Modu
         ]
 
 
+def test_the_kernels_wheel_holds_its_sources(release: ModuleType, built: Path) -> None:
+    wheel = release.wheel_in(built, "linattn_triton")
+    assert list(release.wrong_contents(wheel, release.GPU / "src")) == []
+    with zipfile.ZipFile(release.wheel_in(built)) as library:
+        assert not [name for name in library.namelist() if "kernels" in name]
+
+
 def test_a_file_too_many_and_one_too_few_are_told_and_the_size(release, built, tmp_path, monkeypatch) -> None:
     wheel = release.wheel_in(built)
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(tmp_path / wheel.name, "w") as new:

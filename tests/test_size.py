@@ -12,7 +12,9 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 def sources() -> list[Path]:
     """All Python files of the project."""
-    return [path for room in ("src", "lab", "tests", "benchmarks") for path in sorted((ROOT / room).rglob("*.py"))]
+    return [
+        path for room in ("src", "lab", "gpu", "tests", "benchmarks") for path in sorted((ROOT / room).rglob("*.py"))
+    ]
 
 
 def function_lengths(path: Path) -> list[tuple[int, str]]:

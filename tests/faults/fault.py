@@ -16,6 +16,7 @@ class Fault(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The file's path from the root; those of the laboratory begin with "lab/"."""
+        """The file's path from the root; those of the laboratory and of the kernels begin with "lab/" and "gpu/"."""
         room, _, rest = self.file.partition("/")
-        return f"lab/src/linattn_lab/{rest}" if room == "lab" else f"src/linattn/{self.file}"
+        sources = {"lab": "lab/src/linattn_lab", "gpu": "gpu/src/linattn_triton"}
+        return f"{sources[room]}/{rest}" if room in sources else f"src/linattn/{self.file}"

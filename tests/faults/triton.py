@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
-TRITON = "attention/backends/triton/"
+TRITON = "gpu/"
 KERNELS = TRITON + "kernels/"
 TRUTH, FOLD, BITS = (f"tests/laws/test_triton.py -k laws_{name}" for name in ("truth", "fold", "bits"))
 

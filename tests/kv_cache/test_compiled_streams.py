@@ -300,7 +300,7 @@ def test_graphs_and_maps_of_functions_leave_it_alone() -> None:
 
 
 def test_without_the_wheel_plain_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_code, "missing", lambda: "linattn-compiled is not installed")
+    monkeypatch.setattr(compiled_code, "missing", lambda _: "linattn-compiled is not installed")
     tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     assert torch.equal(streamed(tokens, config, "auto")[0], streamed(tokens, config, "torch")[0])
     with pytest.raises(ValueError, match="linattn-compiled is not installed"):

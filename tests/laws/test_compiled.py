@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ import linattn
 from grid import MAPS, build, qkv, tokens
 from linattn.attention.backends.compiled import Compiled
 from linattn.feature_maps import FavorPlus, FeatureMap
-from linattn.softmax.compiled_code import _INTERFACE, missing
 
 pytest.importorskip("linattn_compiled")
 
@@ -252,30 +250,3 @@ def test_it_is_left_to_plain_torch_where_operations_are_watched() -> None:
     assert counted.get_total_flops() > 0
     with FlopCounterMode(display=False), pytest.raises(ValueError, match="looks at every operation"):
         linattn.linear_attention_with_state(*token, feature_map, enable_gqa=True, backend="compiled")
-
-
-@pytest.fixture
-def _asked_anew() -> Iterator[None]:
-    missing.cache_clear()
-    yield
-    missing.cache_clear()
-
-
-@pytest.mark.usefixtures("_asked_anew")
-def test_without_the_wheel_plain_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a named backend says what to install."""
-    monkeypatch.setitem(sys.modules, "linattn_compiled", None)
-    feature_map, token = build("FavorPlus"), tuple(x[:, :, :1] for x in qkv(dtype=torch.float32))
-    with pytest.raises(ValueError, match=r"pip install 'linattn\[compiled\]'"):
-        linattn.linear_attention_with_state(*token, feature_map, enable_gqa=True, backend="compiled")
-    ours, theirs = (
-        linattn.linear_attention_with_state(*token, feature_map, enable_gqa=True, backend=backend).out
-        for backend in ("auto", "blocked")
-    )
-    assert torch.equal(ours, theirs)
-
-
-@pytest.mark.usefixtures("_asked_anew")
-def test_a_wheel_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linattn_compiled.INTERFACE", 0)
-    assert missing().startswith(f"linattn-compiled has interface 0, wanted {_INTERFACE}")

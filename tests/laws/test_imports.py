@@ -7,7 +7,7 @@ from subprocess import CompletedProcess
 
 SCRIPT = """
 import sys
-for name in "triton transformers accelerate tensorboard peft jinja2 typer rich scipy numpy".split():
+for name in "triton linattn_triton transformers accelerate tensorboard peft jinja2 typer rich scipy numpy".split():
     sys.modules[name] = None
 import torch, linattn, linattn.methods.measures, linattn.methods.method
 x = torch.randn(1, 2, 70, 8, requires_grad=True)

@@ -89,9 +89,9 @@ def linear_attention(
             blocks of w; a query sees its own block and both neighbours exactly, causally its own up to itself and the
             one before. O(L·3·w·(D + Dv)) time more, and without causality the map's part twice. None for no window.
         backend: "blocked" (plain torch, linear, on any device), "compiled" (on a CPU and without gradients causal
-            calls of one token of maps such as `FavorPlus`; from the wheel linattn-compiled), "triton" (experimental:
-            fused kernels on a CUDA GPU, not for float64 nor `Expansion`), "reference" (quadratic, for checking) or
-            "auto", which takes "compiled" where it can run the call and is faster, else "blocked". A named backend
+            calls of one token of maps such as `FavorPlus`; from linattn-compiled), "triton" (experimental fused kernels
+            on a CUDA GPU, not for float64 nor `Expansion`; from linattn-triton), "reference" (quadratic, for checking)
+            or "auto", which takes "compiled" where it can run the call and is faster, else "blocked". A named backend
             runs or raises.
         attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 

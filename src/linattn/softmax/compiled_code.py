@@ -1,19 +1,17 @@
-"""Compiled code on a CPU, from the wheel linattn-compiled: whether it is there, and which tensors it takes."""
+"""Compiled code on a CPU, from the wheel linattn-compiled: which tensors it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from linattn.softmax.extensions import missing
 from linattn.softmax.tracing import is_transformed
 
 IN_GRAPHS = "it takes no calls inside torch.compile, whose graph would miss it"
 
-# What its functions take, and what they mean.
-_INTERFACE = 5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -21,7 +19,7 @@ def objections_to(tokens: Sequence[Tensor], *, is_followed: bool) -> list[str]:
     """Every reason why it cannot take a call with these tokens, each with what to do about it."""
     if torch.compiler.is_compiling():
         return [IN_GRAPHS]
-    objections, first = [reason] if (reason := missing()) else [], tokens[0]
+    objections, first = [reason] if (reason := missing("linattn_compiled")) else [], tokens[0]
     if not first.is_cpu:
         objections.append(f"it runs on the CPU, and the tensors are on {first.device}")
     if first.dtype not in _DTYPES:
@@ -38,22 +36,6 @@ def is_readable(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or not x.is_cpu or type(x) is not Tensor:
         return False
     return not _is_watched() and not is_transformed()
-
-
-@cache
-def missing() -> str:
-    """Why there is no compiled code, or ""."""
-    # Imported here: a wheel of its own, which most do not have.
-    try:
-        import linattn_compiled
-    except ModuleNotFoundError:
-        return "linattn-compiled is not installed (pip install 'linattn[compiled]')"
-    except ImportError as error:
-        return f"linattn-compiled cannot be loaded: {error}"
-    interface = linattn_compiled.INTERFACE
-    if interface != _INTERFACE:
-        return f"linattn-compiled has interface {interface}, wanted {_INTERFACE} (pip install -U 'linattn[compiled]')"
-    return ""
 
 
 def _is_watched() -> bool:

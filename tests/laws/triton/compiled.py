@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import linattn
-from linattn.attention.backends.triton import launching, tiles
-from linattn.attention.backends.triton.objections import objections
+from linattn_triton import launching, tiles
+from linattn_triton.objections import objections
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")

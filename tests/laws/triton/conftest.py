@@ -17,7 +17,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from linattn.attention.backends.triton import tiles
+    from linattn_triton import tiles
 
     if tiles.IS_INTERPRETED:
         monkeypatch.setattr(tiles, "sizes", lambda *_, **__: (16, 16))
@@ -28,7 +28,7 @@ def _language_patched_once() -> Iterator[None]:
     """The interpreter patches Triton's language at each launch, and at each call of a function by a kernel: half of
     its time. Nothing else in these processes reads the language, so it stays patched.
     """
-    from linattn.attention.backends.triton import tiles
+    from linattn_triton import tiles
 
     with pytest.MonkeyPatch.context() as patch:
         if tiles.IS_INTERPRETED:

@@ -13,9 +13,9 @@ import torch
 from triton.runtime import interpreter
 
 import linattn
-from linattn.attention.backends.triton import launching, tiles
-from linattn.attention.backends.triton.kernels.blocks import Side
 from linattn.feature_maps import FavorPlus, FeatureMap
+from linattn_triton import launching, tiles
+from linattn_triton.kernels.blocks import Side
 
 WIDTH, FEATURES, BLOCK, SHORT = 64, 256, 64, 2
 TOKENS, SUMS = SHORT * WIDTH, SHORT * FEATURES * WIDTH / BLOCK

@@ -58,7 +58,7 @@ def test_rows_of_a_span_see_earlier_spans(map_name: str, span: int, device: str)
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_segments_side_by_side_are_one_pass(is_causal: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from linattn.attention.backends.triton import segments
+    from linattn_triton import segments
 
     feature_map, results = build("FavorPlus").to(device), []
     for programs in (1, 1000):

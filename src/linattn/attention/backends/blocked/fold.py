@@ -35,7 +35,7 @@ class Fold(NamedTuple):
     @property
     def backend(self) -> str:
         """The name of the backend that it is of; other packages' folds are plain torch."""
-        return "triton" if self.path.startswith("triton.") else "blocked"
+        return "triton" if self.path.startswith("linattn_triton.") else "blocked"
 
     def constants(self, feature_map: FeatureMap, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs without a gradient; a plain map's exponents of rows are maxima, a grouped one's are not."""

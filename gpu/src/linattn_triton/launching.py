@@ -1,6 +1,6 @@
 """Launches of one call's kernels: sizes, and tensors as kernels take them.
 
-Letters as in triton/__init__.py, N blocks.
+Letters as in linattn_triton, N blocks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import triton
 from torch import Tensor
 
 from linattn.attention.backends.blocked.records import Saved
-from linattn.attention.backends.triton.kernels.blocks import Cut, Keys, Rows, Shape
-from linattn.attention.backends.triton.kernels.key_offsets import key_offsets
-from linattn.attention.backends.triton.sides import Packed, kind_of, packed_sides
-from linattn.attention.backends.triton.tiles import Tuning, capability, shape_of, tuned
 from linattn.feature_maps import FeatureMap
+from linattn_triton.kernels.blocks import Cut, Keys, Rows, Shape
+from linattn_triton.kernels.key_offsets import key_offsets
+from linattn_triton.sides import Packed, kind_of, packed_sides
+from linattn_triton.tiles import Tuning, capability, shape_of, tuned
 
 
 class Work(NamedTuple):

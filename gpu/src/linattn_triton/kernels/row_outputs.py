@@ -1,11 +1,11 @@
-"""The kernel that reads states with queries, and causally a block's own keys. Letters as in triton/__init__.py."""
+"""The kernel that reads states with queries, and causally a block's own keys. Letters as in linattn_triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.kernels.blocks import (
+from linattn_triton.kernels.blocks import (
     HEADROOM,
     LN_2,
     NO_KEY,

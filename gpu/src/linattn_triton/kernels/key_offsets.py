@@ -1,6 +1,6 @@
 """The kernel that finds how large each key's features are, by that key alone: no later key shows in earlier rows.
 
-Letters as in triton/__init__.py.
+Letters as in linattn_triton.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.kernels.blocks import (
+from linattn_triton.kernels.blocks import (
     HEADROOM,
     LOG2_E,
     NO_KEY,

@@ -1,6 +1,6 @@
 """The kernel of one token: its key enters the sums, its queries read them, in one launch.
 
-Each feature is relative to its own largest exponent, as states keep them. Letters as in triton/__init__.py.
+Each feature is relative to its own largest exponent, as states keep them. Letters as in linattn_triton.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.kernels.blocks import (
+from linattn_triton.kernels.blocks import (
     LN_2,
     LOG2_E,
     NO_KEY,

@@ -1,11 +1,11 @@
-"""The kernel that prepares each row's gradient. Letters as in triton/__init__.py."""
+"""The kernel that prepares each row's gradient. Letters as in linattn_triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.kernels.blocks import at_head, highest_seen, load_keys, load_rows, tokens_of
+from linattn_triton.kernels.blocks import at_head, highest_seen, load_keys, load_rows, tokens_of
 
 # The smallest normal float32: a smaller denominator has no inverse.
 SMALLEST = tl.constexpr(2.0**-126)

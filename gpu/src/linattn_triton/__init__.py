@@ -2,7 +2,7 @@
 
 They ran in Triton's interpreter alone, never on a GPU: `backend="triton"` calls them, and "auto" leaves them out.
 
-Triton is imported when the first call comes: this package can be imported, and asked for its objections, without it.
+Triton is imported when the first call comes: this package can be asked for its objections without it.
 
 Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, R
 features, M exponents kept per head (the map's num_exponents).
@@ -15,12 +15,16 @@ from types import ModuleType
 from linattn.attention.backends.backend import Call, Rows, attend_aligned
 from linattn.attention.backends.blocked.fold import run
 from linattn.attention.backends.blocked.records import Absorb, Causal, Read
-from linattn.attention.backends.triton.objections import objections
 from linattn.attention.sums import Sums
 from linattn.softmax.tracing import is_followed, is_traced
+from linattn_triton.objections import objections
+
+__version__ = "0.1.0"
+INTERFACE = 1
+"""Raised with every change of what linattn calls here, or of what these kernels take from linattn."""
 
 
-class Triton:
+class Kernels:
     """Fused kernels on a GPU, experimental; bitwise the same from run to run, earlier rows whatever later keys are."""
 
     def objections(self, call: Call) -> list[str]:
@@ -40,8 +44,8 @@ class Triton:
         """Causal rows of as many queries as keys, and the sums after them."""
         inputs = Causal(call.query, call.key, call.value, *before, call.bias)
         if call.key.shape[2] == 1 and not span and _is_bare(call, before):
-            # Imported here: the kernels need Triton, and `import linattn` needs torch alone.
-            from linattn.attention.backends.triton.stepping import step
+            # Imported here: the kernels need Triton, and objections do not.
+            from linattn_triton.stepping import step
 
             return step(call.bound.feature_map, inputs)
         outputs = run(_folds().CAUSAL, call.bound, inputs, span)
@@ -67,7 +71,7 @@ def _is_bare(call: Call, before: Sums) -> bool:
 
 def _folds() -> ModuleType:
     """This backend's folds."""
-    # Imported here: the kernels need Triton, and `import linattn` needs torch alone.
-    from linattn.attention.backends.triton import folds
+    # Imported here: the kernels need Triton, and objections do not.
+    from linattn_triton import folds
 
     return folds

@@ -1,11 +1,11 @@
-"""The kernel of the gradients of keys, values and biases. Letters as in triton/__init__.py."""
+"""The kernel of the gradients of keys, values and biases. Letters as in linattn_triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.kernels.blocks import (
+from linattn_triton.kernels.blocks import (
     LN_2,
     add_dot,
     as_features,

@@ -1,6 +1,6 @@
 """Sums over groups of blocks, one after the other, and side by side where there are fewer heads than processors.
 
-Letters as in triton/__init__.py, J groups, P segments of groups, T = tiles·F features.
+Letters as in linattn_triton, J groups, P segments of groups, T = tiles·F features.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from linattn.attention.backends.triton.kernels.blocks import HEADROOM, NO_KEY
-from linattn.attention.backends.triton.launching import Work
 from linattn.attention.sums import Sums, lowest
 from linattn.softmax.precision import LOG2_E
+from linattn_triton.kernels.blocks import HEADROOM, NO_KEY
+from linattn_triton.launching import Work
 
 # Programs for each multiprocessor, so that all are busy, and the fewest groups or blocks that are worth a segment.
 _PROGRAMS, _FEWEST = 4, 8

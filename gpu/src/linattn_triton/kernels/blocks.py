@@ -1,7 +1,7 @@
 """Parts of the kernels: how a block of tokens is found, loaded, turned into features and rounded.
 
 Powers of two throughout: a feature is 2^(power - shift). A shift is an integer and a fraction of a key's own bias, so
-that the factors between shifts are exact. Letters as in triton/__init__.py, and C tokens of a block, F features of a
+that the factors between shifts are exact. Letters as in linattn_triton, and C tokens of a block, F features of a
 tile.
 """
 

@@ -1,4 +1,4 @@
-"""One token, without gradients: one launch. Letters as in triton/__init__.py."""
+"""One token, without gradients: one launch. Letters as in linattn_triton."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import triton
 from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked.records import Causal, empty_sums, sums_of
 from linattn.attention.backends.blocked.rows import empty_rows
-from linattn.attention.backends.triton.kernels.token_step import token_step
-from linattn.attention.backends.triton.launching import bias_rows, plan, rows, without_masked
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
+from linattn_triton.kernels.token_step import token_step
+from linattn_triton.launching import bias_rows, plan, rows, without_masked
 
 # Values of one program: parts of a head's state go to several, which all make its features.
 _PART = 32

@@ -2,7 +2,7 @@
 absorbed, sums read by queries, and causal rows over what was seen before and their own past, each forward and back.
 
 Opaque to torch.compile: torch.library.wrap_triton leaves tensors within a kernel's records out of the graph. Letters as
-in triton/__init__.py, J groups.
+in linattn_triton, J groups.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from torch import Tensor
 from linattn.attention.backends.blocked.fold import Fold
 from linattn.attention.backends.blocked.records import Absorb, Causal, Gradients, Read, Saved, empty_sums, sums_of
 from linattn.attention.backends.blocked.rows import empty_rows
-from linattn.attention.backends.triton.gradients import Back
-from linattn.attention.backends.triton.kernels import blocks
-from linattn.attention.backends.triton.kernels.blocks import NO_KEY
-from linattn.attention.backends.triton.kernels.key_states import key_states
-from linattn.attention.backends.triton.kernels.row_outputs import row_outputs
-from linattn.attention.backends.triton.launching import FoldedKeys, Work, fold_keys, plan
-from linattn.attention.backends.triton.segments import (
+from linattn.attention.sums import Sums, per_feature
+from linattn.feature_maps import FeatureMap
+from linattn.softmax.precision import LOG2_E
+from linattn_triton.gradients import Back
+from linattn_triton.kernels import blocks
+from linattn_triton.kernels.blocks import NO_KEY
+from linattn_triton.kernels.key_states import key_states
+from linattn_triton.kernels.row_outputs import row_outputs
+from linattn_triton.launching import FoldedKeys, Work, fold_keys, plan
+from linattn_triton.segments import (
     States,
     as_sums,
     headroom,
@@ -29,9 +32,6 @@ from linattn.attention.backends.triton.segments import (
     run_segments,
     whole_tiles,
 )
-from linattn.attention.sums import Sums, per_feature
-from linattn.feature_maps import FeatureMap
-from linattn.softmax.precision import LOG2_E
 
 
 def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
@@ -213,7 +213,7 @@ def _by_group(work: Work, peaks: Tensor) -> Tensor:
 
 
 ABSORB = Fold(
-    "triton.folds:ABSORB",
+    "linattn_triton.folds:ABSORB",
     absorb,
     absorb_backward,
     Absorb,
@@ -221,11 +221,11 @@ ABSORB = Fold(
     lambda inputs, _: empty_sums(inputs),
 )
 READ = Fold(
-    "triton.folds:READ",
+    "linattn_triton.folds:READ",
     read,
     read_backward,
     Read,
     ReadOutputs,
     lambda inputs, _: empty_like(inputs),
 )
-CAUSAL = Fold("triton.folds:CAUSAL", forward, backward, Causal, CausalOutputs, empty_causal)
+CAUSAL = Fold("linattn_triton.folds:CAUSAL", forward, backward, Causal, CausalOutputs, empty_causal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from linattn.attention.backends.triton.objections import reason
+from linattn_triton.objections import reason
 
 
 @torch.compiler.assume_constant_result

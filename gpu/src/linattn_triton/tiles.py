@@ -1,4 +1,4 @@
-"""Which sizes the kernels run with, and what they are compiled for. Letters as in triton/__init__.py."""
+"""Which sizes the kernels run with, and what they are compiled for. Letters as in linattn_triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.kernels.blocks import Shape, operand
+from linattn_triton.kernels.blocks import Shape, operand
 
 # Whether Triton interprets the kernels on the CPU, as TRITON_INTERPRET=1 has it: for tests.
 IS_INTERPRETED = not isinstance(operand, triton.JITFunction)

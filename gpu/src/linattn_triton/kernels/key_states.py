@@ -1,11 +1,11 @@
-"""The kernel that folds keys and values into states, group by group. Letters as in triton/__init__.py."""
+"""The kernel that folds keys and values into states, group by group. Letters as in linattn_triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from linattn.attention.backends.triton.kernels.blocks import (
+from linattn_triton.kernels.blocks import (
     add_dot,
     as_features,
     at_head,

@@ -34,7 +34,7 @@ def _reason(device: torch.device) -> str:
     """Why nothing can run there, or ""."""
     if torch.compiler.is_compiling():
         # Imported here: torch's marks for its compiler import the compiler.
-        from linattn.attention.backends.triton._constants import constant_reason
+        from linattn_triton._constants import constant_reason
 
         words: str = constant_reason(str(device))
         return words
@@ -57,6 +57,6 @@ def reason(device: str) -> str:
 def is_interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter, on the CPU, as tests have it."""
     # Imported here: only Triton knows.
-    from linattn.attention.backends.triton.tiles import IS_INTERPRETED
+    from linattn_triton.tiles import IS_INTERPRETED
 
     return IS_INTERPRETED

@@ -1,4 +1,4 @@
-"""The launches of the kernels that go back, and what follows them through a map. Letters as in triton/__init__.py."""
+"""The launches of the kernels that go back, and what follows them through a map. Letters as in linattn_triton."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from linattn.attention.backends.blocked.features import MapGradients
 from linattn.attention.backends.blocked.records import KeyGradients, Saved
-from linattn.attention.backends.triton.kernels import blocks
-from linattn.attention.backends.triton.kernels.key_gradients import key_gradients
-from linattn.attention.backends.triton.kernels.query_gradients import query_gradients
-from linattn.attention.backends.triton.kernels.row_gradients import row_gradients
-from linattn.attention.backends.triton.kernels.state_gradients import state_gradients
-from linattn.attention.backends.triton.launching import FoldedKeys, Work, key_weight, rows
-from linattn.attention.backends.triton.segments import States, run_segments
+from linattn_triton.kernels import blocks
+from linattn_triton.kernels.key_gradients import key_gradients
+from linattn_triton.kernels.query_gradients import query_gradients
+from linattn_triton.kernels.row_gradients import row_gradients
+from linattn_triton.kernels.state_gradients import state_gradients
+from linattn_triton.launching import FoldedKeys, Work, key_weight, rows
+from linattn_triton.segments import States, run_segments
 
 
 class Queries(NamedTuple):

@@ -1,6 +1,6 @@
 """Maps as the kernels take them: exponents as powers W·x + b + a·|x|², or features made before them.
 
-Letters as in triton/__init__.py, m rows of W.
+Letters as in linattn_triton, m rows of W.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from linattn.attention.backends.triton.kernels.blocks import NO_KEY, Shape, Side
-from linattn.attention.backends.triton.objections import WIDEST
 from linattn.feature_maps import FeatureMap, LearnedExponential
 from linattn.feature_maps._learned import Exponents
 from linattn.feature_maps._powers import Powers
 from linattn.softmax.precision import LOG2_E
+from linattn_triton.kernels.blocks import NO_KEY, Shape, Side
+from linattn_triton.objections import WIDEST
 
 _PACKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
