@@ -19,19 +19,12 @@ from linattn.methods.method import Method
 
 @dataclass(frozen=True)
 class BuiltMethod:
-    """A method that attends in heads of one width.
+    """A method that attends in heads of one width."""
 
-    Attributes:
-        method: what was built.
-        feature_map: its map; None for merged keys.
-        head_dim: D.
-        scale: the temperature, the factor of q·k.
-    """
-
-    method: Method
-    feature_map: FeatureMap | None
-    head_dim: int
-    scale: float
+    method: Method  # what was built
+    feature_map: FeatureMap | None  # its map; None for merged keys
+    head_dim: int  # D
+    scale: float  # the temperature, the factor of q·k
 
     @property
     def num_features(self) -> int:

@@ -34,15 +34,10 @@ class Silent:
 
 
 class Pace:
-    """The time a work takes, from the part of it that is done.
+    """The time a work takes, from the part of it that is done."""
 
-    Attributes:
-        total: all work, in any unit.
-        done: what of it is done.
-    """
-
-    total: float
-    done: float
+    total: float  # all work, in any unit
+    done: float  # what of it is done
 
     def __init__(
         self,

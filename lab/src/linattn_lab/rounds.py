@@ -14,25 +14,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False)
 class Unit(Generic[R]):
-    """What is measured at once.
+    """What is measured at once."""
 
-    Attributes:
-        stage: that it is a part of, in words; told where another one begins.
-        words: for the unit itself; empty where the stage's say all.
-        work: how much it is, in any unit.
-        measure: does it, on one process.
-        take: what comes of it as rows, on every process; by default what was measured are the rows.
-        is_alone: whether no process may work meanwhile, for times.
-        is_done: whether an earlier run did it.
-    """
-
-    stage: str
-    words: str
-    work: float
-    measure: Callable[[], Any]
+    stage: str  # that it is a part of, in words; told where another one begins
+    words: str  # for the unit itself; empty where the stage's say all
+    work: float  # how much it is, in any unit
+    measure: Callable[[], Any]  # does it, on one process
+    # what comes of it as rows, on every process; by default what was measured are the rows
     take: Callable[[Any], Iterable[R]] = iter
-    is_alone: bool = False
-    is_done: bool = False
+    is_alone: bool = False  # whether no process may work meanwhile, for times
+    is_done: bool = False  # whether an earlier run did it
 
 
 def in_rounds(units: Iterable[Unit[R]], watch: Watch) -> Iterator[R]:

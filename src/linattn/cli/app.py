@@ -29,15 +29,10 @@ GROUP = "linattn.commands"
 
 
 class Subcommand(NamedTuple):
-    """A subcommand that is not imported yet.
+    """A subcommand that is not imported yet."""
 
-    Attributes:
-        words: its first sentence.
-        module: where its function is, which has its name.
-    """
-
-    words: str
-    module: str
+    words: str  # its first sentence
+    module: str  # where its function is, which has its name
 
 
 @cache

@@ -30,17 +30,11 @@ from linattn.hf import (
 
 
 class Draws(NamedTuple):
-    """How tokens are drawn.
+    """How tokens are drawn."""
 
-    Attributes:
-        temperature: 0 for the likeliest.
-        top_p: of the likeliest tokens' probability.
-        seed: of the draws.
-    """
-
-    temperature: float
-    top_p: float
-    seed: int
+    temperature: float  # 0 for the likeliest
+    top_p: float  # of the likeliest tokens' probability
+    seed: int  # of the draws
 
 
 def generation(model: str, prompt: str | TextIO, *, num_tokens: int, draws: Draws, keeping: Keeping | None) -> None:

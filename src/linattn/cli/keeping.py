@@ -27,21 +27,13 @@ _UNQUANTIZED, _COMPARED = 32, 64
 
 @dataclass(frozen=True)
 class Keeping:
-    """The options of a bounded cache.
+    """The options of a bounded cache."""
 
-    Attributes:
-        budget: in exact keys.
-        bits: of merged keys, 32 for no quantization; None for the default.
-        recall: None for the default.
-        plan: a file of plans; None for the same in every layer.
-        measure: whether the KL divergence is measured.
-    """
-
-    budget: int
-    bits: int | None = None
-    recall: Recall | None = None
-    plan: Path | None = None
-    measure: bool = False
+    budget: int  # in exact keys
+    bits: int | None = None  # of merged keys, 32 for no quantization; None for the default
+    recall: Recall | None = None  # None for the default
+    plan: Path | None = None  # a file of plans; None for the same in every layer
+    measure: bool = False  # whether the KL divergence is measured
 
     def cache(self, model: PreTrainedModel) -> BoundedCache:
         """An empty cache of this budget; ValueError, by the option's name, where there is none."""

@@ -21,15 +21,10 @@ _SILENCE = 20.0
 
 
 class Shown(NamedTuple):
-    """Two functions that show how far a work is.
+    """Two functions that show how far a work is."""
 
-    Attributes:
-        notify: for a training to call after each step; an interrupt that was swallowed is raised there.
-        measured: for a measurement, with its name and the share of it that is done.
-    """
-
-    notify: Notify
-    measured: Callable[[str, float], None]
+    notify: Notify  # for a training to call after each step; an interrupt that was swallowed is raised there
+    measured: Callable[[str, float], None]  # for a measurement, with its name and the share of it that is done
 
 
 @contextmanager

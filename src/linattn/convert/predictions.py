@@ -22,17 +22,12 @@ _MOST, _SAMPLED = 2**24, 4
 
 
 class Predictions(NamedTuple):
-    """Distributions over V tokens, by their logits or by what makes these.
+    """Distributions over V tokens, by their logits or by what makes these."""
 
-    Attributes:
-        states: (n, E); the logits themselves (n, V) where there is no head.
-        head: makes logits of states; None where they are given.
-        following: (n,), the token that each is a prediction of, `NONE` where there is none; None where the model does
-            not predict the next token.
-    """
-
-    states: Tensor
-    head: Callable[[Tensor], Tensor] | None
+    states: Tensor  # (n, E); the logits themselves (n, V) where there is no head
+    head: Callable[[Tensor], Tensor] | None  # makes logits of states; None where they are given
+    # (n,), the token that each is a prediction of, `NONE` where there is none; None where the model does not predict
+    # the next token
     following: Tensor | None = None
 
     def log_probabilities(self, states: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -22,17 +22,11 @@ Batch = Mapping[str, Tensor]
 
 
 class Outputs(NamedTuple):
-    """A model's outputs on a batch.
+    """A model's outputs on a batch."""
 
-    Attributes:
-        states: after every layer, each (B, L, E).
-        predictions: of the n live tokens where the model predicts tokens, else None.
-        live: (B, L) bool, False for padding.
-    """
-
-    states: tuple[Tensor, ...]
-    predictions: Predictions | None
-    live: Tensor
+    states: tuple[Tensor, ...]  # after every layer, each (B, L, E)
+    predictions: Predictions | None  # of the n live tokens where the model predicts tokens, else None
+    live: Tensor  # (B, L) bool, False for padding
 
 
 def run(model: nn.Module, batch: Batch) -> Outputs:

@@ -29,21 +29,13 @@ _LENGTHS = (0, 6, 2, 4, 1, 3, 5)
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Batches by their use; no two uses share any.
+    """Batches by their use; no two uses share any."""
 
-    Attributes:
-        training: the batch of a step, the same whenever it is asked for.
-        calibration: what statistics are taken from; of the training texts.
-        validation: what chooses the best weights.
-        held_out: what the audits read.
-        digest: tells these samples from all others.
-    """
-
-    training: Callable[[int], Batch]
-    calibration: tuple[Batch, ...]
-    validation: tuple[Batch, ...]
-    held_out: tuple[Batch, ...]
-    digest: str
+    training: Callable[[int], Batch]  # the batch of a step, the same whenever it is asked for
+    calibration: tuple[Batch, ...]  # what statistics are taken from; of the training texts
+    validation: tuple[Batch, ...]  # what chooses the best weights
+    held_out: tuple[Batch, ...]  # what the audits read
+    digest: str  # tells these samples from all others
 
 
 def from_texts(

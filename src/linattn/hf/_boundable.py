@@ -18,25 +18,15 @@ from linattn.kv_cache.budget import Sizes
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """An attention module that keeps its text's keys and values in a cache.
+    """An attention module that keeps its text's keys and values in a cache."""
 
-    Attributes:
-        number: of the module, from 0, in the order of the model's modules.
-        name: its qualified name.
-        place: number of its layer in the cache.
-        sizes: of its keys and values; None where no pass called it.
-        num_key_heads: how many heads of them.
-        window: width of its sliding window, or None.
-        reason: why its keys and values stay exact; None where they can be bounded.
-    """
-
-    number: int
-    name: str
-    place: int
-    sizes: Sizes | None
-    num_key_heads: int
-    window: int | None
-    reason: str | None
+    number: int  # of the module, from 0, in the order of the model's modules
+    name: str  # its qualified name
+    place: int  # number of its layer in the cache
+    sizes: Sizes | None  # of its keys and values; None where no pass called it
+    num_key_heads: int  # how many heads of them
+    window: int | None  # width of its sliding window, or None
+    reason: str | None  # why its keys and values stay exact; None where they can be bounded
 
 
 # Of each model, by the dtype that it was probed in: a request's cache is made without a pass.

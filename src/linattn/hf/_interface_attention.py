@@ -24,13 +24,9 @@ from linattn.nn.streams import kind_of
 
 @final
 class InterfaceAttention(SoftmaxAttention):
-    """`linattn.nn.SoftmaxAttention` by SDPA, unless its model is intercepted or linearized.
+    """`linattn.nn.SoftmaxAttention` by SDPA, unless its model is intercepted or linearized."""
 
-    Attributes:
-        config: of the model, which names the attention function; to be set before the first call.
-    """
-
-    config: PreTrainedConfig
+    config: PreTrainedConfig  # of the model, which names the attention function; to be set before the first call
     looks_attention_up = True
 
     @property

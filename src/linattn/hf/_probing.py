@@ -48,22 +48,16 @@ class ProbedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """The attention calls of each module of a model, in passes without and with padding.
+    """The attention calls of each module of a model, in passes without and with padding."""
 
-    Attributes:
-        calls: of each module that was called, in order, those of all passes.
-        num_passes: how many passes there were.
-        inputs: names of what the passes were given.
-        cached: the modules that were given a cache, in a pass as `generate` makes them.
-        refused_cache: the kind of that pass's error; None where there was none.
-        reached: the modules whose attention functions were given what their cache gave them, in that pass.
-    """
-
+    # of each module that was called, in order, those of all passes
     calls: dict[nn.Module, list[ProbedCall]] = field(default_factory=dict)
-    num_passes: int = 1
-    inputs: tuple[str, ...] = ()
+    num_passes: int = 1  # how many passes there were
+    inputs: tuple[str, ...] = ()  # names of what the passes were given
+    # the modules that were given a cache, in a pass as `generate` makes them
     cached: frozenset[nn.Module] = frozenset()
-    refused_cache: str | None = None
+    refused_cache: str | None = None  # the kind of that pass's error; None where there was none
+    # the modules whose attention functions were given what their cache gave them, in that pass
     reached: frozenset[nn.Module] = frozenset()
 
     def placed(self, parts: Iterable[AttentionModule]) -> list[AttentionModule]:

@@ -46,17 +46,11 @@ class Crossover:
 
 
 class Times(NamedTuple):
-    """Medians at growing lengths.
+    """Medians at growing lengths."""
 
-    Attributes:
-        lengths: L, ascending.
-        seconds: of a call of linear attention.
-        exact_seconds: of a call of exact attention.
-    """
-
-    lengths: tuple[int, ...]
-    seconds: tuple[float, ...]
-    exact_seconds: tuple[float, ...]
+    lengths: tuple[int, ...]  # L, ascending
+    seconds: tuple[float, ...]  # of a call of linear attention
+    exact_seconds: tuple[float, ...]  # of a call of exact attention
 
 
 def time_lengths(linear: Callable[..., object], exact: Callable[..., object], tokens: Tokens) -> Times:

@@ -18,17 +18,11 @@ SET_ELSEWHERE = ("head_dim", "seed", "num_heads", "second_moment", "landmarks")
 
 @dataclass(frozen=True)
 class MapSpec:
-    """A feature map still to be built for a head width, a number of features and a seed.
+    """A feature map still to be built for a head width, a number of features and a seed."""
 
-    Attributes:
-        name: a key of `linattn.feature_maps.FEATURE_MAPS`.
-        options: keyword options as written, in the order written.
-        wrappers: keys of `linattn.feature_maps.WRAPPERS`, the outermost first.
-    """
-
-    name: str
-    options: tuple[tuple[str, Any], ...] = ()
-    wrappers: tuple[str, ...] = ()
+    name: str  # a key of `linattn.feature_maps.FEATURE_MAPS`
+    options: tuple[tuple[str, Any], ...] = ()  # keyword options as written, in the order written
+    wrappers: tuple[str, ...] = ()  # keys of `linattn.feature_maps.WRAPPERS`, the outermost first
 
     @property
     def label(self) -> str:

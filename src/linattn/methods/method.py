@@ -31,17 +31,11 @@ HEAVY_KEYS_REMOVED = "heavy keys were removed: use 'window W + merged C' without
 
 @dataclass(frozen=True)
 class Method:
-    """A way to attend, still to be built for a head width.
+    """A way to attend, still to be built for a head width."""
 
-    Attributes:
-        map: the feature map; None where merged keys take its place.
-        window: width of the exact window beside the map; None for none.
-        merged: the merged keys; None beside a map.
-    """
-
-    map: MapSpec | None
-    window: int | None = None
-    merged: MergedKV | None = None
+    map: MapSpec | None  # the feature map; None where merged keys take its place
+    window: int | None = None  # width of the exact window beside the map; None for none
+    merged: MergedKV | None = None  # the merged keys; None beside a map
 
     @property
     def label(self) -> str:

@@ -55,17 +55,12 @@ def to_json(value: Any, *, finite: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class Reading:
-    """How JSON values are read into records, and where they come from.
+    """How JSON values are read into records, and where they come from."""
 
-    Attributes:
-        place: the file, with the line or the part of it; every error begins so.
-        remedy: what to do about another file; every error ends so.
-        finite: whether a number that is not finite is refused. False takes the texts "inf", "-inf" and "nan" for
-            numbers, as `to_json` writes them.
-    """
-
-    place: str
-    remedy: str
+    place: str  # the file, with the line or the part of it; every error begins so
+    remedy: str  # what to do about another file; every error ends so
+    # whether a number that is not finite is refused. False takes the texts "inf", "-inf" and "nan" for numbers, as
+    # `to_json` writes them
     finite: bool = True
 
     def record(self, kind: type[T], values: Any) -> T:

@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
+    """A table of texts."""
 
-    Attributes:
-        columns: headings; the first column is left-aligned, the others are numbers.
-        rows: one text per column.
-        baselines: how many of the first rows are baselines, set apart from the others.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    baselines: int = 0
+    columns: tuple[str, ...]  # headings; the first column is left-aligned, the others are numbers
+    rows: tuple[tuple[str, ...], ...]  # one text per column
+    baselines: int = 0  # how many of the first rows are baselines, set apart from the others
 
     def markdown(self) -> str:
         """The table as Markdown, the first column to the left and the others to the right.

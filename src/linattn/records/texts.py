@@ -15,15 +15,10 @@ _PROSE_FIRST = ("objects", "typesmethods", "naming", "dynamic-features", "except
 
 @dataclass(frozen=True)
 class Text:
-    """A text and where it comes from.
+    """A text and where it comes from."""
 
-    Attributes:
-        source: file name, or the name of the built-in text.
-        content: the text.
-    """
-
-    source: str
-    content: str
+    source: str  # file name, or the name of the built-in text
+    content: str  # the text
 
     @property
     def sha256(self) -> str:

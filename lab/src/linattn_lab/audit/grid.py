@@ -54,19 +54,12 @@ _SEEDS_PER_DRAW = 10_000
 
 @dataclass(frozen=True)
 class Configuration:
-    """One method at one width with one draw.
+    """One method at one width with one draw."""
 
-    Attributes:
-        method: a map, with a window or without, or merged keys.
-        num_features: the map's width, or None where the head width or the map's own options fix it.
-        draw: number of the draw, from 0.
-        first_seed: seed of layer 0's draw; layer l's is l more.
-    """
-
-    method: Method
-    num_features: int | None
-    draw: int
-    first_seed: int
+    method: Method  # a map, with a window or without, or merged keys
+    num_features: int | None  # the map's width, or None where the head width or the map's own options fix it
+    draw: int  # number of the draw, from 0
+    first_seed: int  # seed of layer 0's draw; layer l's is l more
 
     def build(self, head_dim: int, *, scale: float, layer: int) -> BuiltMethod:
         """The map of one layer; see `Method.build`."""
@@ -83,21 +76,13 @@ def in_words(configuration: Configuration, sample: BuiltMethod, draws: int) -> s
 
 @dataclass(frozen=True)
 class AuditGrid:
-    """Which methods an audit measures, at which widths, with how many draws.
+    """Which methods an audit measures, at which widths, with how many draws."""
 
-    Attributes:
-        methods: the methods; no two alike.
-        features: widths for the maps whose width is free.
-        draws: draws for random maps; the others are measured once.
-        seed: everything random follows from it.
-        are_ranked: whether the limit of every rank is measured too, on texts that are short enough.
-    """
-
-    methods: tuple[Method, ...]
-    features: tuple[int, ...] = (64, 256)
-    draws: int = 3
-    seed: int = 0
-    are_ranked: bool = True
+    methods: tuple[Method, ...]  # the methods; no two alike
+    features: tuple[int, ...] = (64, 256)  # widths for the maps whose width is free
+    draws: int = 3  # draws for random maps; the others are measured once
+    seed: int = 0  # everything random follows from it
+    are_ranked: bool = True  # whether the limit of every rank is measured too, on texts that are short enough
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""

@@ -14,13 +14,9 @@ _ALONE = ("model", "time", "lengths", "weights")
 
 
 class Kept:
-    """Rows of an earlier run, by what they were measured of.
+    """Rows of an earlier run, by what they were measured of."""
 
-    Attributes:
-        rows: those of all that was measured to its end, in order.
-    """
-
-    rows: list[AuditRow]
+    rows: list[AuditRow]  # those of all that was measured to its end, in order
 
     def __init__(self, rows: Sequence[AuditRow], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
         """Leave out what an early end has cut short.

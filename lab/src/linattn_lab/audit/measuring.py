@@ -53,17 +53,11 @@ _Unit = Unit[AuditRow]
 
 
 class Audit:
-    """A model's attention on a text, recorded and ready to be measured.
+    """A model's attention on a text, recorded and ready to be measured."""
 
-    Attributes:
-        header: the circumstances, complete before anything is measured.
-        grid: what `rows` will measure.
-        seconds_per_unit: of `work`, as this machine took for the exact answers.
-    """
-
-    header: Header
-    grid: AuditGrid
-    seconds_per_unit: float
+    header: Header  # the circumstances, complete before anything is measured
+    grid: AuditGrid  # what `rows` will measure
+    seconds_per_unit: float  # of `work`, as this machine took for the exact answers
 
     def __init__(
         self,

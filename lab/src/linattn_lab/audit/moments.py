@@ -13,19 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PairMoments:
-    """Moments of the pairs (x, y) = √scale · (q, k) that attention visits, one per head, (H,) float64.
+    """Moments of the pairs (x, y) = √scale · (q, k) that attention visits, one per head, (H,) float64."""
 
-    Attributes:
-        query_norm: mean of |x|.
-        key_norm: mean of |y|.
-        sum_square: mean of |x + y|²: the exponent of positive random features' variance.
-        difference_square: mean of |x − y|²: the exponent of trigonometric features' variance.
-    """
-
-    query_norm: Tensor
-    key_norm: Tensor
-    sum_square: Tensor
-    difference_square: Tensor
+    query_norm: Tensor  # mean of |x|
+    key_norm: Tensor  # mean of |y|
+    sum_square: Tensor  # mean of |x + y|²: the exponent of positive random features' variance
+    difference_square: Tensor  # mean of |x − y|²: the exponent of trigonometric features' variance
 
 
 def pair_moments(

@@ -69,147 +69,86 @@ class Header:
 
 @dataclass(frozen=True)
 class HeadRow:
-    """One method on one head, with one draw.
+    """One method on one head, with one draw."""
 
-    Attributes:
-        layer: from 0, of those that are audited.
-        head: from 0.
-        map: the method's written form.
-        features: R, the map's width.
-        draw: from 0; 0 for maps that are not random.
-        seed: seed of this layer's draw; null for maps that are not random.
-        error: relative Frobenius error of the head's output.
-        uniform_error: the same for averaging the values uniformly.
-        total_variation: mean total variation between the attention rows.
-        uniform_total_variation: the same for uniform rows.
-        kl: mean KL divergence (nats) of the approximate rows from the exact ones; null where a weight is not positive.
-        uniform_kl: the same for uniform rows.
-        query_norm: mean |x|, x = √scale · q, as it enters the innermost map (centred, balanced).
-        key_norm: mean |y|, y = √scale · k.
-        sum_square: mean |x + y|².
-        logit_std: standard deviation of the logits over the keys a query may attend to.
-        predicted_ratio: error / uniform_error as the norms predict it; null where no closed form is known.
-        state_numbers: numbers the method keeps per head, see `linattn.methods.costs`.
-        flops_per_token: its operations per head and token.
-    """
-
-    layer: int
-    head: int
-    map: str
-    features: int
-    draw: int
-    seed: int | None
-    error: float
-    uniform_error: float
-    total_variation: float
-    uniform_total_variation: float
+    layer: int  # from 0, of those that are audited
+    head: int  # from 0
+    map: str  # the method's written form
+    features: int  # R, the map's width
+    draw: int  # from 0; 0 for maps that are not random
+    seed: int | None  # seed of this layer's draw; null for maps that are not random
+    error: float  # relative Frobenius error of the head's output
+    uniform_error: float  # the same for averaging the values uniformly
+    total_variation: float  # mean total variation between the attention rows
+    uniform_total_variation: float  # the same for uniform rows
+    # mean KL divergence (nats) of the approximate rows from the exact ones; null where a weight is not positive
     kl: float | None
-    uniform_kl: float | None
-    query_norm: float
-    key_norm: float
-    sum_square: float
-    logit_std: float
-    predicted_ratio: float | None
-    state_numbers: int
-    flops_per_token: int
+    uniform_kl: float | None  # the same for uniform rows
+    query_norm: float  # mean |x|, x = √scale · q, as it enters the innermost map (centred, balanced)
+    key_norm: float  # mean |y|, y = √scale · k
+    sum_square: float  # mean |x + y|²
+    logit_std: float  # standard deviation of the logits over the keys a query may attend to
+    predicted_ratio: float | None  # error / uniform_error as the norms predict it; null where no closed form is known
+    state_numbers: int  # numbers the method keeps per head, see `linattn.methods.costs`
+    flops_per_token: int  # its operations per head and token
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """The whole model with every layer's attention replaced.
+    """The whole model with every layer's attention replaced."""
 
-    Attributes:
-        map: the method's written form, "exact" or "uniform" for the baselines.
-        features: the map's width; null where there is no single one.
-        draw: from 0.
-        embedding_cosine: cosine of the mean of the last hidden states to the exact model's.
-        token_cosine: mean over tokens of the cosine of a last hidden state to the exact model's.
-    """
-
-    map: str
-    features: int | None
-    draw: int
-    embedding_cosine: float
-    token_cosine: float
+    map: str  # the method's written form, "exact" or "uniform" for the baselines
+    features: int | None  # the map's width; null where there is no single one
+    draw: int  # from 0
+    embedding_cosine: float  # cosine of the mean of the last hidden states to the exact model's
+    token_cosine: float  # mean over tokens of the cosine of a last hidden state to the exact model's
 
 
 @dataclass(frozen=True)
 class TimeRow:
-    """How long the whole model takes for the text, with every audited layer replaced and as it is.
+    """How long the whole model takes for the text, with every audited layer replaced and as it is."""
 
-    Attributes:
-        map: the method's written form.
-        features: the map's width; null where there is no single one.
-        seconds: of each timed pass under the method.
-        exact_seconds: the same of the model's own passes, taken in turn with those.
-        threads: torch's threads.
-    """
-
-    map: str
-    features: int | None
-    seconds: tuple[float, ...]
-    exact_seconds: tuple[float, ...]
-    threads: int
+    map: str  # the method's written form
+    features: int | None  # the map's width; null where there is no single one
+    seconds: tuple[float, ...]  # of each timed pass under the method
+    exact_seconds: tuple[float, ...]  # the same of the model's own passes, taken in turn with those
+    threads: int  # torch's threads
 
 
 @dataclass(frozen=True)
 class LengthsRow:
-    """How long one layer's attention takes at growing lengths, medians, until a method is faster than softmax.
+    """How long one layer's attention takes at growing lengths, medians, until a method is faster than softmax."""
 
-    Attributes:
-        map: the method's written form.
-        features: the map's width; null where there is no single one.
-        lengths: L, ascending, the text's own first.
-        seconds: of a call under the method, at each length.
-        exact_seconds: the same for softmax.
-    """
-
-    map: str
-    features: int | None
-    lengths: tuple[int, ...]
-    seconds: tuple[float, ...]
-    exact_seconds: tuple[float, ...]
+    map: str  # the method's written form
+    features: int | None  # the map's width; null where there is no single one
+    lengths: tuple[int, ...]  # L, ascending, the text's own first
+    seconds: tuple[float, ...]  # of a call under the method, at each length
+    exact_seconds: tuple[float, ...]  # the same for softmax
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """What no state of so many features could beat in the mean square of its weights: a head's matrix cut to a rank.
+    """What no state of so many features could beat in the mean square of its weights: a head's matrix cut to a rank."""
 
-    Attributes:
-        layer: from 0, of those that are audited.
-        head: from 0.
-        rank: r, of the best approximation of the head's exact attention matrix (singular values cut after r).
-        state_numbers: r·(Dv + 1), what a map of r features keeps.
-        error: relative Frobenius error of the output that the cut matrix gives.
-    """
-
-    layer: int
-    head: int
-    rank: int
-    state_numbers: int
-    error: float
+    layer: int  # from 0, of those that are audited
+    head: int  # from 0
+    rank: int  # r, of the best approximation of the head's exact attention matrix (singular values cut after r)
+    state_numbers: int  # r·(Dv + 1), what a map of r features keeps
+    error: float  # relative Frobenius error of the output that the cut matrix gives
 
 
 @dataclass(frozen=True)
 class WeightsRow:
-    """A few attention rows of heads of one layer, with the first draw: what the report's explorer shows.
+    """A few attention rows of heads of one layer, with the first draw: what the report's explorer shows."""
 
-    Attributes:
-        map: the method's written form, or "exact".
-        features: the map's width; null for "exact".
-        layer: from 0, of those that are audited.
-        heads: from 0; those whose rows are kept.
-        queries: numbers of the tokens that attend.
-        rows: a text per head: for each query in turn a letter for s, A being 0, B 1 and so on, then a letter per cell,
-            of neighbouring keys whose weights w are added up; there A to Z, a to z, 0 to 9 and + are -31 to 31, the
-            sign of w times 31·√(|w|·2ˢ), beyond 1 as 1, and / is not finite.
-    """
-
-    map: str
-    features: int | None
-    layer: int
-    heads: tuple[int, ...]
-    queries: tuple[int, ...]
+    map: str  # the method's written form, or "exact"
+    features: int | None  # the map's width; null for "exact"
+    layer: int  # from 0, of those that are audited
+    heads: tuple[int, ...]  # from 0; those whose rows are kept
+    queries: tuple[int, ...]  # numbers of the tokens that attend
+    # a text per head: for each query in turn a letter for s, A being 0, B 1 and so on, then a letter per cell, of
+    # neighbouring keys whose weights w are added up; there A to Z, a to z, 0 to 9 and + are -31 to 31, the sign of w
+    # times 31·√(|w|·2ˢ), beyond 1 as 1, and / is not finite
     rows: tuple[str, ...]
 
 

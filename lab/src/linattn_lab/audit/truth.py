@@ -52,11 +52,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HeadErrors:
-    """One method on one layer; every field (H,) float64, as the fields of `linattn_lab.audit.records.HeadRow`.
-
-    Attributes:
-        sampled: the attention rows of a few queries, (H, n, L).
-    """
+    """One method on one layer; every field (H,) float64, as the fields of `linattn_lab.audit.records.HeadRow`."""
 
     error: Tensor
     total_variation: Tensor
@@ -65,7 +61,7 @@ class HeadErrors:
     key_norm: Tensor
     sum_square: Tensor
     predicted_ratio: Tensor
-    sampled: Tensor
+    sampled: Tensor  # the attention rows of a few queries, (H, n, L)
 
 
 class LayerTruth:

@@ -22,15 +22,10 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What both contenders are given.
+    """What both contenders are given."""
 
-    Attributes:
-        tokens: query, key and value, each (B, H, L, D).
-        upstream: the output's gradient, (B, H, L, D); None where only the output is wanted.
-    """
-
-    tokens: tuple[Tensor, Tensor, Tensor]
-    upstream: Tensor | None
+    tokens: tuple[Tensor, Tensor, Tensor]  # query, key and value, each (B, H, L, D)
+    upstream: Tensor | None  # the output's gradient, (B, H, L, D); None where only the output is wanted
 
     def first(self, num_tokens: int) -> Inputs:
         """The first tokens alone."""

@@ -21,13 +21,9 @@ _EXACT_LIMIT = 60.0
 
 
 class Bench:
-    """Linear against exact attention on given shapes, ready to be measured.
+    """Linear against exact attention on given shapes, ready to be measured."""
 
-    Attributes:
-        header: the circumstances, complete before anything is measured.
-    """
-
-    header: BenchHeader
+    header: BenchHeader  # the circumstances, complete before anything is measured
 
     def __init__(self, settings: Settings, *, exact_limit: float = _EXACT_LIMIT) -> None:
         """Build the map once, so that a bad option fails before the work begins.

@@ -19,37 +19,21 @@ _FLOAT32_BOUND = 1e-4
 
 @dataclass(frozen=True)
 class Settings:
-    """The shapes to measure and how.
+    """The shapes to measure and how."""
 
-    Attributes:
-        lengths: numbers of tokens, ascending.
-        map: the method's written form: a map, with a window or without, or merged keys.
-        features: width of a map whose width is free, 256 if None; must be None for other methods.
-        heads: H.
-        head_dim: D, of queries, keys and values.
-        batch: B.
-        dtype: one of `DTYPES`.
-        is_causal: whether later keys are hidden.
-        backward: whether the gradients of queries, keys and values are measured too.
-        repeats: timed calls of each contender at each length.
-        seed: the map's draw and the inputs follow from it.
-        device: one of `DEVICES`.
-        memory: whether peak memory is measured.
-    """
-
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
-    map: str = "FavorPlus"
-    features: int | None = None
-    heads: int = 8
-    head_dim: int = 64
-    batch: int = 1
-    dtype: str = "float32"
-    is_causal: bool = False
-    backward: bool = False
-    repeats: int = 5
-    seed: int = 0
-    device: str = "cpu"
-    memory: bool = True
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # numbers of tokens, ascending
+    map: str = "FavorPlus"  # the method's written form: a map, with a window or without, or merged keys
+    features: int | None = None  # width of a map whose width is free, 256 if None; must be None for other methods
+    heads: int = 8  # H
+    head_dim: int = 64  # D, of queries, keys and values
+    batch: int = 1  # B
+    dtype: str = "float32"  # one of `DTYPES`
+    is_causal: bool = False  # whether later keys are hidden
+    backward: bool = False  # whether the gradients of queries, keys and values are measured too
+    repeats: int = 5  # timed calls of each contender at each length
+    seed: int = 0  # the map's draw and the inputs follow from it
+    device: str = "cpu"  # one of `DEVICES`
+    memory: bool = True  # whether peak memory is measured
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""

@@ -35,39 +35,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked for on the command line.
+    """What was asked for on the command line."""
 
-    Attributes:
-        model: name, folder or file.
-        text: a file, or None for the built-in texts.
-        text_kinds: of the built-in texts; None for all of them.
-        budget: in exact keys, as it was written.
-        tokens: of passages, as it was written; None for 4,096, or as many as the model takes.
-        dtype: of the model; None for float32.
-        passages: how many of each text.
-        kinds: names of methods, or written forms; None for all names.
-        tasks: names; None for facts alone.
-        samples: texts of each task.
-        out: folder of the files.
-        again: whether to measure anew what was measured.
-        plan_out: file of plans to be made and measured; None for none.
-        calibration: the text to plan on; None for one that is not measured.
-    """
-
-    model: str | None
-    text: Path | None
-    text_kinds: list[str] | None
-    budget: str
-    tokens: str | None
-    dtype: str | None
-    passages: int
-    kinds: list[str] | None
-    tasks: list[str] | None
-    samples: int
-    out: Path
-    again: bool
-    plan_out: Path | None
-    calibration: Path | None
+    model: str | None  # name, folder or file
+    text: Path | None  # a file, or None for the built-in texts
+    text_kinds: list[str] | None  # of the built-in texts; None for all of them
+    budget: str  # in exact keys, as it was written
+    tokens: str | None  # of passages, as it was written; None for 4,096, or as many as the model takes
+    dtype: str | None  # of the model; None for float32
+    passages: int  # how many of each text
+    kinds: list[str] | None  # names of methods, or written forms; None for all names
+    tasks: list[str] | None  # names; None for facts alone
+    samples: int  # texts of each task
+    out: Path  # folder of the files
+    again: bool  # whether to measure anew what was measured
+    plan_out: Path | None  # file of plans to be made and measured; None for none
+    calibration: Path | None  # the text to plan on; None for one that is not measured
 
 
 def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *, is_first: bool = True) -> None:

@@ -20,13 +20,9 @@ _SILENCE = 20.0
 
 
 class Stages:
-    """Prints where a work is; a `linattn_lab.pace.Watch`.
+    """Prints where a work is; a `linattn_lab.pace.Watch`."""
 
-    Attributes:
-        pace: the work; None until it is known how much there is.
-    """
-
-    pace: Pace | None
+    pace: Pace | None  # the work; None until it is known how much there is
 
     def __init__(
         self,

@@ -39,23 +39,14 @@ _NAME, _RESUME, _CHECKPOINTS = "training", "resume", "checkpoints"
 
 
 class Asked(NamedTuple):
-    """What was asked for on the command line.
+    """What was asked for on the command line."""
 
-    Attributes:
-        text: files and folders; Python's own sources if there are none.
-        model: of the model.
-        config: of the training.
-        parts: of each text, for as many processes.
-        shard: whether each process has a part of the weights.
-        resume: whether a finished training is continued.
-    """
-
-    text: tuple[Path, ...]
-    model: LinearLMConfig
-    config: TrainConfig
-    parts: int
-    shard: bool
-    resume: bool
+    text: tuple[Path, ...]  # files and folders; Python's own sources if there are none
+    model: LinearLMConfig  # of the model
+    config: TrainConfig  # of the training
+    parts: int  # of each text, for as many processes
+    shard: bool  # whether each process has a part of the weights
+    resume: bool  # whether a finished training is continued
 
 
 def training(call: typer.Context, out: Path, asked: Asked) -> None:

@@ -14,51 +14,33 @@ UNIFORM = "averaging the values"
 
 @dataclass(frozen=True)
 class Axes:
-    """How a claim's figures are drawn.
+    """How a claim's figures are drawn."""
 
-    Attributes:
-        x: what the abscissa is, with its unit.
-        y: what the values are, with their unit.
-        log_x: whether the abscissa is logarithmic.
-        log_y: whether the values are.
-        names: names of the abscissae 0, 1, 2, … where they are no numbers but cases.
-    """
-
-    x: str
-    y: str
-    log_x: bool = False
-    log_y: bool = False
-    names: tuple[str, ...] = ()
+    x: str  # what the abscissa is, with its unit
+    y: str  # what the values are, with their unit
+    log_x: bool = False  # whether the abscissa is logarithmic
+    log_y: bool = False  # whether the values are
+    names: tuple[str, ...] = ()  # names of the abscissae 0, 1, 2, … where they are no numbers but cases
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number.
+    """One measured number."""
 
-    Attributes:
-        value: as measured, or as counted.
-        standard_error: of the value, where it was sampled.
-        expected: what theory, or the claim itself, says it is; None where there is nothing to compare with.
-    """
-
-    value: float
-    standard_error: float | None = None
+    value: float  # as measured, or as counted
+    standard_error: float | None = None  # of the value, where it was sampled
+    # what theory, or the claim itself, says it is; None where there is nothing to compare with
     expected: float | None = None
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One figure still to be taken.
+    """One figure still to be taken."""
 
-    Attributes:
-        series: which curve the figure belongs to; `EXACT` and `UNIFORM` are the two baselines.
-        x: its abscissa; no two measurements of a claim share both.
-        take: takes it: a function of the configuration alone, whatever was measured before, so that an interrupted run
-            goes on to the same figures.
-    """
-
-    series: str
-    x: float
+    series: str  # which curve the figure belongs to; `EXACT` and `UNIFORM` are the two baselines
+    x: float  # its abscissa; no two measurements of a claim share both
+    # takes it: a function of the configuration alone, whatever was measured before, so that an interrupted run goes on
+    # to the same figures
     take: Callable[[], Figure]
 
 
@@ -87,17 +69,11 @@ class FigureRow:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the figures say of a claim.
+    """What the figures say of a claim."""
 
-    Attributes:
-        status: "holds", "fails", or "undecided" where the sampling error is too large to tell.
-        figure: one sentence with the figure that decides.
-        tolerance: one sentence: how far the figure may lie from the claim, and where that comes from.
-    """
-
-    status: Status
-    figure: str
-    tolerance: str
+    status: Status  # "holds", "fails", or "undecided" where the sampling error is too large to tell
+    figure: str  # one sentence with the figure that decides
+    tolerance: str  # one sentence: how far the figure may lie from the claim, and where that comes from
 
 
 class Experiment(Protocol):

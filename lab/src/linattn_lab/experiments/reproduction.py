@@ -22,15 +22,10 @@ def _silent(name: str) -> None:
 
 @dataclass(frozen=True)
 class Crash:
-    """An experiment that ended in an error; its other figures are kept, and the next run tries again.
+    """An experiment that ended in an error; its other figures are kept, and the next run tries again."""
 
-    Attributes:
-        claim: its name.
-        trace: where it happened, as Python prints it.
-    """
-
-    claim: str
-    trace: str
+    claim: str  # its name
+    trace: str  # where it happened, as Python prints it
 
 
 class Reproduction:

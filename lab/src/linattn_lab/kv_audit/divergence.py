@@ -11,33 +11,20 @@ _ROWS = 64
 
 
 class Divergence(NamedTuple):
-    """Of one model's next-token distributions from another's, position by position, (n,) each in float64.
+    """Of one model's next-token distributions from another's, position by position, (n,) each in float64."""
 
-    Attributes:
-        kl: KL divergence of the approximate distribution from the exact one, in nats.
-        loss: negative logarithm of what the approximate one gives the next token.
-        same: 1 where both have the same likeliest token.
-    """
-
-    kl: Tensor
-    loss: Tensor
-    same: Tensor
+    kl: Tensor  # KL divergence of the approximate distribution from the exact one, in nats
+    loss: Tensor  # negative logarithm of what the approximate one gives the next token
+    same: Tensor  # 1 where both have the same likeliest token
 
 
 class Tails(NamedTuple):
-    """KL divergence over the positions of a text.
+    """KL divergence over the positions of a text."""
 
-    Attributes:
-        mean: over all positions.
-        median: of them.
-        high: the 99 % quantile.
-        largest: at any position.
-    """
-
-    mean: float
-    median: float
-    high: float
-    largest: float
+    mean: float  # over all positions
+    median: float  # of them
+    high: float  # the 99 % quantile
+    largest: float  # at any position
 
 
 def divergence(exact: Tensor, approximate: Tensor, following: Tensor) -> Divergence:

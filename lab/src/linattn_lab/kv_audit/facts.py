@@ -26,29 +26,18 @@ MOST_FACTS = len(_THINGS) // len(DEPTHS)
 
 
 class Question(NamedTuple):
-    """Where an answer is expected.
+    """Where an answer is expected."""
 
-    Attributes:
-        start: position of its first token.
-        stop: after its last.
-        depth: where it was told, as a share of the text.
-    """
-
-    start: int
-    stop: int
-    depth: float
+    start: int  # position of its first token
+    stop: int  # after its last
+    depth: float  # where it was told, as a share of the text
 
 
 class Facts(NamedTuple):
-    """A text with questions at its end.
+    """A text with questions at its end."""
 
-    Attributes:
-        tokens: (1, L).
-        questions: in the order of their answers.
-    """
-
-    tokens: Tensor
-    questions: tuple[Question, ...]
+    tokens: Tensor  # (1, L)
+    questions: tuple[Question, ...]  # in the order of their answers
 
     @property
     def last(self) -> int:

@@ -37,15 +37,10 @@ _TRIED = 128
 
 
 class MemoryAudit:
-    """A causal language model and texts, ready to be measured.
+    """A causal language model and texts, ready to be measured."""
 
-    Attributes:
-        header: the circumstances, complete before anything is measured.
-        methods: what is measured, the full cache first.
-    """
-
-    header: MemoryHeader
-    methods: list[Method]
+    header: MemoryHeader  # the circumstances, complete before anything is measured
+    methods: list[Method]  # what is measured, the full cache first
 
     def __init__(
         self,

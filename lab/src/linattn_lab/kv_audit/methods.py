@@ -64,23 +64,14 @@ DEFAULT_KINDS = tuple(kind for kind in KINDS if ".5" not in kind)
 
 
 class Bounded(NamedTuple):
-    """The layers of a model that a cache bounds.
+    """The layers of a model that a cache bounds."""
 
-    Attributes:
-        numbers: of their attention modules.
-        names: of these modules.
-        num_exact: layers that keep transformers' own cache, such as those with a sliding window.
-        num_heads: query heads of a layer.
-        num_key_heads: key/value heads of a layer.
-        sizes: of their keys and values.
-    """
-
-    numbers: tuple[int, ...]
-    names: tuple[str, ...]
-    num_exact: int
-    num_heads: int
-    num_key_heads: int
-    sizes: Sizes
+    numbers: tuple[int, ...]  # of their attention modules
+    names: tuple[str, ...]  # of these modules
+    num_exact: int  # layers that keep transformers' own cache, such as those with a sliding window
+    num_heads: int  # query heads of a layer
+    num_key_heads: int  # key/value heads of a layer
+    sizes: Sizes  # of their keys and values
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Bounded:
@@ -108,21 +99,13 @@ class Bounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """What keeps the keys and values.
+    """What keeps the keys and values."""
 
-    Attributes:
-        name: of its kind.
-        label: its written form.
-        budget: in exact keys; 0 for none.
-        config: of every bounded layer; None for baselines and plans.
-        plan: file of a plan; None for others.
-    """
-
-    name: str
-    label: str
-    budget: int = NO_BUDGET
-    config: MergedKV | None = None
-    plan: Path | None = None
+    name: str  # of its kind
+    label: str  # its written form
+    budget: int = NO_BUDGET  # in exact keys; 0 for none
+    config: MergedKV | None = None  # of every bounded layer; None for baselines and plans
+    plan: Path | None = None  # file of a plan; None for others
 
     def cache(self, model: PreTrainedModel) -> Cache:
         """A cache of no tokens yet."""

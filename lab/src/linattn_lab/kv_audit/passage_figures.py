@@ -36,13 +36,9 @@ class _Exact(NamedTuple):
 
 
 class Passage:
-    """A passage, read under the full cache once a figure is asked for.
+    """A passage, read under the full cache once a figure is asked for."""
 
-    Attributes:
-        num_tokens: L.
-    """
-
-    num_tokens: int
+    num_tokens: int  # L
 
     def __init__(self, loaded: LoadedModel, tokens: Tensor, chunk: int) -> None:
         """Nothing is read yet.

@@ -15,15 +15,10 @@ _FEWEST = 48
 
 
 class TokenText(NamedTuple):
-    """A text in tokens.
+    """A text in tokens."""
 
-    Attributes:
-        opening: tokens before any text of the model's, such as one that begins a text.
-        content: (n,) the text's own.
-    """
-
-    opening: Tensor
-    content: Tensor
+    opening: Tensor  # tokens before any text of the model's, such as one that begins a text
+    content: Tensor  # (n,) the text's own
 
     @classmethod
     def of(cls, loaded: LoadedModel, text: Text) -> TokenText:

@@ -18,27 +18,17 @@ _RUNNERS_UP = 1
 
 
 class Choice(NamedTuple):
-    """What a layer keeps.
+    """What a layer keeps."""
 
-    Attributes:
-        name: of a candidate.
-        num_keys: the layer's own budget, in exact keys.
-    """
-
-    name: str
-    num_keys: int
+    name: str  # of a candidate
+    num_keys: int  # the layer's own budget, in exact keys
 
 
 class Trial(NamedTuple):
-    """What was measured end to end.
+    """What was measured end to end."""
 
-    Attributes:
-        choices: of each layer.
-        kl: from the exact model.
-    """
-
-    choices: tuple[Choice, ...]
-    kl: float
+    choices: tuple[Choice, ...]  # of each layer
+    kl: float  # from the exact model
 
 
 Measure = Callable[[tuple[Choice | None, ...]], float]

@@ -12,27 +12,17 @@ from linattn.hf import Cache, PreTrainedModel
 
 
 class Reading(NamedTuple):
-    """What a model predicts after the last tokens of a text.
+    """What a model predicts after the last tokens of a text."""
 
-    Attributes:
-        logs: (n, V), logarithms of the next token's probabilities, at least float32.
-        seconds: of reading the text.
-    """
-
-    logs: Tensor
-    seconds: float
+    logs: Tensor  # (n, V), logarithms of the next token's probabilities, at least float32
+    seconds: float  # of reading the text
 
 
 class Writing(NamedTuple):
-    """What a model writes.
+    """What a model writes."""
 
-    Attributes:
-        tokens: (n,), each the likeliest.
-        seconds: of writing them.
-    """
-
-    tokens: Tensor
-    seconds: float
+    tokens: Tensor  # (n,), each the likeliest
+    seconds: float  # of writing them
 
 
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache, *, last: int, chunk: int) -> Reading:

@@ -79,78 +79,44 @@ class MemoryHeader:
 
 @dataclass(frozen=True)
 class PassageRow:
-    """One method on one passage: what it loses, keeps and takes.
+    """One method on one passage: what it loses, keeps and takes."""
 
-    Attributes:
-        text: kind of the text.
-        passage: its number, from 0.
-        num_tokens: of the passage.
-        method: its name.
-        label: its written form.
-        budget: in exact keys; 0 for none.
-        num_bytes: what all bounded layers keep after the passage.
-        unmerged: share of the passage's tokens that fit before any are merged or evicted.
-        peak_bytes: the same and the most that reading one more chunk allocates beside.
-        prefill_seconds: of reading the passage.
-        tokens_per_second: of writing after it.
-        kl: KL divergence from the full cache, nats, mean over the last tokens.
-        kl_median: median of them.
-        kl_high: the 99 % quantile.
-        kl_largest: the largest.
-        perplexity: of the last tokens.
-        same: share of the last tokens at which the likeliest next one is the full cache's.
-        parted: tokens of the greedy text before it leaves the full cache's; all of them where it does not.
-        agreement: share of the greedy text's tokens that are the full cache's at their place.
-        ending: the passage's last words; empty in files of earlier versions.
-        written: the greedy text after them; empty in files of earlier versions.
-    """
-
-    text: str
-    passage: int
-    num_tokens: int
-    method: str
-    label: str
-    budget: int
-    num_bytes: int
-    unmerged: float
-    peak_bytes: int
-    prefill_seconds: float
-    tokens_per_second: float
-    kl: float
-    kl_median: float
-    kl_high: float
-    kl_largest: float
-    perplexity: float
-    same: float
-    parted: int
-    agreement: float
-    ending: str = ""
-    written: str = ""
+    text: str  # kind of the text
+    passage: int  # its number, from 0
+    num_tokens: int  # of the passage
+    method: str  # its name
+    label: str  # its written form
+    budget: int  # in exact keys; 0 for none
+    num_bytes: int  # what all bounded layers keep after the passage
+    unmerged: float  # share of the passage's tokens that fit before any are merged or evicted
+    peak_bytes: int  # the same and the most that reading one more chunk allocates beside
+    prefill_seconds: float  # of reading the passage
+    tokens_per_second: float  # of writing after it
+    kl: float  # KL divergence from the full cache, nats, mean over the last tokens
+    kl_median: float  # median of them
+    kl_high: float  # the 99 % quantile
+    kl_largest: float  # the largest
+    perplexity: float  # of the last tokens
+    same: float  # share of the last tokens at which the likeliest next one is the full cache's
+    parted: int  # tokens of the greedy text before it leaves the full cache's; all of them where it does not
+    agreement: float  # share of the greedy text's tokens that are the full cache's at their place
+    ending: str = ""  # the passage's last words; empty in files of earlier versions
+    written: str = ""  # the greedy text after them; empty in files of earlier versions
 
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One method on one text of a retrieval task.
+    """One method on one text of a retrieval task."""
 
-    Attributes:
-        task: its name.
-        sample: number of the text, from 0.
-        num_tokens: of the text at most.
-        method: its name.
-        label: its written form.
-        budget: in exact keys; 0 for none.
-        depths: of each question, where its answer stands, as a share of the text; empty where that is not told.
-        hits: of each question, the share of its answer that is right.
-    """
-
-    task: str
-    sample: int
-    num_tokens: int
-    method: str
-    label: str
-    budget: int
+    task: str  # its name
+    sample: int  # number of the text, from 0
+    num_tokens: int  # of the text at most
+    method: str  # its name
+    label: str  # its written form
+    budget: int  # in exact keys; 0 for none
+    # of each question, where its answer stands, as a share of the text; empty where that is not told
     depths: list[float]
-    hits: list[float]
+    hits: list[float]  # of each question, the share of its answer that is right
 
     @property
     def score(self) -> float:

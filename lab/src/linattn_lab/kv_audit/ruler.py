@@ -40,17 +40,11 @@ _HOPS, _NUM_COMMON, _OFTEN, _SELDOM, _EXPONENT = 4, 10, 30, 3, 2.0
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text that ends where its answer begins.
+    """A text that ends where its answer begins."""
 
-    Attributes:
-        text: the prompt.
-        answers: what the answer has to name.
-        num_written: tokens of an answer at most.
-    """
-
-    text: str
-    answers: tuple[str, ...]
-    num_written: int
+    text: str  # the prompt
+    answers: tuple[str, ...]  # what the answer has to name
+    num_written: int  # tokens of an answer at most
 
     def score(self, answer: str) -> float:
         """The share of the answers that a text names, in upper or lower case.

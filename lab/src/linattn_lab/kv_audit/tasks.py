@@ -21,21 +21,13 @@ TASKS = (FACTS, *RULER)
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """The tasks of one model.
+    """The tasks of one model."""
 
-    Attributes:
-        loaded: the model and its tokenizer.
-        text: what stands between facts.
-        num_samples: texts of each task and length.
-        num_facts: facts of each depth.
-        chunk: tokens of a forward pass.
-    """
-
-    loaded: LoadedModel
-    text: TokenText
-    num_samples: int
-    num_facts: int
-    chunk: int
+    loaded: LoadedModel  # the model and its tokenizer
+    text: TokenText  # what stands between facts
+    num_samples: int  # texts of each task and length
+    num_facts: int  # facts of each depth
+    chunk: int  # tokens of a forward pass
 
     def check(self, name: str, num_tokens: int) -> None:
         """ValueError if a task does not fit into so many tokens, or the text is too short for it."""

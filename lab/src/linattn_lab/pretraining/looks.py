@@ -22,14 +22,10 @@ _LOOK_SHARE, _TEST_SHARE = 1 / 13, 1 / 20
 
 @dataclass(frozen=True)
 class Looks:
-    """How many windows a look reads.
+    """How many windows a look reads."""
 
-    Attributes:
-        num_windows: windows of a look.
-        seconds: of a window, where the budget is a time; None where it is a number of steps, which no clock changes.
-    """
-
-    num_windows: int
+    num_windows: int  # windows of a look
+    # of a window, where the budget is a time; None where it is a number of steps, which no clock changes
     seconds: float | None = None
 
     @classmethod

@@ -25,16 +25,11 @@ from linattn.training import Processes
 
 @dataclass(frozen=True)
 class Share:
-    """This process's windows, and its part of each.
+    """This process's windows, and its part of each."""
 
-    Attributes:
-        processes: all of them: consecutive ones share a text.
-        num_parts: into how many parts a text is cut, for as many processes.
-        is_sharded: whether each process keeps a part of the weights, of their gradients and of the optimiser's moments.
-    """
-
-    processes: Processes
-    num_parts: int = 1
+    processes: Processes  # all of them: consecutive ones share a text
+    num_parts: int = 1  # into how many parts a text is cut, for as many processes
+    # whether each process keeps a part of the weights, of their gradients and of the optimiser's moments
     is_sharded: bool = False
 
     def check(self, context: int, batch_size: int) -> None:

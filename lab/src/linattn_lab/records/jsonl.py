@@ -26,17 +26,11 @@ _REMEDY = "move the file away and measure again"
 
 @dataclass(frozen=True)
 class Form(Generic[H, R]):
-    """Form of one sort of file, with its reader and writer.
+    """Form of one sort of file, with its reader and writer."""
 
-    Attributes:
-        subject: what the file is, with its article, for messages.
-        header: the dataclass of the first line.
-        rows: the dataclasses of the other lines by the names of their kinds.
-    """
-
-    subject: str
-    header: type[H]
-    rows: Mapping[str, type[R]]
+    subject: str  # what the file is, with its article, for messages
+    header: type[H]  # the dataclass of the first line
+    rows: Mapping[str, type[R]]  # the dataclasses of the other lines by the names of their kinds
 
     def write(self, path: Path, header: H, rows: Iterable[R]) -> None:
         """Write a file, row by row as it is measured, under a temporary name until it is whole.
