@@ -13,9 +13,6 @@ def set_aside(file: Path) -> Path:
 
     A copy: whenever what follows ends, either the old file or the new one is whole under its name.
 
-    Raises:
-        OSError: if it cannot be copied.
-
     Example:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "a.jsonl"

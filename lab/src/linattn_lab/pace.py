@@ -88,9 +88,6 @@ class Pace:
     def words(self) -> str:
         """The share done and both times, in words.
 
-        Returns:
-            The text.
-
         Example:
             >>> ticks = iter([0.0, 65.0, 65.0])
             >>> pace = Pace(10, clock=lambda: next(ticks))

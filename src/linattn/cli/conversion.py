@@ -34,14 +34,7 @@ from linattn.training import Progress, launched
 
 
 def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig) -> None:
-    """Convert a model into a new folder, and print both tables.
-
-    Args:
-        call: the command, which all processes must share.
-        model: name or folder.
-        out: the new folder.
-        config: all else.
-    """
+    """Convert a model into a new folder, and print both tables."""
     with (
         launched() as processes,
         shared_folder("converting a model", processes, out, call) as (console, work),

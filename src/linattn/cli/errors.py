@@ -23,9 +23,6 @@ def error_line(error: Exception, command: str, options: Mapping[str, str]) -> st
         command: its name.
         options: by the names of the function's parameters, for errors that begin with one.
 
-    Returns:
-        The line.
-
     Example:
         >>> error_line(ValueError("num_tokens must be at least 1, got 0"), "convert", {"num_tokens": "--tokens"})
         'linattn convert: --tokens must be at least 1, got 0'

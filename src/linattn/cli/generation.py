@@ -38,15 +38,7 @@ class Draws(NamedTuple):
 
 
 def generation(model: str, prompt: str | TextIO, *, num_tokens: int, draws: Draws, keeping: Keeping | None) -> None:
-    """Write a text's next tokens to the standard output, and figures to the standard error.
-
-    Args:
-        model: name, folder or file.
-        prompt: a text, which is written first, or an open file with one.
-        num_tokens: at most.
-        draws: how they are drawn.
-        keeping: options of a bounded cache; None for the cache that the model has.
-    """
+    """Write a text's next tokens to the standard output, and figures to the standard error."""
     console = Console(stderr=True)
     written: list[int] = []
     with ending(console, lambda: f"{len(written):,} tokens were written."):

@@ -38,12 +38,7 @@ def new_folder(doing: str, console: Console, out: Path, *, is_continued: bool = 
 def shared_folder(
     doing: str, processes: Processes, out: Path, call: typer.Context, *, is_continued: bool = False
 ) -> Iterator[tuple[Console, Path | None]]:
-    """A console, and the folder of `new_folder`; of several processes all but the first have no folder, and are silent.
-
-    Raises:
-        typer.Exit, OSError: as `new_folder`.
-        ValueError: processes were started with different arguments.
-    """
+    """A console, and the folder of `new_folder`; all processes but the first have no folder, and are silent."""
     console = console_of(processes)
     # Before anything of the first process's can fail while the others wait.
     check_same_options(processes, call)

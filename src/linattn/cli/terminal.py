@@ -35,9 +35,6 @@ def console_of(processes: Processes) -> Console:
 def of_option(option: str) -> Iterator[None]:
     """Let errors inside the block begin with an option's name.
 
-    Raises:
-        ValueError: where the block does.
-
     Example:
         >>> with of_option("--budget"):
         ...     int("many")
@@ -52,11 +49,7 @@ def of_option(option: str) -> Iterator[None]:
 
 @contextmanager
 def ending(console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
-    """Turn an interrupt inside the block into a message and an exit code.
-
-    Raises:
-        typer.Exit: after an interrupt, with 130.
-    """
+    """Turn an interrupt inside the block into a message and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:

@@ -25,12 +25,6 @@ class Exponents(nn.Module):
         weight: W, (m, D) or (H, m, D), float32 to begin with.
         bias: b, (m,) or (H, m).
         curvature: c, of the same shape, or None.
-
-    Args:
-        weight: where W starts.
-        scale: the square of the factor on x.
-        bias: where every b_i starts.
-        curvature: where every c_i starts; None for none.
     """
 
     def __init__(self, weight: Tensor, *, scale: float, bias: float = 0.0, curvature: float | None = None) -> None:

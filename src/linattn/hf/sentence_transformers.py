@@ -88,16 +88,6 @@ def with_model(source: str, model: PreTrainedModel) -> SentenceTransformer:
 
     Cost: reading the weights that are replaced.
 
-    Args:
-        source: the folder, or the hub name, of a SentenceTransformer.
-        model: takes the place of its first module's model.
-
-    Returns:
-        A SentenceTransformer on the CPU, which `save_pretrained` takes if the model is linearized.
-
-    Raises:
-        TypeError: if the first module holds no transformers model.
-
     Example:
         >>> from linattn.hf.loading import load
         >>> loaded = load()

@@ -32,9 +32,6 @@ def to_json(value: Any, *, finite: bool = True) -> Any:
         finite: False writes the numbers that JSON does not have as the texts "inf", "-inf" and "nan"; True leaves them,
             for a writer that refuses them.
 
-    Returns:
-        Dictionaries, lists and plain values.
-
     Example:
         >>> from dataclasses import make_dataclass
         >>> to_json([make_dataclass("Cake", ["eggs"])(3), float("inf")], finite=False)

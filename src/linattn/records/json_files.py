@@ -12,10 +12,6 @@ from linattn.records.atomic import atomic_file
 def write_json(path: Path, values: Any) -> None:
     """Write plain values, as `to_json` gives them, as a file that is whole or absent.
 
-    Raises:
-        ValueError: if a number is not finite.
-        OSError: if the file cannot be written.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "a.json"
@@ -52,9 +48,6 @@ def read_json(path: Path, kind: str, remedy: str) -> Any:
 
 def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, Any]:
     """A JSON file that holds one record of a kind and a version.
-
-    Raises:
-        ValueError: if the file is no JSON, or of another kind or version.
 
     Example:
         >>> import tempfile

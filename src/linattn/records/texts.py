@@ -29,10 +29,6 @@ class Text:
 def read_text(file: str | os.PathLike[str] | None = None) -> Text:
     """A text file, or the English prose that comes with Python: the language reference as pydoc's topics hold it.
 
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file holds no text, or none in UTF-8.
-
     Example:
         >>> read_text().content.split()[:4]
         ['Objects,', 'values', 'and', 'types']

@@ -21,11 +21,6 @@ class Kept:
     def __init__(self, rows: Sequence[AuditRow], *, heads: Sequence[int], ranks: Sequence[int]) -> None:
         """Leave out what an early end has cut short.
 
-        Args:
-            rows: as they were in the file.
-            heads: query heads of each layer.
-            ranks: ranks measured on each layer's heads.
-
         Example:
             >>> from linattn_lab.audit.records import RankRow
             >>> one = RankRow(0, 0, 1, 3, 0.5)

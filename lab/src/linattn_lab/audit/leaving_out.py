@@ -21,15 +21,6 @@ _LENGTH = 8192
 def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: float, num_tokens: int) -> dict[str, str]:
     """Methods that keep more numbers than exact attention does, at 8,192 tokens and at the text's own length.
 
-    Args:
-        grid: the methods and widths.
-        widths: (D, Dv) of the model's layers.
-        scale: factor of q·k in the exponent.
-        num_tokens: L.
-
-    Returns:
-        Why each such method is left out, by its written form.
-
     Example:
         >>> from linattn.methods.method import parse_method
         >>> wanted = AuditGrid((parse_method("Taylor(order=1)"), parse_method("Taylor(order=2)")))

@@ -81,10 +81,6 @@ class Audit:
             num_tokens: tokens to read, special tokens included.
             leave_out: whether methods whose state cannot pay on this model's heads are left out; the header says why.
             watch: told what begins.
-
-        Raises:
-            ValueError: if the text gives fewer than 8 tokens, a map refuses its arguments, or the model cannot be
-                intercepted.
         """
         inputs = loaded.encode(text.content, num_tokens)
         length = inputs["input_ids"].shape[1]
@@ -136,26 +132,12 @@ class Audit:
         )
 
     def kept(self, rows: Sequence[AuditRow]) -> Kept:
-        """What of an earlier run's rows need not be measured again.
-
-        Args:
-            rows: written under the same header.
-
-        Returns:
-            Those of all that was measured to its end.
-        """
+        """What of an earlier run's rows need not be measured again."""
         heads = [layer.call.query.shape[1] for layer in self._layers]
         return Kept(rows, heads=heads, ranks=ranks(self._layers[0]))
 
     def work(self, kept: Kept) -> tuple[float, float]:
-        """All work, and what of it an earlier run has done, roughly: one layer's exact answers are 1.
-
-        Args:
-            kept: what need not be measured again.
-
-        Returns:
-            Both.
-        """
+        """All work, and what of it an earlier run has done, roughly: one layer's exact answers are 1."""
         units = list(self._units(kept))
         done = sum(unit.work for unit in units if unit.is_done)
         if any(isinstance(row, LengthsRow) for row in kept.rows):
@@ -177,9 +159,6 @@ class Audit:
         Args:
             kept: what need not be measured again; nothing of it is yielded.
             watch: told what begins and what is done.
-
-        Returns:
-            An iterator that measures as it goes; a configuration's `ModelRow` is its last row.
         """
         kept = self.kept([]) if kept is None else kept
         found = list(kept.rows)

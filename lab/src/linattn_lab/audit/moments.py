@@ -37,9 +37,6 @@ def pair_moments(
         first_query: queries before this one are left out.
         is_causal: whether query i attends only to keys j ≤ i.
 
-    Returns:
-        `PairMoments`, one value per query head.
-
     Raises:
         ValueError: if `scale` is not positive, or queries and keys differ in number.
 
@@ -86,9 +83,6 @@ def logit_std(log_exact: Tensor, visible: Tensor) -> Tensor:
     Args:
         log_exact: (B, H, n, Lk), logarithms of the exact weights of chosen queries, −inf where not visible.
         visible: (n, Lk) bool.
-
-    Returns:
-        (H,) float64.
 
     Example:
         >>> rows = torch.tensor([[[[1.0, 3.0, -torch.inf]]]])

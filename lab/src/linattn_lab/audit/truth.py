@@ -79,13 +79,7 @@ class LayerTruth:
     """
 
     def __init__(self, call: Call, *, first: int, num_rows: int) -> None:
-        """Compute the exact answers once, in float64.
-
-        Args:
-            call: a recorded call with B = 1 and no padding.
-            first: first measured query.
-            num_rows: how many attention rows to compare, spread evenly over the measured queries.
-        """
+        """Compute the exact answers once, in float64."""
         self.call, self.first = call, first
         length = call.query.shape[2]
         self.query_index = torch.linspace(first, length - 1, min(num_rows, length - first)).round().long()
@@ -117,12 +111,6 @@ class LayerTruth:
 
         Cost: one linear attention, O(H L R (D + Dv)), and n rows of the implied matrix, O(H (L + n) R D + H n L R);
         beside a window all rows, O(H L R (D + L)).
-
-        Args:
-            built: a method with a map for this head width and scale, fitted if it needs to be.
-
-        Returns:
-            A `HeadErrors`.
 
         Example:
             >>> from linattn.hf import AttentionCall
@@ -170,9 +158,6 @@ class LayerTruth:
 
         Args:
             ranks: r ≥ 1; a rank beyond the matrix's leaves rounding.
-
-        Returns:
-            (len(ranks), H).
 
         Example:
             >>> from linattn.hf import AttentionCall

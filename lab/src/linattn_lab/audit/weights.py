@@ -26,12 +26,6 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 def explored_heads(num_heads: Sequence[int]) -> list[list[int]]:
     """The heads whose rows are kept.
 
-    Args:
-        num_heads: query heads of each layer.
-
-    Returns:
-        Their numbers, layer by layer.
-
     Example:
         >>> explored_heads([2, 2])
         [[0, 1], [0, 1]]
@@ -61,9 +55,6 @@ def weights_row(
         heads: whose rows are kept.
         queries: numbers of the tokens that attend.
         weights: (H, n, L), of all heads.
-
-    Returns:
-        The row.
 
     Example:
         >>> weights_row("exact", None, 0, [0], [1], torch.tensor([[[0.25, 0.75, -1.0, float("nan")]]])).rows

@@ -30,15 +30,7 @@ class WholeModel:
         first: int,
         names: Collection[str],
     ) -> None:
-        """Nothing is measured yet.
-
-        Args:
-            model: as it is.
-            inputs: of its forward pass, one text.
-            output: its own, (1, L, E).
-            first: number of the first token that is measured.
-            names: of the attention modules that are audited.
-        """
+        """Nothing is measured yet."""
         self._model, self._inputs, self._output, self._first, self._names = model, inputs, output, first, names
 
     def end_to_end(self, label: str, features: int | None, draw: int, answer: Answer) -> ModelRow:

@@ -60,10 +60,6 @@ def draw_inputs(settings: Settings, length: int) -> Inputs:
 def fitted_method(settings: Settings, inputs: Inputs) -> BuiltMethod:
     """The method, its map fitted on these inputs where it takes statistics, so that no call has to take them.
 
-    Raises:
-        ValueError: if the map refuses its arguments.
-        TypeError: if the map cannot be wrapped so.
-
     Example:
         >>> settings = Settings(map="Centred(Taylor(order=1))", heads=2, head_dim=4)
         >>> fitted_method(settings, draw_inputs(settings, 8)).feature_map.key_mean.shape

@@ -31,10 +31,6 @@ class Bench:
         Args:
             settings: what to measure.
             exact_limit: exact attention is left out from the length on where one call would take more seconds.
-
-        Raises:
-            ValueError: if the map refuses its arguments, or the method such calls.
-            TypeError: if the map cannot be wrapped so.
         """
         self._settings = settings
         built = settings.build()
@@ -67,9 +63,6 @@ class Bench:
     def operations(self, length: int) -> float:
         """Floating-point operations of one call of each contender, for an estimate of the time left.
 
-        Args:
-            length: L.
-
         Returns:
             The count; exact attention is counted even where it will be left out.
 
@@ -91,13 +84,6 @@ class Bench:
         Args:
             kept: rows measured before, under the same header.
             announce: told in words what begins.
-
-        Returns:
-            An iterator that measures as it goes, one row per length.
-
-        Raises:
-            ValueError: if a result is wrong (see `verify`).
-            RuntimeError: if memory runs out, or a process that measures it fails.
 
         Example:
             >>> bench = Bench(Settings(lengths=(8, 16), heads=1, head_dim=4, memory=False))

@@ -79,10 +79,6 @@ class Settings:
         Returns:
             A method at the softmax temperature D**-0.5, unless its written form says otherwise.
 
-        Raises:
-            ValueError: if the map refuses its arguments, or the method a call of these lengths and this direction.
-            TypeError: if the map cannot be wrapped so.
-
         Example:
             >>> Settings(map="Taylor(order=1)", head_dim=4).build().num_features
             5
@@ -97,9 +93,6 @@ class Settings:
         """The largest relative error at which a result counts as correct.
 
         1e-4 for what happens in float32, plus eps / 2 where the result is rounded to a dtype of 16 bits.
-
-        Args:
-            built: the method measured.
 
         Returns:
             The bound; None for a signed map, whose normaliser may cross zero and magnify any rounding.

@@ -15,17 +15,6 @@ from linattn.records.tables import Table
 def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
     """Different positive whole numbers separated by commas, in ascending order.
 
-    Args:
-        text: what was written.
-        option: the option's name, for the message.
-        example: what could have been written.
-
-    Returns:
-        The numbers.
-
-    Raises:
-        typer.BadParameter: if the text is no such list.
-
     Example:
         >>> whole_numbers("256,64", "--features", "64,256")
         (64, 256)

@@ -21,12 +21,7 @@ _WIDE = 112
 
 
 def benchmark(settings: Settings, out: Path) -> None:
-    """Write bench.jsonl and the page, and print the figures.
-
-    Args:
-        settings: what to measure.
-        out: the folder.
-    """
+    """Write bench.jsonl and the page, and print the figures."""
     console = Console()
     records = out / "bench.jsonl"
     with ending(console, lambda: _what_is_left(partial_path(records))):

@@ -29,17 +29,7 @@ def list_claims() -> None:
 
 
 def measure_claims(claims: Sequence[str], out: Path, *, setting: Setting, again: bool) -> None:
-    """Write claims.jsonl and the page, and print the verdicts.
-
-    Args:
-        claims: names; all if there are none.
-        out: the folder.
-        setting: "quick" or "full".
-        again: whether to take again what was taken.
-
-    Raises:
-        typer.Exit: with 1, if an experiment crashed or could not decide.
-    """
+    """Write claims.jsonl and the page, and print the verdicts."""
     console = Console()
     file = out / "claims.jsonl"
     with ending(console, lambda: _what_is_left(file, out)):

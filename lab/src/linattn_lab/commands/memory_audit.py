@@ -54,14 +54,7 @@ class Asked:
 
 
 def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *, is_first: bool = True) -> None:
-    """Measure, write memory.jsonl and the page, and print the figures.
-
-    Args:
-        asked: what was asked for.
-        others: options of the other audit, which are refused here, by their names.
-        console: where it is told.
-        is_first: whether this process writes; others measure their share.
-    """
+    """Measure, write memory.jsonl and the page, and print the figures."""
     records = asked.out / "memory.jsonl"
     left = partial(_what_is_left, records, asked.out) if is_first else str
     with ending(console, left), interrupts() as pressed:

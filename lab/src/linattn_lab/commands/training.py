@@ -50,13 +50,7 @@ class Asked(NamedTuple):
 
 
 def training(call: typer.Context, out: Path, asked: Asked) -> None:
-    """Train a model into a new folder, or one that holds a finished training, and print the figures.
-
-    Args:
-        call: the command, which all processes must share.
-        out: the folder.
-        asked: all else.
-    """
+    """Train a model into a new folder, or one that holds a finished training, and print the figures."""
     config, resume = asked.config, asked.resume
     with (
         launched() as processes,

@@ -38,15 +38,7 @@ class Reproduction:
     """
 
     def __init__(self, names: Sequence[str], setting: Setting) -> None:
-        """Choose.
-
-        Args:
-            names: of experiments; all where empty.
-            setting: "quick" or "full".
-
-        Raises:
-            ValueError: if there is no experiment of such a name.
-        """
+        """Choose."""
         unknown = [name for name in names if name not in EXPERIMENTS]
         if unknown:
             raise ValueError(f"no claim is called {', '.join(unknown)}; `linattn reproduce --list` names them all")
@@ -82,9 +74,6 @@ class Reproduction:
         Args:
             kept: what earlier runs of the same circumstances have taken; nothing of it is taken again.
             announce: told the name of each claim that begins.
-
-        Returns:
-            The new records. An experiment that ends in an error is noted in `crashes` and left.
 
         Example:
             >>> *figures, decision = Reproduction(["constant-time-lookup"], "quick").records([])

@@ -62,12 +62,6 @@ def facts(loaded: LoadedModel, text: TokenText, num_tokens: int, start: int, see
         start: the first token of the text that is taken.
         seed: of the numbers and their order.
         count: facts of a depth, at most `MOST_FACTS`.
-
-    Returns:
-        The text with its questions.
-
-    Raises:
-        ValueError: if the text is too short, or the questions leave no room for it.
     """
     draw = torch.Generator().manual_seed(seed)
     order = [_THINGS[place] for place in torch.randperm(len(_THINGS), generator=draw).tolist()]

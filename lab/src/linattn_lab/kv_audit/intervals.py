@@ -31,15 +31,8 @@ def paired_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio | Non
 
         exp(mean_i log(first_i / second_i)),   quantiles 2.5 % and 97.5 % of it over passages drawn with replacement
 
-    Args:
-        first: of each passage, a positive figure.
-        second: of the same passages, in the same order.
-
     Returns:
         A `Ratio`; None where there is no passage, or a figure is 0, which has no logarithm.
-
-    Raises:
-        ValueError: if they are not as many.
 
     Example:
         >>> paired_ratio([2.0, 4.0], [1.0, 2.0])  # twice as much on every passage

@@ -73,9 +73,6 @@ class MemoryAudit:
             num_facts: facts that are told at each depth.
             chunk: tokens of a forward pass.
             calibration: the text that plans will be made on, for the header; None for no plans.
-
-        Raises:
-            ValueError: if the model is no language model, a text too short, or a number or a name senseless.
         """
         _check(loaded, tasks, num_passages=num_passages, num_samples=num_samples, num_facts=num_facts, chunk=chunk)
         lengths = _lengths(loaded, lengths)
@@ -141,9 +138,6 @@ class MemoryAudit:
         Args:
             earlier: rows of an earlier run, which are not measured again.
             watch: told what begins, and of each row.
-
-        Returns:
-            An iterator that measures as it goes.
         """
         scores = {key_of(row): row.score for row in earlier if isinstance(row, TaskRow)}
         yield from in_rounds(self._units(set(map(key_of, earlier)), scores, watch), watch)

@@ -75,11 +75,7 @@ class Bounded(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Bounded:
-        """Those of a causal model that attend to all tokens; a few short forward passes.
-
-        Raises:
-            ValueError: if there are none, or their keys differ in width.
-        """
+        """Those of a causal model that attend to all tokens; a few short forward passes."""
         choose_layers(model)
         report = BoundedCache(model, config=MergedKV(window=1, num_merged=1, bits=None)).report
         layers = [layer for layer in report if layer.config is not None]
@@ -129,9 +125,6 @@ def methods(budgets: Iterable[int], kinds: Iterable[str], sizes: Sizes) -> tuple
     Returns:
         The methods, and by "name at budget" why others are left out.
 
-    Raises:
-        ValueError: if a budget is below 1, or a kind is neither a name nor a written form.
-
     Example:
         >>> several, _ = methods([512], ["sinks + window", "window 64 + merged 128"], Sizes(64, 64))
         >>> [method.label for method in several]
@@ -163,12 +156,6 @@ def largest(make: Callable[[int], MergedKV], budget: int, sizes: Sizes) -> Merge
         make: a configuration of a size of 1 or more, which keeps more bytes the larger it is.
         budget: in exact keys.
         sizes: of the layer.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ValueError: if the smallest one keeps more.
 
     Example:
         >>> largest(lambda size: MergedKV(64, size, bits=None), 512, Sizes(64, 64)).label

@@ -41,13 +41,7 @@ class Passage:
     num_tokens: int  # L
 
     def __init__(self, loaded: LoadedModel, tokens: Tensor, chunk: int) -> None:
-        """Nothing is read yet.
-
-        Args:
-            loaded: a causal language model and its tokenizer.
-            tokens: (1, L).
-            chunk: tokens of a forward pass.
-        """
+        """Nothing is read yet."""
         self.num_tokens = tokens.shape[1]
         self._model, self._tokens, self._chunk = loaded.model, tokens, chunk
         self._tokenizer = loaded.tokenizer
@@ -56,13 +50,6 @@ class Passage:
         """What a method loses, keeps and takes, by the names of a row's fields.
 
         Cost: a pass over the text, 64 steps, and a pass over a chunk under the profiler.
-
-        Args:
-            method: what keeps the keys and values.
-            full: a report on the layers that caches bound.
-
-        Returns:
-            The figures.
         """
         exact, last, memory = self._exact, len(self._exact.reading.logs), method.cache(self._model)
         with method.attending(self._model, [layer.module_name for layer in full]):

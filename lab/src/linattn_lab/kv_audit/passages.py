@@ -34,9 +34,6 @@ class TokenText(NamedTuple):
     def starts(self, num_tokens: int, count: int) -> list[int]:
         """Where `count` passages of so many tokens begin, evenly spaced, none overlapping.
 
-        Raises:
-            ValueError: if the text is too short for them.
-
         Example:
             >>> TokenText(torch.tensor([2]), torch.arange(100)).starts(11, 3)
             [0, 45, 90]
@@ -51,11 +48,7 @@ class TokenText(NamedTuple):
         return [room * number // max(count - 1, 1) for number in range(count)]
 
     def filler(self, start: int, size: int) -> Tensor:
-        """So many tokens from a place on, or from the last one that leaves so many.
-
-        Raises:
-            ValueError: if the text has fewer, or they are too few to put anything between them.
-        """
+        """So many tokens from a place on, or from the last one that leaves so many."""
         if not _FEWEST < size <= len(self.content):
             raise ValueError(
                 f"between what is told and what is asked there would be {size:,} tokens of the text; wanted are more "

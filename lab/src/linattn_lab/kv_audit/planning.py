@@ -46,14 +46,6 @@ def plan_memory(
 
     Cost: two forward passes, one per candidate, and two per bounded layer.
 
-    Args:
-        loaded: a causal language model with softmax attention.
-        text: one that is not measured.
-        budget: in exact keys and values, per layer and key/value head.
-        num_tokens: of the passage.
-        begin: told what is tried.
-        is_common: whether all layers are to have the same.
-
     Returns:
         A `MemoryPlan`, whose KL is the plain window's or lower.
 

@@ -26,18 +26,7 @@ class Writing(NamedTuple):
 
 
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache, *, last: int, chunk: int) -> Reading:
-    """Read a text chunk by chunk, as a long prompt is: the cache is bounded within the prefill already.
-
-    Args:
-        model: a causal language model.
-        tokens: (1, L).
-        cache: of the tokens before, to which these are added.
-        last: after how many of the last tokens predictions are wanted, at least 1.
-        chunk: tokens of one forward pass.
-
-    Returns:
-        A `Reading`.
-    """
+    """Read a text chunk by chunk, as a long prompt is: the cache is bounded within the prefill already."""
     length, parts, begin = tokens.shape[1], [], time.perf_counter()
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
@@ -51,17 +40,7 @@ def read(model: PreTrainedModel, tokens: Tensor, cache: Cache, *, last: int, chu
 
 
 def write(model: PreTrainedModel, first: Tensor, cache: Cache, count: int) -> Writing:
-    """Go on greedily for a number of tokens.
-
-    Args:
-        model: a causal language model.
-        first: (V,), the predictions after the text so far.
-        cache: of the text so far.
-        count: how many tokens.
-
-    Returns:
-        A `Writing`.
-    """
+    """Go on greedily for a number of tokens."""
     tokens, begin = [first.argmax()], time.perf_counter()
     for _ in range(count - 1):
         tokens.append(_logits(model, tokens[-1].view(1, 1), cache, 1)[0].argmax())

@@ -63,9 +63,6 @@ Maker = Callable[[random.Random, int], Prompt]
 def longest(make: Maker, seed: int, fits: Callable[[Prompt], bool]) -> Prompt:
     """The longest prompt of a task that fits.
 
-    Raises:
-        ValueError: if not even the smallest fits.
-
     Example:
         >>> prompt = longest(TASKS[NEEDLE], 0, lambda prompt: len(prompt.text) < 1000)
         >>> 900 < len(prompt.text) < 1000, prompt.answers[0] in prompt.text

@@ -36,16 +36,6 @@ _CALIBRATION = (0.85, 1.0)
 def audit_texts(file: Path | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Text]:
     """Texts by their kind: a file's alone, or prose, code and mixed text that come with Python.
 
-    Args:
-        file: a text file in UTF-8; None for Python's own texts.
-        kinds: of Python's own texts.
-
-    Returns:
-        The texts, none of which shares a part with another.
-
-    Raises:
-        FileNotFoundError, ValueError: as `linattn.records.texts.read_text`; ValueError for an unknown kind.
-
     Example:
         >>> list(audit_texts())
         ['prose', 'code', 'mixed']

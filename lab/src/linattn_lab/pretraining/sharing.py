@@ -33,12 +33,7 @@ class Share:
     is_sharded: bool = False
 
     def check(self, context: int, batch_size: int) -> None:
-        """Refuse what cannot be dealt out evenly.
-
-        Raises:
-            ValueError: the parts do not divide the processes or the context, or the processes left the batch; weights
-                are to be shared among one process.
-        """
+        """Refuse what cannot be dealt out evenly."""
         size, num_parts = self.processes.size, self.num_parts
         if self.is_sharded and size == 1:
             raise ValueError("weights are sharded over several processes, got one; start more, or leave shard out")

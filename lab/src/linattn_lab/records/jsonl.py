@@ -33,28 +33,16 @@ class Form(Generic[H, R]):
     rows: Mapping[str, type[R]]  # the dataclasses of the other lines by the names of their kinds
 
     def write(self, path: Path, header: H, rows: Iterable[R]) -> None:
-        """Write a file, row by row as it is measured, under a temporary name until it is whole.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
+        """Write a file, row by row as it is measured, under a temporary name until it is whole."""
         with atomic_file(path) as file:
             file.writelines(self._line(record) for record in chain([header], rows))
 
     def read(self, path: Path) -> tuple[H, list[R]]:
-        """Read what `write` wrote.
-
-        Raises:
-            ValueError: if a line is not such a row, or the first line alone is not the header.
-        """
+        """Read what `write` wrote."""
         return self._records(_lines(path.read_bytes(), path), path)
 
     def so_far(self, path: Path) -> tuple[H, list[R]]:
-        """Read what `extend` has written until now; a last line that was cut off is left out.
-
-        Raises:
-            ValueError: as `read`, for any line but the last.
-        """
+        """Read what `extend` has written until now; a last line that was cut off is left out."""
         content = path.read_bytes()
         return self._records(_lines(content[: content.rfind(b"\n") + 1], path), path)
 
@@ -69,9 +57,6 @@ class Form(Generic[H, R]):
 
     def extend(self, path: Path, header: H, kept: list[R], rows: Iterable[R]) -> None:
         """Write rows that survive an early end: each is in the file before the next is measured.
-
-        Raises:
-            OSError: if the file cannot be written.
 
         Example:
             >>> import tempfile

@@ -19,10 +19,6 @@ _FIELD = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
 def json_schema(kind: type) -> dict[str, Any]:
     """The JSON Schema of what `to_json` writes of a record, "inf", "-inf" and "nan" being numbers.
 
-    Raises:
-        ValueError: if a field has no words.
-        pydantic.PydanticUserError: if a field's type is none that JSON has.
-
     Example:
         >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)
@@ -45,11 +41,7 @@ def json_schema(kind: type) -> dict[str, Any]:
 
 
 def field_words(kind: type) -> dict[str, str]:
-    """Words of a record's docstring on each field, under Attributes.
-
-    Raises:
-        ValueError: if a field has none.
-    """
+    """Words of a record's docstring on each field, under Attributes."""
     section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
     told = {name: " ".join(words.split()) for name, words in _FIELD.findall(section)}
     wordless = [name for name in get_type_hints(kind) if name not in told]

@@ -15,11 +15,7 @@ from linattn_lab.report.charts import Chart
 
 
 def write_html(path: Path, template: str, figures: Mapping[str, Chart], values: Mapping[str, object]) -> None:
-    """Fill a template and write it, scripts and styles inside; the page forbids itself every network access.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Fill a template and write it, scripts and styles inside; the page forbids itself every network access."""
     with atomic_file(path) as file:
         file.write(rendered(template, figures, values))
 

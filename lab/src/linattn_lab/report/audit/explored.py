@@ -28,11 +28,7 @@ class Explored:
 
 
 def explored_of(header: Header, rows: Iterable[AuditRow]) -> Explored | None:
-    """Collect the rows that were kept.
-
-    Raises:
-        ValueError: if rows contradict each other.
-    """
+    """Collect the rows that were kept."""
     found: dict[str, dict[int, WeightsRow]] = {}
     for row in rows:
         if isinstance(row, WeightsRow):

@@ -27,9 +27,6 @@ class Times:
 def times_of(rows: Iterable[AuditRow]) -> Times:
     """Collect the times among an audit's rows.
 
-    Raises:
-        ValueError: if a pass took no time, or a method has not as many times as lengths.
-
     Example:
         >>> times_of([TimeRow("Relu", 2, (3.0, 1.0, 2.0), (4.0, 4.0, 4.0), 1)]).ratios
         {('Relu', 2): 0.5}

@@ -45,16 +45,7 @@ class Continuation:
 
 
 def continuations(rows: Sequence[MemoryRow], num_tokens: int, budget: int) -> tuple[Continuation, ...]:
-    """The first passage of each kind of text at a length, by the baselines and each method at a budget.
-
-    Args:
-        rows: of an audit.
-        num_tokens: of the passages.
-        budget: in exact keys.
-
-    Returns:
-        A continuation for each text of which there are the full cache's words.
-    """
+    """The first passage of each kind of text at a length, by the baselines and each method at a budget."""
     several: dict[str, list[PassageRow]] = {}
     for row in rows:
         if isinstance(row, PassageRow) and row.written and row.budget in (NO_BUDGET, budget):
