@@ -26,12 +26,7 @@ def set_aside(file: Path) -> Path:
 
 
 def asides(file: Path) -> list[Path]:
-    """The copies that `set_aside` made of a file, the latest first.
-
-    Example:
-        >>> asides(Path("nowhere/a.jsonl"))
-        []
-    """
+    """The copies that `set_aside` made of a file, the latest first."""
     pattern = re.compile(rf"{re.escape(file.stem)}\.([1-9][0-9]*){re.escape(file.suffix)}")
     found = [(int(match[1]), path) for path in file.parent.glob("*") if (match := pattern.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]

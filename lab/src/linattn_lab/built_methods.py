@@ -48,25 +48,12 @@ class BuiltMethod:
         return self
 
     def fit(self, query: Tensor, key: Tensor) -> None:
-        """Fit the map to queries (B, H, L, D) and keys (B, Hkv, L, D), in place, if it takes statistics.
-
-        Example:
-            >>> from linattn.methods.method import parse_method
-            >>> centred = build(parse_method("Centred(Taylor)"), 1, num_features=None, scale=1.0, seed=0)
-            >>> centred.fit(torch.zeros(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1))
-            >>> centred.feature_map.key_mean.tolist()
-            [[[2.0]]]
-        """
+        """Fit the map to queries (B, H, L, D) and keys (B, Hkv, L, D), in place, if it takes statistics."""
         if isinstance(self.feature_map, FittedMap):
             self.feature_map.fit(query, key)
 
     def check_call(self, num_tokens: int, *, is_causal: bool) -> None:
-        """Refuse self-attention that the method cannot have, as causal merged keys without a window.
-
-        Example:
-            >>> from linattn.methods.method import parse_method
-            >>> build(parse_method("merged 8"), 4, num_features=None, scale=1.0, seed=0).check_call(16, is_causal=False)
-        """
+        """Refuse self-attention that the method cannot have, as causal merged keys without a window."""
         if self.method.merged is not None:
             self.method.merged.check_call(num_tokens, num_tokens, is_causal=is_causal)
         elif self.method.window is not None:
@@ -86,13 +73,6 @@ class BuiltMethod:
         """`linattn.linear_attention` or `linattn.merged_attention`, which has no other backend than "auto" here.
 
         Keys and values may have fewer heads than queries.
-
-        Example:
-            >>> from linattn.methods.method import parse_method
-            >>> built = build(parse_method("Exponential"), 4, num_features=None, scale=1.0, seed=0)
-            >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
-            >>> built.attend(zero, zero, v, is_causal=False).flatten().tolist()
-            [2.0, 2.0]
         """
         if self.method.merged is not None:
             # The op has its own temperature.
@@ -118,12 +98,6 @@ class BuiltMethod:
 def build(
     method: Method, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
 ) -> BuiltMethod:
-    """A method for heads of a width and a temperature; errors as those of `Method.build_kernel`.
-
-    Example:
-        >>> from linattn.methods.method import parse_method
-        >>> build(parse_method("merged 8"), 4, num_features=None, scale=0.5, seed=0).num_features
-        0
-    """
+    """A method for heads of a width and a temperature; errors as those of `Method.build_kernel`."""
     kernel = method.build_kernel(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
     return BuiltMethod(method, kernel if isinstance(kernel, FeatureMap) else None, head_dim, scale)

@@ -9,22 +9,12 @@ import torch
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Python's version and those of packages.
-
-    Example:
-        >>> list(versions("torch"))
-        ['python', 'torch']
-    """
+    """Python's version and those of packages."""
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 
 def processor() -> str:
-    """The processor's name as torch knows it, else as the system does.
-
-    Example:
-        >>> bool(processor())
-        True
-    """
+    """The processor's name as torch knows it, else as the system does."""
     name = torch.cpu.get_capabilities().get("cpu_name")
     return str(name or platform.processor() or platform.machine())
 

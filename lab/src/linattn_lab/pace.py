@@ -55,13 +55,6 @@ class Pace:
             seconds_per_unit: what to expect before anything is done; None for no expectation.
             clock: seconds since some moment.
 
-        Example:
-            >>> ticks = iter([0.0, 4.0, 4.0])
-            >>> pace = Pace(10, clock=lambda: next(ticks))
-            >>> pace.advance(2)
-            >>> pace.passed, pace.left
-            (4.0, 16.0)
-
         Source: the rule of three.
         """
         self.total, self.done = total, done
@@ -86,15 +79,7 @@ class Pace:
 
     @property
     def words(self) -> str:
-        """The share done and both times, in words.
-
-        Example:
-            >>> ticks = iter([0.0, 65.0, 65.0])
-            >>> pace = Pace(10, clock=lambda: next(ticks))
-            >>> pace.advance(2)
-            >>> pace.words
-            '20%, 1:05 passed, about 4:20 left'
-        """
+        """The share done and both times, in words."""
         passed, left = self.passed, self.left
         share = self.done / self.total if self.total else 1.0
         rest = "time left not known yet" if left is None else f"about {_clocked(left)} left"

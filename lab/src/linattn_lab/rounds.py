@@ -30,12 +30,6 @@ def in_rounds(units: Iterable[Unit[R]], watch: Watch) -> Iterator[R]:
     """The rows of all units that are not done, in order, the same on every process of this run.
 
     In a round each process does a unit, then all exchange what they have: an early end costs a round at most.
-
-    Example:
-        >>> from linattn_lab.pace import Silent
-        >>> units = [Unit("squares", "", 1.0, lambda n=n: [n * n]) for n in range(3)]
-        >>> list(in_rounds(units, Silent()))
-        [0, 1, 4]
     """
     processes, stage = Processes.of_this_run(), None
     for together in _rounds(units, processes.size):

@@ -15,9 +15,6 @@ def main() -> None:
     Raises:
         SystemExit: always: 0 when all went well; 1 with a message when packages that the subcommand needs are missing
             or it failed; 2 for words it does not know; 130 when interrupted.
-
-    Example:
-        See `linattn --help`.
     """
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:

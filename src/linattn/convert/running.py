@@ -36,13 +36,6 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
     larger than many a model. Where a model does more with them, it makes them all, in a second pass.
 
     Raises ValueError if the model gives no hidden states of tokens.
-
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> sizes = dict(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4)
-        >>> outputs = run(BertModel(BertConfig(**sizes)).eval(), {"input_ids": torch.tensor([[1, 2, 3]])})
-        >>> len(outputs.states), tuple(outputs.states[-1].shape), outputs.live.tolist()
-        (2, (1, 3, 4), [[True, True, True]])
     """
     batch = to_device(batch, next((weight.device for weight in model.parameters()), torch.device("cpu")))
     names = inspect.signature(model.forward).parameters

@@ -95,11 +95,6 @@ def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
     """Batches as they are: of every eight one is held out and one is for validation.
 
     Raises ValueError if there are fewer than sixteen.
-
-    Example:
-        >>> samples = from_batches([{"input_ids": torch.tensor([[i]])} for i in range(16)], seed=0)
-        >>> [batch["input_ids"].item() for batch in samples.held_out]
-        [7, 15]
     """
     if len(batches) < 2 * _PERIOD:
         raise ValueError(f"got {len(batches)} batches, wanted {2 * _PERIOD} or more to calibrate, train and judge on")

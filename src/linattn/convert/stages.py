@@ -167,25 +167,12 @@ def _each(name: str, compared: Callable[[int], _Compared], number: int, measured
 
 
 def best(stages: Sequence[Stage]) -> Stage:
-    """The stage of the most merit, of several the first; the baseline is left out.
-
-    Example:
-        >>> layers = (LayerError("layer.0", 0.1, 0.1, 0.5),)
-        >>> cosines = {"uniform": 0.4, "unconverted": 0.99, "converted": 0.98}
-        >>> stages = [Stage(name, Agreement(x, x, None, None), layers) for name, x in cosines.items()]
-        >>> best(stages).name
-        'unconverted'
-    """
+    """The stage of the most merit, of several the first; the baseline is left out."""
     return max((stage for stage in stages if stage.name != BASELINE), key=lambda stage: stage.agreement.merit)
 
 
 def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement:
     """Two models' outputs on the same texts, one per batch, compared.
-
-    Example:
-        >>> y = Outputs((torch.eye(3)[None],), None, torch.ones(1, 3, dtype=torch.bool))
-        >>> agreement([y], [y]).embedding_cosine
-        1.0
 
     Source: Spearman 1904 for the rank correlation.
     """

@@ -28,14 +28,6 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
         OSError: if the folder cannot be made or written to, or the disk is full. Whatever ends the block early, an
             interrupt included, leaves `path` as it was and no temporary file.
 
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with atomic_file(folder / "a.txt") as file:
-        ...     _ = file.write("whole")
-        >>> [name.name for name in folder.iterdir()]
-        ['a.txt']
-
     Source: POSIX rename(2).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,16 +54,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         FileExistsError: if there is a file of that name, or a folder that is not empty.
         OSError: if the folder cannot be made or written to, or the disk is full. Whatever ends the block early, an
             interrupt included, leaves nothing under the name and no temporary folder.
-
-    Example:
-        >>> import tempfile
-        >>> place = Path(tempfile.mkdtemp()) / "new"
-        >>> with atomic_folder(place) as folder:
-        ...     _ = (folder / "a.txt").write_text("whole")
-        ...     place.exists()
-        False
-        >>> [name.name for name in place.iterdir()]
-        ['a.txt']
 
     Source: POSIX rename(2).
     """
@@ -100,13 +82,6 @@ def full_disk_names(path: Path) -> Iterator[None]:
     Raises:
         OSError: with the number of the system's error, in place of an error about a full disk, a full quota or a file
             that is too large; every other error passes.
-
-    Example:
-        >>> with full_disk_names(Path("a.txt")):
-        ...     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        Traceback (most recent call last):
-        ...
-        OSError: [Errno 28] No space left on device: a.txt was not written; free some space, or write elsewhere
 
     Source: POSIX write(2).
     """

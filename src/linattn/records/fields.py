@@ -31,11 +31,6 @@ def to_json(value: Any, *, finite: bool = True) -> Any:
             it is.
         finite: False writes the numbers that JSON does not have as the texts "inf", "-inf" and "nan"; True leaves them,
             for a writer that refuses them.
-
-    Example:
-        >>> from dataclasses import make_dataclass
-        >>> to_json([make_dataclass("Cake", ["eggs"])(3), float("inf")], finite=False)
-        [{'eggs': 3}, 'inf']
     """
     if isinstance(value, float):
         return value if finite or math.isfinite(value) else str(value)
@@ -74,12 +69,6 @@ class Reading:
         Raises:
             ValueError: if a field is missing, unknown or of another type, with the place, the field, what was got and
                 what was wanted.
-
-        Example:
-            >>> from dataclasses import make_dataclass
-            >>> Reading("a.json", "bake it again").record(make_dataclass("Cake", [("eggs", int)]), {"eggs": "3"})
-            Traceback (most recent call last):
-            ValueError: a.json: eggs must be a valid integer, got '3'; bake it again
         """
         try:
             # From JSON, where a list may be a tuple and an object a record, and nothing else is converted.

@@ -10,15 +10,7 @@ from linattn.records.atomic import atomic_file
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write plain values, as `to_json` gives them, as a file that is whole or absent.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.json"
-        >>> write_json(path, {"eggs": 3})
-        >>> read_json(path, "cake", "bake it again")
-        {'eggs': 3}
-    """
+    """Write plain values, as `to_json` gives them, as a file that is whole or absent."""
     with atomic_file(path) as file:
         json.dump(values, file, allow_nan=False, indent=1)
 
@@ -28,14 +20,6 @@ def read_json(path: Path, kind: str, remedy: str) -> Any:
 
     Raises:
         ValueError: if the file is no JSON, is nested beyond what Python reads, or holds an integer of too many digits.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.json"
-        >>> _ = path.write_text("[" * 99999)
-        >>> read_json(path, "cake", "bake it again")
-        Traceback (most recent call last):
-        ValueError: ...a.json is not a cake: it is nested too deeply; bake it again
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -47,15 +31,7 @@ def read_json(path: Path, kind: str, remedy: str) -> Any:
 
 
 def read_record(path: Path, kind: str, version: int, remedy: str) -> dict[str, Any]:
-    """A JSON file that holds one record of a kind and a version.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.json"
-        >>> write_json(path, {"kind": "cake", "version": 2, "eggs": 3})
-        >>> read_record(path, "cake", 2, "bake it again")
-        {'eggs': 3}
-    """
+    """A JSON file that holds one record of a kind and a version."""
     values = read_json(path, kind, remedy)
     if not isinstance(values, dict) or values.get("kind") != kind:
         raise ValueError(f'{path} is not a {kind}: it wants "kind": "{kind}"; {remedy}')

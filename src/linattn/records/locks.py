@@ -30,15 +30,6 @@ def locked(folder: Path) -> Iterator[None]:
         InUseError: if the folder is held elsewhere.
         OSError: if the folder cannot be made, or its file system has no locks.
 
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp()) / "work"
-        >>> with locked(folder):
-        ...     [name.name for name in folder.iterdir()]
-        ['.lock']
-        >>> folder.exists()
-        False
-
     Source: flock(2), as filelock calls it.
     """
     folder = folder.absolute()

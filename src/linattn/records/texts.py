@@ -27,12 +27,7 @@ class Text:
 
 
 def read_text(file: str | os.PathLike[str] | None = None) -> Text:
-    """A text file, or the English prose that comes with Python: the language reference as pydoc's topics hold it.
-
-    Example:
-        >>> read_text().content.split()[:4]
-        ['Objects,', 'values', 'and', 'types']
-    """
+    """A text file, or the English prose that comes with Python: the language reference as pydoc's topics hold it."""
     if file is None:
         return Text("pydoc topics", _prose())
     path = Path(file)

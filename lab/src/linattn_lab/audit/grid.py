@@ -100,14 +100,7 @@ class AuditGrid:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
 
     def configurations(self) -> Iterator[Configuration]:
-        """Everything to measure, in order: by method, then width, then draw.
-
-        Example:
-            >>> from linattn.methods.method import parse_method
-            >>> both = tuple(map(parse_method, ("EluPlusOne", "FavorPlus")))
-            >>> [(c.method.label, c.num_features, c.draw) for c in AuditGrid(both, draws=2).configurations()][:3]
-            [('EluPlusOne', None, 0), ('FavorPlus', 64, 0), ('FavorPlus', 64, 1)]
-        """
+        """Everything to measure, in order: by method, then width, then draw."""
         for method in self.methods:
             for num_features in self.features if method.takes_features else (None,):
                 for draw in range(self.draws if method.is_random else 1):

@@ -25,13 +25,7 @@ _SMALL_GAIN = 0.05
 def time_model(
     linear: Callable[[], object], exact: Callable[[], object]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of forward passes of the whole model under a method and under softmax, in turn.
-
-    Example:
-        >>> ours, theirs = time_model(lambda: None, lambda: None)
-        >>> len(ours), len(theirs)
-        (3, 3)
-    """
+    """Seconds of forward passes of the whole model under a method and under softmax, in turn."""
     (first,) = seconds({EXACT: exact}, repeats=1)[EXACT]
     found = seconds({LINEAR: linear, EXACT: exact}, repeats=1 if first > _LONG_SECONDS else _REPEATS)
     return tuple(found[LINEAR]), tuple(found[EXACT])

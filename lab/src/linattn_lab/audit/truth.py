@@ -111,16 +111,6 @@ class LayerTruth:
 
         Cost: one linear attention, O(H L R (D + Dv)), and n rows of the implied matrix, O(H (L + n) R D + H n L R);
         beside a window all rows, O(H L R (D + L)).
-
-        Example:
-            >>> from linattn.hf import AttentionCall
-            >>> from linattn.methods.method import parse_method
-            >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
-            >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
-            >>> from linattn_lab.built_methods import build
-            >>> built = build(parse_method("Taylor(order=1)"), 4, num_features=None, scale=1.0, seed=0)
-            >>> truth.measure(built).error.tolist()  # every logit is 0
-            [0.0]
         """
         call = self.call
         out = built.attend(call.query, call.key, call.value, is_causal=call.is_causal)
@@ -158,13 +148,6 @@ class LayerTruth:
 
         Args:
             ranks: r ≥ 1; a rank beyond the matrix's leaves rounding.
-
-        Example:
-            >>> from linattn.hf import AttentionCall
-            >>> zero, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
-            >>> truth = LayerTruth(AttentionCall(0, "", zero, zero, v, None, False, 1.0), first=0, num_rows=2)
-            >>> bool(truth.rank_errors([1]) < 1e-12)  # every weight is ½: rank 1
-            True
 
         Source: Eckart and Young 1936.
         """

@@ -24,14 +24,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 
 def explored_heads(num_heads: Sequence[int]) -> list[list[int]]:
-    """The heads whose rows are kept.
-
-    Example:
-        >>> explored_heads([2, 2])
-        [[0, 1], [0, 1]]
-        >>> sum(map(len, explored_heads([100] * 3)))
-        72
-    """
+    """The heads whose rows are kept."""
     places = [(layer, head) for layer, count in enumerate(num_heads) for head in range(count)]
     kept = min(MOST_HEADS, len(places))
     chosen = {places[number * len(places) // kept] for number in range(kept)}
@@ -55,10 +48,6 @@ def weights_row(
         heads: whose rows are kept.
         queries: numbers of the tokens that attend.
         weights: (H, n, L), of all heads.
-
-    Example:
-        >>> weights_row("exact", None, 0, [0], [1], torch.tensor([[[0.25, 0.75, -1.0, float("nan")]]])).rows
-        ('Av6A/',)
     """
     rows = tuple(_written(weights[head]) for head in heads)
     return WeightsRow(label, features, layer, tuple(heads), tuple(queries), rows)

@@ -20,13 +20,7 @@ _MAP, _COLUMNS = 3.0, 128
 
 
 def heads_work(method: Method, num_tokens: int) -> float:
-    """The figures of one layer's heads; without a map's features rows of the matrix are read off column by column.
-
-    Example:
-        >>> from linattn.methods.method import parse_method
-        >>> heads_work(parse_method("FavorPlus"), 512) < heads_work(parse_method("merged 8"), 512)
-        True
-    """
+    """The figures of one layer's heads; without a map's features rows of the matrix are read off column by column."""
     if method.map is not None and method.window is None:
         return _MAP
     return _MAP * (1 + num_tokens / _COLUMNS)

@@ -40,12 +40,7 @@ class Inputs:
 
 
 def draw_inputs(settings: Settings, length: int) -> Inputs:
-    """Standard normal queries, keys, values and upstream gradient.
-
-    Example:
-        >>> draw_inputs(Settings(heads=2, head_dim=4), 3).tokens[0].shape
-        torch.Size([1, 2, 3, 4])
-    """
+    """Standard normal queries, keys, values and upstream gradient."""
     # Not the map's own seed, whose first draw is its projection.
     generator = torch.Generator().manual_seed(settings.seed + 1)
     shape = (settings.batch, settings.heads, length, settings.head_dim)
@@ -58,13 +53,7 @@ def draw_inputs(settings: Settings, length: int) -> Inputs:
 
 
 def fitted_method(settings: Settings, inputs: Inputs) -> BuiltMethod:
-    """The method, its map fitted on these inputs where it takes statistics, so that no call has to take them.
-
-    Example:
-        >>> settings = Settings(map="Centred(Taylor(order=1))", heads=2, head_dim=4)
-        >>> fitted_method(settings, draw_inputs(settings, 8)).feature_map.key_mean.shape
-        torch.Size([2, 1, 4])
-    """
+    """The method, its map fitted on these inputs where it takes statistics, so that no call has to take them."""
     built = settings.build()
     built.fit(inputs.tokens[0], inputs.tokens[1])
     return built
@@ -75,12 +64,6 @@ def linear_run(settings: Settings, inputs: Inputs, built: BuiltMethod, *, refere
 
     `reference` follows the map's definition, slowly, instead of the fast way; merged keys are their own. The call
     returns when the result is there.
-
-    Example:
-        >>> settings = Settings(heads=1, head_dim=4, backward=True)
-        >>> inputs = draw_inputs(settings, 8)
-        >>> len(linear_run(settings, inputs, fitted_method(settings, inputs))())
-        4
     """
 
     backend = "reference" if reference and built.feature_map is not None else "auto"
@@ -93,14 +76,7 @@ def linear_run(settings: Settings, inputs: Inputs, built: BuiltMethod, *, refere
 
 
 def exact_run(settings: Settings, inputs: Inputs, built: BuiltMethod) -> Run:
-    """A call of exact attention, as `linear_run`, at the temperature of the map where that stands for softmax.
-
-    Example:
-        >>> settings = Settings(heads=1, head_dim=4)
-        >>> inputs = draw_inputs(settings, 8)
-        >>> exact_run(settings, inputs, settings.build())()[0].shape
-        torch.Size([1, 1, 8, 4])
-    """
+    """A call of exact attention, as `linear_run`, at the temperature of the map where that stands for softmax."""
     scale = None
     if built.softmax_kernel:
         # A map may have been given a temperature of its own.

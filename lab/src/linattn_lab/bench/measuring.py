@@ -65,11 +65,6 @@ class Bench:
 
         Returns:
             The count; exact attention is counted even where it will be left out.
-
-        Example:
-            >>> bench = Bench(Settings(map="FavorPlus", features=8, heads=1, head_dim=4, memory=False))
-            >>> bench.operations(10)  # 10 tokens: 4·8·4 + 4·8·5, and 2·10·8
-            4480.0
         """
         settings, head_dim = self._settings, self._settings.head_dim
         one = flops_per_token(settings.build(), value_dim=head_dim, is_causal=settings.is_causal)
@@ -84,11 +79,6 @@ class Bench:
         Args:
             kept: rows measured before, under the same header.
             announce: told in words what begins.
-
-        Example:
-            >>> bench = Bench(Settings(lengths=(8, 16), heads=1, head_dim=4, memory=False))
-            >>> [row.length for row in bench.rows([], lambda words: None)]
-            [8, 16]
         """
         before = list(kept)
         done = {row.length for row in before}

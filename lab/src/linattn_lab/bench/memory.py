@@ -35,22 +35,13 @@ _WARM_UP_TOKENS = 512
 def can_measure(settings: Settings) -> bool:
     """Whether memory is wanted, and this system tells.
 
-    Example:
-        >>> can_measure(Settings(memory=False))
-        False
-
     Source: proc(5), clear_refs.
     """
     return settings.memory and (settings.device == "cuda" or _CLEAR.exists())
 
 
 def how_measured(settings: Settings) -> str:
-    """What the memory figures mean, or why there are none, for a benchmark's header.
-
-    Example:
-        >>> how_measured(Settings(memory=False))
-        'not measured, as asked for'
-    """
+    """What the memory figures mean, or why there are none, for a benchmark's header."""
     if not can_measure(settings):
         return "not measured on this system" if settings.memory else "not measured, as asked for"
     if settings.device == "cuda":

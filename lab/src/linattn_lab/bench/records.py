@@ -96,10 +96,5 @@ BENCH: Form[BenchHeader, LengthRow] = Form("a benchmark", BenchHeader, {"length"
 
 
 def partial_path(path: Path) -> Path:
-    """Where the rows of an unfinished benchmark wait: beside its file.
-
-    Example:
-        >>> partial_path(Path("report/bench.jsonl")).name
-        'bench.partial.jsonl'
-    """
+    """Where the rows of an unfinished benchmark wait: beside its file."""
     return path.with_suffix(f".partial{path.suffix}")

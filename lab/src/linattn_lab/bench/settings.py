@@ -78,10 +78,6 @@ class Settings:
 
         Returns:
             A method at the softmax temperature D**-0.5, unless its written form says otherwise.
-
-        Example:
-            >>> Settings(map="Taylor(order=1)", head_dim=4).build().num_features
-            5
         """
         method = self.method
         width = (_FEATURES if self.features is None else self.features) if method.takes_features else None
@@ -96,11 +92,6 @@ class Settings:
 
         Returns:
             The bound; None for a signed map, whose normaliser may cross zero and magnify any rounding.
-
-        Example:
-            >>> settings = Settings(dtype="bfloat16")
-            >>> settings.error_bound(settings.build()) == 1e-4 + 2**-8
-            True
         """
         if not built.nonnegative:
             return None

@@ -74,11 +74,6 @@ class Reproduction:
         Args:
             kept: what earlier runs of the same circumstances have taken; nothing of it is taken again.
             announce: told the name of each claim that begins.
-
-        Example:
-            >>> *figures, decision = Reproduction(["constant-time-lookup"], "quick").records([])
-            >>> decision.status
-            'holds'
         """
         decided = {record.claim for record in kept if isinstance(record, Decision)}
         for name in self.names:

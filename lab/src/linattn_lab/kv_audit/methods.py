@@ -124,11 +124,6 @@ def methods(budgets: Iterable[int], kinds: Iterable[str], sizes: Sizes) -> tuple
 
     Returns:
         The methods, and by "name at budget" why others are left out.
-
-    Example:
-        >>> several, _ = methods([512], ["sinks + window", "window 64 + merged 128"], Sizes(64, 64))
-        >>> [method.label for method in several]
-        ['all keys, exact', 'mean of all values', 'window 64 + merged 128', 'sinks 4 + window 392 + 1 in 8 bits']
     """
     written = {kind: _written_form(kind) for kind in kinds if kind not in KINDS}
     several = [Method(FULL, "all keys, exact"), Method(UNIFORM, "mean of all values")]
@@ -156,10 +151,6 @@ def largest(make: Callable[[int], MergedKV], budget: int, sizes: Sizes) -> Merge
         make: a configuration of a size of 1 or more, which keeps more bytes the larger it is.
         budget: in exact keys.
         sizes: of the layer.
-
-    Example:
-        >>> largest(lambda size: MergedKV(64, size, bits=None), 512, Sizes(64, 64)).label
-        'sinks 4 + window 64 + merged 368'
     """
     room = budget * sizes.key_bytes
 

@@ -32,12 +32,7 @@ class TokenText(NamedTuple):
         return torch.cat((self.opening, self.content[start:stop])).unsqueeze(0)
 
     def starts(self, num_tokens: int, count: int) -> list[int]:
-        """Where `count` passages of so many tokens begin, evenly spaced, none overlapping.
-
-        Example:
-            >>> TokenText(torch.tensor([2]), torch.arange(100)).starts(11, 3)
-            [0, 45, 90]
-        """
+        """Where `count` passages of so many tokens begin, evenly spaced, none overlapping."""
         size = num_tokens - len(self.opening)
         room = len(self.content) - size
         if size < 1 or room < size * (count - 1):

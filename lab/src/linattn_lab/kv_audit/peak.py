@@ -20,11 +20,6 @@ def peak_bytes(run: Callable[[], object]) -> int:
     What was allocated before the call and is freed by it does not count. Cost: the call's, and about as much again for
     every few ten thousand allocations.
 
-    Example:
-        >>> import torch
-        >>> peak_bytes(lambda: [torch.ones(1024) for _ in range(3)])  # one at a time would be 4,096
-        12288
-
     Source: torch.profiler's memory events.
     """
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

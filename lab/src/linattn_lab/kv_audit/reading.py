@@ -49,12 +49,7 @@ def write(model: PreTrainedModel, first: Tensor, cache: Cache, count: int) -> Wr
 
 
 def same_beginning(first: Tensor, second: Tensor) -> int:
-    """How many tokens two texts (n,) have in common before they part.
-
-    Example:
-        >>> same_beginning(torch.tensor([5, 7, 7, 2]), torch.tensor([5, 7, 1, 2]))
-        2
-    """
+    """How many tokens two texts (n,) have in common before they part."""
     return int((first == second).long().cumprod(0).sum())
 
 

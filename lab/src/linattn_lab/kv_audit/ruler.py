@@ -47,12 +47,7 @@ class Prompt:
     num_written: int  # tokens of an answer at most
 
     def score(self, answer: str) -> float:
-        """The share of the answers that a text names, in upper or lower case.
-
-        Example:
-            >>> Prompt("", ("12345", "river"), 8).score("It is 12345, by the lake.")
-            0.5
-        """
+        """The share of the answers that a text names, in upper or lower case."""
         return sum(one.lower() in answer.lower() for one in self.answers) / len(self.answers)
 
 
@@ -61,13 +56,7 @@ Maker = Callable[[random.Random, int], Prompt]
 
 
 def longest(make: Maker, seed: int, fits: Callable[[Prompt], bool]) -> Prompt:
-    """The longest prompt of a task that fits.
-
-    Example:
-        >>> prompt = longest(TASKS[NEEDLE], 0, lambda prompt: len(prompt.text) < 1000)
-        >>> 900 < len(prompt.text) < 1000, prompt.answers[0] in prompt.text
-        (True, True)
-    """
+    """The longest prompt of a task that fits."""
     if not fits(make(random.Random(seed), 1)):
         raise ValueError("the smallest text of this task is longer than that; give more --tokens")
     low, high = 1, 2

@@ -34,12 +34,7 @@ _CALIBRATION = (0.85, 1.0)
 
 
 def audit_texts(file: Path | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Text]:
-    """Texts by their kind: a file's alone, or prose, code and mixed text that come with Python.
-
-    Example:
-        >>> list(audit_texts())
-        ['prose', 'code', 'mixed']
-    """
+    """Texts by their kind: a file's alone, or prose, code and mixed text that come with Python."""
     if file is not None:
         text = read_text(file)
         return {text.source: text}

@@ -35,10 +35,6 @@ class Looks:
         Args:
             config: with the budget.
             read_one: reads a window as a look does; called twice where the budget is a time, and timed the second time.
-
-        Example:
-            >>> Looks.of(TrainConfig(context=1024, steps=400), lambda: None)
-            Looks(num_windows=4, seconds=None)
         """
         budget, most = config.budget, _LOOK_BYTES // config.context
         if not isinstance(budget, Seconds):
@@ -50,12 +46,7 @@ class Looks:
         return cls(_between(int(_LOOK_SHARE * budget.seconds_per_look / seconds), 1, most), seconds)
 
     def num_tested(self, config: TrainConfig, steps: int, spent: float) -> int:
-        """Bytes of the test after so many steps in so many seconds.
-
-        Example:
-            >>> Looks(4).num_tested(TrainConfig(context=1024, steps=400), 400, 9.0)
-            61440
-        """
+        """Bytes of the test after so many steps in so many seconds."""
         time_for = _PASSES * steps * config.batch_size if self.seconds is None else spent / self.seconds
         return _between(int(_TEST_SHARE * time_for), _FEWEST, _TEST_BYTES // config.context) * config.context
 

@@ -40,12 +40,7 @@ class Score:
 
 
 def windows(text: Tensor, context: int, num_bytes: int) -> Tensor:
-    """Windows (n, L + 1) of a text (uint8), evenly spread and without overlap, of `num_bytes` bytes at most.
-
-    Example:
-        >>> windows(torch.arange(40, dtype=torch.uint8), 9, 20)[:, 0].tolist()
-        [0, 20]
-    """
+    """Windows (n, L + 1) of a text (uint8), evenly spread and without overlap, of `num_bytes` bytes at most."""
     most = len(text) // (context + 1)
     count = max(1, min(most, num_bytes // context))
     starts = [number * most // count * (context + 1) for number in range(count)]
@@ -84,13 +79,7 @@ def bits(model: LinearLMForCausalLM, batch: Tensor) -> Tensor:
 
 
 def frequency_bits(training: Tensor, text: Tensor) -> float:
-    """Bits per byte of a text under the training bytes' frequencies, a count of one added to each.
-
-    Example:
-        >>> uniform = torch.arange(256, dtype=torch.uint8)
-        >>> frequency_bits(uniform, uniform)
-        8.0
-    """
+    """Bits per byte of a text under the training bytes' frequencies, a count of one added to each."""
     counts = torch.bincount(training.long(), minlength=256).double() + 1
     return float(-(counts / counts.sum()).log2()[text.long()].mean())
 

@@ -51,13 +51,7 @@ class Share:
             )
 
     def of(self, batch: Tensor) -> Tensor:
-        """This process's part of windows (B, L + 1): the last byte of a part is the first of the next one.
-
-        Example:
-            >>> batch = torch.arange(10).view(2, 5)
-            >>> [Share(Processes(rank, 4), 2).of(batch).tolist() for rank in (1, 2)]
-            [[[2, 3, 4]], [[5, 6, 7]]]
-        """
+        """This process's part of windows (B, L + 1): the last byte of a part is the first of the next one."""
         group, part = divmod(self.processes.rank, self.num_parts)
         length = (batch.shape[1] - 1) // self.num_parts
         return batch[group :: self.processes.size // self.num_parts, part * length : (part + 1) * length + 1]

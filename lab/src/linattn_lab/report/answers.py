@@ -11,12 +11,7 @@ from linattn_lab.report.claims.summary import ClaimsSummary
 
 
 def answers(audit: AuditSummary | None, claims: ClaimsSummary | None, bench: BenchSummary | None) -> tuple[Point, ...]:
-    """Should I linearize this model, does it pay on longer texts, how fast is it elsewhere, and do the claims hold.
-
-    Example:
-        >>> answers(None, None, None)[1].text
-        'Not measured here: linattn bench.'
-    """
+    """Should I linearize this model, does it pay on longer texts, how fast is it elsewhere, and do the claims hold."""
     return (
         *((Point("Should I linearize this model?", _missing("audit")),) if audit is None else _of_model(audit)),
         Point("How fast is it on other shapes?", _speed(bench)),

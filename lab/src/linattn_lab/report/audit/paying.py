@@ -20,20 +20,6 @@ def verdict(summary: AuditSummary) -> Point:
 
     The method is the fastest of those with a mean error of at most 0.1, if one of them is faster than softmax; else of
     those with at most 0.3; else the one with the least error.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from linattn_lab.audit.records import AUDIT, HeadRow, Header, ModelRow, TimeRow
-        >>> from linattn_lab.report import summarise_audit
-        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
-        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
-        >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
-        >>> time = TimeRow("Relu", 2, (2.0,), (1.0,), 1)
-        >>> AUDIT.write(path, header, [*models, head, time, ModelRow("Relu", 2, 0, 0.9, 0.9)])
-        >>> verdict(summarise_audit(path)).text.split(":")[0]
-        'Do not, at 8 tokens'
     """
     heading = "Should I linearize this model?"
     chosen = chosen_line(summary)

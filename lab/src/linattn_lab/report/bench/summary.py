@@ -72,10 +72,6 @@ def summarise_bench(path: Path) -> BenchSummary:
 def slope(points: Sequence[tuple[int, float]]) -> float | None:
     """The power of L as which seconds grow: slope of the least-squares line through logarithms.
 
-    Example:
-        >>> slope([(1, 3.0), (2, 12.0), (4, 48.0)])
-        2.0
-
     Source: least squares.
     """
     if len(points) < 2:
