@@ -16,67 +16,40 @@ _NEAREST_TICKS = 1.3
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one name.
+    """Points of one name."""
 
-    Attributes:
-        name: in the legend.
-        x: abscissae.
-        y: ordinates; None where there is nothing to draw: the line is broken there.
-        tips: what is told of each point.
-        colour: number of its colour and of its marks' shape; None for grey, of baselines.
-        dash: of the line; None for marks alone.
-        marks: whether points are marked; with "stroke" by a short level line, of what is expected and not measured.
-        low: ends of bars below the points; none where they have none.
-        high: ends of bars above.
-        is_listed: whether it stands in the legend.
-        labels: of the points, written beside those that have room; none where they have none.
-    """
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float | None, ...]
-    tips: tuple[str, ...]
-    colour: int | None
-    dash: Dash | None = "solid"
+    name: str  # in the legend
+    x: tuple[float, ...]  # abscissae
+    y: tuple[float | None, ...]  # ordinates; None where there is nothing to draw: the line is broken there
+    tips: tuple[str, ...]  # what is told of each point
+    colour: int | None  # number of its colour and of its marks' shape; None for grey, of baselines
+    dash: Dash | None = "solid"  # of the line; None for marks alone
+    # whether points are marked; with "stroke" by a short level line, of what is expected and not measured
     marks: Literal["none", "shape", "stroke"] = "shape"
-    low: tuple[float | None, ...] = ()
-    high: tuple[float | None, ...] = ()
-    is_listed: bool = True
-    labels: tuple[str, ...] = ()
+    low: tuple[float | None, ...] = ()  # ends of bars below the points; none where they have none
+    high: tuple[float | None, ...] = ()  # ends of bars above
+    is_listed: bool = True  # whether it stands in the legend
+    labels: tuple[str, ...] = ()  # of the points, written beside those that have room; none where they have none
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of a chart.
+    """One direction of a chart."""
 
-    Attributes:
-        title: its words.
-        is_logarithmic: whether equal ratios are equally far apart.
-        ticks: places and texts; none for round numbers.
-        ends: its first and last place; None to hold all points.
-    """
-
-    title: str
-    is_logarithmic: bool
-    ticks: tuple[tuple[float, str], ...] = ()
-    ends: tuple[float, float] | None = None
+    title: str  # its words
+    is_logarithmic: bool  # whether equal ratios are equally far apart
+    ticks: tuple[tuple[float, str], ...] = ()  # places and texts; none for round numbers
+    ends: tuple[float, float] | None = None  # its first and last place; None to hold all points
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over two axes.
+    """Curves over two axes."""
 
-    Attributes:
-        curves: those drawn later cover those drawn before.
-        x: the level axis.
-        y: the upright axis.
-        height: of the drawing in pixels, its legend apart.
-    """
-
-    curves: tuple[Curve, ...]
-    x: Axis
-    y: Axis
-    height: int = 400
+    curves: tuple[Curve, ...]  # those drawn later cover those drawn before
+    x: Axis  # the level axis
+    y: Axis  # the upright axis
+    height: int = 400  # of the drawing in pixels, its legend apart
 
 
 def baseline(name: str, x: Sequence[float], y: Sequence[float | None], dash: Dash) -> Curve:

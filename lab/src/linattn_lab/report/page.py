@@ -54,15 +54,10 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """What one file adds to the page.
+    """What one file adds to the page."""
 
-    Attributes:
-        figures: charts by the id of their place.
-        values: what its template names.
-    """
-
-    figures: Mapping[str, Chart]
-    values: Mapping[str, object]
+    figures: Mapping[str, Chart]  # charts by the id of their place
+    values: Mapping[str, object]  # what its template names
 
 
 def write_report(folder: Path) -> Path:

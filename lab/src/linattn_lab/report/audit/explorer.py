@@ -17,50 +17,29 @@ _BYTES = 4
 
 @dataclass(frozen=True)
 class ExploredMethod:
-    """One method, as the explorer shows it.
+    """One method, as the explorer shows it."""
 
-    Attributes:
-        name: with its width.
-        bytes: it keeps per head, of float32.
-        errors: relative error of each head, mean over draws; null where it is not finite.
-        rows: of each head.
-    """
-
-    name: str
-    bytes: int
-    errors: tuple[float | None, ...]
-    rows: tuple[str, ...]
+    name: str  # with its width
+    bytes: int  # it keeps per head, of float32
+    errors: tuple[float | None, ...]  # relative error of each head, mean over draws; null where it is not finite
+    rows: tuple[str, ...]  # of each head
 
 
 @dataclass(frozen=True)
 class Explorer:
-    """What the explorer is given.
+    """What the explorer is given."""
 
-    Attributes:
-        model: its name.
-        letters: the letters of rows, by number.
-        steps: the number of the letter of 0, and of the steps to 1.
-        tokens: of the text.
-        cells: of a row.
-        queries: numbers of the tokens that attend.
-        exact_bytes: of the exact cache per head.
-        heads: each in words.
-        averaging: error of averaging the values, by head.
-        exact: softmax's rows of each head.
-        methods: all others.
-    """
-
-    model: str
-    letters: str
-    steps: int
-    tokens: int
-    cells: int
-    queries: tuple[int, ...]
-    exact_bytes: int
-    heads: tuple[str, ...]
-    averaging: tuple[float | None, ...]
-    exact: tuple[str, ...]
-    methods: tuple[ExploredMethod, ...]
+    model: str  # its name
+    letters: str  # the letters of rows, by number
+    steps: int  # the number of the letter of 0, and of the steps to 1
+    tokens: int  # of the text
+    cells: int  # of a row
+    queries: tuple[int, ...]  # numbers of the tokens that attend
+    exact_bytes: int  # of the exact cache per head
+    heads: tuple[str, ...]  # each in words
+    averaging: tuple[float | None, ...]  # error of averaging the values, by head
+    exact: tuple[str, ...]  # softmax's rows of each head
+    methods: tuple[ExploredMethod, ...]  # all others
 
 
 def explorer(summary: AuditSummary) -> Explorer | None:

@@ -13,14 +13,10 @@ from linattn_lab.audit.records import AuditRow, LengthsRow, TimeRow
 
 @dataclass(frozen=True)
 class Times:
-    """Times by a method's written form and width.
+    """Times by a method's written form and width."""
 
-    Attributes:
-        ratios: the whole model's time over its time with softmax, medians.
-        crossovers: from which length on one layer's attention is faster than softmax.
-    """
-
-    ratios: dict[tuple[str, int | None], float]
+    ratios: dict[tuple[str, int | None], float]  # the whole model's time over its time with softmax, medians
+    # from which length on one layer's attention is faster than softmax
     crossovers: dict[tuple[str, int | None], Crossover]
 
 
