@@ -1,4 +1,4 @@
-"""Blocks, the language model and the encoder."""
+"""Blocks and the language model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from torch.nn.functional import cross_entropy
 
 from layers import BIDIRECTIONAL, LAYERS, PADDABLE, VOCABULARY, WIDTH, hybrid, linear, text, tokens
 from linattn.feature_maps import EluPlusOne
-from linattn.nn import Block, Encoder, LinearLM
+from linattn.nn import Block, LinearLM
 from linattn.positions import ForgetGate
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def encoder() -> Encoder:
-    """One layer of each kind that needs no order of time."""
-    return Encoder(VOCABULARY, [Block(LAYERS[kind]()) for kind in BIDIRECTIONAL])
 
 
 def test_a_block_adds_what_attention_and_mlp_make_of_the_normed_input() -> None:
@@ -61,11 +56,8 @@ def test_later_tokens_reach_no_earlier_logits() -> None:
     assert not torch.allclose(model(other)[:, 5:], model(words)[:, 5:])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_changes_nothing(is_causal: bool) -> None:
-    kinds = PADDABLE if is_causal else [kind for kind in BIDIRECTIONAL if kind in PADDABLE]
-    blocks = [Block(LAYERS[kind](is_causal=is_causal)) for kind in kinds]
-    model, words = (LinearLM if is_causal else Encoder)(VOCABULARY, blocks), text(2, 5)
+def test_padding_changes_nothing() -> None:
+    model, words = LinearLM(VOCABULARY, [Block(LAYERS[kind](is_causal=True)) for kind in PADDABLE]), text(2, 5)
     padded, mask = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.bool)
     for row, at in enumerate(torch.tensor([[3, 4, 5, 6, 7], [0, 2, 3, 6, 7]])):
         padded[row, at], mask[row, at] = words[row], True
@@ -74,12 +66,15 @@ def test_padding_changes_nothing(is_causal: bool) -> None:
         torch.testing.assert_close(out[row, mask[row]], model(words[row : row + 1])[0], **CLOSE)
 
 
-def test_an_encoders_vectors_have_seen_all_tokens() -> None:
-    model, words = encoder(), text(1, 6)
-    other = words.clone()
-    other[:, -1] = (other[:, -1] + 1) % VOCABULARY
-    assert (model(words) - model(other)).abs().amax(-1).min() > 1e-9
-    assert model(words).shape == (1, 6, WIDTH)
+@pytest.mark.parametrize("kind", [kind for kind in BIDIRECTIONAL if kind in PADDABLE])
+def test_padding_changes_no_bidirectional_block(kind: str) -> None:
+    block, x = Block(LAYERS[kind]()), tokens(2, 5)
+    padded, mask = torch.randn(2, 8, WIDTH, dtype=x.dtype), torch.zeros(2, 8, dtype=torch.bool)
+    for row, at in enumerate(torch.tensor([[3, 4, 5, 6, 7], [0, 2, 3, 6, 7]])):
+        padded[row, at], mask[row, at] = x[row], True
+    out = block(padded, key_mask=mask)
+    for row in range(2):
+        torch.testing.assert_close(out[row, mask[row]], block(x[row : row + 1])[0], **CLOSE)
 
 
 def test_initial_weights_are_those_said() -> None:
@@ -124,8 +119,6 @@ def test_what_does_not_fit_is_refused() -> None:
         LinearLM(5, [causal, other])
     with pytest.raises(ValueError, match=r"must have is_causal=True, got others at \[1\]"):
         LinearLM(5, [causal, bidirectional])
-    with pytest.raises(ValueError, match=r"must have is_causal=False, got others at \[0\]"):
-        Encoder(5, [causal, bidirectional])
     model = LinearLM(5, [causal])
     with pytest.raises(ValueError, match="a stream for each of 1 blocks, got 0"):
         model.forward_with_state(torch.tensor([[1]]), [])

@@ -157,23 +157,6 @@ class Expansion(GroupedFeatureMap, FittedMap):
             self._set(*(fitted[name][0, 0] if one else fitted[name][0] for name in self.fitted_buffers))
         return self
 
-    def next_order(self) -> Expansion:
-        """The expansion of the next order around the same centres; what it adds is an estimate of this one's error.
-
-        Raises:
-            ValueError: if `order` is 2 already.
-
-        Example:
-            >>> Expansion(4, 2, order=0).next_order().order
-            1
-        """
-        if self.order == 2:
-            raise ValueError("order 2 is the highest; an expansion of order 2 has no next one")
-        expansion = Expansion(self.head_dim, self.num_centres, order=self.order + 1, scale=self.scale)
-        if self.centres is not None:
-            expansion._set(*self._fitted())
-        return expansion
-
     def call_tensors(
         self, query: Tensor, key: Tensor, *, key_mask: Tensor | None, is_causal: bool
     ) -> Mapping[str, Tensor]:

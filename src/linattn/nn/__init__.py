@@ -11,7 +11,6 @@ Every layer has `forward`, for whole sequences, and `forward_with_state`, for st
 from linattn.nn.attention import Attention as Attention
 from linattn.nn.linear_attention import LinearAttention as LinearAttention
 from linattn.nn.models import Block as Block
-from linattn.nn.models import Encoder as Encoder
 from linattn.nn.models import LinearLM as LinearLM
 from linattn.nn.models import Predicted as Predicted
 from linattn.nn.multihead_attention import MultiheadAttention as MultiheadAttention

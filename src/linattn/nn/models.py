@@ -1,4 +1,4 @@
-"""Blocks, and the models that are lists of them.
+"""Blocks, and the language model that is a list of them.
 
 Letters: B batch, L tokens, E width, V vocabulary.
 """
@@ -89,42 +89,6 @@ class Block(nn.Module):
         return Attended(x + self.dropout(self.mlp(self.mlp_norm(x))), state)
 
 
-class Encoder(nn.Module):
-    """Tokens to vectors, each of which has seen all others.
-
-    Cost: that of its blocks; linear in L where they are.
-
-    Args:
-        vocab_size: V.
-        blocks: at least one, of one width, none of them causal.
-
-    Raises:
-        ValueError: no block; blocks of different widths, or causal ones.
-
-    Example:
-        >>> import torch
-        >>> from linattn.feature_maps import EluPlusOne
-        >>> from linattn.nn import LinearAttention
-        >>> encoder = Encoder(10, [Block(LinearAttention(8, 2, EluPlusOne(4))) for _ in range(2)])
-        >>> encoder(torch.tensor([[1, 2, 3]])).shape
-        torch.Size([1, 3, 8])
-    """
-
-    def __init__(self, vocab_size: int, blocks: Iterable[Block]) -> None:
-        super().__init__()
-        self.blocks = _checked(blocks, is_causal=False)
-        self.embedding, self.norm = _ends(vocab_size, self.blocks)
-        initialize_(self)
-
-    def forward(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """Numbers of tokens (B, L) -> vectors (B, L, E); `key_mask` (B, L) bool, True = attend."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, key_mask=key_mask)
-        out: Tensor = self.norm(x)
-        return out
-
-
 class Predicted(NamedTuple):
     """Result of `LinearLM.forward_with_state`.
 
@@ -175,8 +139,10 @@ class LinearLM(nn.Module):
 
     def __init__(self, vocab_size: int, blocks: Iterable[Block]) -> None:
         super().__init__()
-        self.blocks = _checked(blocks, is_causal=True)
-        self.embedding, self.norm = _ends(vocab_size, self.blocks)
+        self.blocks = _checked(blocks)
+        width, weight = self.blocks[0].attention.embed_dim, self.blocks[0].attention.q_proj.weight
+        self.embedding = nn.Embedding(vocab_size, width, device=weight.device, dtype=weight.dtype)
+        self.norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
         self.gradient_checkpointing = False
         initialize_(self)
 
@@ -219,7 +185,7 @@ class LinearLM(nn.Module):
 
 
 @torch.no_grad()
-def initialize_(model: Encoder | LinearLM) -> None:
+def initialize_(model: LinearLM) -> None:
     """GPT-2's initial weights: deviation 0.02, less for what is added to its input; maps and gates keep their own."""
     nn.init.normal_(model.embedding.weight, std=0.02)
     for block in model.blocks:
@@ -231,21 +197,14 @@ def initialize_(model: Encoder | LinearLM) -> None:
                     nn.init.zeros_(part.bias)
 
 
-def _checked(blocks: Iterable[Block], *, is_causal: bool) -> Sequence[Block]:
+def _checked(blocks: Iterable[Block]) -> Sequence[Block]:
     """The blocks of a model; what does not fit is refused."""
     held = list(blocks)
     widths = sorted({block.attention.embed_dim for block in held})
     if len(widths) != 1:
         raise ValueError(f"blocks must be at least one, and of one width, got {len(held)} of widths {widths}")
-    wrong = [place for place, block in enumerate(held) if block.attention.is_causal != is_causal]
+    wrong = [place for place, block in enumerate(held) if not block.attention.is_causal]
     if wrong:
-        raise ValueError(f"every block must have is_causal={is_causal}, got others at {wrong}")
+        raise ValueError(f"every block must have is_causal=True, got others at {wrong}")
     # A ModuleList is no Sequence in its annotations.
     return cast("Sequence[Block]", nn.ModuleList(held))
-
-
-def _ends(vocab_size: int, blocks: Sequence[Block]) -> tuple[nn.Embedding, nn.RMSNorm]:
-    """The embedding before the blocks and the norm after them, of the blocks' width, device and dtype."""
-    width, weight = blocks[0].attention.embed_dim, blocks[0].attention.q_proj.weight
-    embedding = nn.Embedding(vocab_size, width, device=weight.device, dtype=weight.dtype)
-    return embedding, nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
