@@ -104,7 +104,6 @@ VARIANTS: dict[str, Callable[[int], FeatureMap]] = {
     "Expansion-one-centre": lambda d: Expansion(d, 1).fit(*sample(d)),
     "Expansion-call": lambda d: Expansion(d, 5),
     "Balanced-FavorPlus": lambda d: Balanced(FavorPlus(d, NUM_FEATURES)).fit(*sample(d)),
-    "Balanced-diagonal-Taylor": lambda d: Balanced(Taylor(d), diagonal=True).fit(*sample(d)),
     "Balanced-Oprf": lambda d: Balanced(Oprf(d, NUM_FEATURES)).fit(*sample(d)),
     "Centred-Balanced-FavorPlus": lambda d: Centred(Balanced(FavorPlus(d, NUM_FEATURES))).fit(*sample(d)),
     "Centred-Balanced-Sderf": lambda d: Centred(Balanced(Sderf(d, NUM_FEATURES))).fit(*sample(d)),

@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "move keys by M instead of its inverse transpose",
         "feature_maps/balanced.py",
-        "backward = matrix.reciprocal() if self.diagonal else torch.linalg.inv(matrix)",
-        "backward = forward",
+        "dtype: (forward.to(dtype), backward.to(dtype))",
+        "dtype: (forward.to(dtype), forward.to(dtype))",
         "tests/feature_maps/test_balanced.py",
     ),
     Fault(

@@ -15,7 +15,6 @@ MAPS: dict[str, Callable[[], FeatureMap]] = {
     "Nystrom": lambda: Nystrom(4, 6),
     "Sderf": lambda: Sderf(4, 6),
     "Balanced": lambda: Balanced(FavorPlus(4, 6)),
-    "Balanced, diagonal": lambda: Balanced(FavorPlus(4, 6), diagonal=True),
     "Centred": lambda: Centred(FavorPlus(4, 6)),
 }
 CHANGES = {

@@ -108,7 +108,6 @@ def sample(num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
 FITTED: dict[str, Callable[[], FittedMap]] = {
     "Centred": lambda: Centred(FavorPlus(D, 8)),
     "Balanced": lambda: Balanced(Taylor(D)),
-    "diagonal": lambda: Balanced(FavorPlus(D, 8), diagonal=True),
     "Sderf": lambda: Sderf(D, 8),
     "Nystrom": lambda: Nystrom(D, 8),
     "nested": lambda: Centred(Balanced(Sderf(D, 8))),
@@ -198,7 +197,6 @@ def test_a_seed_alone_is_drawn_from() -> None:
         (Nystrom(D, 2), Nystrom(D, 2, seed=1)),
         (Nystrom(D, 2), Nystrom(D, 2, num_steps=0)),
         (Balanced(Taylor(D)), Balanced(Taylor(D), transform=torch.eye(D))),
-        (Balanced(Taylor(D)), Balanced(Taylor(D), diagonal=True)),
         (Balanced(Taylor(D)), Balanced(Taylor(D), ridge=1e-3)),
         (Taylor(D), Taylor(D, order=1)),
         (Centred(Taylor(D)), Centred(Taylor(D), query_mean=torch.zeros(1, D), key_mean=torch.zeros(1, D))),

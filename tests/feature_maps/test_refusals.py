@@ -109,12 +109,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Balanced(Taylor(4), transform=torch.eye(3)), ValueError, r"transform must be \(Hkv, 4, 4\) or \(4, 4\)"),
     (lambda: Balanced(Taylor(4), transform=torch.ones(4, 4)), ValueError, "transform must be finite and invertible"),
     (lambda: Balanced(Taylor(4), transform=torch.eye(4) / 0), ValueError, "transform must be finite and invertible"),
-    (
-        lambda: Balanced(Taylor(4), diagonal=True, transform=torch.eye(4)),
-        ValueError,
-        r"\(Hkv, 1, 4\) or \(1, 4\) with diagonal=True",
-    ),
-    (lambda: Balanced(Taylor(4), diagonal=True, transform=torch.zeros(1, 4)), ValueError, "invertible"),
     (lambda: Balanced(Taylor(4)).query(X), ValueError, r"Balanced has no transform: call fit\(query, key\)"),
     (lambda: Balanced(Taylor(4)).key_log_weight(X), ValueError, "Balanced has no transform"),
     (lambda: Balanced(Taylor(4)).fit(X, X / 0), ValueError, "not finite; remove padded positions"),

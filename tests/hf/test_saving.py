@@ -75,7 +75,7 @@ def test_the_choice_of_layers_and_the_whole_method_return(build, tmp_path):
 
 FITTED = {
     "nested": lambda d: Centred(Balanced(Sderf(d, 16, seed=3))),
-    "landmarks": lambda d: Centred(Balanced(Nystrom(d, 6, num_steps=1), diagonal=True)),
+    "landmarks": lambda d: Centred(Balanced(Nystrom(d, 6, num_steps=1))),
     "a number": lambda d: Oprf(d, 16, num_heads=2),
     "learned inside": lambda d: Centred(LearnedExponential(d, 8, num_heads=2)),
 }

@@ -63,7 +63,7 @@ def test_wrappers_nest_in_the_order_written():
         ("Centred()", "takes one feature map and no options"),
         ("Centred(FavorPlus, 2)", "takes one feature map and no options"),
         ("Centred(balanced())", "Balanced takes one feature map and no options"),
-        ("Balanced(FavorPlus, diagonal=True)", "Balanced takes one feature map and no options"),
+        ("Balanced(FavorPlus, ridge=0.5)", "Balanced takes one feature map and no options"),
         ("Nystrom(landmarks=[[1.0]])", "'landmarks' is no option"),
         ("1 + 1", "not a feature map's written form"),
         ("", "not a feature map's written form"),

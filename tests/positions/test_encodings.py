@@ -34,7 +34,6 @@ OF_THE_PRODUCT = {
     "TensorPolynomial",
     "Taylor",
     "Taylor-1",
-    "Balanced-diagonal-Taylor",
 }
 IN_EXPECTATION = {
     *("FavorPlus", "FavorPlus-iid-fixed", "FavorPlus-per-head", "Hyperbolic", "Hyperbolic-fixed", "Trigonometric"),

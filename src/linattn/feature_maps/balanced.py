@@ -34,23 +34,20 @@ class Balanced(Wrapper):
     Σq = E q qᵀ, Σk = E k kᵀ and # the geometric mean of matrices: then M Σq Mᵀ = M⁻ᵀ Σk M⁻¹, and
     E|Mq|² + E|M⁻ᵀk|² = 2·tr (Σq^½ Σk Σq^½)^½ is the smallest any M gives. The variance of random features grows with
     |q + k|², whose mean falls with it. `Centred(Balanced(…))` balances what is left once the means are gone.
-    With `diagonal` M is the diagonal matrix of (E k_l²/E q_l²)^¼, the best among those.
 
-    Before, eigenvalues (with `diagonal`, entries) of Σq and Σk below `ridge` times the largest are raised to that. It
+    Before, eigenvalues of Σq and Σk below `ridge` times the largest are raised to that. It
     bounds the condition number of M by ridge^-½, and with it rounding: q·k loses at most that factor. q·k is kept
     whatever `ridge` is; only E|Mq|² + E|M⁻ᵀk|² is then the smallest up to ridge·D times its value before. Queries or
     keys that are all 0 leave M = I.
 
     M is a constant for gradients.
 
-    Cost: the inner map's, and O(L·D²) time more, O(L·D) with `diagonal`; `fit` O(D³) for each head.
+    Cost: the inner map's, and O(L·D²) time more; `fit` O(D³) for each head.
 
     Args:
         inner: a map with `softmax_kernel` that is neither `Balanced` nor `Centred`, for example `FavorPlus`.
-        diagonal: whether M is diagonal.
         ridge: smallest eigenvalue of a second moment relative to its largest, 0 < ridge ≤ 1.
-        transform: M, (Hkv, D, D) or (D, D), floating and invertible; (Hkv, 1, D) or (1, D), its diagonal, with
-            `diagonal`; None to measure it with `fit`.
+        transform: M, (Hkv, D, D) or (D, D), floating and invertible; None to measure it with `fit`.
 
     Raises:
         TypeError: if `inner` does not stand for the softmax kernel, or is balanced or centred itself.
@@ -67,23 +64,20 @@ class Balanced(Wrapper):
         >>> balanced.inner_query(q)[0, 0, 0].item(), balanced.inner_key(k)[0, 0, 0].item()  # 8·2 = 4·4
         (4.0, 4.0)
 
-    Source: Likhosherstov et al. 2023 (arXiv 2302.00787), ADERF, and SADERF for `diagonal`; the name is that of
-    balanced realisations, Moore 1981.
+    Source: Likhosherstov et al. 2023 (arXiv 2302.00787), ADERF; the name is that of balanced realisations,
+    Moore 1981.
     """
 
     fitted_buffers = ("transform",)
     transform: Tensor | None
 
-    def __init__(
-        self, inner: FeatureMap, *, diagonal: bool = False, ridge: float = 1e-6, transform: Tensor | None = None
-    ) -> None:
+    def __init__(self, inner: FeatureMap, *, ridge: float = 1e-6, transform: Tensor | None = None) -> None:
         if isinstance(inner, Wrapper):
             raise TypeError(
                 f"Balanced wants a map without a wrapper, got {type(inner).__name__}; give it the inner map, and "
                 "centre outside, as in Centred(Balanced(inner))"
             )
         super().__init__(inner)
-        self.diagonal = diagonal
         self.ridge = check_number("ridge", ridge, positive=True)
         if self.ridge > 1:
             raise ValueError(f"ridge is relative to the largest eigenvalue, at most 1, got {ridge!r}")
@@ -106,33 +100,33 @@ class Balanced(Wrapper):
         with torch.no_grad():
             grouped = group_queries(query, key.shape[1])
             moments = second_moment(grouped), second_moment(key)
-            self._set_transform(_diagonal(*moments, self.ridge) if self.diagonal else _full(*moments, self.ridge))
+            self._set_transform(_balancing(*moments, self.ridge))
             self._fit_inner(grouped, key)
         return self
 
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """Mᵀ applied to the inner map's."""
         x, forward, _ = self._operands(x)
-        return self._turned(self.inner.query_vjp(self._product(x, forward), grad), forward)
+        return torch.matmul(self.inner.query_vjp(torch.matmul(x, forward), grad), forward.mT)
 
     def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """M⁻¹ applied to the inner map's."""
         x, _, backward = self._operands(x)
-        return self._turned(self.inner.key_vjp(self._product(x, backward), grad), backward)
+        return torch.matmul(self.inner.key_vjp(torch.matmul(x, backward), grad), backward.mT)
 
     def extra_repr(self) -> str:
         """Every setting, and a digest of M."""
-        return f"diagonal={self.diagonal}, ridge={self.ridge}, transform={self._fitted_digest()}"
+        return f"ridge={self.ridge}, transform={self._fitted_digest()}"
 
     def _moved_query(self, x: Tensor) -> tuple[Tensor, None]:
         """M q."""
         x, forward, _ = self._operands(x)
-        return self._product(x, forward), None
+        return torch.matmul(x, forward), None
 
     def _moved_key(self, x: Tensor) -> tuple[Tensor, None]:
         """M⁻ᵀ k."""
         x, _, backward = self._operands(x)
-        return self._product(x, backward), None
+        return torch.matmul(x, backward), None
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input in at least float32; what multiplies queries and what multiplies keys from the right, as it."""
@@ -147,14 +141,6 @@ class Balanced(Wrapper):
         forward, backward = self._prepared[x.dtype]
         return x, forward, backward
 
-    def _product(self, x: Tensor, factor: Tensor) -> Tensor:
-        """x times a matrix from the right, or times its diagonal."""
-        return x * factor if self.diagonal else torch.matmul(x, factor)
-
-    def _turned(self, x: Tensor, factor: Tensor) -> Tensor:
-        """x times the transpose."""
-        return self._product(x, factor if self.diagonal else factor.mT)
-
     def _set_transform(self, transform: Tensor) -> None:
         """Take a copy of M, in float64."""
         self._check_fitted(transform)
@@ -164,15 +150,12 @@ class Balanced(Wrapper):
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse transforms of another shape, and such that have no inverse."""
         (transform,) = tensors
-        rows = 1 if self.diagonal else self.head_dim
-        if transform.dim() not in (2, 3) or tuple(transform.shape[-2:]) != (rows, self.head_dim):
-            raise ValueError(
-                f"transform must be (Hkv, {rows}, {self.head_dim}) or ({rows}, {self.head_dim}) with "
-                f"diagonal={self.diagonal}, got {tuple(transform.shape)}"
-            )
+        dim = self.head_dim
+        if transform.dim() not in (2, 3) or tuple(transform.shape[-2:]) != (dim, dim):
+            raise ValueError(f"transform must be (Hkv, {dim}, {dim}) or ({dim}, {dim}), got {tuple(transform.shape)}")
         if transform.is_meta:
             return
-        matrix = torch.diag_embed(transform.double().squeeze(-2)) if self.diagonal else transform.double()
+        matrix = transform.double()
         if not bool(matrix.isfinite().all()) or not bool((torch.linalg.cond(matrix) <= _LARGEST_CONDITION).all()):
             raise ValueError(
                 f"transform must be finite and invertible, its condition number at most {_LARGEST_CONDITION:g}; raise "
@@ -188,24 +171,16 @@ class Balanced(Wrapper):
         with torch.inference_mode(False), torch.no_grad():
             # One set is shared by any number of heads.
             matrix = self.transform.squeeze(0) if self.transform.shape[:-2] == (1,) else self.transform
-            forward = matrix if self.diagonal else matrix.mT.contiguous()
-            backward = matrix.reciprocal() if self.diagonal else torch.linalg.inv(matrix)
+            forward, backward = matrix.mT.contiguous(), torch.linalg.inv(matrix)
             self._prepared = {
                 dtype: (forward.to(dtype), backward.to(dtype)) for dtype in (torch.float64, torch.float32)
             }
 
 
-def _full(query: Tensor, key: Tensor, ridge: float) -> Tensor:
+def _balancing(query: Tensor, key: Tensor, ridge: float) -> Tensor:
     """(Σq⁻¹ # Σk)^½, (Hkv, D, D)."""
     query, key = (floor_eigenvalues(moment, ridge) for moment in _both(query, key))
     return spectral(geometric_mean(spectral(query, torch.reciprocal), key), torch.sqrt)
-
-
-def _diagonal(query: Tensor, key: Tensor, ridge: float) -> Tensor:
-    """(Σk_ll/Σq_ll)^¼, (Hkv, 1, D)."""
-    squares = (moment.diagonal(dim1=-2, dim2=-1) for moment in _both(query, key))
-    query, key = (torch.maximum(square, ridge * square.amax(-1, keepdim=True)) for square in squares)
-    return (key / query).pow(0.25).unsqueeze(-2)
 
 
 def _both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
