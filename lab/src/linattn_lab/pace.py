@@ -54,8 +54,6 @@ class Pace:
             done: the part of it that an earlier run did, which took this one no time.
             seconds_per_unit: what to expect before anything is done; None for no expectation.
             clock: seconds since some moment.
-
-        Source: the rule of three.
         """
         self.total, self.done = total, done
         self._kept, self._expected, self._clock = done, seconds_per_unit, clock

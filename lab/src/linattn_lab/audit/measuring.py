@@ -73,14 +73,6 @@ class Audit:
 
         Cost: two forward passes, and exact attention in float64 once per layer; memory for all layers' q, k, v and
         outputs.
-
-        Args:
-            loaded: model and tokenizer.
-            text: the text; a shorter one than asked for is used whole, and the header says how many tokens it gave.
-            grid: what to measure; every map is built once here, so that a bad option fails at once.
-            num_tokens: tokens to read, special tokens included.
-            leave_out: whether methods whose state cannot pay on this model's heads are left out; the header says why.
-            watch: told what begins.
         """
         inputs = loaded.encode(text.content, num_tokens)
         length = inputs["input_ids"].shape[1]

@@ -26,12 +26,7 @@ class Bench:
     header: BenchHeader  # the circumstances, complete before anything is measured
 
     def __init__(self, settings: Settings, *, exact_limit: float = _EXACT_LIMIT) -> None:
-        """Build the map once, so that a bad option fails before the work begins.
-
-        Args:
-            settings: what to measure.
-            exact_limit: exact attention is left out from the length on where one call would take more seconds.
-        """
+        """Build the map once, so that a bad option fails before the work begins."""
         self._settings = settings
         built = settings.build()
         machine = processor()

@@ -69,12 +69,7 @@ class Reproduction:
         }
 
     def records(self, kept: Sequence[Record], announce: Callable[[str], None] = _silent) -> Iterator[Record]:
-        """Figures that are missing, as they are taken, and after the last of a claim its verdict.
-
-        Args:
-            kept: what earlier runs of the same circumstances have taken; nothing of it is taken again.
-            announce: told the name of each claim that begins.
-        """
+        """Figures that are missing, as they are taken, and after the last of a claim its verdict."""
         decided = {record.claim for record in kept if isinstance(record, Decision)}
         for name in self.names:
             if name not in decided:

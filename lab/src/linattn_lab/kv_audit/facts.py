@@ -53,16 +53,7 @@ class Facts(NamedTuple):
 
 
 def facts(loaded: LoadedModel, text: TokenText, num_tokens: int, start: int, seed: int, count: int) -> Facts:
-    """Facts within a text, as many at each depth, and each of them asked for at the end, in another order.
-
-    Args:
-        loaded: for its tokenizer.
-        text: what stands between the facts.
-        num_tokens: of the whole, questions included.
-        start: the first token of the text that is taken.
-        seed: of the numbers and their order.
-        count: facts of a depth, at most `MOST_FACTS`.
-    """
+    """Facts within a text, as many at each depth, and each of them asked for at the end, in another order."""
     draw = torch.Generator().manual_seed(seed)
     order = [_THINGS[place] for place in torch.randperm(len(_THINGS), generator=draw).tolist()]
     things = order[: count * len(DEPTHS)]

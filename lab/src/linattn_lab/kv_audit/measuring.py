@@ -60,19 +60,6 @@ class MemoryAudit:
         """Find the layers, the passages and the tasks; nothing is measured yet.
 
         Cost: a few short forward passes.
-
-        Args:
-            loaded: a causal language model with its head.
-            texts: by kind; the first is also what stands between facts.
-            budgets: in exact keys and values in the model's dtype, per key/value head of a layer.
-            lengths: tokens of passages and tasks; None for 4,096, or as many as the model takes.
-            num_passages: of each text and length, evenly spaced in the text.
-            kinds: names among `KINDS`, or written forms; None for `DEFAULT_KINDS`.
-            tasks: names among `TASKS`.
-            num_samples: texts of each task and length.
-            num_facts: facts that are told at each depth.
-            chunk: tokens of a forward pass.
-            calibration: the text that plans will be made on, for the header; None for no plans.
         """
         _check(loaded, tasks, num_passages=num_passages, num_samples=num_samples, num_facts=num_facts, chunk=chunk)
         lengths = _lengths(loaded, lengths)

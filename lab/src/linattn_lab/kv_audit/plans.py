@@ -55,18 +55,6 @@ def choose(
     Returns:
         All trials that could be measured. The first is the choice: the least KL, or the plain window's where that is
         within the margin.
-
-    Example:
-        >>> def measure(choices):  # the first layer forgets four times as much, each half of it with twice the bytes
-        ...     forgets = zip((0.4, 0.1), choices)
-        ...     return sum(x * {"window": 16, "merged": 8}[one.name] / one.num_keys for x, one in forgets if one)
-        >>> found = choose(["window", "merged"], 2, 16, measure)
-        >>> found[0].choices
-        (Choice(name='merged', num_keys=21), Choice(name='merged', num_keys=10))
-        >>> [round(trial.kl, 3) for trial in found]
-        [0.232, 0.5, 0.25]
-        >>> choose(["window", "merged"], 2, 16, lambda _: 0.2)[0].choices[0]  # no better: the window stays
-        Choice(name='window', num_keys=16)
     """
     trials: dict[tuple[Choice, ...], float] = {}
 

@@ -56,18 +56,7 @@ class Form(Generic[H, R]):
             return None
 
     def extend(self, path: Path, header: H, kept: list[R], rows: Iterable[R]) -> None:
-        """Write rows that survive an early end: each is in the file before the next is measured.
-
-        Example:
-            >>> import tempfile
-            >>> from dataclasses import make_dataclass
-            >>> oven, cake = make_dataclass("Oven", [("heat", int)]), make_dataclass("Cake", [("eggs", float)])
-            >>> baked = Form("a day's baking", oven, {"cake": cake})
-            >>> path = Path(tempfile.mkdtemp()) / "baked.jsonl"
-            >>> baked.extend(path, oven(200), [], [cake(3.0), cake(float("inf"))])
-            >>> baked.unfinished(path)[1]
-            [Cake(eggs=3.0), Cake(eggs=inf)]
-        """
+        """Write rows that survive an early end: each is in the file before the next is measured."""
         self.write(path, header, kept)
         # Line by line, so that an end by force takes no measured row with it.
         with path.open("a", encoding="utf-8", buffering=1) as file:

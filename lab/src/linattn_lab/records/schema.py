@@ -19,19 +19,6 @@ _FIELD = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
 def json_schema(kind: type) -> dict[str, Any]:
     """The JSON Schema of what `to_json` writes of a record, "inf", "-inf" and "nan" being numbers.
 
-    Example:
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True)
-        ... class Cake:
-        ...     '''A cake.
-        ...
-        ...     Attributes:
-        ...         eggs: how many it takes.
-        ...     '''
-        ...     eggs: int
-        >>> json_schema(Cake)["$defs"]["Cake"]["properties"]
-        {'eggs': {'description': 'how many it takes.', 'type': 'integer'}}
-
     Source: JSON Schema, draft 2020-12.
     """
     schema = TypeAdapter(kind).json_schema(mode="serialization", schema_generator=_Described)

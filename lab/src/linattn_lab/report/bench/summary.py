@@ -70,10 +70,7 @@ def summarise_bench(path: Path) -> BenchSummary:
 
 
 def slope(points: Sequence[tuple[int, float]]) -> float | None:
-    """The power of L as which seconds grow: slope of the least-squares line through logarithms.
-
-    Source: least squares.
-    """
+    """The power of L as which seconds grow: slope of the least-squares line through logarithms."""
     if len(points) < 2:
         return None
     return linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope
