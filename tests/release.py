@@ -39,6 +39,10 @@ _COMPUTES = (
     "out = linattn.linear_attention(q, q, q, linattn.feature_maps.FavorPlus(4, 8)); "
     "assert torch.allclose(out, q), out; print(linattn.__version__, linattn.__file__)"
 )
+_KERNELS = (
+    "import torch, linattn; q = torch.ones(1, 2, 5, 4); "
+    "linattn.linear_attention(q, q, q, linattn.feature_maps.FavorPlus(4, 8), backend='triton')"
+)
 _STEPS = (
     "import torch, linattn; q = torch.ones(1, 2, 1, 4); favor = linattn.feature_maps.FavorPlus(4, 8); "
     "out = linattn.linear_attention_with_state(q, q, q, favor, backend='compiled').out; "
@@ -151,6 +155,7 @@ def wrong_in(python: str, folder: Path) -> Iterator[str]:
             (["-c", _COMPUTES], 0, place),
             (["-m", "linattn", "--version"], 1, "pip install 'linattn[cli]'"),
             (["-c", "import linattn.hf"], 1, "pip install 'linattn[hf]'"),
+            (["-c", _KERNELS], 1, "pip install 'linattn[gpu]'"),
         ):
             yield from _wrong_end([inside, *words], status, said, place)
         _run([*install, *map(str, folder.glob("linattn_compiled-*.whl"))])
