@@ -12,8 +12,8 @@ from pathlib import Path
 
 from linattn.records.atomic import atomic_file
 from linattn.records.fields import Reading, to_json
-from linattn_lab.report import summarise_audit
 from linattn_lab.report.audit.explorer import Explorer, explorer, explorer_page
+from linattn_lab.report.audit.summary import summarise_audit
 
 RECORDED = Path(__file__).parent / "explorer.json"
 # Of the methods of an audit, the best at each size, and the textbook's.

@@ -23,7 +23,8 @@ from typing import Any
 from draw_figures import drawings, kl_words
 from explorer_figures import explorer_frame, take_explorer
 from linattn.records.atomic import atomic_file
-from linattn_lab.report import SOURCES, summarise_audit, summarise_claims
+from linattn_lab.report.audit.summary import summarise_audit
+from linattn_lab.report.claims.summary import SOURCES, summarise_claims
 from memory_tables import MEMORY, memory_table, readme_table, room_table, take_memory
 from models_table import models_table
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation

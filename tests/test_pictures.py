@@ -11,7 +11,7 @@ import pytest
 
 from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY
-from linattn_lab.report import summarise_memory
+from linattn_lab.report.memory.summary import summarise_memory
 from memory_rows import MEMORY_HEADER, memory_passage
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -17,7 +17,7 @@ from linattn_lab.experiments.records import CLAIMS
 from linattn_lab.experiments.reproduction import Reproduction
 from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY
-from linattn_lab.report import summarise_memory
+from linattn_lab.report.memory.summary import summarise_memory
 from memory_rows import MEMORY_HEADER, memory_facts, memory_passage
 from trials import Trial
 

@@ -10,7 +10,8 @@ from linattn.cli.app import app
 from linattn.hf import capture, intercept, linearize_, load
 from linattn.methods.measures import cosine, relative_error
 from linattn_lab.audit.records import AUDIT, HeadRow, ModelRow
-from linattn_lab.report import advise, summarise_audit
+from linattn_lab.report.audit.advice import advise
+from linattn_lab.report.audit.summary import summarise_audit
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 NAMES = [f"layers.{number}.self_attn" for number in range(3)]

@@ -19,7 +19,7 @@ from linattn.hf import load
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, HeadRow, LengthsRow, RankRow, TimeRow
 from linattn_lab.audit.truth import LayerTruth
-from linattn_lab.report import summarise_audit
+from linattn_lab.report.audit.summary import summarise_audit
 from pages import Page
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}

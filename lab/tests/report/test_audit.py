@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 
 from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, RankRow
-from linattn_lab.report import Report, advise, overview, summarise_audit, write_page
+from linattn_lab.report import Report, write_page
+from linattn_lab.report.audit.advice import advise
 from linattn_lab.report.audit.frontier import family, least
-from linattn_lab.report.audit.tables import end_to_end, heads
+from linattn_lab.report.audit.summary import summarise_audit
+from linattn_lab.report.audit.tables import end_to_end, heads, overview
 from pages import Page
 
 LABELS = ["FavorPlus", "Taylor"]

@@ -9,8 +9,8 @@ import pytest
 
 from linattn.methods.crossover import Crossover, find_crossover
 from linattn_lab.bench.records import BENCH, BenchHeader, LengthRow
-from linattn_lab.report import Report, conclude, length_table, summarise_bench, write_page
-from linattn_lab.report.bench.summary import slope
+from linattn_lab.report import Report, write_page
+from linattn_lab.report.bench.summary import conclude, length_table, slope, summarise_bench
 from pages import Page
 
 LENGTHS = [256, 1024, 2048, 8192]

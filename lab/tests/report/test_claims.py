@@ -10,8 +10,9 @@ from linattn_lab.experiments import reproduction
 from linattn_lab.experiments.experiment import EXACT, UNIFORM, FigureRow
 from linattn_lab.experiments.records import CLAIMS
 from linattn_lab.experiments.reproduction import Reproduction
-from linattn_lab.report import Report, summarise_claims, verdict_table, write_page, write_report
+from linattn_lab.report import Report, write_page, write_report
 from linattn_lab.report.claims.figures import alternative, claim_chart
+from linattn_lab.report.claims.summary import summarise_claims, verdict_table
 from pages import Page
 from trials import Trial
 

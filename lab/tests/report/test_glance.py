@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, TimeRow
-from linattn_lab.report import summarise_audit
 from linattn_lab.report.audit.glance import decisive, glance_chart, glance_table
+from linattn_lab.report.audit.summary import summarise_audit
 
 HEADER = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["EluPlusOne", "FavorPlus"], [64], 1, 0)
 

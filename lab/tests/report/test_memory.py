@@ -10,9 +10,10 @@ import pytest
 from linattn_lab.kv_audit.intervals import paired_ratio
 from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY, TaskRow
-from linattn_lab.report import glance, lost, summarise_memory, table_at, write_report
+from linattn_lab.report import write_report
 from linattn_lab.report.memory.figures import kl_by_bytes
-from linattn_lab.report.memory.words import setting_words
+from linattn_lab.report.memory.summary import summarise_memory
+from linattn_lab.report.memory.words import glance, lost, setting_words, table_at
 from memory_rows import MEMORY_HEADER, memory_facts, memory_passage
 from pages import Page
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from linattn_lab.audit.records import AUDIT, Header, HeadRow, LengthsRow, ModelRow, TimeRow
-from linattn_lab.report import overview, summarise_audit
 from linattn_lab.report.answers import answers
 from linattn_lab.report.audit.paying import longer, verdict
+from linattn_lab.report.audit.summary import summarise_audit
+from linattn_lab.report.audit.tables import overview
 
 BASELINES = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.4)]
 # 8 tokens, keys and values 2 wide: exact attention keeps 32 numbers.

@@ -11,7 +11,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from linattn.records.fields import Reading
-from linattn_lab.report import Report, Twin, report_schema, summarise_audit, write_report
+from linattn_lab.report import Report, Twin, report_schema, write_report
+from linattn_lab.report.audit.summary import summarise_audit
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from linattn_lab.bench.records import BENCH, LengthRow, partial_path
 from linattn_lab.bench.settings import Settings
 from linattn_lab.commands.stages import stages
 from linattn_lab.pace import Pace
-from linattn_lab.report import conclude, length_table, summarise_bench, write_report
+from linattn_lab.report import write_report
+from linattn_lab.report.bench.summary import conclude, length_table, summarise_bench
 
 # From this many columns on the table has room for fastest and slowest.
 _WIDE = 112

@@ -19,7 +19,8 @@ from linattn_lab.experiments.experiment import FigureRow
 from linattn_lab.experiments.records import CLAIMS, Record, Setting
 from linattn_lab.experiments.reproduction import Reproduction
 from linattn_lab.pace import Pace
-from linattn_lab.report import summarise_claims, verdict_table, write_report
+from linattn_lab.report import write_report
+from linattn_lab.report.claims.summary import summarise_claims, verdict_table
 
 
 def list_claims() -> None:

@@ -23,9 +23,12 @@ from linattn_lab.commands._audit_files import measure
 from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.memory_audit import Asked, audit_memory
 from linattn_lab.commands.stages import stages
-from linattn_lab.report import AuditSummary, advise, overview, summarise_audit, write_report
+from linattn_lab.report import AuditSummary, write_report
 from linattn_lab.report._text import counted
 from linattn_lab.report.answers import answers
+from linattn_lab.report.audit.advice import advise
+from linattn_lab.report.audit.summary import summarise_audit
+from linattn_lab.report.audit.tables import overview
 
 # From this many columns on the table has room for the spreads.
 _WIDE = 104

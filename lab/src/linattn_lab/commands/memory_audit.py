@@ -27,8 +27,9 @@ from linattn_lab.kv_audit.planning import is_of, plan_memory
 from linattn_lab.kv_audit.records import MEMORY, MemoryRow, key_of
 from linattn_lab.kv_audit.texts import KINDS, audit_texts, calibration_text
 from linattn_lab.pace import Pace
-from linattn_lab.report import MemorySummary, glance, lost, summarise_memory, write_report
-from linattn_lab.report.memory.words import place_words
+from linattn_lab.report import MemorySummary, write_report
+from linattn_lab.report.memory.summary import summarise_memory
+from linattn_lab.report.memory.words import glance, lost, place_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -16,17 +16,12 @@ _NAMED_HEADS = 5
 
 @dataclass(frozen=True)
 class Advice:
-    """The words of a report.
+    """The words of a report."""
 
-    Attributes:
-        targets: which method meets a mean error at the smallest state, one point per error.
-        budgets: what to take, one point per budget of numbers kept.
-        doubts: how random features alone stand, which heads stay bad, which maps are no better than averaging
-            the values and which hardly better; one point each, if any.
-    """
-
-    targets: tuple[Point, ...]
-    budgets: tuple[Point, ...]
+    targets: tuple[Point, ...]  # which method meets a mean error at the smallest state, one point per error
+    budgets: tuple[Point, ...]  # what to take, one point per budget of numbers kept
+    # how random features alone stand, which heads stay bad, which maps are no better than averaging the values and
+    # which hardly better; one point each, if any
     doubts: tuple[Point, ...]
 
 
@@ -35,25 +30,6 @@ def advise(summary: AuditSummary) -> Advice:
 
     Best means the least relative output error, mean over heads and draws. A map's errors count against it by their
     spread over draws: it is better than averaging only if mean plus spread is below averaging's error.
-
-    Args:
-        summary: of an audit.
-
-    Returns:
-        An `Advice`.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from linattn_lab.audit.records import AUDIT, HeadRow, Header, ModelRow
-        >>> from linattn_lab.report import summarise_audit
-        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
-        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
-        >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
-        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
-        >>> advise(summarise_audit(path)).budgets[0].text.split(",")[0]
-        'Take Relu (2 features): relative output error 0.20'
     """
     budgets = [(width, width * (summary.header.value_dim + 2)) for width in sorted(summary.header.features)]
     doubts = (_random_features(summary), _bad_heads(summary))

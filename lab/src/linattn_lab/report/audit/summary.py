@@ -167,27 +167,10 @@ class AuditSummary:
 
 
 def summarise_audit(path: Path) -> AuditSummary:
-    """Read an audit's file and sum it up.
-
-    Args:
-        path: audit.jsonl, finished or not; a last line that was cut off is left out.
-
-    Returns:
-        A `AuditSummary` of the methods, widths and draws that were measured to their end.
+    """Read audit.jsonl, finished or not, and sum up what was measured to its end.
 
     Raises:
         ValueError: if the file is none of `linattn audit`, or none of its methods was measured to its end.
-
-    Example:
-        >>> import tempfile
-        >>> from linattn_lab.audit.records import AUDIT
-        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
-        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
-        >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
-        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
-        >>> summarise_audit(path).lines[0].ratio
-        0.25
     """
     header, rows = AUDIT.so_far(path)
     measured = {(row.map, row.features, row.draw) for row in rows if isinstance(row, ModelRow)}

@@ -14,28 +14,7 @@ _BASELINES = ("softmax, exact", "averaging the values")
 
 
 def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
-    """One row per method and width, baselines first: the heads' errors beside the whole model's cosine.
-
-    Args:
-        summary: of an audit.
-        spreads: whether means carry their standard deviation over draws.
-
-    Returns:
-        A `Table`.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from linattn_lab.audit.records import AUDIT, HeadRow, Header, ModelRow
-        >>> from linattn_lab.report import summarise_audit
-        >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
-        >>> header = Header({}, "m", "M", False, 1, 1, 2, 2, "t", "", 8, 0, 8, ["Relu"], [64], 1, 0)
-        >>> head = HeadRow(0, 0, "Relu", 2, 0, None, 0.2, 0.8, 0.1, 0.4, None, 0.3, 1.0, 1.0, 4.0, 1.0, None, 6, 20)
-        >>> models = [ModelRow("exact", None, 0, 1.0, 1.0), ModelRow("uniform", None, 0, 0.5, 0.5)]
-        >>> AUDIT.write(path, header, [*models, head, ModelRow("Relu", 2, 0, 0.9, 0.9)])
-        >>> overview(summarise_audit(path)).rows[2]
-        ('Relu (2 features)', '0.20', '0.25', '100%', '0.900', '–', '–', '6')
-    """
+    """One row per method and width, baselines first: the heads' errors beside the whole model's cosine."""
     uniform = summary.baselines[1]
     show = with_spread if spreads else _mean_alone
     header = summary.header

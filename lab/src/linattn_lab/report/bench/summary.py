@@ -42,13 +42,7 @@ class BenchSummary:
 
 
 def summarise_bench(path: Path) -> BenchSummary:
-    """Read a benchmark's file and sum it up.
-
-    Args:
-        path: bench.jsonl.
-
-    Returns:
-        A `BenchSummary`.
+    """Read bench.jsonl, and sum it up.
 
     Raises:
         ValueError: if the file is no whole benchmark.
@@ -77,15 +71,7 @@ def slope(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def conclude(summary: BenchSummary) -> tuple[Point, ...]:
-    """Put a benchmark into words.
-
-    Args:
-        summary: of a benchmark.
-
-    Returns:
-        Remarks: the crossover, growth, what is kept of a text, what was left out, correctness, and how wrong the
-        approximation is.
-    """
+    """The crossover, growth, what is kept of a text or left out, correctness, and how wrong the approximation is."""
     points = [Point("Crossover", _crossover_words(summary.crossover))]
     if summary.linear_slope is not None:
         exact = _MISSING if summary.exact_slope is None else f"L^{summary.exact_slope:.2f}"
@@ -105,15 +91,7 @@ def conclude(summary: BenchSummary) -> tuple[Point, ...]:
 
 
 def length_table(summary: BenchSummary, *, spreads: bool = True) -> Table:
-    """One row per length: time, memory and error of linear attention beside its baselines.
-
-    Args:
-        summary: of a benchmark.
-        spreads: whether times carry their minimum and maximum.
-
-    Returns:
-        A `Table`.
-    """
+    """One row per length: time, memory and error of linear attention beside its baselines."""
     columns = (
         "length",
         "linear ms",

@@ -63,13 +63,7 @@ class ClaimsSummary:
 
 
 def summarise_claims(path: Path) -> ClaimsSummary:
-    """Read what `linattn reproduce` has written so far.
-
-    Args:
-        path: claims.jsonl; a last line that was cut off is left out.
-
-    Returns:
-        A `ClaimsSummary`.
+    """Read what `linattn reproduce` has written so far to claims.jsonl; a last line that was cut off is left out.
 
     Raises:
         ValueError: if the file is none of `linattn reproduce`, or a line of it is damaged.

@@ -137,12 +137,6 @@ class MemorySummary:
 def summarise_memory(path: Path) -> MemorySummary:
     """Read memory.jsonl, finished or not, and sum it up.
 
-    Args:
-        path: the file.
-
-    Returns:
-        A `MemorySummary`.
-
     Raises:
         ValueError: if the file is damaged, or holds no figures yet.
     """

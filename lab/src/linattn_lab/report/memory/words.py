@@ -17,14 +17,7 @@ _COLUMNS = (
 
 
 def lost(summary: MemorySummary) -> Point:
-    """The verdict at the longest text and its smallest budget: what fewer bytes cost, and the best window beside it.
-
-    Args:
-        summary: of an audit.
-
-    Returns:
-        A remark for the first screen.
-    """
+    """The verdict at the longest text and its smallest budget: what fewer bytes cost, and the best window beside it."""
     heading = "What does a bounded KV cache lose?"
     length, budget = summary.hardest
     lines = summary.at(length, budget)
@@ -59,16 +52,7 @@ def place_words(num_tokens: int, budget: int) -> str:
 
 
 def glance(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
-    """What decides, a method a row: bytes, KL, needles by depth, prefill and decode.
-
-    Args:
-        summary: of an audit.
-        num_tokens: one of its lengths.
-        budget: one of its budgets.
-
-    Returns:
-        A table, the baselines first and then the least KL.
-    """
+    """What decides, a method a row, the least KL first: bytes, KL, needles by depth, prefill and decode."""
     baselines, within = summary.without_budget(num_tokens), summary.at(num_tokens, budget)
     depths = list(dict.fromkeys(depth for line in within for depth in line.facts))
     needles = (f"needles {_together(depths)}",) if depths else ()
@@ -88,16 +72,7 @@ def glance(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
 
 
 def table_at(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
-    """A method a row, the baselines first and then the least KL.
-
-    Args:
-        summary: of an audit.
-        num_tokens: one of its lengths.
-        budget: one of its budgets.
-
-    Returns:
-        A table.
-    """
+    """A method a row, the baselines first and then the least KL."""
     baselines = summary.without_budget(num_tokens)
     within = summary.at(num_tokens, budget)
     lines = [*baselines, *within]
