@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gguf_models import TOKENS
-from linattn.hf import ByteTokenizer, IncrementalDecoder
+from linattn.hf import ByteTokenizer
+from linattn.hf.text_streaming import IncrementalDecoder
 
 TEXT = "Zoë sah 你好 – 👩‍🚀 und café, n’est-ce pas?"
 

@@ -21,13 +21,8 @@ from linattn.convert.card import (
     speed_in_words,
     stage_table,
 )
-from linattn.hf import (
-    LinearLMForCausalLM,
-    LoadedModel,
-    is_sentence_transformer,
-    load,
-    save_pretrained,
-)
+from linattn.hf import LinearLMForCausalLM, LoadedModel, load, save_pretrained
+from linattn.hf.loading import is_sentence_transformer
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
 from linattn.training import Progress, launched

@@ -18,15 +18,14 @@ from linattn.cli.terminal import ending, of_option, share_bar
 from linattn.hf import (
     BoundedCache,
     Cache,
-    IncrementalDecoder,
     LoadedModel,
     PreTrainedModel,
     cache_bytes,
-    end_tokens,
     load_language_model,
     new_cache,
     stream_tokens,
 )
+from linattn.hf.text_streaming import IncrementalDecoder, end_tokens
 
 
 class Draws(NamedTuple):

@@ -9,7 +9,6 @@ approximates the softmax kernel through landmarks; `Expansion` expands softmax a
 
 from linattn.feature_maps._base import FeatureMap as FeatureMap
 from linattn.feature_maps._base import features as features
-from linattn.feature_maps._base import live_map as live_map
 from linattn.feature_maps._fitted import FittedMap as FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap as GroupedFeatureMap
 from linattn.feature_maps._learned import LearnedMap as LearnedMap

@@ -35,7 +35,6 @@ from linattn.hf.linearization import is_linearized as is_linearized
 from linattn.hf.linearization import linearize_ as linearize_
 from linattn.hf.linearization import restore_ as restore_
 from linattn.hf.loading import LoadedModel as LoadedModel
-from linattn.hf.loading import is_sentence_transformer as is_sentence_transformer
 from linattn.hf.loading import load as load
 from linattn.hf.saving import from_pretrained as from_pretrained
 from linattn.hf.saving import save_pretrained as save_pretrained
@@ -45,6 +44,4 @@ from linattn.hf.state_cache import StreamCache as StreamCache
 from linattn.hf.state_cache import StreamLayer as StreamLayer
 from linattn.hf.streaming import new_cache as new_cache
 from linattn.hf.streaming import stream_tokens as stream_tokens
-from linattn.hf.text_streaming import IncrementalDecoder as IncrementalDecoder
-from linattn.hf.text_streaming import end_tokens as end_tokens
 from linattn.hf.text_streaming import load_language_model as load_language_model

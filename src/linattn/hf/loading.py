@@ -194,22 +194,7 @@ def _check_bytes(where: str, offline: bool, vocab_size: int) -> None:
 
 
 def is_sentence_transformer(source: str) -> bool:
-    """True if a folder, or a model of the Hugging Face hub, is one of sentence-transformers.
-
-    Cost: for a hub name, asking the hub or its local cache for a small file.
-
-    Args:
-        source: the folder, the file or the name.
-
-    Returns:
-        True if it has a modules.json.
-
-    Example:
-        >>> is_sentence_transformer(load().source)
-        True
-
-    Source: sentence-transformers' documentation, "Creating Custom Models".
-    """
+    """Whether a folder, or a model of the Hugging Face hub, is one of sentence-transformers: has a modules.json."""
     if Path(source).is_file():
         return False
     local = Path(source).is_dir()

@@ -27,18 +27,6 @@ class IncrementalDecoder:
     are decoded together with the last ones, and shown once they end with a whole character.
 
     Cost: decoding a few tokens per call.
-
-    Args:
-        tokenizer: of the model.
-        prompt: the tokens before the first new one.
-
-    Example:
-        >>> from linattn.hf import ByteTokenizer
-        >>> decoder = IncrementalDecoder(ByteTokenizer(), list(b"a"))
-        >>> [decoder.decode(byte) for byte in "né".encode()], decoder.finish()
-        (['n', '', 'é'], '')
-
-    Source: UTF-8, RFC 3629.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
