@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ MERGED, FEW_MERGED = MergedKV(16, 256, None), MergedKV(4, 6, None)
 CLOSE = 1e-5
 """Of the largest logit: float32 sums of some hundred terms in another order, magnified by a few layers."""
 TABLE = Path(__file__).parents[1] / "docs" / "architectures.json"
-GREEDY = {"max_new_tokens": 6, "do_sample": False}
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 
 def method(architecture: Architecture, *, is_small: bool = False) -> str | MergedKV:
@@ -42,10 +42,30 @@ def method(architecture: Architecture, *, is_small: bool = False) -> str | Merge
     return FEW_MERGED if is_small else MERGED
 
 
-Use = Callable[[Architecture, Any, PreTrainedModel, Path], None]
+class Softmax:
+    """A model with its softmax; a text is generated once, and then wanted of every other attention."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._texts: dict[str, Tensor] = {}
+
+    def __call__(self, **inputs: Any) -> Any:
+        """A forward pass."""
+        return self.model(**inputs)
+
+    def generate(self, **options: Any) -> Tensor:
+        """A text; `generated` draws all from one seed."""
+        key = repr({name: x.tolist() if isinstance(x, Tensor) else x for name, x in options.items()})
+        if key not in self._texts:
+            self._texts[key] = self.model.generate(**options)
+        return self._texts[key]
 
 
-def run(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+Use = Callable[[Architecture, Any, Softmax, Path], None]
+Model: TypeAlias = PreTrainedModel | Softmax
+
+
+def run(model: Model, inputs: dict[str, Any]) -> Tensor:
     """The first output of a forward pass."""
     output: Tensor = model(**inputs)[0]
     return output
@@ -70,7 +90,7 @@ def prompt(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
 
 
-def generated(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+def generated(model: Model, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     """Token numbers of a text that goes on, drawn from one seed."""
     torch.manual_seed(5)
     tokens: Tensor = model.generate(**prompt(inputs), **options)
@@ -80,7 +100,7 @@ def generated(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any)
 def assert_same_text(
     architecture: Architecture,
     model: PreTrainedModel,
-    softmax: PreTrainedModel,
+    softmax: Softmax,
     inputs: dict[str, Tensor],
     **options: Any,
 ) -> None:
@@ -113,13 +133,13 @@ class NotApplicableError(Exception):
     """The softmax model itself does not do this."""
 
 
-def forward(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def forward(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """A forward pass without padding."""
     inputs = inputs_of(architecture, model)
     assert difference(run(model, inputs), run(softmax, inputs)) <= CLOSE, "other output than softmax"
 
 
-def padding(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def padding(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """A batch with padding equals softmax where there are tokens."""
     inputs = inputs_of(architecture, model)
     if "input_ids" not in inputs:
@@ -129,30 +149,30 @@ def padding(architecture: Architecture, model: PreTrainedModel, softmax: PreTrai
     assert difference(run(model, inputs)[live], run(softmax, inputs)[live]) <= CLOSE, "other output than softmax"
 
 
-def batch(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def batch(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """A row of a batch equals the row alone."""
     inputs = inputs_of(architecture, model)
     alone = {name: x[1:] for name, x in inputs.items()}
     assert difference(run(model, inputs)[1:], run(model, alone)) <= CLOSE, "a row depends on its batch"
 
 
-def greedy(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def greedy(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Greedy decoding."""
     assert_same_text(architecture, model, softmax, inputs_of(architecture, model), **GREEDY)
 
 
-def beams(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def beams(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Beam search."""
     assert_same_text(architecture, model, softmax, inputs_of(architecture, model), **GREEDY, num_beams=3)
 
 
-def sampling(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def sampling(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Sampling, from one seed."""
-    options = {"max_new_tokens": 6, "do_sample": True, "top_k": 0}
+    options = {**GREEDY, "do_sample": True, "top_k": 0}
     assert_same_text(architecture, model, softmax, inputs_of(architecture, model), **options)
 
 
-def left_padding(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def left_padding(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Greedy decoding after prompts of several lengths."""
     inputs = inputs_of(architecture, model)
     if "input_ids" not in inputs:
@@ -160,7 +180,7 @@ def left_padding(architecture: Architecture, model: PreTrainedModel, softmax: Pr
     assert_same_text(architecture, model, softmax, padded(architecture, inputs), **GREEDY)
 
 
-def prompt_lookup(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def prompt_lookup(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Tokens guessed from the prompt: the greedy text."""
     inputs = {name: x[:1] for name, x in inputs_of(architecture, model).items()}
     try:
@@ -171,7 +191,7 @@ def prompt_lookup(architecture: Architecture, model: PreTrainedModel, softmax: P
     assert torch.equal(ours, generated(model, inputs, **GREEDY)), "other tokens than greedy decoding"
 
 
-def small_window(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def small_window(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Beside a window that texts exceed: whole, in chunks, in a padded batch and by prompt lookup the same model."""
     linear = architecture.build()
     linearize_(linear, method(architecture, is_small=True))
@@ -182,14 +202,14 @@ def small_window(architecture: Architecture, model: PreTrainedModel, softmax: Pr
     assert_one_model(linear, softmax, inputs, lambda: {"past_key_values": new_cache(linear)})
 
 
-def small_budget(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def small_budget(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Within a budget that texts exceed: whole, in chunks, in a padded batch and by prompt lookup the same model."""
     caches = partial(bounded, model, FEW_MERGED)
     assert_one_model(model, softmax, inputs_of(architecture, model), caches)
 
 
 def assert_one_model(
-    model: PreTrainedModel, softmax: PreTrainedModel, inputs: dict[str, Tensor], caches: Callable[[], dict[str, Any]]
+    model: PreTrainedModel, softmax: Softmax, inputs: dict[str, Tensor], caches: Callable[[], dict[str, Any]]
 ) -> None:
     """A decoder from a cache of a kind is one model, however a text is cut, padded or guessed."""
     ids, cache = inputs["input_ids"], caches()
@@ -210,7 +230,7 @@ def assert_one_model(
     assert torch.equal(guessed, generated(model, row, **GREEDY, **caches())), "guessed tokens change the text"
 
 
-def saving(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def saving(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Saved and loaded, to the bit."""
     inputs = inputs_of(architecture, model)
     save_pretrained(model, folder / "saved")
@@ -219,7 +239,7 @@ def saving(architecture: Architecture, model: PreTrainedModel, softmax: PreTrain
     assert torch.equal(run(loaded, inputs), run(model, inputs)), "another output after loading"
 
 
-def restoring(architecture: Architecture, model: PreTrainedModel, softmax: PreTrainedModel, folder: Path) -> None:
+def restoring(architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path) -> None:
     """Restored, to the bit; the last use of a model."""
     inputs = inputs_of(architecture, model)
     restore_(model)
@@ -239,7 +259,7 @@ ENDS: dict[str, Use] = {"small window": small_window, "save and load": saving, "
 
 def cells(architecture: Architecture, folder: Path) -> Iterator[tuple[str, str]]:
     """Each use and "works", "-" where softmax has no such use, or "refused: …"; what is wrong, or crashes, raises."""
-    softmax, model = architecture.build(), architecture.build()
+    softmax, model = Softmax(architecture.build()), architecture.build()
     inputs = inputs_of(architecture, model)
     before = run(model, inputs)
     if architecture.kind == "decoder":
@@ -256,7 +276,7 @@ def cells(architecture: Architecture, folder: Path) -> Iterator[tuple[str, str]]
         yield name, verdict(use, architecture, model, softmax, folder)
 
 
-def bounded_cells(architecture: Architecture, softmax: PreTrainedModel, folder: Path) -> Iterator[tuple[str, str]]:
+def bounded_cells(architecture: Architecture, softmax: Softmax, folder: Path) -> Iterator[tuple[str, str]]:
     """Those of a decoder that generates from a bounded cache; without one it stays as it was."""
     model = architecture.build()
     inputs = inputs_of(architecture, model)

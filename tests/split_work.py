@@ -43,8 +43,9 @@ def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> list[AuditRow]
 def memory_audited(
     mesh: DeviceMesh | None, loaded: LoadedModel, text: Text, budget: int, **sizes: Any
 ) -> list[MemoryRow]:
-    """The rows of an audit of a bounded KV cache, without torch's profiler, which takes longest."""
-    with mock.patch("linattn_lab.kv_audit.passage_figures.peak_bytes", return_value=0):
+    """The rows of an audit of a bounded KV cache, without torch's profiler, and with short greedy texts."""
+    figures = "linattn_lab.kv_audit.passage_figures"
+    with mock.patch(f"{figures}.peak_bytes", return_value=0), mock.patch(f"{figures}.NUM_WRITTEN", 16):
         return list(MemoryAudit(loaded, {"text": text}, [budget], **sizes).rows())
 
 

@@ -12,11 +12,16 @@ from tiny_models import words as words
 
 ALLOCATED = 4096
 """Bytes that a chunk allocates at most, where it is not profiled."""
+WRITTEN = 16
+"""Tokens of greedy texts."""
 
 
 @pytest.fixture(scope="module")
 def unprofiled():
-    """Audits without torch's profiler, which takes longer than all else of a tiny model's; test_figures.py has it."""
+    """Audits without torch's profiler, which takes longer than all else of a tiny model's, and with short greedy texts.
+
+    test_figures.py has the profiler, test_gemma.py texts as long as the commands'.
+    """
 
     def allocate(run):
         run()
@@ -24,4 +29,5 @@ def unprofiled():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("linattn_lab.kv_audit.passage_figures.peak_bytes", allocate)
+        patch.setattr("linattn_lab.kv_audit.passage_figures.NUM_WRITTEN", WRITTEN)
         yield ALLOCATED

@@ -77,6 +77,9 @@ def test_a_step_of_one_rank_alone_is_noticed_at_the_next_call(on_ranks):
 @pytest.mark.parametrize("change", [{"seed": 1}, {"is_causal": False}, {"batch": 3}])
 def test_compiled_calls(on_ranks, change):
     check(on_ranks(2, compiled_told, change), "rank 1 has")
+
+
+def test_compiled_calls_that_agree(on_ranks):
     assert on_ranks(2, compiled_told, {}) == ["nothing"] * 2
 
 

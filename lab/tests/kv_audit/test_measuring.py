@@ -11,6 +11,7 @@ from linattn.hf import BoundedCache, intercept, new_cache
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import kept_bytes
 from linattn.records.texts import Text
+from linattn_lab.kv_audit import passage_figures
 from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.methods import KINDS, Bounded, largest, methods
 from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
@@ -90,14 +91,19 @@ def test_predictions_in_chunks_are_those_of_one_pass(tiny, words, last, chunk):
 def test_the_full_cache_read_in_other_chunks_is_a_control(rows):
     for number in (0, 1):
         found = row(rows, FULL, number)
-        assert (found.same, found.parted, found.agreement, found.unmerged) == (1.0, 64, 1.0, 1.0)
+        assert (found.same, found.parted, found.agreement, found.unmerged) == (
+            1.0,
+            passage_figures.NUM_WRITTEN,
+            1.0,
+            1.0,
+        )
         # Divergence is of second order: rounding of logits of order 10 in float32, and of its own sums.
         assert found.kl < 1e-6
 
 
 def test_as_much_room_as_tokens_is_the_full_cache(rows):
     found = row(rows, WRITTEN)
-    assert (found.budget, found.unmerged, found.parted) == (0, 1.0, 64)
+    assert (found.budget, found.unmerged, found.parted) == (0, 1.0, passage_figures.NUM_WRITTEN)
     assert found.kl < 1e-6
 
 
@@ -121,7 +127,8 @@ def test_bytes_and_what_fits_are_the_cache_s_own(tiny, rows, unprofiled):
 def test_the_greedy_text_is_that_of_generate(tiny, words, rows):
     loaded = tiny("hybrid")
     model, tokens = loaded.model, passage(loaded, words, 0)
-    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options["max_new_tokens"] = passage_figures.NUM_WRITTEN
     exact, other = (
         model.generate(tokens, past_key_values=cache, **options)[0, TOKENS:]
         for cache in (None, BoundedCache(model, BUDGET))
@@ -224,7 +231,7 @@ def test_every_kind_keeps_its_budget(tiny):
         ("llama", Text("short", "abc " * 40), {}, "too few for 1 passages"),
         ("windowed", None, {}, "no layer of MistralForCausalLM would be replaced"),
         ("llama", None, {"lengths": [8]}, "num_tokens must be at least 64, got 8"),
-        ("llama", None, {"lengths": [2048]}, "num_tokens must be at most 1,983"),
+        ("llama", None, {"lengths": [2048]}, "num_tokens must be at most 2,031"),
         ("llama", None, {"kinds": ("oracle",)}, "kinds must be among bounded cache, .*oracle"),
         ("llama", None, {"tasks": ("oracle",)}, "tasks must be among facts, .*oracle"),
         ("llama", None, {"num_samples": 0}, "num_samples must be at least 1, got 0"),

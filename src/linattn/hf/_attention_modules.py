@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,8 +129,9 @@ def _forwards(kind: type[nn.Module]) -> Iterator[Any]:
     return (base for base in kind.__mro__ if "forward" in vars(base))
 
 
+@cache
 def _source(function: Any) -> str:
-    """The source of a function, or nothing where there is none."""
+    """The source of a function, or nothing where there is none; a file is parsed for it once, not for each cache."""
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
