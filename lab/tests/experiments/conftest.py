@@ -10,7 +10,6 @@ import pytest
 from linattn_lab.experiments import EXPERIMENTS
 from linattn_lab.experiments.experiment import FigureRow
 
-
 # Verdicts allow for standard errors: fewer draws decide the same, in half the time.
 _DRAWS = {"output-converges": 6_000, "figure-4-orthogonal-beats-iid": 12}
 

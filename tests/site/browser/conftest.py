@@ -42,8 +42,9 @@ def visit(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
     complaints: list[str] = []
     pages: list[Page] = []
 
-    def at(name: str, width: int = 1280, theme: str = "light") -> Page:
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+    def at(name: str, width: int = 1280, theme: str = "light", *, has_scripts: bool = True) -> Page:
+        sizes = {"width": width, "height": 900}
+        page = browser.new_page(viewport=sizes, color_scheme=theme, java_script_enabled=has_scripts)
         page.on("console", lambda message: complaints.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
         page.on("request", lambda one: None if one.url.startswith(address) else complaints.append(one.url))

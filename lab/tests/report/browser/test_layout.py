@@ -96,6 +96,22 @@ def test_paper_has_headings_whole_tables_and_what_was_chosen(opened, theme):
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
+def test_paper_has_what_is_folded_on_the_screen(opened):
+    """Every fold is open while the page is printed, with its chart; afterwards those that the reader had opened are."""
+    page = opened(PAPER)
+    folds = "[...document.querySelectorAll('details')].map((one) => one.open)"
+    page.locator("details summary").first.click()
+    assert page.evaluate(folds) == [True, False, False]
+    page.evaluate(
+        f"""addEventListener('beforeprint', () => {{
+          window.printed = [{folds}, document.querySelectorAll('details .chart svg').length];
+        }})"""
+    )
+    assert page.pdf().startswith(b"%PDF")
+    assert page.evaluate("window.printed") == [[True] * 3, 3]
+    assert page.evaluate(folds) == [True, False, False]
+
+
 def test_the_first_screen_has_the_verdict_a_picture_and_nothing_twice(opened):
     page = opened(1280)
     verdict = page.locator(".verdict")

@@ -14,7 +14,14 @@ for (const place of places) {
   seen.observe(place);
   resized.observe(place);
 }
-addEventListener("beforeprint", () => { for (const place of places) if (place.clientWidth) draw(place, figures[place.id]); });
+// Paper has no folds to open: all are, until it is printed.
+let folded = [];
+addEventListener("beforeprint", () => {
+  folded = [...document.querySelectorAll("details:not([open])")];
+  for (const one of folded) one.open = true;
+  for (const place of places) if (place.clientWidth) draw(place, figures[place.id]);
+});
+addEventListener("afterprint", () => { for (const one of folded) one.open = false; });
 
 function show(theme) {
   root.dataset.theme = theme;
