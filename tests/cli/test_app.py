@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -39,19 +40,40 @@ def test_help_imports_neither_torch_nor_transformers(words):
     assert not HEAVY & imported
 
 
-def test_the_command_has_the_package_s_names_when_they_are_asked_for():
-    """Another distribution's subcommand may take them from the package."""
-    program = """
+PLUGIN = '''
 import sys
-sys.argv[0] = "/somewhere/bin/linattn"
 import linattn
-assert "torch" not in sys.modules
-from linattn import MergedKV, linear_attention, nn
-assert linattn.kv_cache.MergedKV is MergedKV
-print(hasattr(linattn, "nothing"))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+
+def attend() -> None:
+    """Attend to nothing."""
+    assert "torch" not in sys.modules
+    from linattn import MergedKV, linear_attention, nn
+    assert linattn.kv_cache.MergedKV is MergedKV
+    print(hasattr(linattn, "nothing"))
+'''
+
+
+@pytest.mark.parametrize("way", ["module", "script"])
+def test_a_subcommand_of_another_distribution_takes_the_package_s_names(tmp_path, way):
+    """By `python -m linattn` and by the installed script; help lists it, and torch is imported when a name is taken."""
+    information, package, folder = (tmp_path / name for name in ("plugin-1.0.dist-info", "plugin", "bin"))
+    for each in (information, package, folder):
+        each.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[linattn.commands]\nplugin = plugin:COMMANDS\n")
+    (package / "__init__.py").write_text('COMMANDS = {"attend": "Attend to nothing."}\n')
+    (package / "attend.py").write_text(PLUGIN)
+    script = folder / "linattn"
+    script.write_text("from linattn.cli import main\nmain()\n")
+    line = [sys.executable, *(["-m", "linattn"] if way == "module" else [str(script)])]
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    def printed(*words: str) -> str:
+        done = subprocess.run([*line, *words], env=os.environ | path, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert printed("attend") == "False\n"
+    assert "attend     Attend to nothing." in printed("--help")
 
 
 @pytest.mark.parametrize(
