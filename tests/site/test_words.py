@@ -20,6 +20,9 @@ RETIRED = re.compile(
     r"in the bytes of|nobody|anew|rooms?)\b",
     re.IGNORECASE,
 )
+# Of commands' help and of a report's fields, which no page explains.
+VAGUE = re.compile(r"\b(?:go(?:es|ne|ing)? on|dealt out|once taken|borne out|how wrong)\b", re.IGNORECASE)
+PRINTED = [ROOT / "docs" / name for name in ("cli.md", "report_json.md")]
 
 
 def name_of(page: Path) -> str:
@@ -40,6 +43,12 @@ def test_no_measured_figure_is_typed_by_hand(page: Path) -> None:
 @pytest.mark.parametrize("page", BY_HAND, ids=name_of)
 def test_no_retired_word_is_read(page: Path) -> None:
     assert RETIRED.findall(sentences(page)) == []
+
+
+@pytest.mark.parametrize("page", PRINTED, ids=name_of)
+def test_help_and_fields_are_in_the_field_s_words(page: Path) -> None:
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert RETIRED.findall(text) + VAGUE.findall(text) == []
 
 
 def test_figures_and_retired_words_are_found() -> None:

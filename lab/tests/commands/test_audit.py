@@ -169,7 +169,7 @@ def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, m
     ends(number)
     result = run(*CUT_OFF)
     assert result.exit_code == 130
-    assert ("the same command goes on from there" in result.output) == (number > 0)
+    assert ("run the same command again to resume" in result.output) == (number > 0)
     assert without_times(figures(file)) == without_times(uncut[:number])
     ends(None)
     measured.clear()
@@ -318,7 +318,7 @@ def test_a_real_interrupt(folder, prose, tmp_path):
             process.interrupt()
             status, output = process.ended()
         assert status == 130
-        assert "the same command goes on from there" in output.replace("\n", " ")
+        assert "run the same command again to resume" in output.replace("\n", " ")
         assert ("figures were measured before and are kept" in output) == (number == 1)
         before, kept = kept, len(figures(file))
         assert kept > before

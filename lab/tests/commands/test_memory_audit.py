@@ -57,7 +57,7 @@ def test_files_and_what_is_printed(run, tmp_path):
     assert "What does a bounded KV cache lose?" in words
     assert "64 tokens within the bytes of 80 keys" in words
     assert "needles" not in words
-    assert "text.txt goes on … " in words
+    assert "Greedy continuation of" in words
     assert "full cache: " in words
     written = [row.written for row in rows if row.method == "full cache"]
     assert all(0 < len(text) <= 64 for text in written)
@@ -76,7 +76,7 @@ def test_an_interrupted_run_goes_on(run, tmp_path, monkeypatch):
     monkeypatch.setattr(MemoryAudit, "rows", cut)
     first = run("--budget", "40,80")
     assert first.exit_code == 130
-    assert "the same command goes on" in first.output
+    assert "run the same command again to resume" in first.output
     early = MEMORY.so_far(tmp_path / "out" / "memory.jsonl")[1]
     again = run("--budget", "40,80")
     assert again.exit_code == 0, again.output

@@ -93,7 +93,7 @@ def test_the_page(summary, folder):
     path = write_report(folder)
     page = Page(path.read_text(encoding="utf-8"))
     page.check_that_nothing_is_loaded()
-    assert "Of 2 claims made for linear attention: 1 borne out, 1 refuted." in page.text
+    assert "Of 2 claims made for linear attention: 1 hold, 1 fail." in page.text
     assert "A square grows with its side <for certain>." in page.text
     assert "Begun and not finished: third." in page.text
     assert "Not measured here: linattn audit." in page.text

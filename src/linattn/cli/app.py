@@ -19,8 +19,8 @@ from linattn.cli.errors import ERRORS, error_line
 
 # What each does, as the first sentence of its function says: help is not to import them all.
 COMMANDS = {
-    "convert": "Turn a model's softmax attention into linear attention, and say how wrong it is before and after.",
-    "generate": "Go on with a text, token by token, in constant memory where attention is linear or has a budget.",
+    "convert": "Convert a model's softmax attention to linear attention, and measure the error before and after.",
+    "generate": "Generate text in constant memory, with a bounded KV cache (--budget) or a linear model.",
 }
 # Of the laboratory, a distribution of its own.
 LAB_COMMANDS = ("audit", "bench", "report", "reproduce", "train")
@@ -113,4 +113,4 @@ def linattn(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Kernel attention in linear time that always says how wrong it is."""
+    """Bound KV caches, use linear attention, and measure the error of both on your model."""

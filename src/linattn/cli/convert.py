@@ -14,8 +14,8 @@ Out = Annotated[Path, typer.Argument(help="A new folder for the converted model 
 TextFiles = Annotated[
     list[Path] | None,
     typer.Option(
-        help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out. Wanted are 16 "
-        "documents or more, each of a quarter to all of --tokens; paragraphs end at an empty line."
+        help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out. Give 16 "
+        "documents or more, each of a quarter to all of --tokens; an empty line ends a document."
     ),
 ]
 Map = Annotated[
@@ -30,10 +30,10 @@ Map = Annotated[
 Features = Annotated[
     int | None, typer.Option("--features", metavar="R", min=1, help="Features of a map whose width is free.")
 ]
-Minutes = Annotated[float, typer.Option(min=0, help="Time for training; 0 to calibrate only.")]
+Minutes = Annotated[float, typer.Option(min=0, help="Minutes of training; 0 calibrates only.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="The longest text to train on, in tokens.")]
 Distil = Annotated[
-    bool, typer.Option("--distil/--no-distil", help="Train the whole model's weights, or the maps alone.")
+    bool, typer.Option("--distil/--no-distil", help="Train all weights of the model, or the maps alone.")
 ]
 Adapters = Annotated[
     int | None,
@@ -41,7 +41,7 @@ Adapters = Annotated[
         "--adapters",
         metavar="RANK",
         min=1,
-        help="Train low-rank adapters of the projections, where gradients of all weights do not fit.",
+        help="Train low-rank adapters of this rank, where gradients of all weights do not fit in memory.",
     ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")]
@@ -62,11 +62,11 @@ def convert(
     batch_size: BatchSize = 2,
     seed: Seed = 0,
 ) -> None:
-    """Turn a model's softmax attention into linear attention, and say how wrong it is before and after.
+    """Convert a model's softmax attention to linear attention, and measure the error before and after.
 
-    Figures are of texts held out from all fitting and training; of the stages the best is kept. Ctrl-C during training
-    ends it and keeps the best so far; after anything worse the same command goes on where it was. Under torchrun the
-    texts of a step, layers and held-out texts are dealt out to the processes; any number of them goes on.
+    Figures are of texts held out from all fitting and training; the stage with the least error is kept. Ctrl-C ends the
+    training and keeps the best weights; after a kill run the same command again to resume. Under torchrun the processes
+    share layers, the texts of a step and held-out texts, and any number of processes resumes.
     """
     # Help is not to wait for torch; the first import says of all packages which are missing.
     from linattn.convert import ConvertConfig

@@ -27,11 +27,15 @@ PromptFile = Annotated[
 Length = Annotated[
     int,
     typer.Option(
-        "--tokens", metavar="N", min=1, help="How many tokens at most; a model of bytes has one token per byte."
+        "--tokens", metavar="N", min=1, help="The most tokens to generate; a model of bytes has one token per byte."
     ),
 ]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, 1 draws as the model says.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens of so much probability.")]
+Temperature = Annotated[
+    float, typer.Option(help="0 takes the likeliest token (greedy), 1 samples from the model's probabilities.")
+]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the likeliest tokens whose probabilities add up to this (nucleus sampling).")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the draws.")]
 Budget = Annotated[
     int | None,
@@ -39,20 +43,19 @@ Budget = Annotated[
         metavar="N",
         min=1,
         max=2**20,
-        help="Bound what each global layer of a softmax model keeps to the bytes of N keys: quantize, then merge.",
+        help="Bound the KV cache of a softmax model to N tokens: the bytes of N exact keys and values in the model's "
+        "dtype, per layer and key/value head. Older tokens are quantized, then merged.",
     ),
 ]
 Bits = Annotated[
     int | None,
-    typer.Option(
-        help="With a budget: quantize merged keys and values to 2 to 8 bits a number; 32: do not. 4 if left out."
-    ),
+    typer.Option(help="With --budget: quantize to this many bits, 2 to 8; 32 does not quantize. 4 if left out."),
 ]
 Recall = Annotated[
     Literal["near", "far"] | None,
     typer.Option(
-        help="With a budget: near, the default, for the least KL divergence; far to keep what was said long ago, in "
-        "fewer bits."
+        help="With --budget: near (the default) for the least KL divergence; far to retrieve facts from far back: "
+        "fewer bits, nothing merged."
     ),
 ]
 PlanFile = Annotated[
@@ -60,15 +63,15 @@ PlanFile = Annotated[
     typer.Option(
         "--plan",
         metavar="FILE",
-        help="With a budget: bound each layer as was planned for it, by linattn audit --budget --plan-out.",
+        help="With --budget: per-layer budgets that linattn audit --budget --plan-out has written.",
     ),
 ]
 Measure = Annotated[
     bool,
     typer.Option(
         "--measure",
-        help="With a budget: measure the KL divergence from the full cache on the end of the prompt. Reads the prompt "
-        "a second time, with the full cache: its memory, and about the seconds of the first time.",
+        help="With --budget: measure the KL divergence from the full cache at the end of the prompt, which is read a "
+        "second time, with the memory and time that the full cache takes.",
     ),
 ]
 
@@ -87,11 +90,11 @@ def generate(
     plan: PlanFile = None,
     measure: Measure = False,
 ) -> None:
-    """Go on with a text, token by token, in constant memory where attention is linear or has a budget.
+    """Generate text in constant memory, with a bounded KV cache (--budget) or a linear model.
 
-    The text goes to the standard output. The standard error has a progress bar while a long prompt is read, and at the
-    end the throughput and the bytes of the cache; with a budget also how many tokens were merged, what a plan or
-    --measure says of the KL divergence, and the bytes of the full cache.
+    The text goes to the standard output. The standard error shows progress while a long prompt is read, and at the end
+    the throughput and the bytes of the cache; with --budget also how many tokens are exact, quantized and merged, the
+    bytes of the full cache, and with --plan or --measure the KL divergence from it.
     """
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give one of --prompt TEXT and --prompt-file FILE")

@@ -77,7 +77,7 @@ def _what_is_left(work: Path) -> str:
     """Say what an interrupt has left."""
     if not work.exists():
         return "Nothing was kept yet."
-    return f"The work so far is in {work}; the same command goes on."
+    return f"The work so far is in {work}; run the same command again to resume."
 
 
 @contextmanager

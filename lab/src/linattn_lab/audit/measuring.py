@@ -39,6 +39,7 @@ from linattn_lab.audit.records import (
 from linattn_lab.audit.truth import LayerTruth
 from linattn_lab.audit.weights import explored_heads, weights_row
 from linattn_lab.audit.whole_model import WholeModel
+from linattn_lab.audit.work import EXACT as EXACT_WORK
 from linattn_lab.audit.work import LENGTHS, PASS, RANKS, TIMED, heads_work
 from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import versions
@@ -97,7 +98,7 @@ class Audit:
         for number, call in enumerate(calls):
             watch.pass_by(f"Exact answers, layer {number + 1} of {len(calls)}")
             self._layers.append(LayerTruth(call, first=first, num_rows=_NUM_ROWS))
-        self.seconds_per_unit = (time.monotonic() - begun) / len(calls)
+        self.seconds_per_unit = (time.monotonic() - begun) / (EXACT_WORK * len(calls))
         self.header = Header(
             versions=versions("linattn", "linattn-compiled", "torch", "transformers"),
             model=loaded.name,
@@ -129,7 +130,7 @@ class Audit:
         return Kept(rows, heads=heads, ranks=ranks(self._layers[0]))
 
     def work(self, kept: Kept) -> tuple[float, float]:
-        """All work, and what of it an earlier run has done, roughly: one layer's exact answers are 1."""
+        """All work, and what of it an earlier run has done, roughly, in the units of `linattn_lab.audit.work`."""
         units = list(self._units(kept))
         done = sum(unit.work for unit in units if unit.is_done)
         if any(isinstance(row, LengthsRow) for row in kept.rows):

@@ -31,7 +31,7 @@ class BenchHeader:
         lengths: L, numbers of tokens, ascending.
         repeats: timed calls of each contender at each length, interleaved after one warm-up each.
         seed: the map's draw and the inputs follow from it.
-        num_verified: at most so many of the first tokens enter the errors.
+        num_verified: the first tokens, at most this many, enter the errors.
         error_bound: the largest error at which anything was timed; null where the map's weights have both signs.
         exact_limit: exact attention is left out from the length on where one call is predicted to take more seconds.
         memory: what the rows' memory figures mean, or why there are none.

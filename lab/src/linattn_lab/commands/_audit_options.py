@@ -19,15 +19,17 @@ TextFile = Annotated[
 Maps = Annotated[
     list[str] | None,
     typer.Option(
-        "--map", metavar="NAME", help='A method, as in "Expansion(num_centres=16) + window 16"; may be repeated.'
+        "--map",
+        metavar="NAME",
+        help='A method, as in "Expansion(num_centres=16) + window 16" or "merged 128"; may be repeated.',
     ),
 ]
 Full = Annotated[
     bool,
     typer.Option(
         "--full",
-        help="All methods, feature counts 64 and 256, three draws of random maps, and the limit of every rank: about "
-        "six times as long.",
+        help="All methods, 64 and 256 features, three draws of random maps, and the error of the best matrix of each "
+        "rank: some minutes.",
     ),
 ]
 Features = Annotated[
@@ -40,18 +42,16 @@ Tokens = Annotated[
     str | None,
     typer.Option(
         metavar="N,N,…",
-        help="Tokens of the text to read: 512 if left out; 4096 with --budget, where several may be given.",
+        help="Tokens of the text to read: 512 if left out; 4096 with --budget, which takes several numbers.",
     ),
 ]
 Draws = Annotated[int | None, typer.Option(help="Draws per random map: 1 if left out, with --full 3.")]
 Seed = Annotated[int, typer.Option(help="Seed of all draws.")]
 Out = Annotated[Path, typer.Option(help="Folder for audit.jsonl, or memory.jsonl with --budget, and index.html.")]
-Again = Annotated[bool, typer.Option("--again", help="Measure everything again; the former file is renamed.")]
+Again = Annotated[bool, typer.Option("--again", help="Discard what was measured: its file is renamed.")]
 PlanOut = Annotated[
     Path | None,
-    typer.Option(
-        help="Also plan for each budget what every layer keeps, write that here and measure it. Needs --budget."
-    ),
+    typer.Option(help="Plan per-layer budgets for each --budget, write them to this file and measure them."),
 ]
 Calibration = Annotated[
     Path | None, typer.Option(help="The text to plan on; the second half of the text if left out. Needs --plan-out.")
@@ -60,8 +60,8 @@ Budget = Annotated[
     str | None,
     typer.Option(
         metavar="N,N,…",
-        help="Of a causal language model: bound the KV cache to the bytes of N keys in the model's dtype, by every "
-        "method, and measure KL, retrieval, memory and time beside the full cache.",
+        help="Audit the KV cache of a causal language model, bounded to N tokens: the bytes of N exact keys and values "
+        "in the model's dtype, per layer and key/value head.",
     ),
 ]
 Dtype = Annotated[
@@ -81,8 +81,8 @@ Methods = Annotated[
     typer.Option(
         "--method",
         metavar="NAME",
-        help='A method by its name in the table, or a written form as in "window 64 + merged 512 in 4 bits"; may be '
-        "repeated. Needs --budget.",
+        help='A method of the bounded cache by its name in the table, or as in "window 64 + merged 512 in 4 bits"; may '
+        "be repeated. Needs --budget.",
     ),
 ]
 Tasks = Annotated[
@@ -90,8 +90,8 @@ Tasks = Annotated[
     typer.Option(
         "--task",
         metavar="NAME",
-        help="A retrieval task: facts, the default, or one of RULER's, niah_single, niah_multikey, vt, cwe, fwe; may "
-        "be repeated. Needs --budget.",
+        help="A retrieval task: facts (needles, the default), or one of RULER's: niah_single, niah_multikey, vt, cwe, "
+        "fwe; may be repeated. Needs --budget.",
     ),
 ]
 Samples = Annotated[int, typer.Option(help="Texts of each retrieval task. Needs --budget.")]

@@ -31,13 +31,16 @@ def audit(
     tasks: options.Tasks = None,
     samples: options.Samples = 1,
 ) -> None:
-    """Measure how wrong linear attention is on a model: every layer, head and method, and the whole model.
+    """Measure the error of linear attention on a model; with --budget, that of a bounded KV cache.
 
-    Seven methods that decide, on MiniLM and 512 tokens about a minute on two cores; --full measures all, in about
-    six. The command says how long it takes before it starts. Everything is measured next to exact attention and to
-    averaging the values uniformly. Each figure is saved once taken: after an interruption the same command resumes.
-    Another audit's file is renamed. Under torchrun layers and methods are dealt out to the processes; any number of
-    them may resume.
+    Without --budget: the error of each layer and head and of the entire model, by seven methods, beside exact attention
+    (error 0) and uniform attention, which averages the values. On the packaged MiniLM and 512 tokens that takes half a
+    minute on two cores; --full measures all methods in some minutes. With --budget: KL divergence, perplexity, needle
+    retrieval, memory and time of a language model, beside the full cache.
+
+    The command estimates its time before it starts, and saves each figure as it is measured: run it again to resume.
+    The file of another audit is renamed. Under torchrun the processes share layers and methods, and any number of
+    processes resumes.
     """
     # Help is not to wait for torch.
     from linattn_lab.commands.head_audit import audit_model

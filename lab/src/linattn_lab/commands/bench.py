@@ -9,7 +9,7 @@ import typer
 
 from linattn_lab.commands._terminal import whole_numbers
 
-Lengths = Annotated[str, typer.Option(metavar="L,L,…", help="Numbers of tokens.")]
+Lengths = Annotated[str, typer.Option(metavar="L,L,…", help="Context lengths, in tokens.")]
 Map = Annotated[
     str,
     typer.Option(
@@ -30,18 +30,18 @@ def bench(
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a query, key and value.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of all tensors.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of all tensors.")] = "float32",
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to measure.")] = "cpu",
-    causal: Annotated[bool, typer.Option("--causal", help="Hide later keys.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Attend causally.")] = False,
     backward: Backward = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each contender at each length.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each method at each length.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the map's draw and of the inputs.")] = 0,
     memory: Memory = True,
     out: Annotated[Path, typer.Option(help="Folder for bench.jsonl and index.html.")] = Path("report"),
 ) -> None:
-    """Measure from which length on linear attention is faster than exact attention, on your shapes.
+    """Measure the length from which linear attention is faster than exact attention, on your shapes.
 
-    Every result is verified before it is timed. An interrupted run goes on where it was when started again.
+    Every result is verified before it is timed. After an interruption run the same command again to resume.
     """
     # Help is not to wait for torch.
     from linattn.cli.terminal import of_option

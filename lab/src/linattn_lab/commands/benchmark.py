@@ -55,7 +55,7 @@ def _what_is_left(partial: Path) -> str:
     if found is None or not found[1]:
         return "No length was measured yet."
     header, rows = found
-    return f"{len(rows)} of {len(header.lengths)} lengths are kept in {partial}; the same command goes on from there."
+    return f"{len(rows)} of {len(header.lengths)} lengths are kept in {partial}; run the same command again to resume."
 
 
 def _shown(measured: Bench, kept: list[LengthRow], console: Console) -> Iterator[LengthRow]:

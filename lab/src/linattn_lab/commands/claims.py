@@ -67,7 +67,7 @@ def _kept(file: Path, run: Reproduction, again: bool, console: Console) -> list[
 
 def _what_is_left(file: Path, out: Path) -> str:
     """What an interrupted run has kept; its page is written, unless that is interrupted too."""
-    kept = f"All figures so far are in {file}; the same command goes on."
+    kept = f"All figures so far are in {file}; run the same command again to resume."
     try:
         return f"{kept} {write_report(out)} shows the claims that are decided."
     except (KeyboardInterrupt, OSError):

@@ -79,8 +79,10 @@ def audit_model(
             num_tokens = _number_of(tokens)
             wanted = _grid(maps, features, draws, seed, is_full=full)
             with stages(console) as watch:
+                # A text that cannot be read is refused before a model is loaded.
+                content = read_text(text)
                 watch.begin(f"Loading {model or 'the packaged encoder'}")
-                loaded, content = load(model), read_text(text)
+                loaded = load(model)
                 # What was asked for by name is measured, whatever it keeps.
                 measured = Audit(loaded, content, wanted, num_tokens=num_tokens, leave_out=not maps, watch=watch)
                 begun.append(measured.header)
@@ -150,7 +152,7 @@ def _what_is_left(begun: list[Header], records: Path) -> str:
     found = AUDIT.unfinished(records) if begun else None
     if found is None or found[0] not in begun or not found[1]:
         return f"Nothing was measured yet, and nothing in {out} is changed but by what was said above."
-    kept = f"All figures so far are in {records}; the same command goes on from there."
+    kept = f"All figures so far are in {records}; run the same command again to resume."
     try:
         summary, page = summarise_audit(records), write_report(out)
     except (KeyboardInterrupt, ValueError):

@@ -194,7 +194,9 @@ def _print(console: Console, summary: MemorySummary) -> None:
         print_table(console, glance(summary, length, budget))
     for one in summary.continuations:
         last_words = " ".join(one.ending.split())
-        console.print(f"[bold]{escape(one.text)} goes on[/bold] … {escape(last_words)}", highlight=False)
+        console.print(
+            f"[bold]Greedy continuation of {escape(one.text)}:[/bold] … {escape(last_words)}", highlight=False
+        )
         for each in one.written:
             words = f"{escape(each.alike)} [italic]{escape(each.other)}[/italic]"
             console.print(f"[bold]{escape(each.method)}:[/bold] {words.strip()}", highlight=False)
@@ -205,7 +207,7 @@ def _what_is_left(records: Path, out: Path) -> str:
     try:
         summarise_memory(records)
         return (
-            f"All figures so far are in {records}; the same command goes on from there. {write_report(out)} has them."
+            f"All figures so far are in {records}; run the same command again to resume. {write_report(out)} has them."
         )
     except (KeyboardInterrupt, OSError, ValueError):
         return f"Nothing was measured yet; {out} is changed by nothing but what was said above."

@@ -11,18 +11,16 @@ import typer
 
 
 def report(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder of what audit, bench and reproduce have written: their --out.")
-    ] = Path("report"),
+    folder: Annotated[Path, typer.Argument(help="The folder given as --out to audit, bench and reproduce.")] = Path(
+        "report"
+    ),
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the page's figures, which report.json has too.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print report.json, the page's figures.")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of the figures, every field in words, and end.")
     ] = False,
 ) -> None:
-    """Write the page of the figures again, open it, or print its figures as JSON.
+    """Rewrite the report's page from its files, open it, or print its figures as JSON.
 
     Nothing is measured. The page is FOLDER/index.html, and FOLDER/report.json has its figures.
     """

@@ -13,15 +13,15 @@ def reproduce(
         list[str] | None, typer.Argument(metavar="[CLAIM]…", help="Names of claims, see --list; all if left out.")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="At the size of the sources, or at one that takes minutes.")
+        bool, typer.Option("--full/--quick", help="Take the sizes of the sources, or smaller ones that take minutes.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for claims.jsonl and index.html.")] = Path("report"),
-    again: Annotated[bool, typer.Option("--again", help="Take all figures again; the former file is renamed.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Discard what was measured: its file is renamed.")] = False,
     only_list: Annotated[bool, typer.Option("--list", help="Name the claims and measure nothing.")] = False,
 ) -> None:
     """Measure the claims of the founding texts and of the Performer paper, and say which hold.
 
-    Each figure is saved once taken: after an interruption the same command resumes. Exits with 1 if an experiment
+    Each figure is saved as it is measured: run the command again to resume. The exit status is 1 if an experiment
     crashed or could not decide; a claim that fails is a result.
     """
     # Help is not to wait for torch.

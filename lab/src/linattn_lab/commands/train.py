@@ -11,12 +11,10 @@ _Text = Annotated[
     list[Path] | None,
     typer.Option(
         help="A text file, or a folder whose text files are read; may be repeated. Python's own sources if left out. "
-        "Hidden files, such as .git, and files that are no text in UTF-8, such as pictures, are left out, and counted."
+        "Hidden files, such as .git, and files that are not UTF-8, such as pictures, are skipped and counted."
     ),
 ]
-_Pattern = Annotated[
-    str, typer.Option(help='A letter per block, begun again at its end: "l" linear, "s" softmax, as in "llls".')
-]
+_Pattern = Annotated[str, typer.Option(help='A letter per block, repeated: "l" linear, "s" softmax, as in "llls".')]
 _Map = Annotated[
     str, typer.Option("--map", metavar="NAME", help='A map, as in "FavorPlus" or "LearnedExponential + window 64".')
 ]
@@ -61,25 +59,25 @@ def train(
     hidden_size: _Width = 128,
     num_attention_heads: _Heads = 4,
     intermediate_size: _Hidden = None,
-    dropout: Annotated[float, typer.Option(help="Share of numbers that training drops.")] = 0.0,
-    context: Annotated[int, typer.Option(min=1, help="Bytes that are read at once.")] = 4096,
+    dropout: Annotated[float, typer.Option(help="Dropout rate.")] = 0.0,
+    context: Annotated[int, typer.Option(min=1, help="Context length in bytes.")] = 4096,
     batch_size: _Batch = 1,
-    minutes: Annotated[float, typer.Option(help="Time for training.")] = 15.0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps in place of a time.")] = None,
-    learning_rate: Annotated[float, typer.Option(help="At its largest.")] = 4e-3,
+    minutes: Annotated[float, typer.Option(help="Minutes of training.")] = 15.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, in place of --minutes.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-3,
     redraw_every: _Redraw = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, draws and the order of texts.")] = 0,
     parts: _Parts = 1,
     shard: _Shard = False,
     resume: _Resume = False,
 ) -> None:
-    """Train a language model of bytes with linear or softmax attention, and say how many bits a byte costs.
+    """Train a language model of bytes with linear or softmax attention, and measure its bits per byte.
 
-    A hundred files or more are split by file, fewer by position: their last parts are for validation and the test, and
-    the figures are of these. Validation takes a tenth of the time at most. Ctrl-C ends the training and keeps the best
-    so far; after anything worse the same command goes on where it was. OUT/resume has the last checkpoint, four times
-    the model; remove it if the training is not to be continued. Under torchrun the texts of a step are dealt out to the
-    processes, or each text is cut into parts for some of them; any number of processes goes on.
+    A hundred files or more are split by file, fewer by position: the last parts are held out for validation and the
+    test. Validation takes at most a tenth of the time. Ctrl-C ends the training and keeps the best weights; after a
+    kill run the same command again to resume. OUT/resume has the last checkpoint, four times the model's size: delete
+    it if you will not use --resume. Under torchrun the processes share the texts of a step, or with --parts the parts
+    of each text, and any number of processes resumes.
     """
     # Help is not to wait for torch.
     from linattn.hf import LinearLMConfig

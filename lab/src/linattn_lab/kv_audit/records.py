@@ -37,7 +37,7 @@ class MemoryHeader:
         num_written: tokens that are written greedily after a passage.
         tasks: names of the retrieval tasks.
         num_samples: texts of each task and length.
-        num_facts: facts told at each depth.
+        num_facts: facts stated at each depth.
         budgets: in exact keys and their values, per key/value head.
         kinds: names of the methods.
         left_out: why a method, by "name at budget", or a task, by "name at length", is not measured.

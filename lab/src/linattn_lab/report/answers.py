@@ -37,7 +37,7 @@ def _claims(claims: ClaimsSummary | None) -> str:
     """How many claims hold."""
     if claims is None or not claims.claims:
         return _missing("reproduce")
-    words: dict[Status, str] = {"holds": "borne out", "fails": "refuted", "undecided": "undecided"}
+    words: dict[Status, str] = {"holds": "hold", "fails": "fail", "undecided": "undecided"}
     counts = [f"{claims.count(status)} {word}" for status, word in words.items() if claims.count(status)]
     return f"Of {counted(len(claims.claims), 'claim')} made for linear attention: {', '.join(counts)}."
 

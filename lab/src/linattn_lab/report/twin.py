@@ -23,9 +23,9 @@ class Twin:
         kind: what the file is.
         version: of this form; another one has other fields.
         answers: the questions at the top of the page, answered.
-        audit: how wrong methods are on a model's heads; null where audit.jsonl is not there, as the next three.
-        claims: what was said of linear attention, and what holds.
-        bench: how fast it is.
+        audit: errors of methods on a model's heads; null where audit.jsonl is not there, as the next three.
+        claims: claims about linear attention, and which hold.
+        bench: speed of linear attention, by context length.
         memory: what a language model loses by a bounded KV cache.
         unread: files that could not be read, with what is wrong with them.
     """

@@ -27,7 +27,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A passage and how it goes on.
+    """The greedy text after a passage, by each method.
 
     Attributes:
         text: kind of the text.

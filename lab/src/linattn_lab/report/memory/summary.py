@@ -64,7 +64,7 @@ class MemoryLine:
         same: share of predictions with the full cache's likeliest token.
         parted: tokens of the greedy text before it leaves the full cache's, mean over passages.
         agreement: share of its tokens that are the full cache's.
-        facts: share of what was told that is right, by depth in per cent.
+        facts: accuracy of needle retrieval, by depth in per cent.
         tasks: score by name of RULER's task.
     """
 
@@ -100,8 +100,8 @@ class MemorySummary:
         header: the circumstances.
         lines: by length, then by budget, methods without one first, in the order of measurement.
         unanswered: by "task at length", the full cache's own score where it is too low for the task to be scored.
-        continuations: how the first passage of each text goes on, at the longest length and its smallest budget; none
-            in files of earlier versions.
+        continuations: the greedy text after the first passage of each text, at the longest length and its smallest
+            budget; none in files of earlier versions.
     """
 
     header: MemoryHeader
