@@ -16,7 +16,7 @@ from linattn_lab.report import write_report
 from pages import Page
 
 TITLES = {
-    "audit.jsonl": "How wrong is linear attention on",
+    "audit.jsonl": "The error of linear attention on",
     "claims.jsonl": "What is said of linear attention, and what holds",
     "bench.jsonl": "From which length on does linear attention pay?",
 }
