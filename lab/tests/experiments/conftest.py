@@ -1,4 +1,4 @@
-"""Experiments taken at their quick size, or a smaller one, once per process."""
+"""Experiments taken at their quick size, once per process."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ import pytest
 from linattn_lab.experiments import EXPERIMENTS
 from linattn_lab.experiments.experiment import FigureRow
 
-# Verdicts allow for standard errors: fewer draws decide the same, in half the time.
-_DRAWS = {"output-converges": 6_000, "figure-4-orthogonal-beats-iid": 12}
-
 
 @cache
 def _quick(name):
     """All rows of one experiment."""
     experiment = EXPERIMENTS[name]
-    config = replace(experiment.QUICK, draws=_DRAWS[name]) if name in _DRAWS else experiment.QUICK
     found = []
-    for measurement in experiment.rows(config):
+    for measurement in experiment.rows(experiment.QUICK):
         figure = measurement.take()
         found.append(
             FigureRow(
