@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from linattn import MergedKV, merged_attention_with_state
-from linattn.kv_cache.budget import Sizes, kept_bytes, within_budget
+from linattn.kv_cache.budget import RECALLS, Sizes, kept_bytes, within_budget
 
 L, D, DV, HEADS, GROUPS = 60, 8, 6, 1, 3
 
@@ -56,11 +56,14 @@ def test_merged_keys_in_few_bits_are_exact_while_they_are_few():
 
 
 @pytest.mark.parametrize("sizes", [Sizes(64, 64), Sizes(256, 256, 2, 4)])
-def test_far_recall_merges_no_keys_however_small_the_budget(sizes):
-    configs = []
-    for budget in range(8, 65):
-        # Below these there is no room beside the sampled queries.
+def test_far_recall_holds_more_tokens_one_by_one(sizes):
+    num_compared = 0
+    for budget in range(8, 600, 7):
+        # Below these there is no room beside the sampled queries; then none for frames of three numbers of bits.
         with suppress(ValueError):
-            configs.append(within_budget(budget, sizes, recall="far"))
-    assert len(configs) > 30
-    assert all(config.num_merged == 0 and config.coded[-1][1] == 3 for config in configs)
+            near, far = (within_budget(budget, sizes, recall=recall) for recall in RECALLS)
+            reach, further = (config.blocks.window + sum(n for n, _ in config.coded) for config in (near, far))
+            if far.coded:
+                assert further > 1.7 * reach
+                num_compared += 1
+    assert num_compared > 60

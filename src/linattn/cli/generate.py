@@ -55,7 +55,7 @@ Recall = Annotated[
     Literal["near", "far"] | None,
     typer.Option(
         help="With --budget: near (the default) for the least KL divergence; far to retrieve facts from far back: "
-        "fewer bits, nothing merged."
+        "fewer bits, fewer merged."
     ),
 ]
 PlanFile = Annotated[

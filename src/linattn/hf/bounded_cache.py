@@ -102,10 +102,9 @@ class BoundedCache(TextCache):
         model: a causal transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the
             model within.
         budget: in exact keys and values, per layer and key/value head.
-        bits: of merged keys and values and of the tier before them, 2 to 8 in halves, or two of these, of keys and of
-            values; None for 32 and no tier.
-        recall: "near" for the least KL divergence; "far" for the most tokens one by one, in fewer bits: then none are
-            merged, and the oldest are evicted. Leave bits out then.
+        bits: of merged keys and values, 2 to 8 in halves, or two of these, of keys and of values; of the tokens before
+            them the newest have 2 more, 8 at most, and the next as many. None for 32 and no tiers.
+        recall: "near" for the least KL divergence; "far" for more tokens one by one, in 2.5 bits. Leave bits out then.
         config: window and merged keys of every bounded layer, `MergedKV(window=64, num_merged=512, bits=4)`; leave
             budget, bits and recall out then.
         plan: file that `linattn audit --budget --plan-out` wrote: each layer's own window and merged keys at the

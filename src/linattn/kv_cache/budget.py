@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from linattn.kv_cache.codes import Layout, coded_bytes
 from linattn.kv_cache.config import Bits, MergedKV
+from linattn.kv_cache.levels import MOST_BITS
 from linattn.kv_cache.query_sample import sample_size
 
 NEAR = (0.15, 0.25, 0.5)
@@ -24,16 +25,17 @@ Recall = Literal["near", "far"]
 
 RECALLS = get_args(Recall)
 
-# Share of merged keys' room that the newest take, which no merge takes: so much is recalled, and KL is hardly more.
-_NEWEST = 0.4
-# For recall of what is far: the window's share with a block, and that of the tier after it, with the bits of both
-# tiers. Exact tokens are dear where as many in 6 bits lose next to nothing; all other bytes are reach.
-_FAR_WINDOW, _FAR_SHARE, _FAR_BITS = 0.08, 0.06, (6, 3)
+# Shares of merged keys' room that the two tiers before them take, and the bits of the first beyond theirs. Most
+# attention is to the newest tokens, where rounding costs more than merging does among the oldest; the second tier is
+# for recall.
+_NEWEST, _NEXT, _FINER = 0.3, 0.2, 2
+# For recall of what is far: the shares of these tiers, with their bits.
+_FAR_TIERS = ((0.12, 6), (0.76, 2.5))
 
 # What a window is best at on real text, its block included, and at most: more bytes are better spent on merged keys.
 _WINDOW, _SHARE = 256, 0.5
-# The window's share beside merged keys in few bits, which hold several times as many.
-_FEW_BITS_SHARE = NEAR[0]
+# The window's share beside tiers: exact tokens are dear where as many in 6 bits lose next to nothing.
+_TIERED_SHARE = 0.08
 # Keys of a budget for each sink, of which there are four at most.
 _KEYS_PER_SINK = 16
 # Keys of a budget at most: no model has a text as long.
@@ -90,11 +92,11 @@ def within_budget(
     Args:
         budget: in exact keys of one key/value head.
         sizes: of the layer.
-        bits: of merged keys and values and of the tier before them, or of keys and of values; None for 32 a number and
-            no tier.
-        near: share of the bytes that the window takes with a block; None for 15 %, and beside merged keys in 32 bits
+        bits: of merged keys and values, or of keys and of values; the newest tokens before them have 2 more, 8 at most,
+            and the next ones as many. None for 32 a number and no tiers.
+        near: share of the bytes that the window takes with a block; None for 8 %, and beside merged keys in 32 bits
             for that of 256 keys, half of the bytes at most.
-        recall: "near" for the least KL divergence; "far" for the most tokens one by one, in fewer bits.
+        recall: "near" for the least KL divergence; "far" for more tokens one by one, in 2.5 bits.
 
     Raises:
         ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`;
@@ -102,7 +104,7 @@ def within_budget(
 
     Example:
         >>> within_budget(512, Sizes(64, 64)).label
-        'sinks 4 + window 37 + 1202 in 4 bits + merged 1804 in 4 bits'
+        'sinks 4 + window 19 + 674 in 6 bits + 649 in 4 bits + merged 1624 in 4 bits'
         >>> within_budget(512, Sizes(64, 64), bits=None).label
         'sinks 4 + window 196 + merged 251'
     """
@@ -115,10 +117,17 @@ def within_budget(
         for name, value, default in (("bits", bits, BITS_BY_DEFAULT), ("near", near, None)):
             if value != default:
                 raise ValueError(f"{name} must be left out beside recall='far', which has its own, got {value!r}")
-        return within_bytes(num_bytes, sizes, _FAR_WINDOW, _FAR_BITS[1], ((_FAR_SHARE, _FAR_BITS[0]),), is_merged=False)
+        return within_bytes(num_bytes, sizes, _TIERED_SHARE, BITS_BY_DEFAULT, _FAR_TIERS)
     if near is None:
-        near = min(_WINDOW / budget, _SHARE) if bits is None else _FEW_BITS_SHARE
-    return within_bytes(num_bytes, sizes, near, bits, () if bits is None else ((_NEWEST, bits),))
+        near = min(_WINDOW / budget, _SHARE) if bits is None else _TIERED_SHARE
+    return within_bytes(num_bytes, sizes, near, bits, () if bits is None else _near_tiers(bits))
+
+
+def _near_tiers(bits: Bits) -> tuple[tuple[float, Bits], ...]:
+    """Shares and bits of the tiers before merged keys in these; one where no bits are finer."""
+    of_key, of_value = bits if isinstance(bits, tuple) else (bits, bits)
+    finer = min(of_key + _FINER, MOST_BITS), min(of_value + _FINER, MOST_BITS)
+    return ((_NEWEST + _NEXT, bits),) if finer == (of_key, of_value) else ((_NEWEST, finer), (_NEXT, bits))
 
 
 def within_bytes(
@@ -127,18 +136,16 @@ def within_bytes(
     near: float,
     bits: Bits | None,
     tiers: Sequence[tuple[float, Bits]] = (),
-    *,
-    is_merged: bool = True,
 ) -> MergedKV:
-    """The most merged keys in so many bytes, or the most tokens of a last tier, the oldest of which are evicted.
+    """The most merged keys in so many bytes.
 
-    A window and its block take the share `near` of all, each tier its share of the rest, in so many bits. There are no
-    tiers where one would have no token.
+    A window and its block take the share `near` of all, each tier its share of the rest, in so many bits. The first
+    tiers are left out until each has a token.
     """
     whole = _near_bytes(sizes)
     num_sinks = min(num_bytes // sizes.key_bytes // _KEYS_PER_SINK, MergedKV.num_sinks)
     # Merged keys have the frames of a last tier in their bits.
-    framed = [bits, *(few for _, few in tiers if few != bits)]
+    framed = [bits, *(few for n, (_, few) in enumerate(tiers, 1) if n < len(tiers) or few != bits)]
     room = num_bytes - sample_bytes(sizes) - sum(_frames_bytes(sizes, each) for each in framed) - num_sinks * whole
     widths = range(max(int(room * near / whole), 0), 0, -1)
     window = next((width for width in widths if _near(width) * whole <= room * near), 1)
@@ -146,14 +153,12 @@ def within_bytes(
     coded = tuple((int(room * share) // token_bytes(sizes, few), few) for share, few in tiers)
     number = (room - sum(number * token_bytes(sizes, few) for number, few in coded)) // token_bytes(sizes, bits)
     if tiers and (number < 1 or any(number < 1 for number, _ in coded)):
-        return within_bytes(num_bytes, sizes, near, bits, is_merged=is_merged)
+        return within_bytes(num_bytes, sizes, near, bits, tiers[1:])
     if number < 1:
         raise ValueError(
             f"{max(room, 0):,} bytes are left beside the sampled queries, too few for a window and merged keys; "
             "give more bytes"
         )
-    if bits is not None and not is_merged:
-        return MergedKV(window, 0, None, num_sinks, (*coded, (number, bits)))
     return MergedKV(window, number, bits, num_sinks, coded)
 
 

@@ -244,9 +244,9 @@ class MergedKV:
             value_dim: Dv; D if None.
             dtype: of the model's keys and values.
             num_groups: query heads of a key/value head, whose sampled queries are counted.
-            bits: of merged keys and values and of the tier before them; None for 32 and no tier.
-            recall: "near" for the least KL divergence; "far" for the most tokens one by one, in fewer bits: then none
-                are merged, and the oldest are evicted.
+            bits: of merged keys and values; of the tokens before them the newest have 2 more, 8 at most, and the next
+                as many. None for 32 and no tiers.
+            recall: "near" for the least KL divergence; "far" for more tokens one by one, in 2.5 bits.
 
         Raises:
             ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another
@@ -254,7 +254,7 @@ class MergedKV:
 
         Example:
             >>> MergedKV.within(512, head_dim=64).label
-            'sinks 4 + window 37 + 1202 in 4 bits + merged 1804 in 4 bits'
+            'sinks 4 + window 19 + 674 in 6 bits + 649 in 4 bits + merged 1624 in 4 bits'
         """
         # Imported here: budgets are said of what this file defines.
         from linattn.kv_cache.budget import Sizes, within_budget
