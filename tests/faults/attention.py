@@ -10,8 +10,8 @@ FAULTS = (
     Fault(
         "add an epsilon to the denominator",
         BLOCKED + "rows.py",
-        "    den.copy_(total.reshape(den.shape))",
-        "    total = total + 1e-6\n    den.copy_(total.reshape(den.shape))",
+        "    den.copy_(total.squeeze(-1))",
+        "    total = total + 1e-6\n    den.copy_(total.squeeze(-1))",
         "tests/laws/test_truth.py",
     ),
     Fault(
@@ -31,9 +31,30 @@ FAULTS = (
     Fault(
         "one key maximum for all rows, heads and features",
         BLOCKED + "features.py",
-        "torch.maximum(m, self.log.amax(-2))",
-        "torch.maximum(m, self.log.amax())",
+        "peak = self.log.amax(-2)\n        return",
+        "peak = self.log.amax().expand(m.shape)\n        return",
         "tests/laws/test_independence.py tests/laws/test_convexity.py",
+    ),
+    Fault(
+        "leave keys relative to an exponent far below them",
+        BLOCKED + "features.py",
+        "float(total.amax()) <= _MOST",
+        "True",
+        "tests/laws/test_independence.py",
+    ),
+    Fault(
+        "give no row an exponent of its own",
+        BLOCKED + "features.py",
+        "least <= (extremes := den.aminmax()).min.item() and extremes.max.item() <= most",
+        "True",
+        "tests/laws/test_independence.py",
+    ),
+    Fault(
+        "leave the length out of exponents of base 2",
+        "feature_maps/_softmax_estimator.py",
+        "columns + powers.shift, -LOG2_E / 2 * powers.scale",
+        "columns + powers.shift, 0.0",
+        "tests/feature_maps/test_buffers.py",
     ),
     Fault(
         "sum over heads instead of tokens",
@@ -80,11 +101,10 @@ FAULTS = (
     Fault(
         "unwind the state by subtraction",
         BLOCKED + "causal.py",
-        "        visits.append(BlockState(block, entry, c, x, keys, phi_k, safe))",
-        "        rise = (c - entry.m).exp()\n"
-        "        S = entry.S * (entry.m - c).exp().unsqueeze(-1) + phi_k.mT @ v\n"
-        "        entry = Sums((S - phi_k.mT @ v) * rise.unsqueeze(-1), entry.z, entry.m) if block.start else entry\n"
-        "        visits.append(BlockState(block, entry, c, x, keys, phi_k, safe))",
+        "        visits.append(BlockState(block, Sums(S, z, m), c, x, keys, phi_k, safe))",
+        "        after = S * (m - c).exp().unsqueeze(-1) + phi_k.mT @ v\n"
+        "        S = (after - phi_k.mT @ v) * (c - m).exp().unsqueeze(-1) if block.start else S\n"
+        "        visits.append(BlockState(block, Sums(S, z, m), c, x, keys, phi_k, safe))",
         "tests/laws/test_gradient.py",
     ),
     Fault(

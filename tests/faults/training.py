@@ -256,7 +256,7 @@ FAULTS = (
     ),
     Fault(
         "pull back learned maps' last blocks never",
-        "attention/backends/blocked/features.py",
+        "feature_maps/_map_gradients.py",
         """        for waiting in (self._queries, self._keys):
             if waiting:
                 self._follow(waiting)
@@ -266,7 +266,7 @@ FAULTS = (
     ),
     Fault(
         "give waiting blocks each other's gradients",
-        "attention/backends/blocked/features.py",
+        "feature_maps/_map_gradients.py",
         "for block, part in zip(waiting, gradient.split",
         "for block, part in zip(waiting[::-1], gradient.split",
         "tests/laws/test_gradient.py",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grid import CASES, NONNEGATIVE_MAPS, Case, qkv
+import linattn
+from grid import CASES, CAUSAL_MAPS, NONNEGATIVE_MAPS, Case, build, qkv
+from linattn.attention.backends.blocked import features
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -55,3 +57,23 @@ def test_heads_are_not_tokens(case: Case) -> None:
     ]
     tolerance = 1e-12 if feature_map.nonnegative else 1e-8
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [0.1, 2.0, 30.0])
+@pytest.mark.parametrize("name", [name for name in CAUSAL_MAPS if build(name).exponential])
+def test_devices_where_a_look_would_wait_compute_the_same(
+    name: str, scale: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch, blocks_of
+) -> None:
+    """On a CPU exponents are looked for where sums say so, elsewhere always: rows have other exponents, no more."""
+    blocks_of(8)
+    mask = torch.rand(2, 37, generator=torch.Generator().manual_seed(1)) > 0.3
+    feature_map, results = build(name), []
+    for is_seen in (True, False):
+        monkeypatch.setattr(features, "is_seen", lambda _, is_seen=is_seen: is_seen)
+        leaves = [x.requires_grad_() for x in qkv(scale=scale)]
+        out = linattn.linear_attention(*leaves, feature_map, key_mask=mask, is_causal=is_causal, enable_gqa=True)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for seen, unseen in zip(*results, strict=True):
+        # Exponents of up to |x|²/2 < 2^14, rounded to 2^-53 of that.
+        torch.testing.assert_close(seen, unseen, rtol=1e-9, atol=1e-9)

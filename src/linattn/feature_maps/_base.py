@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps._digest import digest_of_weights
-from linattn.feature_maps._powers import Powers
+from linattn.feature_maps._powers import Powers, as_powers
 from linattn.softmax.checking import check_dense
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
@@ -137,6 +137,26 @@ class FeatureMap(nn.Module, ABC):
     def write_key(self, x: Tensor, out: Tensor) -> Tensor:
         """`key` written into a buffer (..., L, R), which is returned; no gradient is recorded."""
         return self.write_query(x, out) if type(self).key is FeatureMap.key else _written(self.key, x, out)
+
+    def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """log₂e·`query` + rows + columns: exponents of base 2, written into a buffer; only where `exponential`.
+
+        Maps with a matrix product override it, so that the sum is the product's own: passes over (..., L, R) cost as
+        much as arithmetic.
+
+        Args:
+            x: (B, H, L, D), in float32 or float64.
+            out: (B, H, L, R), contiguous.
+            rows: (B, H or 1, L, 1), or None for 0.
+            columns: (B, H, 1, R).
+        """
+        return as_powers(self.write_query(x, out), rows, columns)
+
+    def write_key_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """`write_query_powers` of keys."""
+        if type(self).key is FeatureMap.key:
+            return self.write_query_powers(x, out, rows, columns)
+        return as_powers(self.write_key(x, out), rows, columns)
 
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of `query`'s input, given that of its output: (..., L, D), (..., L, R) -> (..., L, D).

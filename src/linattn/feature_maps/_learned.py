@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from linattn.feature_maps._arguments import check_count, temperature
 from linattn.feature_maps._base import FeatureMap, features
-from linattn.feature_maps._powers import multiplied
+from linattn.feature_maps._powers import add_multiplied_, multiplied
+from linattn.softmax.precision import LOG2_E
 
 
 class Exponents(nn.Module):
@@ -53,6 +54,18 @@ class Exponents(nn.Module):
             return exponents
         return exponents.addcmul_(self._half_square(x), self._rows(self.curvature, x), value=-1)
 
+    def write_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """log₂e·`forward` + rows + columns written into `out` (..., L, m), which is contiguous; no gradient."""
+        x, weights = self._operands(x, LOG2_E)
+        shift = torch.add(columns, self._rows(self.bias, x), alpha=LOG2_E)
+        if self.curvature is None:
+            torch.add(shift, 0 if rows is None else rows, out=out)
+        else:
+            torch.addcmul(shift, self._half_square(x, LOG2_E), self._rows(self.curvature, x), value=-1, out=out)
+            if rows is not None:
+                out.add_(rows)
+        return add_multiplied_(out, x, weights)
+
     def pull(self, x: Tensor, grad: Tensor) -> Tensor:
         """√scale·grad·W - scale·x·(grad·c): from the gradient of `forward`'s output to that of its input."""
         x, weights = self._operands(x)
@@ -62,16 +75,16 @@ class Exponents(nn.Module):
         curved = torch.matmul(grad, self._rows(self.curvature, x).mT)
         return gradient.addcmul_(x, curved, value=-self.scale)
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The input in float32 or float64, and √scale·W in its dtype, (D, m) or (H, D, m)."""
+    def _operands(self, x: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The input in float32 or float64, and factor·√scale·W in its dtype, (D, m) or (H, D, m)."""
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32)
-        return x, self.weight.to(x.dtype).mT * self.scale**0.5
+        return x, self.weight.to(x.dtype).mT * (factor * self.scale**0.5)
 
-    def _half_square(self, x: Tensor) -> Tensor:
-        """|x̃|²/2, (..., L, 1)."""
+    def _half_square(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        """factor·|x̃|²/2, (..., L, 1)."""
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return lengths.square() * (self.scale / 2)
+        return lengths.square() * (factor * self.scale / 2)
 
     @staticmethod
     def _rows(parameter: Tensor, x: Tensor) -> Tensor:

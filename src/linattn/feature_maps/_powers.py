@@ -19,6 +19,7 @@ class Powers(NamedTuple):
     weights: Tensor  # √scale·W as it multiplies x from the right, (D, m) or (H, D, m)
     doubled: Tensor  # the same times log₂e
     constants: Tensor | None  # o·log₂e, (1, R) or (H, 1, R)
+    shift: Tensor  # (o + constant)·log₂e, (1, R) or (H, 1, R), or (1, 1) where o is 0
     scale: float
     constant: float
     is_paired: bool  # whether the second half of the features takes -W
@@ -34,8 +35,9 @@ class Powers(NamedTuple):
         dtype: torch.dtype,
     ) -> Powers:
         """From weights and constants in float64."""
-        shifts = None if constants is None else (constants * LOG2_E).to(dtype)
-        return cls(weights.to(dtype), (weights * LOG2_E).to(dtype), shifts, scale, constant, is_paired)
+        o = None if constants is None else (constants * LOG2_E).to(dtype)
+        shift = ((weights.new_zeros(1, 1) if constants is None else constants) + constant) * LOG2_E
+        return cls(weights.to(dtype), (weights * LOG2_E).to(dtype), o, shift.to(dtype), scale, constant, is_paired)
 
     @property
     def is_composed(self) -> bool:
@@ -47,6 +49,21 @@ class Powers(NamedTuple):
         rows = x.reshape(-1, x.shape[-1])
         term = torch.add(self.constant, torch.linalg.vecdot(rows, rows).unsqueeze(-1), alpha=-self.scale / 2)
         return torch.addmm(term, rows, self.weights).view(*x.shape[:-1], self.weights.shape[-1])
+
+
+def as_powers(exponents: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+    """log₂e·exponents + rows + columns, written over the exponents (..., L, R)."""
+    torch.add(columns, exponents, alpha=LOG2_E, out=exponents)
+    return exponents if rows is None else exponents.add_(rows)
+
+
+def add_multiplied_(out: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """out + x·weights, (B, H, L, D) and (D, R) or (H, D, R), written over `out` (B, H, L, R), which is contiguous."""
+    batch = out.flatten(0, -3)
+    if weights.dim() == 3:
+        weights = weights.expand(*x.shape[:-2], -1, -1).flatten(0, -3)
+    batch.baddbmm_(x.flatten(0, -3), weights.expand(batch.shape[0], -1, -1))
+    return out
 
 
 def multiplied(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:

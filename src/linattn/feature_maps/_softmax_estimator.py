@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import log_mean_exp
-from linattn.feature_maps._powers import Powers, multiplied
+from linattn.feature_maps._powers import Powers, add_multiplied_, multiplied
 from linattn.feature_maps._random_base import RandomFeatureMap
+from linattn.softmax.precision import LOG2_E
 
 
 class SoftmaxEstimator(RandomFeatureMap):
@@ -63,6 +64,20 @@ class ExponentialEstimator(SoftmaxEstimator):
         """`query` with the product written into `out`."""
         x, weights = self._operands(x)
         return self._shifted_(multiplied(x, weights, out), x, weights)
+
+    def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """In one product, which all terms are added to; W is multiplied by log₂e beforehand."""
+        x, _ = self._operands(x)
+        powers = self.powers(x.dtype)
+        if powers is None or powers.is_paired:
+            return super().write_query_powers(x, out, rows, columns)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        columns, factor = columns + powers.shift, -LOG2_E / 2 * powers.scale
+        if rows is None:
+            torch.add(columns, lengths.mul_(lengths), alpha=factor, out=out)
+        else:
+            torch.add(columns, torch.addcmul(rows, lengths, lengths, value=factor), out=out)
+        return add_multiplied_(out, x, powers.doubled)
 
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """grad·Wᵀ - scale·x·Σ grad."""

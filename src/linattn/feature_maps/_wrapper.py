@@ -13,6 +13,7 @@ from torch import Tensor
 from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap
+from linattn.softmax.precision import LOG2_E
 
 
 class Wrapper(FittedMap):
@@ -88,6 +89,16 @@ class Wrapper(FittedMap):
         phi = self.inner.write_key(moved, out)
         return phi if log_weight is None or not self.exponential else phi.add_(log_weight)
 
+    def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """The inner map's, with the weight among the rows."""
+        moved, log_weight = self._moved_query(x)
+        return self.inner.write_query_powers(moved, out, _joint(rows, log_weight), columns)
+
+    def write_key_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """The inner map's, with the weight among the rows."""
+        moved, log_weight = self._moved_key(x)
+        return self.inner.write_key_powers(moved, out, _joint(rows, log_weight), columns)
+
     def query_log_weight(self, x: Tensor) -> Tensor | None:
         """The queries' weight and the inner map's own, (..., L); None where `exponential`, whose exponents hold it."""
         if self.exponential:
@@ -114,6 +125,13 @@ class Wrapper(FittedMap):
         """Fit the inner map, where it takes statistics, on samples (B, Hkv, ·, D) as this map takes them."""
         if isinstance(self.inner, FittedMap):
             self.inner.fit(self.inner_query(query), self.inner_key(key))
+
+
+def _joint(rows: Tensor | None, log_weight: Tensor | None) -> Tensor | None:
+    """Rows of base 2 and the logarithm of a weight, (..., L, 1) each, as one of base 2; None for 0."""
+    if log_weight is None:
+        return rows
+    return log_weight * LOG2_E if rows is None else torch.add(rows, log_weight, alpha=LOG2_E)
 
 
 def _sum(log_weight: Tensor | None, inner_weight: Tensor | None) -> Tensor | None:

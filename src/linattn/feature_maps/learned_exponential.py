@@ -102,6 +102,16 @@ class LearnedExponential(LearnedMap):
         self._check(x)
         return self.of_key.write(x, out)
 
+    def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """In one product, which all terms are added to."""
+        self._check(x)
+        return self.of_query.write_powers(x, out, rows, columns)
+
+    def write_key_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """In one product, which all terms are added to."""
+        self._check(x)
+        return self.of_key.write_powers(x, out, rows, columns)
+
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """By two products, where the parameters are frozen."""
         return self.of_query.pull(x, grad)

@@ -133,10 +133,14 @@ class Sderf(ExponentialEstimator, FittedMap):
 
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃; and wᵀA w + ¼·log det(I - 4A)."""
-        self._check_heads(x, self.tilt.shape[0] if self.tilt.dim() == 3 else 1)
         swapped = self._prepared_from is not self.projection
         constants = self._constants_of(self.projection).to(x.dtype) if swapped else self._constants[x.dtype]
         return super()._shifted_(exponents, x, weights).add_(constants)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The input in float32 or float64, and the weights in its dtype; refuses other heads than those of S."""
+        self._check_heads(x, self.tilt.shape[0] if self.tilt.dim() == 3 else 1)
+        return super()._operands(x)
 
     def _own_constants(self) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A)."""

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from linattn.attention.sums import Sums, per_feature
+from linattn.softmax.precision import LOG2_E
 
 # Floats of one feature block. Measured on a CPU with two cores of 1 MB second-level cache, for 8 and 64 rows and 64 to
 # 1024 features: within 5 % of the best of all sizes everywhere, while four times as many cost up to 25 %.
 _CPU_BLOCK = 2**20
 _GPU_BLOCK = 2**24
-_LOG2_E = math.log2(math.e)
-# By how much the key of a lone token may exceed an exponent before the sums move to it.
+# By how much a lone key may exceed an exponent before the sums move to it.
 RISE = 20.0
 
 
 def exponential_(x: Tensor) -> Tensor:
     """exp(x), written over x; by exp2: with the pass for its factor, still half of what torch's exp takes on a CPU."""
-    return x.mul_(_LOG2_E).exp2_()
+    return x.mul_(LOG2_E).exp2_()
 
 
 def by_columns(S: Tensor) -> Tensor:
@@ -42,21 +42,20 @@ class Running:
         self._owned = False
 
     def rescale(self, c: Tensor) -> None:
-        """Make c (B, H, M) the exponent: S and z times exp(m - c)."""
+        """Make c (B, H, M) the exponent, kept as it is: S and z times exp(m - c)."""
         if not self._owned:
-            self.S = by_columns(self.S)
-            self.z, self.m = (x.clone(memory_format=torch.contiguous_format) for x in (self.z, self.m))
+            self.S, self.z = by_columns(self.S), self.z.clone(memory_format=torch.contiguous_format)
             self._owned = True
-        decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)
-        self.S.mul_(decay.unsqueeze(-1))
-        self.z.mul_(decay)
-        self.m.copy_(c)
+        if c is not self.m:
+            decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)
+            self.S.mul_(decay.unsqueeze(-1))
+            self.z.mul_(decay)
+            self.m = c
 
-    def fold_in(self, phi_k: Tensor, value: Tensor) -> None:
-        """S <- S + φ(k)ᵀv and z <- z + Σ φ(k) of a block (B, H, n, ·), relative to the exponent."""
-        phi_k = phi_k.flatten(0, 1)
-        add_product_(self.S, phi_k, value.flatten(0, 1))
-        self.z.add_(phi_k.sum(-2))
+    def fold_in(self, phi_k: Tensor, value: Tensor, total: Tensor | None = None) -> None:
+        """S <- S + φ(k)ᵀv and z <- z + Σ φ(k), or `total`, of a block (B, H, n, ·), relative to the exponent."""
+        add_product_(self.S, phi_k.flatten(0, 1), value.flatten(0, 1))
+        self.z.add_((phi_k.sum(-2) if total is None else total).flatten(0, 1))
 
     def views(self) -> Sums:
         """The sums now, as views."""
@@ -65,7 +64,8 @@ class Running:
     def sums(self) -> Sums:
         """The sums now, in memory of their own."""
         S, z, m = self.views()
-        return Sums(S.contiguous(), z, m) if self._owned else Sums(S.clone(), z.clone(), m.clone())
+        m = m.clone() if m is self._before.m else m
+        return Sums(S.contiguous(), z, m) if self._owned else Sums(S.clone(), z.clone(), m)
 
 
 def block_size(rows: int, num_features: int, device: torch.device, *, is_causal: bool, span: int = 0) -> int:
@@ -90,6 +90,11 @@ def blocks(x: Tensor, num_features: int, *, is_causal: bool = False, span: int =
     length = x.shape[-2]
     size = block_size(x.shape[:-2].numel(), num_features, x.device, is_causal=is_causal, span=span)
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def is_seen(x: Tensor) -> bool:
+    """Whether a look at numbers costs little; on other devices it would wait for them."""
+    return x.device.type == "cpu"
 
 
 def is_masked(bias: Tensor) -> Tensor:

@@ -85,16 +85,17 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
     """The blocks of a segment, each with the sums before it."""
     visits, state = [], Running(before)
     for slot, block in enumerate(segment):
-        entry = Sums(*(fold.space.buffer(f"{slot} {i}", *x.shape).copy_(x) for i, x in enumerate(state.views())))
+        m = state.m
+        S, z = (fold.space.buffer(f"{slot} {i}", *x.shape).copy_(x) for i, x in enumerate(state.views()[:2]))
         x, v = fold.keys.tokens(block, f"{slot} "), fold.keys.values(block)
-        keys = fold.keys.features(block, x, f"{slot} " if fold.keeps_features else "")
-        c = keys.peak(entry.m)
-        safe = fold.safe_heads(keys, block, entry.m, c)
+        keys = fold.keys.features(block, m, x, f"{slot} " if fold.keeps_features else "")
+        c = keys.peak(m)
+        safe = fold.safe_heads(keys, block, m, c)
         phi_k = keys.turned_relative_to(c)
-        visits.append(BlockState(block, entry, c, x, keys, phi_k, safe))
+        visits.append(BlockState(block, Sums(S, z, m), c, x, keys, phi_k, safe))
         if slot + 1 < len(segment):
             state.rescale(c)
-            state.fold_in(phi_k, v)
+            state.fold_in(phi_k, v, keys.total)
     return visits
 
 

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import Workspace, exponential_, is_masked
+from linattn.attention.backends.blocked.blocks import RISE, Workspace, exponential_, is_masked, is_seen
 from linattn.attention.backends.blocked.records import Absorb, Causal, KeyGradients
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.softmax.precision import accumulation_dtype
+from linattn.feature_maps._map_gradients import MapGradients as MapGradients
+from linattn.softmax.precision import LOG2_E
+
+# Sums of a block's features up to which they stay relative to the sums' exponent, and denominators for which rows have
+# an exponent of 0: to find the largest exponents and to shift by them are passes over all features.
+_MOST, _DENOMINATORS = 2.0**30, (2.0**-30, 2.0**60)
 
 
 class Keys(NamedTuple):
-    """A block of keys: φ(k) = linear · exp(log), where None stands for 1."""
+    """A block of keys: φ(k) = linear · exp(log), or 2^(log + base) of an exponential map; None stands for 1."""
 
-    log: Tensor | None  # (B, H, n, M), -inf where masked
+    log: Tensor | None  # (B, H, n, M), -inf where masked; of an exponential map an exponent of base 2
     linear: Tensor | None  # (B, H, n, R), or (B, H, n, F) for grouped maps
     product: Tensor | None = None  # (B, H, n, R), written over: a grouped map's features
+    base: Base | None = None  # of an exponential map
+    phi: Tensor | None = None  # its features relative to the base, where they may stay so: log is None then
+    total: Tensor | None = None  # the sums of these, (B, H, R)
+    exceeds: Tensor | None = None  # where sums exceed what may stay, (B, H, R), if they were looked at
 
     def peak(self, m: Tensor) -> Tensor:
-        """The running maximum (B, H, M) after these keys."""
-        return m.clamp(min=0) if self.log is None else torch.maximum(m, self.log.amax(-2))
+        """The exponent (B, H, M) of sums after these keys: their running maximum, or m itself where that is near."""
+        if self.log is None:
+            return m.clamp(min=0) if self.base is None else self.base.m
+        peak = self.log.amax(-2)
+        return torch.maximum(m, peak) if self.base is None else self.base.moved(peak, self.exceeds)
 
     def own_peak(self) -> Tensor:
         """Maximum of these keys alone (…, M), finite even where all are masked."""
@@ -37,19 +49,23 @@ class Keys(NamedTuple):
             assert self.linear is not None
             # The exponent is 0 unless the state holds keys of other biases; a pass over the features is spared.
             return self.linear if bool((c == 0).all()) else self.linear * exponential_(-c).unsqueeze(-2)
+        if self.linear is None:
+            return (self.log - c.unsqueeze(-2)).exp2_()
         weight = exponential_(self.log - c.unsqueeze(-2))
         if self.product is not None:
             assert self.linear is not None
             groups = self.product.unflatten(-1, (weight.shape[-1], -1))
             torch.mul(weight.unsqueeze(-1), self.linear.unsqueeze(-2), out=groups)
             return self.product
-        return weight if self.linear is None else self.linear * weight
+        return self.linear * weight
 
     def turned_relative_to(self, c: Tensor) -> Tensor:
-        """`relative_to`, written over the exponents of an exponential map: for the pass that needs them no more."""
-        if self.linear is not None or self.log is None:
+        """φ(k)·exp(-c) of sums' exponent c, written over an exponential map's exponents, which nothing needs later."""
+        if self.phi is not None:
+            return self.phi
+        if self.base is None or self.log is None:
             return self.relative_to(c)
-        return exponential_(self.log.sub_(c.unsqueeze(-2)))
+        return (self.log if c is self.base.m else self.log.sub_(c.unsqueeze(-2) * LOG2_E + self.base.start)).exp2_()
 
     def gradients(self, c: Tensor, phi_k: Tensor, grad_phi: Tensor) -> KeyGradients:
         """From the gradient of φ(k)·exp(-c), which may be written over, to the map's; c is a constant."""
@@ -64,6 +80,33 @@ class Keys(NamedTuple):
         return KeyGradients(grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1))
 
 
+class Base(NamedTuple):
+    """An exponent of sums, which features are relative to, and as an exponential map's exponents take it."""
+
+    m: Tensor  # of the sums, (B, H, R)
+    power: Tensor  # the same of base 2, (B, H, 1, R)
+    start: Tensor  # less the same, 0 where there is no key
+    is_empty: Tensor  # where there is none, (B, H, R)
+    is_settled: bool  # whether features may be looked at, and need no exponent where there was none
+
+    @classmethod
+    def of(cls, m: Tensor) -> Base:
+        """Make the base of sums of exponents m (B, H, M)."""
+        power, is_empty = (m * LOG2_E).unsqueeze(-2), m <= lowest(m.dtype)
+        is_settled = is_seen(m) and not bool(is_empty.any())
+        return cls(m, power, -power.masked_fill(is_empty.unsqueeze(-2), 0), is_empty, is_settled)
+
+    def units(self, exponent: Tensor) -> Tensor:
+        """An exponent (B, H, R) of sums, of base 2 and relative."""
+        return exponent * LOG2_E + self.start.squeeze(-2)
+
+    def moved(self, peak: Tensor, exceeds: Tensor | None) -> Tensor:
+        """The exponents after keys with these largest ones."""
+        if exceeds is None:
+            exceeds = peak > torch.where(self.is_empty, -torch.inf, RISE * LOG2_E)
+        return torch.where(exceeds, (peak - self.start.squeeze(-2)) * (1 / LOG2_E), self.m)
+
+
 class KeyBlocks:
     """A fold's keys, values and biases, block by block in the accumulation dtype; masked keys and values are 0."""
 
@@ -72,6 +115,7 @@ class KeyBlocks:
         masked = None if inputs.bias is None else is_masked(inputs.bias)
         # Looked for once: biases that mask nothing, as a gate's, cost no pass over keys and values.
         self._masked = masked if masked is not None and bool(masked.any()) else None
+        self._base: Base | None = None
 
     def bias(self, block: slice) -> Tensor | None:
         """(B, H or 1, n)."""
@@ -81,6 +125,12 @@ class KeyBlocks:
         """(B, H or 1, n) bool; None where the call masks no key at all."""
         return None if self._masked is None else self._masked[..., block]
 
+    def base(self, m: Tensor) -> Base:
+        """The base of sums of these exponents, made once where they stay."""
+        if self._base is None or self._base.m is not m:
+            self._base = Base.of(m)
+        return self._base
+
     def tokens(self, block: slice, slot: str = "") -> Tensor:
         """The keys (B, H, n, D); a slot is a buffer of their own."""
         return self._space.rows(f"{slot}k", self._inputs.key[:, :, block], self.masked(block))
@@ -89,17 +139,25 @@ class KeyBlocks:
         """(B, H, n, Dv)."""
         return self._space.rows("v", self._inputs.value[:, :, block], self.masked(block))
 
-    def features(self, block: slice, x: Tensor | None = None, slot: str = "") -> Keys:
-        """Their features times exp(bias); x are the keys, where they are loaded."""
+    def features(self, block: slice, m: Tensor, x: Tensor | None = None, slot: str = "") -> Keys:
+        """Their features times exp(bias), beside sums of exponents m; x are the keys, where they are loaded."""
         x, bias = self.tokens(block) if x is None else x, self.bias(block)
         out = self._space.buffer(f"{slot}keys", *x.shape[:-1], self._map.num_features)
         rise = None if bias is None else bias.unsqueeze(-1)
         if isinstance(self._map, GroupedFeatureMap):
             log = self._map.key_log_weight(x)
             return Keys(log if rise is None else log + rise, self._map.key(x), out)
-        features = self._map.write_key(x, out)
         if self._map.exponential:
-            return Keys(features if rise is None else features.add_(rise), None)
+            base, rows, exceeds = self.base(m), None if rise is None else rise * LOG2_E, None
+            if base.is_settled:
+                phi = self._map.write_key_powers(x, out, rows, base.start).exp2_()
+                total = phi.sum(-2)
+                if not total.numel() or float(total.amax()) <= _MOST:
+                    return Keys(None, None, None, base, phi, total)
+                exceeds = ~(total <= _MOST)
+            log = self._map.write_key_powers(x, out, rows, base.start)
+            return Keys(log, None, base=base, exceeds=exceeds)
+        features = self._map.write_key(x, out)
         weight = self._map.key_log_weight(x)
         if weight is None:
             return Keys(rise, features)
@@ -112,28 +170,47 @@ def query_rows(query: Tensor, block: slice, space: Workspace) -> Tensor:
     return space.rows("q", query[..., block, :]).flatten(2, 3)
 
 
-def query_block(feature_map: FeatureMap, x: Tensor, space: Workspace) -> Tensor:
-    """Features or exponents of queries x (B, H, n, D), to be written over."""
-    return feature_map.write_query(x, space.buffer("queries", *x.shape[:-1], feature_map.num_features))
+def query_block(feature_map: FeatureMap, x: Tensor, space: Workspace, power: Tensor) -> Tensor:
+    """Features of queries x (B, H, n, D), or exponents of base 2 plus `power` (B, H, 1, R)."""
+    out = space.buffer("queries", *x.shape[:-1], feature_map.num_features)
+    if feature_map.exponential:
+        return feature_map.write_query_powers(x, out, None, power)
+    return feature_map.write_query(x, out)
 
 
-def query_features(t: Tensor, c: Tensor, exponential: bool, *, over: bool = False) -> tuple[Tensor, Tensor]:
-    """Features of queries relative to c, and their own exponent (B, H, n); `over` writes over t."""
-    if not exponential:
-        return t, c.expand(t.shape[:-1])
-    shifted = t.add_(c.unsqueeze(-2)) if over else t + c.unsqueeze(-2)
-    reference = shifted.amax(-1, keepdim=True)
-    return exponential_(shifted.sub_(reference)), reference.squeeze(-1)
+def read_queries(
+    feature_map: FeatureMap, x: Tensor, c: Base, space: Workspace, sums: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Num (B·H, n, Dv) and den (B·H, n, 1) of queries x (B, H, n, D), and their exponent (B, H, n); None where it is 0
+    and no den is.
+
+    `sums` gives num and den of features (B·H, n, R) relative to c.
+    """
+    out, near = space.buffer("queries", *x.shape[:-1], feature_map.num_features), None
+    if not feature_map.exponential:
+        return *sums(feature_map.write_query(x, out).flatten(0, 1)), c.m.expand(x.shape[:-1])
+    t = feature_map.write_query_powers(x, out, None, c.power)
+    if is_seen(t):
+        num, den = sums(t.exp2_().flatten(0, 1))
+        least, most = _DENOMINATORS
+        if not den.numel() or (least <= (extremes := den.aminmax()).min.item() and extremes.max.item() <= most):
+            return num, den, None
+        near = ((den >= least) & (den <= most)).view(t.shape[:-1])
+        t = feature_map.write_query_powers(x, out, None, c.power)
+    reference = t.amax(-1).mul_(1 / LOG2_E)
+    reference = reference if near is None else reference.masked_fill_(near, 0)
+    return *sums(t.sub_((reference * LOG2_E).unsqueeze(-1)).exp2_().flatten(0, 1)), reference
 
 
-def normalised_query_features(
-    t: Tensor, c: Tensor, reference: Tensor, exponential: bool, *, over: bool = False
-) -> Tensor:
-    """`query_features` relative to a row reference (B, H, n) that is already known; `over` writes over t."""
-    if not exponential:
-        return t * (c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_()
-    shifted = t.add_(c.unsqueeze(-2)) if over else t + c.unsqueeze(-2)
-    return exponential_(shifted.sub_(reference.unsqueeze(-1)))
+def repeated_query_features(feature_map: FeatureMap, x: Tensor, c: Base, reference: Tensor, space: Workspace) -> Tensor:
+    """Features of queries relative to c, given the exponents (B, H, n) of rows; infinite ones make features 0."""
+    t = query_block(feature_map, x, space, c.power)
+    if not feature_map.exponential:
+        return t * (c.m.unsqueeze(-2) - reference.unsqueeze(-1)).exp_()
+    # As the rows' denominators were made, to the bit: shifted where they were.
+    if not is_seen(t) or bool(reference.any()):
+        t.sub_((reference * LOG2_E).unsqueeze(-1))
+    return t.exp2_()
 
 
 def query_gradient(grad_phi: Tensor, phi_q: Tensor, c: Tensor, reference: Tensor, exponential: bool) -> Tensor:
@@ -175,82 +252,3 @@ def store_queries(target: Tensor, grad: Tensor) -> None:
 def store_masked(target: Tensor, masked: Tensor | None, grad: Tensor) -> None:
     """Write a block of gradients; masked keys get exactly 0."""
     target.copy_(grad if masked is None else grad.masked_fill(masked.unsqueeze(-1), 0))
-
-
-class _Waiting(NamedTuple):
-    """A block whose gradient is to be found together with others'."""
-
-    x: Tensor  # (B, H, n, D)
-    grads: list[Tensor]  # (B, H, n, …)
-    store: Callable[[Tensor], None]
-
-
-class MapGradients:
-    """From gradients of a map's outputs to those of its inputs, and to those of its followed tensors.
-
-    Where autograd has to find them, blocks wait until there are so many at once: a graph for each costs more than its
-    arithmetic. `finish` ends the wait.
-    """
-
-    def __init__(self, feature_map: FeatureMap, tensors: Sequence[Tensor], *, at_once: int = 1) -> None:
-        self._map, self._tensors, self._at_once = feature_map, tensors, at_once
-        self._queries, self._keys = list[_Waiting](), list[_Waiting]()
-        # Summed over blocks in at least float32.
-        self._totals = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in tensors]
-
-    def query(self, x: Tensor, grad: Tensor, store: Callable[[Tensor], None]) -> None:
-        """Have the gradient of queries x (B, H, n, D) stored."""
-        if self._tensors:
-            self._wait(x, [grad], store, self._queries)
-        else:
-            store(self._map.query_vjp(x, grad))
-
-    def key(self, x: Tensor, grads: KeyGradients, store: Callable[[Tensor], None]) -> None:
-        """Have the gradient of keys x (B, H, n, D) stored."""
-        if self._tensors or grads.weight is not None:
-            self._wait(x, [grad for grad in grads if grad is not None], store, self._keys)
-        else:
-            store(self._map.key_vjp(x, grads.features))
-
-    def finish(self) -> list[Tensor]:
-        """Store what waits, and give the gradients of the followed tensors."""
-        for waiting in (self._queries, self._keys):
-            if waiting:
-                self._follow(waiting)
-        return self._totals
-
-    def _wait(self, x: Tensor, grads: list[Tensor], store: Callable[[Tensor], None], waiting: list[_Waiting]) -> None:
-        """Copies, since the next block is written over this one."""
-        waiting.append(_Waiting(x.clone(), [grad.clone() for grad in grads], store))
-        if len(waiting) == self._at_once:
-            self._follow(waiting)
-
-    def _follow(self, waiting: list[_Waiting]) -> None:
-        """By autograd, with one graph for all that wait."""
-        with torch.enable_grad():
-            leaf = torch.cat([block.x for block in waiting], 2).requires_grad_()
-            is_key = waiting is self._keys
-            outputs = [self._map.key(leaf) if is_key else self._map.query(leaf)]
-            weight = self._map.key_log_weight(leaf) if is_key and not self._map.exponential else None
-            outputs += [] if weight is None else [weight]
-        grads = [torch.cat(parts, 2) for parts in zip(*(block.grads for block in waiting), strict=True)]
-        gradient = self.pull(outputs, (leaf,), grads[: len(outputs)])[0]
-        for block, part in zip(waiting, gradient.split([block.x.shape[2] for block in waiting], 2), strict=True):
-            block.store(part)
-        waiting.clear()
-
-    def pull(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The leaves' gradients by autograd; those of the map's tensors are added up."""
-        gradients = pulled(outputs, (*leaves, *self._tensors), grads)
-        for total, grad in zip(self._totals, gradients[len(leaves) :], strict=True):
-            total += grad
-        return gradients[: len(leaves)]
-
-
-def pulled(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The leaves' gradients; outputs that no leaf reaches add nothing."""
-    live = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
-    if not live:
-        return tuple(torch.zeros_like(leaf) for leaf in leaves)
-    reached, live_grads = zip(*live, strict=True)
-    return torch.autograd.grad(reached, leaves, live_grads, allow_unused=True, materialize_grads=True)

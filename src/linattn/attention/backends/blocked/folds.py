@@ -16,14 +16,14 @@ from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked import causal
 from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_, blocks, by_columns
 from linattn.attention.backends.blocked.features import (
+    Base,
     BiasGradient,
     KeyBlocks,
     MapGradients,
-    normalised_query_features,
-    query_block,
-    query_features,
     query_gradient,
     query_rows,
+    read_queries,
+    repeated_query_features,
     store_masked,
     store_queries,
 )
@@ -39,13 +39,7 @@ from linattn.attention.backends.blocked.records import (
     empty_sums,
     sums_of,
 )
-from linattn.attention.backends.blocked.rows import (
-    empty_rows,
-    saved_rows,
-    store_rows,
-    times_z,
-    zeros_of,
-)
+from linattn.attention.backends.blocked.rows import empty_rows, saved_rows, store_rows, times_z, zeros_of
 from linattn.attention.sums import Sums, per_feature
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 
@@ -55,10 +49,10 @@ def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
     state, space = Running(sums_of(inputs)), Workspace(inputs.S)
     keys = KeyBlocks(feature_map, inputs, space)
     for block in blocks(inputs.key, feature_map.num_features):
-        features = keys.features(block)
+        features = keys.features(block, state.m)
         # The sums move to the new maximum first, so that the features' exponents are at most 0.
         state.rescale(features.peak(state.m))
-        state.fold_in(features.turned_relative_to(state.m), keys.values(block))
+        state.fold_in(features.turned_relative_to(state.m), keys.values(block), features.total)
     return state.sums()
 
 
@@ -72,7 +66,7 @@ def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     flat_grad_S, row_grad_z = grad_S.flatten(0, 1), grad_z.unsqueeze(-2)
     for block in blocks(inputs.key, feature_map.num_features):
         x, v, masked = keys.tokens(block), keys.values(block), keys.masked(block)
-        features = keys.features(block, x)
+        features = keys.features(block, m, x)
         phi_k = features.turned_relative_to(m)
         # grad φ(k) = [v, 1] [grad S, grad z]ᵀ, the second part added to all rows alike.
         grad_phi = space.product("grad", v.flatten(0, 1), flat_grad_S.mT).view(phi_k.shape).add_(row_grad_z)
@@ -90,12 +84,10 @@ def read(feature_map: FeatureMap, inputs: Read) -> Rows:
     if isinstance(feature_map, GroupedFeatureMap):
         return TileReader(feature_map, inputs).rows()
     space, rows = Workspace(inputs.S), empty_rows(inputs.query, inputs.S)
-    S, z = inputs.S.flatten(0, 1), inputs.z.flatten(0, 1)
+    S, z, base = inputs.S.flatten(0, 1), inputs.z.flatten(0, 1), Base.of(inputs.m)
     for block in blocks(inputs.query, feature_map.num_features):
-        t = query_block(feature_map, query_rows(inputs.query, block, space), space)
-        shaped_q, reference = query_features(t, inputs.m, feature_map.exponential, over=True)
-        phi_q = shaped_q.flatten(0, 1)
-        store_rows(rows, block, space.product("num", phi_q, S), times_z(phi_q, z), reference)
+        x = query_rows(inputs.query, block, space)
+        store_rows(rows, block, *read_queries(feature_map, x, base, space, partial(_sums, S=S, z=z, space=space)))
     return rows
 
 
@@ -105,19 +97,15 @@ def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
         return TileGradients(feature_map, saved).gradients()
     inputs: Read = saved.inputs
     (query, S, z, m), exponential = inputs, feature_map.exponential
-    space, back, flat_S, flat_z = (
-        Workspace(S),
-        MapGradients(feature_map, saved.tensors),
-        S.flatten(0, 1),
-        z.flatten(0, 1),
-    )
-    of_query, of_S, of_z = query.new_empty(query.shape), by_columns(zeros_of(S)), zeros_of(z)
+    space, back = Workspace(S), MapGradients(feature_map, saved.tensors)
+    flat_S, flat_z = S.flatten(0, 1), z.flatten(0, 1)
+    of_query, of_S, of_z, base = query.new_empty(query.shape), by_columns(zeros_of(S)), zeros_of(z), Base.of(m)
     for block in blocks(query, feature_map.num_features):
         x = query_rows(query, block, space)
-        rows = saved_rows(saved, block, query_block(feature_map, x, space), space)
-        shaped_q = normalised_query_features(rows.t, m, rows.reference, exponential, over=True)
+        rows = saved_rows(saved, block, x, space)
+        shaped_q = repeated_query_features(feature_map, x, base, rows.reference, space)
         phi_q = shaped_q.flatten(0, 1)
-        grad_num, grad_den = rows.gradients(partial(_sums, phi_q, flat_S, flat_z), space)
+        grad_num, grad_den = rows.gradients(partial(_sums, phi_q, flat_S, flat_z, space), space)
         add_product_(of_S.flatten(0, 1), phi_q, grad_num)
         of_z.add_(torch.bmm(grad_den.mT, phi_q).view(of_z.shape))
         # grad φ(q) = [grad num, grad den] [S, z]ᵀ.
@@ -127,25 +115,11 @@ def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     return Gradients((of_query, of_S.contiguous(), of_z), None, back.finish())
 
 
-def _sums(phi_q: Tensor, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def _sums(phi_q: Tensor, S: Tensor, z: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
     """Num and den of features."""
-    return phi_q @ S, times_z(phi_q, z)
+    return space.product("num", phi_q, S), times_z(phi_q, z)
 
 
-ABSORB = Fold(
-    "blocked.folds:ABSORB",
-    absorb,
-    absorb_backward,
-    Absorb,
-    Sums,
-    lambda inputs, _: empty_sums(inputs),
-)
-READ = Fold(
-    "blocked.folds:READ",
-    read,
-    read_backward,
-    Read,
-    Rows,
-    lambda inputs, _: empty_rows(inputs.query, inputs.S),
-)
+ABSORB = Fold("blocked.folds:ABSORB", absorb, absorb_backward, Absorb, Sums, lambda inputs, _: empty_sums(inputs))
+READ = Fold("blocked.folds:READ", read, read_backward, Read, Rows, lambda inputs, _: empty_rows(inputs.query, inputs.S))
 CAUSAL = Fold("blocked.folds:CAUSAL", causal.forward, causal.backward, Causal, CausalOutputs, causal.empty_outputs)

@@ -80,7 +80,7 @@ class GroupedRows:
         """Num (B, H, G·n, Dv), den and its exponent (B, H, G·n); the block is folded in."""
         tokens = self.tokens(block)
         block_rows = rows(self.map, tokens, self.span, state.views())
-        keys = self.keys.features(block, tokens.key)
+        keys = self.keys.features(block, state.m, tokens.key)
         state.rescale(keys.peak(state.m))
         state.fold_in(keys.relative_to(state.m), tokens.value)
         return block_rows

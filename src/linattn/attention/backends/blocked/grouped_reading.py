@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.features import pulled
 from linattn.attention.backends.blocked.records import Gradients, Read, Saved, sums_of
 from linattn.attention.sums import Sums
 from linattn.feature_maps import GroupedFeatureMap
+from linattn.feature_maps._map_gradients import pulled
 from linattn.softmax.precision import accumulation_dtype
 
 # Numbers of a chunk's widest tensor, the tiles' sums or the queries' features.

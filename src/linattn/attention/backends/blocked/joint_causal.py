@@ -18,18 +18,19 @@ from linattn.attention.backends.blocked.features import (
     KeyBlocks,
     Keys,
     MapGradients,
-    normalised_query_features,
     query_block,
-    query_features,
     query_gradient,
     query_rows,
+    read_queries,
+    repeated_query_features,
 )
 from linattn.attention.backends.blocked.grouped_causal import BlockState, TokenGradients
 from linattn.attention.backends.blocked.jumps import Split, split, split_gradients, split_rows
 from linattn.attention.backends.blocked.records import Causal, KeyGradients, Saved
 from linattn.attention.backends.blocked.rows import SavedRows, saved_rows, times_z
-from linattn.attention.sums import lowest
+from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.precision import LOG2_E
 
 # A denominator may shrink to exp(-40), far above float32's smallest normal number, exp(-87).
 _MAX_JUMP = 40.0
@@ -42,38 +43,44 @@ class JointRows:
         self.map, self.query, self.span, self.space = feature_map, inputs.query, span, Workspace(inputs.S)
         self.keys, self.groups = KeyBlocks(feature_map, inputs, self.space), inputs.query.shape[2]
 
-    def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor]:
-        """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n); the block is folded in."""
-        space, exponential = self.space, self.map.exponential
-        keys, values, apart = self.keys.features(block), self.keys.values(block), None
-        t = query_block(self.map, query_rows(self.query, block, space), space)
-        c = keys.peak(state.m)
+    def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n), None for 0; the block is folded in."""
+        space = self.space
+        keys, values, apart = self.keys.features(block, state.m), self.keys.values(block), None
+        x, c = query_rows(self.query, block, space), keys.peak(state.m)
         if self.sees_sums_alone(block):
-            phi_q, reference = query_features(t, state.m.clone(), exponential, over=True)
-            flat_q = phi_q.flatten(0, 1)
-            num, den = space.product("num", flat_q, state.S), times_z(flat_q, state.z)
+            rows = read_queries(self.map, x, self.keys.base(state.m), space, partial(self._sums, state))
             state.rescale(c)
-            state.fold_in(keys.turned_relative_to(c), values)
-            return num, den, reference
+            state.fold_in(keys.turned_relative_to(c), values, keys.total)
+            return rows
         safe = self.safe_heads(keys, block, state.m, c)
         # First, since rescaling and the features write over the sums, queries and keys that the split rows need.
         if safe is not None:
-            cut = split(t, keys, values, self.groups, self.span, exponential)
-            apart = split_rows(cut, values.shape[2], state.views())
+            apart = split_rows(self.cut(x, keys, values, state.m), values.shape[2], state.views())
         state.rescale(c)
-        phi_q, reference = query_features(t, c, exponential, over=True)
         phi_k = keys.turned_relative_to(c)
-        # (φ(q)φ(k)ᵀ)v + φ(q)S: the block's own past first, n × n weights; then what came before it.
-        flat_q = phi_q.flatten(0, 1)
-        weights = self.hide_later_(space.product("weights", flat_q, phi_k.flatten(0, 1).mT))
-        num = space.product("num", weights, values.flatten(0, 1)).baddbmm_(flat_q, state.S)
-        den = weights.sum(-1, keepdim=True).add_(times_z(flat_q, state.z))
-        state.fold_in(phi_k, values)
+        sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)))
+        num, den, reference = read_queries(self.map, x, self.keys.base(c), space, sums)
+        state.fold_in(phi_k, values, keys.total)
         if safe is None or apart is None:
             return num, den, reference
         keep = safe.flatten()[:, None, None]
         num, den = (torch.where(keep, x, y.flatten(0, 1)) for x, y in zip((num, den), apart[:2], strict=True))
-        return num, den, torch.where(safe[..., None], reference, apart[2])
+        return num, den, torch.where(safe[..., None], 0 if reference is None else reference, apart[2])
+
+    def _sums(self, state: Running, phi_q: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Num and den of features over the sums, and over a block's own past of features and values."""
+        if past is None:
+            return self.space.product("num", phi_q, state.S), times_z(phi_q, state.z)
+        # (φ(q)φ(k)ᵀ)v + φ(q)S: the block's own past first, n × n weights; then what came before it.
+        weights = self.hide_later_(self.space.product("weights", phi_q, past[0].mT))
+        num = self.space.product("num", weights, past[1]).baddbmm_(phi_q, state.S)
+        return num, torch.baddbmm(weights.sum(-1, keepdim=True).mT, state.z.unsqueeze(-2), phi_q.mT).mT
+
+    def cut(self, x: Tensor, keys: Keys, values: Tensor, m: Tensor) -> Split:
+        """A block, ready for rows each on a scale of its own; the queries' buffer is written over."""
+        t = query_block(self.map, x, self.space, -self.keys.base(m).start)
+        return split(t, keys, values, self.groups, self.span)
 
     def sees_sums_alone(self, block: slice) -> bool:
         """Whether a block lies in one span, so that its rows see none of its own keys."""
@@ -86,8 +93,11 @@ class JointRows:
 
         Each head decides for itself, so that its rounding does not depend on its neighbours.
         """
-        if keys.log is None or self.sees_sums_alone(block):
+        if keys.log is None or c is m or self.sees_sums_alone(block):
             return None
+        limit = _MAX_JUMP
+        if keys.base is not None:
+            c, m, limit = keys.base.units(c), keys.base.units(m), _MAX_JUMP * LOG2_E
         first, masked = keys.log[..., 0, :], self.keys.masked(block)
         if self.span:
             first = m  # the first span sees no key of its own block
@@ -96,7 +106,7 @@ class JointRows:
             first = torch.take_along_dim(keys.log, index, dim=-2).squeeze(-2)
             # Rows before it see the state alone, where that holds any key.
             first = torch.where(masked[..., :1] & (m > lowest(m.dtype)), m, first)
-        safe = (c - torch.maximum(m, first)).amax(-1) < _MAX_JUMP
+        safe = (c - torch.maximum(m, first)).amax(-1) < limit
         return None if bool(safe.all()) else safe
 
     def hide_later_(self, scores: Tensor) -> Tensor:
@@ -143,15 +153,15 @@ class JointGradients(JointRows):
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
         """Gradients of S and z before a block, from those after, which may be written over; its tokens' are stored."""
         x_q, value = query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
-        rows = saved_rows(self._saved, visit.block, query_block(self.map, x_q, self.space), self.space)
+        rows = saved_rows(self._saved, visit.block, x_q, self.space)
         if self.sees_sums_alone(visit.block):
             pulled = self._pull_apart(visit, rows, value, grad_S, grad_z, None)
         elif visit.safe is None:
             pulled = self._pull_joint(visit, rows, value, grad_S, grad_z)
         else:
             # The segment's pass wrote the features over the exponents, which are wanted here.
-            keys = self.keys.features(visit.block, visit.x, "split ")
-            cut = split(rows.t, keys, value, self.groups, self.span, self.map.exponential)
+            m = visit.before.m
+            cut = self.cut(x_q, self.keys.features(visit.block, m, visit.x, "split "), value, m)
             # Each part writes over grad S and grad z.
             apart = self._pull_apart(visit, rows, value, grad_S.clone(), grad_z.clone(), cut)
             pulled = self._pull_joint(visit, rows, value, grad_S, grad_z).where(visit.safe, apart)
@@ -165,10 +175,12 @@ class JointGradients(JointRows):
     def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
         """A safe block reads the sums and its own keys relative to the same exponent."""
         c, space, exponential = visit.c, self.space, self.map.exponential
-        decay = (visit.before.m - c).exp_()
-        S = torch.mul(visit.before.S, decay.unsqueeze(-1), out=space.buffer("S", *visit.before.S.shape)).flatten(0, 1)
-        z = (visit.before.z * decay).flatten(0, 1)
-        shaped_q = normalised_query_features(rows.t, c, rows.reference, exponential, over=visit.safe is None)
+        before, decay = visit.before, None if c is visit.before.m else (visit.before.m - c).exp_()
+        if decay is not None:
+            S = torch.mul(before.S, decay.unsqueeze(-1), out=space.buffer("S", *before.S.shape))
+            before = Sums(S, before.z * decay, c)
+        S, z = before.S.flatten(0, 1), before.z.flatten(0, 1)
+        shaped_q = repeated_query_features(self.map, rows.x, self.keys.base(c), rows.reference, space)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
         weights = self.hide_later_(space.product("weights", phi_q, phi_k.mT))
         grad_num, grad_den = rows.gradients(
@@ -191,8 +203,8 @@ class JointGradients(JointRows):
             query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),
             visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape)),
             grad_v.view(value.shape),
-            grad_S.mul_(decay.unsqueeze(-1)),
-            grad_z.mul_(decay),
+            grad_S if decay is None else grad_S.mul_(decay.unsqueeze(-1)),
+            grad_z if decay is None else grad_z.mul_(decay),
         )
 
     def _pull_apart(
@@ -201,7 +213,7 @@ class JointGradients(JointRows):
         """Rows that read the sums at their own exponent, and where it jumps their block's own past, in rectangles."""
         (S, z, m), c, space, exponential = visit.before, visit.c, self.space, self.map.exponential
         flat_S, flat_z, length = S.flatten(0, 1), z.flatten(0, 1), value.shape[2]
-        shaped_q = normalised_query_features(rows.t, m, rows.reference, exponential, over=visit.safe is None)
+        shaped_q = repeated_query_features(self.map, rows.x, self.keys.base(m), rows.reference, space)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
         grad_num, grad_den = rows.gradients(
             lambda: split_rows(cut, length, visit.before)[:2] if cut else (phi_q @ flat_S, times_z(phi_q, flat_z)),

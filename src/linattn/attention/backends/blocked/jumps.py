@@ -13,14 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.features import (
-    Keys,
-    normalised_query_features,
-    query_features,
-    query_gradient,
-)
+from linattn.attention.backends.blocked.features import Base, Keys, query_gradient
 from linattn.attention.backends.blocked.records import KeyGradients
 from linattn.attention.sums import Sums
+from linattn.softmax.precision import LOG2_E
 
 
 class Level(NamedTuple):
@@ -69,21 +65,34 @@ def _padded(x: Tensor, dim: int, filling: float = 0.0) -> Tensor:
 
 
 class Split(NamedTuple):
-    """A padded block, ready to be cut."""
+    """A padded block, ready to be cut; exponents are of base 2 and relative where the map is exponential."""
 
     t: Tensor  # (B, H, G, P, R)
     log: Tensor  # (B, H, P, M)
     linear: Tensor | None  # (B, H, P, R)
     extended: Tensor  # (B, H, P, E)
     span: int
-    exponential: bool
+    base: Base | None
 
     def keys(self, level: Level) -> Keys:
         """The rectangles' keys, (B, H, p, h, ·)."""
         return Keys(level.keys(self.log), None if self.linear is None else level.keys(self.linear))
 
+    def query_features(self, t: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of queries relative to c, and their own exponent (…, n)."""
+        if self.base is None:
+            return t, c.expand(t.shape[:-1])
+        shifted = t + c.unsqueeze(-2)
+        reference = shifted.amax(-1, keepdim=True)
+        return shifted.sub_(reference).exp2_(), reference.squeeze(-1)
 
-def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int, exponential: bool) -> Split:
+    def repeated_query_features(self, t: Tensor, c: Tensor, reference: Tensor) -> Tensor:
+        """Features of queries relative to c, given the exponents of rows."""
+        c, rows = c.unsqueeze(-2), reference.unsqueeze(-1)
+        return t * (c - rows).exp_() if self.base is None else (t + c).sub_(rows).exp2_()
+
+
+def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int) -> Split:
     """Pad a block: t (B, H, G·n, R), keys and values of n tokens; copies, so that their buffers may be reused."""
     assert keys.log is not None
     extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1)
@@ -95,28 +104,29 @@ def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int, exponent
         linear,
         _padded(extended, 2),
         span,
-        exponential,
+        keys.base,
     )
 
 
 def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:
     """Num (B, H, G·n, Dv) and den (…, 1) over the state and the block's past, and their exponents (B, H, G·n)."""
     groups, shape = block.t.shape[2], block.t.shape[2:4]
-    phi_q, reference = query_features(block.t.flatten(2, 3), before.m, block.exponential)
+    m, exp_ = (before.m, torch.exp_) if block.base is None else (block.base.units(before.m), torch.exp2_)
+    phi_q, reference = block.query_features(block.t.flatten(2, 3), m)
     rows = phi_q @ torch.cat((before.S, before.z.unsqueeze(-1)), -1)
     rows, reference = rows.unflatten(2, shape), reference.unflatten(2, shape).clone()
     for level in levels(shape[1], block.span):
         keys = block.keys(level)
         c = keys.own_peak()
-        phi_q, ref = query_features(_as_rectangles(level.rows(block.t)), c, block.exponential)
+        phi_q, ref = block.query_features(_as_rectangles(level.rows(block.t)), c)
         products = _as_rows(phi_q @ keys.relative_to(c).mT @ level.keys(block.extended), groups)
         ref, old = _as_rows(ref, groups), level.rows(reference)
         new = torch.maximum(old, ref)
         sums = level.rows(rows)
-        sums.mul_((old - new).exp_().unsqueeze(-1)).add_(products * (ref - new).exp_().unsqueeze(-1))
+        sums.mul_(exp_(old - new).unsqueeze(-1)).add_(products * exp_(ref - new).unsqueeze(-1))
         old.copy_(new)
     rows, reference = (x[:, :, :, :length].flatten(2, 3) for x in (rows, reference))
-    return rows[..., :-1], rows[..., -1:], reference
+    return rows[..., :-1], rows[..., -1:], reference if block.base is None else reference * (1 / LOG2_E)
 
 
 class SplitGradients(NamedTuple):
@@ -132,6 +142,7 @@ def split_gradients(block: Split, length: int, grad_num: Tensor, grad_den: Tenso
     groups = block.t.shape[2]
     grad_rows = _padded(torch.cat((grad_num, grad_den), -1).unflatten(2, (groups, -1)), 3)
     # Padded rows read nothing: an infinite reference makes their features 0.
+    reference = reference if block.base is None else reference * LOG2_E
     reference = _padded(reference.unflatten(2, (groups, -1)), 3, torch.inf)
     grad_t, grad_extended = torch.zeros_like(block.t), torch.zeros_like(block.extended)
     grad_linear = None if block.linear is None else torch.zeros_like(block.linear)
@@ -139,10 +150,10 @@ def split_gradients(block: Split, length: int, grad_num: Tensor, grad_den: Tenso
     for level in levels(block.t.shape[3], block.span):
         keys, rows = block.keys(level), _as_rectangles(level.rows(grad_rows))
         c, ref = keys.own_peak(), _as_rectangles(level.rows(reference))
-        phi_q = normalised_query_features(_as_rectangles(level.rows(block.t)), c, ref, block.exponential)
+        phi_q = block.repeated_query_features(_as_rectangles(level.rows(block.t)), c, ref)
         phi_k, extended = keys.relative_to(c), level.keys(block.extended)
         grad_scores = rows @ extended.mT
-        grad_phi_q = query_gradient(grad_scores @ phi_k, phi_q, c, ref, block.exponential)
+        grad_phi_q = query_gradient(grad_scores @ phi_k, phi_q, c, ref, block.base is not None)
         level.rows(grad_t).add_(_as_rows(grad_phi_q, groups))
         of_level = keys.gradients(c, phi_k, grad_scores.mT @ phi_q)
         if grad_linear is None:

@@ -19,7 +19,7 @@ from linattn.attention.backends.blocked.records import Saved
 class SavedRows(NamedTuple):
     """A block of rows as the forward pass left them, and the gradients of its outputs."""
 
-    t: Tensor  # (B, H, G·n, R), what the map returns for the queries
+    x: Tensor  # the queries, (B, H, G·n, D)
     out: Tensor | None  # (B, H, G·n, Dv), None where only a rounded one was kept
     den: Tensor  # (B, H, G·n)
     reference: Tensor  # (B, H, G·n)
@@ -42,7 +42,7 @@ class SavedRows(NamedTuple):
         return grad_num.flatten(0, 1), grad_den.flatten(0, 1)
 
 
-def saved_rows(saved: Saved, block: slice, t: Tensor, space: Workspace) -> SavedRows:
+def saved_rows(saved: Saved, block: slice, x: Tensor, space: Workspace) -> SavedRows:
     """A block's rows, from outputs and gradients that begin as Rows do."""
     out, grad_out = (
         space.rows(name, x[..., block, :]).flatten(2, 3)
@@ -53,7 +53,7 @@ def saved_rows(saved: Saved, block: slice, t: Tensor, space: Workspace) -> Saved
     # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
     saved_out = out if saved.outputs.out.dtype == den.dtype else None
     # An infinite exponent makes the features of rows that saw no key 0 instead of overflowing.
-    return SavedRows(t, saved_out, den, reference.masked_fill(den == 0, torch.inf), grad_out, grad_den)
+    return SavedRows(x, saved_out, den, reference.masked_fill(den == 0, torch.inf), grad_out, grad_den)
 
 
 def empty_rows(query: Tensor, S: Tensor) -> Rows:
@@ -62,26 +62,25 @@ def empty_rows(query: Tensor, S: Tensor) -> Rows:
     return Rows(query.new_empty(*query.shape[:-1], S.shape[-1]), den, torch.empty_like(den))
 
 
-def rows_of(rows: Rows, block: slice) -> Rows:
-    """Views of a block's rows."""
-    return Rows(rows.out[..., block, :], rows.den[..., block], rows.reference[..., block])
-
-
 def zeros_of(x: Tensor) -> Tensor:
     """Zeros of its shape, row by row in memory."""
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
-def store_rows(rows: Rows, block: slice, num: Tensor, total: Tensor, reference: Tensor) -> None:
-    """Write a block's num/total, total and exponents; a row that saw no key (total = 0) gives 0."""
-    out, den, exponent = rows_of(rows, block)
-    den.copy_(total.reshape(den.shape))
-    total = total.masked_fill(total == 0, torch.inf).reshape(*den.shape, 1)
+def store_rows(rows: Rows, block: slice, num: Tensor, total: Tensor, reference: Tensor | None) -> None:
+    """Write a block's num/total, total and exponents, None for 0; a row that saw no key (total = 0) gives 0."""
+    out, den, exponent = rows.out[..., block, :], rows.den[..., block], rows.reference[..., block]
+    total = total.reshape(*den.shape, 1)
+    den.copy_(total.squeeze(-1))
+    if reference is None:
+        exponent.zero_()
+    else:
+        exponent.copy_(reference.reshape(den.shape))
+        total = total.masked_fill(total == 0, torch.inf)
     if out.dtype == num.dtype:
         torch.div(num.view(out.shape), total, out=out)
     else:
         out.copy_(num.view(out.shape).div_(total))
-    exponent.copy_(reference.reshape(den.shape))
 
 
 def times_z(phi_q: Tensor, z: Tensor) -> Tensor:

@@ -1,0 +1,94 @@
+"""From gradients of what a map returned to those of its inputs and of its own tensors.
+
+Letters: B batch, H key/value heads, n tokens of a block, D head width, R features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps._base import FeatureMap
+from linattn.softmax.precision import accumulation_dtype
+
+
+class _Waiting(NamedTuple):
+    """A block whose gradient is to be found together with others'."""
+
+    x: Tensor  # (B, H, n, D)
+    grads: list[Tensor]  # (B, H, n, …)
+    store: Callable[[Tensor], None]
+
+
+class MapGradients:
+    """From gradients of a map's outputs to those of its inputs, and to those of its followed tensors.
+
+    Where autograd has to find them, blocks wait until there are so many at once: a graph for each costs more than its
+    arithmetic. `finish` ends the wait.
+    """
+
+    def __init__(self, feature_map: FeatureMap, tensors: Sequence[Tensor], *, at_once: int = 1) -> None:
+        self._map, self._tensors, self._at_once = feature_map, tensors, at_once
+        self._queries, self._keys = list[_Waiting](), list[_Waiting]()
+        # Summed over blocks in at least float32.
+        self._totals = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in tensors]
+
+    def query(self, x: Tensor, grad: Tensor, store: Callable[[Tensor], None]) -> None:
+        """Have the gradient of queries x (B, H, n, D) stored."""
+        if self._tensors:
+            self._wait(x, [grad], store, self._queries)
+        else:
+            store(self._map.query_vjp(x, grad))
+
+    def key(self, x: Tensor, grads: tuple[Tensor, Tensor | None], store: Callable[[Tensor], None]) -> None:
+        """Have the gradient of keys x (B, H, n, D) stored, from those of their features and logarithmic weights."""
+        if self._tensors or grads[1] is not None:
+            self._wait(x, [grad for grad in grads if grad is not None], store, self._keys)
+        else:
+            store(self._map.key_vjp(x, grads[0]))
+
+    def finish(self) -> list[Tensor]:
+        """Store what waits, and give the gradients of the followed tensors."""
+        for waiting in (self._queries, self._keys):
+            if waiting:
+                self._follow(waiting)
+        return self._totals
+
+    def _wait(self, x: Tensor, grads: list[Tensor], store: Callable[[Tensor], None], waiting: list[_Waiting]) -> None:
+        """Copies, since the next block is written over this one."""
+        waiting.append(_Waiting(x.clone(), [grad.clone() for grad in grads], store))
+        if len(waiting) == self._at_once:
+            self._follow(waiting)
+
+    def _follow(self, waiting: list[_Waiting]) -> None:
+        """By autograd, with one graph for all that wait."""
+        with torch.enable_grad():
+            leaf = torch.cat([block.x for block in waiting], 2).requires_grad_()
+            is_key = waiting is self._keys
+            outputs = [self._map.key(leaf) if is_key else self._map.query(leaf)]
+            weight = self._map.key_log_weight(leaf) if is_key and not self._map.exponential else None
+            outputs += [] if weight is None else [weight]
+        grads = [torch.cat(parts, 2) for parts in zip(*(block.grads for block in waiting), strict=True)]
+        gradient = self.pull(outputs, (leaf,), grads[: len(outputs)])[0]
+        for block, part in zip(waiting, gradient.split([block.x.shape[2] for block in waiting], 2), strict=True):
+            block.store(part)
+        waiting.clear()
+
+    def pull(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The leaves' gradients by autograd; those of the map's tensors are added up."""
+        gradients = pulled(outputs, (*leaves, *self._tensors), grads)
+        for total, grad in zip(self._totals, gradients[len(leaves) :], strict=True):
+            total += grad
+        return gradients[: len(leaves)]
+
+
+def pulled(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The leaves' gradients; outputs that no leaf reaches add nothing."""
+    live = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
+    if not live:
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    reached, live_grads = zip(*live, strict=True)
+    return torch.autograd.grad(reached, leaves, live_grads, allow_unused=True, materialize_grads=True)
