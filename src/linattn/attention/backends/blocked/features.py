@@ -17,7 +17,7 @@ from linattn.softmax.precision import LOG2_E
 
 # Sums of a block's features up to which they stay relative to the sums' exponent, and denominators for which rows have
 # an exponent of 0: to find the largest exponents and to shift by them are passes over all features.
-_MOST, _DENOMINATORS = 2.0**30, (2.0**-30, 2.0**60)
+_MOST, _DENOMINATORS = 2.0**30, (2.0**-30, 2.0**40)
 
 
 class Keys(NamedTuple):
