@@ -42,9 +42,11 @@ def tokens(length: int) -> list[Tensor]:
 
 
 def written(attend: Callable[..., object], *given: object, **options: object) -> int:
-    """How many numbers a call writes, views among them."""
-    with torch.no_grad(), Written() as count:
+    """How many numbers a call writes, views among them, and not what a map prepares once."""
+    with torch.no_grad():
         attend(*given, **options)
+        with Written() as count:
+            attend(*given, **options)
     return count.numbers
 
 

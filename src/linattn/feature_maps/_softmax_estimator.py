@@ -72,11 +72,8 @@ class ExponentialEstimator(SoftmaxEstimator):
         if powers is None or powers.is_paired:
             return super().write_query_powers(x, out, rows, columns)
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        columns, factor = columns + powers.shift, -LOG2_E / 2 * powers.scale
-        if rows is None:
-            torch.add(columns, lengths.mul_(lengths), alpha=factor, out=out)
-        else:
-            torch.add(columns, torch.addcmul(rows, lengths, lengths, value=factor), out=out)
+        term = lengths.mul_(lengths).mul_(-LOG2_E / 2 * powers.scale)
+        torch.add(columns + powers.shift, term if rows is None else term.add_(rows), out=out)
         return add_multiplied_(out, x, powers.doubled)
 
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from linattn.softmax.precision import LOG2_E
 # Sums of a block's features up to which they stay relative to the sums' exponent, and denominators for which rows have
 # an exponent of 0: to find the largest exponents and to shift by them are passes over all features.
 _MOST, _DENOMINATORS = 2.0**30, (2.0**-30, 2.0**40)
+# Exponents of sums up to which features are relative to them: a difference has the digits of its larger part.
+_NEAR = 64.0
 
 
 class Keys(NamedTuple):
@@ -65,7 +67,8 @@ class Keys(NamedTuple):
             return self.phi
         if self.base is None or self.log is None:
             return self.relative_to(c)
-        return (self.log if c is self.base.m else self.log.sub_(c.unsqueeze(-2) * LOG2_E + self.base.start)).exp2_()
+        is_relative = c is self.base.m and self.base.is_near
+        return (self.log if is_relative else self.log.sub_(self.base.units(c).unsqueeze(-2))).exp2_()
 
     def gradients(self, c: Tensor, phi_k: Tensor, grad_phi: Tensor) -> KeyGradients:
         """From the gradient of φ(k)·exp(-c), which may be written over, to the map's; c is a constant."""
@@ -85,16 +88,15 @@ class Base(NamedTuple):
 
     m: Tensor  # of the sums, (B, H, R)
     power: Tensor  # the same of base 2, (B, H, 1, R)
-    start: Tensor  # less the same, 0 where there is no key
-    is_empty: Tensor  # where there is none, (B, H, R)
-    is_settled: bool  # whether features may be looked at, and need no exponent where there was none
+    start: Tensor  # less the same, 0 where it is far from 0 or there is no key
+    is_near: bool  # whether it is nowhere far, as far as it may be looked at
 
     @classmethod
     def of(cls, m: Tensor) -> Base:
         """Make the base of sums of exponents m (B, H, M)."""
-        power, is_empty = (m * LOG2_E).unsqueeze(-2), m <= lowest(m.dtype)
-        is_settled = is_seen(m) and not bool(is_empty.any())
-        return cls(m, power, -power.masked_fill(is_empty.unsqueeze(-2), 0), is_empty, is_settled)
+        power, is_far = (m * LOG2_E).unsqueeze(-2), m.abs() > _NEAR
+        is_near = is_seen(m) and not bool(is_far.any())
+        return cls(m, power, -power.masked_fill(is_far.unsqueeze(-2), 0), is_near)
 
     def units(self, exponent: Tensor) -> Tensor:
         """An exponent (B, H, R) of sums, of base 2 and relative."""
@@ -103,7 +105,7 @@ class Base(NamedTuple):
     def moved(self, peak: Tensor, exceeds: Tensor | None) -> Tensor:
         """The exponents after keys with these largest ones."""
         if exceeds is None:
-            exceeds = peak > torch.where(self.is_empty, -torch.inf, RISE * LOG2_E)
+            exceeds = peak - self.units(self.m) > RISE * LOG2_E
         return torch.where(exceeds, (peak - self.start.squeeze(-2)) * (1 / LOG2_E), self.m)
 
 
@@ -149,7 +151,7 @@ class KeyBlocks:
             return Keys(log if rise is None else log + rise, self._map.key(x), out)
         if self._map.exponential:
             base, rows, exceeds = self.base(m), None if rise is None else rise * LOG2_E, None
-            if base.is_settled:
+            if base.is_near:
                 phi = self._map.write_key_powers(x, out, rows, base.start).exp2_()
                 total = phi.sum(-2)
                 if not total.numel() or float(total.amax()) <= _MOST:
