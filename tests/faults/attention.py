@@ -52,9 +52,16 @@ FAULTS = (
     Fault(
         "leave the length out of exponents of base 2",
         "feature_maps/_softmax_estimator.py",
-        "columns + powers.shift, -LOG2_E / 2 * powers.scale",
-        "columns + powers.shift, 0.0",
+        ".mul_(-LOG2_E / 2 * powers.scale)",
+        ".mul_(0.0)",
         "tests/feature_maps/test_buffers.py",
+    ),
+    Fault(
+        "take features relative to an exponent so far from 0 that it has no digits left",
+        BLOCKED + "features.py",
+        "m.abs() > _NEAR",
+        "m <= lowest(m.dtype)",
+        "tests/laws/test_large_factors.py",
     ),
     Fault(
         "sum over heads instead of tokens",
