@@ -242,7 +242,7 @@ def test_a_budget_of_all_tokens_writes_the_exact_text(hybrid):
 def test_a_budget_that_the_moments_use_up(hybrid, of_bytes):
     result = run(hybrid, "--prompt", "abc", "--budget", "3")
     assert result.exit_code == 1
-    assert "give more bytes" in " ".join(result.stderr.split())
+    assert "give a budget of" in " ".join(result.stderr.split())
     result = run(of_bytes, "--prompt", "abc", "--budget", "30")
     assert result.exit_code == 1
 

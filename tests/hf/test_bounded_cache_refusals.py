@@ -27,7 +27,8 @@ def model(build):
     [
         ({"budget": 0}, "budget must be from 1 to 1048576 keys, got 0"),
         ({"budget": True}, "budget must be from 1 to"),
-        ({"budget": 3}, "too few for a window and merged keys; give more bytes"),
+        ({"budget": 3}, "give a budget of"),
+        ({"budget": "512"}, "got '512'"),
         ({"bits": 9}, "bits must be from 2 to 8 in halves, .* got 9"),
         ({"config": MergedKV(None, 4)}, "config must have a window"),
         ({"recall": "all"}, "recall must be 'near' or 'far', got 'all'"),

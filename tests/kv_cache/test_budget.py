@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import pytest
@@ -67,3 +68,14 @@ def test_far_recall_holds_more_tokens_one_by_one(sizes):
                 assert further > 1.7 * reach
                 num_compared += 1
     assert num_compared > 60
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, None])
+@pytest.mark.parametrize("sizes", [Sizes(64, 64), Sizes(32, 16, 2, 4), Sizes(256, 256, 2, 8)])
+def test_a_budget_that_is_too_small_names_the_least_that_is_not(sizes, bits):
+    with pytest.raises(ValueError, match=r"give a budget of \d+ or more") as error:
+        within_budget(1, sizes, bits)
+    least = int(re.search(r"(\d+) or more", str(error.value))[1])
+    assert within_budget(least, sizes, bits).num_merged > 0
+    with pytest.raises(ValueError, match=f"give a budget of {least} or more"):
+        within_budget(least - 1, sizes, bits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal, get_args
 
 from linattn.kv_cache.codes import Layout, coded_bytes
@@ -77,7 +78,7 @@ class Sizes:
 def check_budget(budget: int) -> None:
     """Refuse budgets of no key, and beyond any text."""
     if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= _MOST:
-        raise ValueError(f"budget must be from 1 to {_MOST} keys, got {budget}")
+        raise ValueError(f"budget must be from 1 to {_MOST} keys, got {budget!r}")
 
 
 def within_budget(
@@ -143,7 +144,7 @@ def within_bytes(
     tiers are left out until each has a token.
     """
     whole = _near_bytes(sizes)
-    num_sinks = min(num_bytes // sizes.key_bytes // _KEYS_PER_SINK, MergedKV.num_sinks)
+    num_sinks = _num_sinks(num_bytes // sizes.key_bytes)
     # Merged keys have the frames of a last tier in their bits.
     framed = [bits, *(few for n, (_, few) in enumerate(tiers, 1) if n < len(tiers) or few != bits)]
     room = num_bytes - sample_bytes(sizes) - sum(_frames_bytes(sizes, each) for each in framed) - num_sinks * whole
@@ -155,11 +156,24 @@ def within_bytes(
     if tiers and (number < 1 or any(number < 1 for number, _ in coded)):
         return within_bytes(num_bytes, sizes, near, bits, tiers[1:])
     if number < 1:
+        budget, least = num_bytes // sizes.key_bytes, _least_budget(sizes, bits)
         raise ValueError(
-            f"{max(room, 0):,} bytes are left beside the sampled queries, too few for a window and merged keys; "
-            "give more bytes"
+            f"a budget of {budget} keys is too small for keys of width {sizes.head_dim}: a window, merged keys and the "
+            f"sampled queries take {least}; give a budget of {least} or more"
         )
     return MergedKV(window, number, bits, num_sinks, coded)
+
+
+def _least_budget(sizes: Sizes, bits: Bits | None) -> int:
+    """The least budget, in keys, that holds a window of one token and one merged key."""
+    least = sample_bytes(sizes) + _frames_bytes(sizes, bits) + _near(1) * _near_bytes(sizes) + token_bytes(sizes, bits)
+    room = (number * sizes.key_bytes - _num_sinks(number) * _near_bytes(sizes) for number in count(1))
+    return next(number for number, left in enumerate(room, 1) if left >= least)
+
+
+def _num_sinks(budget: int) -> int:
+    """Sinks of a budget in keys."""
+    return min(budget // _KEYS_PER_SINK, MergedKV.num_sinks)
 
 
 def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:
