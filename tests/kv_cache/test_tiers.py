@@ -134,7 +134,12 @@ def test_the_bytes_that_are_promised_are_held(recall: str, dtype: torch.dtype) -
         given = (torch.randn(1, h, block, w, generator=generator).to(dtype) for h, w in ((2, 32), (1, 32), (1, 16)))
         state = linattn.merged_attention_with_state(*given, config, state, enable_gqa=True).state
         held = sum(x.untyped_storage().nbytes() for x in pytree.tree_leaves(state))
-        assert held <= kept_bytes(config, sizes, 10**6) <= 64 * sizes.key_bytes
+        assert (
+            held
+            <= kept_bytes(config, sizes, state.num_tokens)
+            <= kept_bytes(config, sizes, 10**6)
+            <= 64 * sizes.key_bytes
+        )
     # Between merges there are places to spare.
     tier = state.keys.merged
     spare, width = config.merged_tier.number - state.keys.merged.bias.shape[2], tier.key.code.shape[-1]

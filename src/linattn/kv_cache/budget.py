@@ -31,7 +31,7 @@ RECALLS = get_args(Recall)
 # for recall.
 _NEWEST, _NEXT, _FINER = 0.3, 0.2, 2
 # For recall of what is far: the shares of these tiers, with their bits.
-_FAR_TIERS = ((0.12, 6), (0.76, 2.5))
+_FAR_TIERS = ((0.1, 6), (0.85, 3))
 
 # What a window is best at on real text, its block included, and at most: more bytes are better spent on merged keys.
 _WINDOW, _SHARE = 256, 0.5
@@ -97,7 +97,7 @@ def within_budget(
             and the next ones as many. None for 32 a number and no tiers.
         near: share of the bytes that the window takes with a block; None for 8 %, and beside merged keys in 32 bits
             for that of 256 keys, half of the bytes at most.
-        recall: "near" for the least KL divergence; "far" for more tokens one by one, in 2.5 bits.
+        recall: "near" for the least KL divergence; "far" for more tokens one by one, in 3 bits.
 
     Raises:
         ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`;

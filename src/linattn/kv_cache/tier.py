@@ -43,7 +43,9 @@ class Tier(NamedTuple):
         """With more tokens, no more than the tier has room for in all."""
         held, number = self.held, self.number + tokens.bias.shape[2]
         if isinstance(held, Tokens):
-            return self.of(held.then(tokens), sample, size)
+            # A copy of the first ones: a view would keep all tokens that they came with.
+            both = held.then(tokens) if self.number else Tokens(*(x.clone() for x in tokens))
+            return self.of(both, sample, size)
         if self.number < _AGAIN * size.num_unquantized <= number:
             both = self.tokens().then(tokens)
             return self._rounded(both, Frames.of(both, size.both_bits, sample.power), size)
