@@ -68,9 +68,9 @@ class ExponentialEstimator(SoftmaxEstimator):
     def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """In one product, which all terms are added to; W is multiplied by log₂e beforehand."""
         x, _ = self._operands(x)
-        powers = self.powers(x.dtype)
-        if powers is None or powers.is_paired:
+        if self.features_per_row == 2:
             return super().write_query_powers(x, out, rows, columns)
+        powers = self.powers(x.dtype) or self._apart(self._weights(self.projection), x.dtype)
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         term = lengths.mul_(lengths).mul_(-LOG2_E / 2 * powers.scale)
         torch.add(columns + powers.shift, term if rows is None else term.add_(rows), out=out)
@@ -87,10 +87,13 @@ class ExponentialEstimator(SoftmaxEstimator):
             return None
         if dtype not in self._powers:
             with torch.inference_mode(False), torch.no_grad():
-                weights, constants = self._prepared[torch.float64], self._own_constants()
-                is_paired = self.features_per_row == 2
-                self._powers[dtype] = Powers.of(weights, constants, self.scale, self._constant(), is_paired, dtype)
+                self._powers[dtype] = self._apart(self._prepared[torch.float64], dtype)
         return self._powers[dtype]
+
+    def _apart(self, weights: Tensor, dtype: torch.dtype) -> Powers:
+        """The exponents taken apart, for weights in float64."""
+        constants, is_paired = self._own_constants(weights), self.features_per_row == 2
+        return Powers.of(weights, constants, self.scale, self._constant(), is_paired, dtype)
 
     def _prepare(self) -> None:
         """Forget the exponents taken apart."""
@@ -101,7 +104,7 @@ class ExponentialEstimator(SoftmaxEstimator):
         """W·x̃ - |x̃|²/2 + b, written over W·x̃."""
         return exponents.sub_(self._half_square(x, -self._constant()))
 
-    def _own_constants(self) -> Tensor | None:
+    def _own_constants(self, weights: Tensor) -> Tensor | None:
         """The part of b that differs between features, (1, R) or (H, 1, R) in float64; None for nothing."""
         return None
 

@@ -113,10 +113,10 @@ class Oprf(ExponentialEstimator, FittedMap):
         squares = weights.square().sum(-2, keepdim=True)
         return squares * (self.tilt / (self.scale * (1 - 4 * self.tilt)))
 
-    def _own_constants(self) -> Tensor | None:
+    def _own_constants(self, weights: Tensor) -> Tensor | None:
         """A|w|² where lengths differ."""
         self._fitted()
-        return None if self.lengths == "fixed" else self._tilted(self._prepared[torch.float64])
+        return None if self.lengths == "fixed" else self._tilted(weights)
 
     def _constant(self) -> float:
         """The logarithm of φ's constant factor."""

@@ -142,7 +142,7 @@ class Sderf(ExponentialEstimator, FittedMap):
         self._check_heads(x, self.tilt.shape[0] if self.tilt.dim() == 3 else 1)
         return super()._operands(x)
 
-    def _own_constants(self) -> Tensor:
+    def _own_constants(self, weights: Tensor) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A)."""
         return self._constants_of(self.projection)
 
