@@ -35,8 +35,9 @@ _FAR_TIERS = ((0.1, 6), (0.85, 3))
 
 # What a window is best at on real text, its block included, and at most: more bytes are better spent on merged keys.
 _WINDOW, _SHARE = 256, 0.5
-# The window's share beside tiers: exact tokens are dear where as many in 6 bits lose next to nothing.
-_TIERED_SHARE = 0.08
+# The window's share beside tiers: exact tokens are dear where as many in 6 bits lose next to nothing. But prefill goes
+# block by block: shares that hold so many tokens are taken up to twice as large.
+_TIERED_SHARE, _TOKENS = 0.08, 40
 # Keys of a budget for each sink, of which there are four at most.
 _KEYS_PER_SINK = 16
 # Keys of a budget at most: no model has a text as long.
@@ -95,8 +96,8 @@ def within_budget(
         sizes: of the layer.
         bits: of merged keys and values, or of keys and of values; the newest tokens before them have 2 more, 8 at most,
             and the next ones as many. None for 32 a number and no tiers.
-        near: share of the bytes that the window takes with a block; None for 8 %, and beside merged keys in 32 bits
-            for that of 256 keys, half of the bytes at most.
+        near: share of the bytes that the window takes with a block; None for 8 %, or up to 16 % for 40 keys; beside
+            merged keys in 32 bits for that of 256 keys, half of the bytes at most.
         recall: "near" for the least KL divergence; "far" for more tokens one by one, in 3 bits.
 
     Raises:
@@ -112,15 +113,15 @@ def within_budget(
     check_budget(budget)
     if recall not in RECALLS:
         raise ValueError(f"recall must be {' or '.join(map(repr, RECALLS))}, got {recall!r}")
-    num_bytes = budget * sizes.key_bytes
+    num_bytes, tiered = budget * sizes.key_bytes, min(max(_TIERED_SHARE, _TOKENS / budget), 2 * _TIERED_SHARE)
     if recall == "far":
         # The default stands for bits that are left out.
         for name, value, default in (("bits", bits, BITS_BY_DEFAULT), ("near", near, None)):
             if value != default:
                 raise ValueError(f"{name} must be left out beside recall='far', which has its own, got {value!r}")
-        return within_bytes(num_bytes, sizes, _TIERED_SHARE, BITS_BY_DEFAULT, _FAR_TIERS)
+        return within_bytes(num_bytes, sizes, tiered, BITS_BY_DEFAULT, _FAR_TIERS)
     if near is None:
-        near = min(_WINDOW / budget, _SHARE) if bits is None else _TIERED_SHARE
+        near = min(_WINDOW / budget, _SHARE) if bits is None else tiered
     return within_bytes(num_bytes, sizes, near, bits, () if bits is None else _near_tiers(bits))
 
 
