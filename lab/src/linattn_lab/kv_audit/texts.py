@@ -14,18 +14,7 @@ PROSE, CODE, MIXED = "prose", "code", "mixed"
 KINDS = (PROSE, CODE, MIXED)
 
 # Long modules of the standard library that every version has.
-_MODULES = (
-    "argparse",
-    "tarfile",
-    "typing",
-    "inspect",
-    "_pydecimal",
-    "zipfile",
-    "pickle",
-    "subprocess",
-    "smtplib",
-    "ast",
-)
+_MODULES = "argparse tarfile typing inspect _pydecimal zipfile pickle subprocess smtplib ast"
 # Characters of one text in a row, in a mixed one.
 _PIECE = 3000
 # Shares of prose and of code that each text takes, so that no two have a part in common.
@@ -59,7 +48,9 @@ def _prose() -> str:
 @cache
 def _code() -> str:
     """Modules one after another."""
-    return "\n\n".join((Path(get_path("stdlib")) / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
+    return "\n\n".join(
+        (Path(get_path("stdlib")) / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES.split()
+    )
 
 
 def _mixed(share: tuple[float, float]) -> Text:
