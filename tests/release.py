@@ -165,8 +165,8 @@ def wrong_in(python: str, folder: Path) -> Iterator[str]:
         _run([*install, f"{wheel}[lab]", str(wheel_in(folder, "linattn_lab"))])
         for words, status, said in (
             (["-m", "linattn", "--version"], 0, version()),
-            (["-m", "linattn", "bench", "--help"], 0, "Measure from which length"),
-            (["-m", "linattn", "audit", "--help"], 0, "Measure how wrong"),
+            (["-m", "linattn", "bench", "--help"], 0, "Measure the length from which"),
+            (["-m", "linattn", "audit", "--help"], 0, "Measure the error of linear attention"),
             (["-m", "linattn", "audit"], 1, "pip install 'linattn[hf]'"),
             (["-m", "linattn", "reproduce", "--list"], 0, "linear-time"),
         ):
