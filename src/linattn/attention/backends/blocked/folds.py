@@ -19,7 +19,6 @@ from linattn.attention.backends.blocked.features import (
     Base,
     BiasGradient,
     KeyBlocks,
-    MapGradients,
     query_gradient,
     query_rows,
     read_queries,
@@ -42,6 +41,7 @@ from linattn.attention.backends.blocked.records import (
 from linattn.attention.backends.blocked.rows import empty_rows, saved_rows, store_rows, times_z, zeros_of
 from linattn.attention.sums import Sums, per_feature
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.feature_maps._map_gradients import MapGradients
 
 
 def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:

@@ -17,7 +17,6 @@ from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
     Keys,
-    MapGradients,
     query_rows,
     store_masked,
     store_queries,
@@ -26,6 +25,7 @@ from linattn.attention.backends.blocked.grouped_reading import flat_groups, tile
 from linattn.attention.backends.blocked.records import Causal, Saved
 from linattn.attention.sums import Sums, lowest, per_feature
 from linattn.feature_maps import GroupedFeatureMap
+from linattn.feature_maps._map_gradients import MapGradients
 
 
 class BlockState(NamedTuple):

@@ -17,7 +17,6 @@ from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
     Keys,
-    MapGradients,
     query_block,
     query_gradient,
     query_rows,
@@ -30,6 +29,7 @@ from linattn.attention.backends.blocked.records import Causal, KeyGradients, Sav
 from linattn.attention.backends.blocked.rows import SavedRows, saved_rows, times_z
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap
+from linattn.feature_maps._map_gradients import MapGradients
 from linattn.softmax.precision import LOG2_E
 
 # A denominator may shrink to exp(-40), far above float32's smallest normal number, exp(-87).
