@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +75,14 @@ class WorkFolder:
     def logs(self) -> Path:
         """Where TensorBoard finds the curves."""
         return self.path / "logs"
+
+    def wait_for_later_logs(self, training: str) -> None:
+        """Wait for a second in which no file of curves was begun: files are read in the order of these seconds."""
+        names = (path.name.split(".") for path in (self.logs / training).glob("events.out.tfevents.*"))
+        seconds = [int(name[3]) for name in names if name[3].isdecimal()]
+        if seconds and (now := time.time()) < max(seconds) + 1:
+            # Not longer: a clock may have been put back.
+            time.sleep(1 - now % 1)
 
     def recall(self, name: str, kind: type[T]) -> T | None:
         """The record of a kind that was remembered under a name; None for nothing."""

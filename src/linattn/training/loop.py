@@ -163,6 +163,8 @@ class _Run:
         start = self._resumed()
         # Curves of steps that are lost are taken back.
         logging = {} if start is None else {"purge_step": start[0].step + 1}
+        if work is not None:
+            work.wait_for_later_logs(training.name)
         accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
         if start is None:
             loss = self._processes.from_first(training.validate())
