@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from linattn import MergedKV
+from linattn.kv_cache.budget import RECALLS
 from linattn.records.fields import Reading, to_json
 from linattn.records.json_files import read_record, write_json
 from linattn_lab.kv_audit.methods import num_unmerged
@@ -24,6 +25,8 @@ from site_tables import table
 MEMORY = Path(__file__).parent / "memory.json"
 # The budget and the head width of the table of what fits.
 _ROOM, _WIDTH = 512, 128
+# As they are called in Python.
+_NAMES = {BOUNDED: f"**{BOUNDED}**"} | {f"{BOUNDED}, {name}": f'{BOUNDED}, `recall="{name}"`' for name in RECALLS[1:]}
 _KIND, _VERSION = "figures of bounded KV caches", 1
 _REMEDY = "take it again with docs/write_tables.py --take-memory"
 
@@ -62,7 +65,7 @@ def readme_table() -> str:
 
 def _row(line: MemoryLine, full: MemoryLine) -> tuple[str, ...]:
     """One method, its times over the full cache's."""
-    name = {BOUNDED: f"**{BOUNDED}**", f"{BOUNDED}, far": f'{BOUNDED}, `recall="far"`'}.get(line.method, line.method)
+    name = _NAMES.get(line.method, line.method)
     return (
         f"{name}; nothing merged or evicted" if line.budget and line.unmerged == 1 else name,
         f"{line.num_bytes / 1e6:.2f}",
@@ -79,6 +82,7 @@ def room_table() -> str:
     dtypes = (torch.float32, torch.bfloat16)
     options: dict[str, dict[str, Any]] = {
         "`bits=4`": {"bits": 4},
+        '`recall="middle"`': {"recall": "middle"},
         '`recall="far"`': {"recall": "far"},
         "`bits=8`": {"bits": 8},
         "`bits=None`": {"bits": None},

@@ -277,7 +277,7 @@ def test_a_prompt_from_a_file_or_the_standard_input_is_not_printed(of_bytes, tmp
         (("--prompt", "a", "--measure"), "are of a bounded cache; give --budget too"),
         (("--prompt", "a", "--plan", "p", "--budget", "9", "--recall", "far"), "give no --bits and no --recall"),
         (("--prompt", "a", "--plan", "p", "--budget", "9", "--bits", "4"), "give no --bits and no --recall"),
-        (("--prompt", "a", "--budget", "9", "--recall", "middle"), "'near', 'far'"),
+        (("--prompt", "a", "--budget", "9", "--recall", "all"), "'near', 'middle', 'far'"),
         (("--prompt", "a", "--budget", "9", "--recall", "far", "--bits", "4"), "--recall far has bits of its own"),
     ],
 )
@@ -287,7 +287,7 @@ def test_options_that_do_not_go_together(words, says):
     assert says in result.stderr
 
 
-@pytest.mark.parametrize(("recall", "number"), [("near", 90), ("far", 90), ("near", 1)])
+@pytest.mark.parametrize(("recall", "number"), [("near", 90), ("middle", 90), ("far", 90), ("near", 1)])
 def test_every_token_is_held_or_merged_and_said_so(hybrid, recall, number):
     words = ("--prompt", TEXT, "--tokens", number, "--temperature", "0", "--budget", "60", "--recall", recall)
     result = run(hybrid, *words)

@@ -127,7 +127,7 @@ def test_the_bytes_that_are_promised_are_held(recall: str, dtype: torch.dtype) -
     """To the byte, and no more than the budget at any length; a block is full as the text ends."""
     sizes = Sizes(32, 16, dtype.itemsize, 2)
     config = within_budget(64, sizes, recall=recall)
-    assert len(config.tiers) == {"near": 1, "far": 2}[recall]
+    assert len(config.tiers) == (2 if recall == "far" else 1)
     block, state = config.blocks.size, None
     generator = torch.Generator().manual_seed(0)
     for _ in range(700 // block):
@@ -197,7 +197,7 @@ def test_what_cannot_be_is_refused() -> None:
         MergedKV(4, 0)
     with pytest.raises(ValueError, match="tiers are those of a stream"):
         linattn.merged_attention(*qkv(**SIZES), TIERS[1], enable_gqa=True)
-    with pytest.raises(ValueError, match="recall must be 'near' or 'far', got 'all'"):
+    with pytest.raises(ValueError, match="recall must be one of 'near', 'middle', 'far', got 'all'"):
         within_budget(512, Sizes(64, 64), recall="all")
     with pytest.raises(ValueError, match=r"bits must be left out beside recall='far', which has its own, got 8"):
         within_budget(512, Sizes(64, 64), bits=8, recall="far")

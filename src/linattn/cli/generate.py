@@ -52,10 +52,10 @@ Bits = Annotated[
     typer.Option(help="With --budget: quantize to this many bits, 2 to 8; 32 does not quantize. 4 if left out."),
 ]
 Recall = Annotated[
-    Literal["near", "far"] | None,
+    Literal["near", "middle", "far"] | None,
     typer.Option(
-        help="With --budget: near (the default) for the least KL divergence; far to retrieve facts from far back: "
-        "fewer bits, fewer merged."
+        help="With --budget: near (the default) for the least KL divergence; middle or far to retrieve facts from "
+        "farther back: fewer tokens merged, for far in fewer bits."
     ),
 ]
 PlanFile = Annotated[
@@ -102,8 +102,8 @@ def generate(
         raise typer.BadParameter("--bits, --recall, --plan and --measure are of a bounded cache; give --budget too")
     if plan is not None and (bits is not None or recall is not None):
         raise typer.BadParameter("--plan says how each layer's keys are kept; give no --bits and no --recall")
-    if recall == "far" and bits is not None:
-        raise typer.BadParameter("--recall far has bits of its own; give no --bits")
+    if recall in ("middle", "far") and bits is not None:
+        raise typer.BadParameter(f"--recall {recall} has bits of its own; give no --bits")
     if bits not in (None, *range(2, 9), 32):
         raise typer.BadParameter(f"--bits must be from 2 to 8, or 32, got {bits}")
     # Help is not to wait for torch.

@@ -21,7 +21,7 @@ NEAR = (0.15, 0.25, 0.5)
 BITS_BY_DEFAULT = 4
 """Of merged keys and values, where nothing is said."""
 
-Recall = Literal["near", "far"]
+Recall = Literal["near", "middle", "far"]
 """What a budget is best at: the least KL divergence, or recall of what was said long ago."""
 
 RECALLS = get_args(Recall)
@@ -30,8 +30,8 @@ RECALLS = get_args(Recall)
 # attention is to the newest tokens, where rounding costs more than merging does among the oldest; the second tier is
 # for recall.
 _NEWEST, _NEXT, _FINER = 0.3, 0.2, 2
-# For recall of what is far: the shares of these tiers, with their bits.
-_FAR_TIERS = ((0.1, 6), (0.85, 3))
+# For recall of what is farther back: the shares of the tiers, with their bits.
+_RECALL_TIERS = {"middle": ((0.28, 6), (0.47, 4)), "far": ((0.1, 6), (0.85, 3))}
 
 # What a window is best at on real text, its block included, and at most: more bytes are better spent on merged keys.
 _WINDOW, _SHARE = 256, 0.5
@@ -98,11 +98,12 @@ def within_budget(
             and the next ones as many. None for 32 a number and no tiers.
         near: share of the bytes that the window takes with a block; None for 8 %, or up to 16 % for 40 keys; beside
             merged keys in 32 bits for that of 256 keys, half of the bytes at most.
-        recall: "near" for the least KL divergence; "far" for more tokens one by one, in 3 bits.
+        recall: "near" for the least KL divergence; "middle" for more tokens one by one, in 4 bits; "far" for the most,
+            in 3 bits.
 
     Raises:
         ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`;
-            `near`, or other `bits` than the default, beside "far".
+            `near`, or other `bits` than the default, beside another `recall` than "near".
 
     Example:
         >>> within_budget(512, Sizes(64, 64)).label
@@ -112,14 +113,14 @@ def within_budget(
     """
     check_budget(budget)
     if recall not in RECALLS:
-        raise ValueError(f"recall must be {' or '.join(map(repr, RECALLS))}, got {recall!r}")
+        raise ValueError(f"recall must be one of {', '.join(map(repr, RECALLS))}, got {recall!r}")
     num_bytes, tiered = budget * sizes.key_bytes, min(max(_TIERED_SHARE, _TOKENS / budget), 2 * _TIERED_SHARE)
-    if recall == "far":
+    if recall != "near":
         # The default stands for bits that are left out.
         for name, value, default in (("bits", bits, BITS_BY_DEFAULT), ("near", near, None)):
             if value != default:
-                raise ValueError(f"{name} must be left out beside recall='far', which has its own, got {value!r}")
-        return within_bytes(num_bytes, sizes, tiered, BITS_BY_DEFAULT, _FAR_TIERS)
+                raise ValueError(f"{name} must be left out beside recall={recall!r}, which has its own, got {value!r}")
+        return within_bytes(num_bytes, sizes, tiered, BITS_BY_DEFAULT, _RECALL_TIERS[recall])
     if near is None:
         near = min(_WINDOW / budget, _SHARE) if bits is None else tiered
     return within_bytes(num_bytes, sizes, near, bits, () if bits is None else _near_tiers(bits))

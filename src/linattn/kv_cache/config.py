@@ -234,7 +234,7 @@ class MergedKV:
         dtype: torch.dtype = torch.float32,
         num_groups: int = 1,
         bits: Bits | None = 4,
-        recall: Literal["near", "far"] = "near",
+        recall: Literal["near", "middle", "far"] = "near",
     ) -> MergedKV:
         """The sinks, the window and the most merged keys in the bytes of so many exact keys and values, all counted.
 
@@ -246,11 +246,12 @@ class MergedKV:
             num_groups: query heads of a key/value head, whose sampled queries are counted.
             bits: of merged keys and values; of the tokens before them the newest have 2 more, 8 at most, and the next
                 as many. None for 32 and no tiers.
-            recall: "near" for the least KL divergence; "far" for more tokens one by one, in 3 bits.
+            recall: "near" for the least KL divergence; "middle" for more tokens one by one, in 4 bits; "far" for the
+                most, in 3 bits.
 
         Raises:
             ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another
-                `recall`, or bits beside "far".
+                `recall`, or bits beside another than "near".
 
         Example:
             >>> MergedKV.within(512, head_dim=64).label

@@ -52,6 +52,7 @@ def merged_keys(budget: int, sizes: Sizes) -> MergedKV:
 WINDOWS_IN_BITS: dict[str, Maker] = {f"{WINDOW} in {bits:g} bits": partial(coded_window, bits=bits) for bits in BITS}
 KINDS: dict[str, Maker] = {
     BOUNDED: within_budget,
+    "bounded cache, middle": partial(within_budget, recall="middle"),
     "bounded cache, far": partial(within_budget, recall="far"),
     "merged keys": merged_keys,
     WINDOW: exact_window,
