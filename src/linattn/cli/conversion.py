@@ -21,7 +21,7 @@ from linattn.convert.card import (
     speed_in_words,
     stage_table,
 )
-from linattn.hf import LinearLMForCausalLM, LoadedModel, load, save_pretrained
+from linattn.hf import LoadedModel, load, save_pretrained
 from linattn.hf.loading import is_sentence_transformer
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
@@ -59,8 +59,7 @@ def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
     else:
         save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
     write_json(draft / "conversion.json", to_json(conversion, finite=False))
-    card = model_card(conversion, loaded.name, is_plain=isinstance(loaded.model, LinearLMForCausalLM))
-    (draft / "README.md").write_text(card, encoding="utf-8")
+    (draft / "README.md").write_text(model_card(conversion, loaded.name), encoding="utf-8")
 
 
 def _print(console: Console, conversion: Conversion) -> None:

@@ -22,12 +22,6 @@ _MEASURES = {
     "divergence": ("prediction KL", 0.0),
     "perplexity": ("perplexity", None),
 }
-# By whether the folder is a plain one of transformers.
-_LOADING = {
-    False: "Load it with `linattn.hf.from_pretrained`; transformers' own classes would load these weights under "
-    "softmax, for which they were not trained.",
-    True: "Load it with `transformers.AutoModelForCausalLM.from_pretrained`, after `import linattn.hf`.",
-}
 # Of figures; of two that agree to the fewer, the more.
 _FEWER, _MORE = 4, 8
 
@@ -103,11 +97,8 @@ def kept_layers(conversion: Conversion) -> list[str]:
     return [f"{', '.join(same)}: {reason}" for reason, same in names.items()]
 
 
-def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> str:
-    """The model card of a converted model, as Markdown; `name` is that of the model it was made from.
-
-    A plain model's folder is one that transformers' own classes read as the linear model it is.
-    """
+def model_card(conversion: Conversion, name: str) -> str:
+    """The model card of a converted model, as Markdown; `name` is that of the model it was made from."""
     steps = ", ".join(
         f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
     )
@@ -116,7 +107,8 @@ def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> 
     parts = [
         f"# {name} with linear attention",
         f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by `{conversion.method}`. "
-        f"Training: {steps or 'none'}. {_LOADING[is_plain]}",
+        f"Training: {steps or 'none'}. Load it with `linattn.hf.from_pretrained`; transformers' own classes would load "
+        "these weights under softmax, for which they were not trained.",
         f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
         "nothing was fitted to or trained on, against the original model:",
         stage_table(conversion).markdown(),

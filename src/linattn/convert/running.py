@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from linattn.convert.predictions import NONE, Predictions
 from linattn.processes import Processes
@@ -72,10 +70,6 @@ def _pass(model: nn.Module, batch: Batch, options: Mapping[str, Any]) -> Any:
 def _head(model: nn.Module, outputs: Any, last: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Map from last states (B, L, E) to logits, if it reproduces the model's own (B, 1, V) for the last token."""
     head: Callable[[Tensor], Tensor] | None = getattr(model, "get_output_embeddings", lambda: None)()
-    embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
-    if head is None and isinstance(embedding, nn.Embedding) and embedding.embedding_dim == last.shape[-1]:
-        # A model without a layer of its own for it makes logits with its embedding.
-        head = partial(linear, weight=embedding.weight)
     logits = getattr(outputs, "logits", None)
     if head is None or logits is None or logits.ndim != 3:
         return None

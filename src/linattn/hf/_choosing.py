@@ -15,7 +15,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._probing import Probe, probe
-from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
 from linattn.methods.method import Method
@@ -65,12 +64,10 @@ def refuse_converted_decoder(
 
 def _refusal(model: PreTrainedModel, part: AttentionModule, config: MergedKV) -> str:
     """The error, with the two lines to write instead."""
-    begin = f"{part.name} of {type(model).__name__} is causal, and linearize_ merges keys of encoders alone"
-    if isinstance(model, LinearLMForCausalLM):
-        return f"{begin}; give a feature map, as FavorPlus"
     call = "model.generate" if model.can_generate() else "model"
     return (
-        f"{begin}; leave the model as it is, and bound its KV cache:\n"
+        f"{part.name} of {type(model).__name__} is causal, and linearize_ merges keys of encoders alone; leave the "
+        "model as it is, and bound its KV cache:\n"
         f"    cache = {_bounded_cache(model, config)}\n"
         f"    {call}(**inputs, past_key_values=cache)"
     )

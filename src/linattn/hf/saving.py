@@ -37,8 +37,6 @@ def save_pretrained(
     another dtype than the first one's. linattn.json says which layer attends by which map and exact part, and which
     versions wrote it. A map that several layers share becomes one map for each. The model's own `save_pretrained`,
     which trainers call, adds the same two files to what it writes, in a folder that may hold others.
-    Of a `LinearLMForCausalLM` the folder is a plain one, of a model whose replaced blocks are linear: transformers'
-    AutoModelForCausalLM reads it, and `from_pretrained` here has nothing to read.
 
     Cost: writing the weights.
 
