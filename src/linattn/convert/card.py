@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from linattn.convert.course import Conversion
 from linattn.convert.stages import Stage
-from linattn.methods.crossover import from_where
 from linattn.records.tables import Table
 
 _WORDS = {
@@ -79,7 +78,7 @@ def speed_in_words(conversion: Conversion) -> str:
         relation = "less than" if paying.state_numbers < paying.exact_numbers else "no less than"
         parts.append(
             f"State: {paying.state_numbers:,.0f} numbers per head, {relation} the {paying.exact_numbers:,.0f} of the "
-            f"exact cache of {paying.num_tokens:,} tokens. {from_where(paying.crossover, paying.longest)}"
+            f"exact cache of {paying.num_tokens:,} tokens."
         )
     if speed.ratio >= 1 and paying is not None and paying.saves_memory:
         parts.append("At this length softmax is faster, and exact: the converted model saves memory here, not time.")

@@ -41,9 +41,9 @@ def convert_(
     end to end, is measured before, between and after on texts held out from all of that, and the model is left at the
     stage that was least wrong: training that is too short may do harm.
 
-    Inside `linattn.training.launched` every process has the model and the samples: the layers to fit, the texts of each
-    step and the batches of audits are dealt out, and the first process writes. Every figure but a time is that of one
-    process, to the bit before training and, but for the rounding of gradients' sums, after it.
+    Inside `linattn.training.launched` every process has the model and the samples: layers, texts and batches are dealt
+    out, and the first process writes. Every figure but a time is that of one process, to the bit before training and,
+    but for the rounding of gradients' sums, after it.
 
     Cost: `config.minutes` of training; two copies of the model, and of its optimiser's moments; audits on at most 32
     texts. In `work` two checkpoints of each training, each as large as three to four models.
