@@ -44,8 +44,8 @@ FAULTS = (
     Fault(
         "read a mask's last columns",
         "hf/_calls.py",
-        "padding[:, kv_offset : kv_offset + kv_length]",
-        "padding[:, -kv_length:]",
+        "padding[:, :num_keys]",
+        "padding[:, -num_keys:]",
         COLUMNS,
     ),
     Fault(
@@ -176,7 +176,7 @@ FAULTS = (
     ),
     Fault(
         "bound layers by the budget of another dtype",
-        "hf/_boundable.py",
+        "hf/_choosing.py",
         "call.key.element_size()",
         "4",
         BOUNDED,

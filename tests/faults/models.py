@@ -141,7 +141,7 @@ FAULTS = (
     Fault(
         "take the empty slots of a static cache for keys",
         "hf/_calls.py",
-        "if int(kv_offset + kv_length) != int(q_offset + q_length) and",
+        "if int(num_keys) != int(q_offset + num_queries) and",
         "if False and",
         "tests/hf/test_state_cache.py",
     ),

@@ -119,15 +119,7 @@ class ForkedCache(Cache):
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that the layers of any cache hold.
-
-    Cost: linear in the number of layers.
-
-    Args:
-        cache: of transformers, or of linattn.
-
-    Returns:
-        The bytes of all tensors in its layers.
+    """Bytes of all tensors in the layers of a cache of transformers, or of linattn.
 
     Example:
         >>> from transformers import DynamicCache

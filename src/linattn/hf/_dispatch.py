@@ -57,19 +57,17 @@ def attend(
     num_keys = key.shape[-2] + (0 if layer is None else layer.num_tokens)
     call.refuse_options(name, num_keys, takes_sinks=attention.takes_sinks)
     key_mask, is_causal = call.read_mask(name)
-    if layer is None:
-        with _weights_present(attention):
-            sinks = {} if call.sinks is None else {"sinks": call.sinks}
-            options = {"scale": call.scale, "key_mask": key_mask, "is_causal": is_causal, **sinks}
-            out: Tensor = attention(query, key, value, **options)
-        return by_token(out), None
     # A single query sees all keys, causal or not.
-    if not is_causal and query.shape[-2] > 1:
+    if layer is not None and not is_causal and query.shape[-2] > 1:
         raise ValueError(
             f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
         )
     with _weights_present(attention):
-        return by_token(layer.advance(attention, call, key_mask)), None
+        if layer is not None:
+            return by_token(layer.advance(attention, call, key_mask)), None
+        sinks = {} if call.sinks is None else {"sinks": call.sinks}
+        out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, **sinks)
+        return by_token(out), None
 
 
 @contextmanager

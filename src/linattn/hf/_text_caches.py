@@ -5,8 +5,8 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, n tokens, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,20 +18,10 @@ from linattn.hf._cache_layers import ForkedCache, Selectable, StatefulLayer
 S = TypeVar("S", bound=Selectable)
 
 
-class Advancing(Protocol):
-    """Attention that goes on from a state."""
-
-    def advance(
-        self, query: Tensor, key: Tensor, value: Tensor, state: Any, *, scale: float, key_mask: Tensor | None = None
-    ) -> Any:
-        """The output, and the state after these tokens."""
-        ...
-
-
 class RecordedCall(NamedTuple):
     """The tokens of a layer's call, and the state before them."""
 
-    attention: Advancing
+    advance: Callable[..., Any]  # gives the output and the state after these tokens
     before: Any
     tensors: tuple[Tensor, Tensor, Tensor]  # query (B, H, L, D), key (B, Hkv, L, D), value (B, Hkv, L, Dv)
     scale: float
@@ -66,7 +56,7 @@ class RecordedCall(NamedTuple):
         """The state after the call."""
         if self.num_tokens == 0:
             return self.before
-        return self.attention.advance(*self.tensors, self.before, scale=self.scale, key_mask=self.key_mask).state
+        return self.advance(*self.tensors, self.before, scale=self.scale, key_mask=self.key_mask).state
 
 
 class RecordingLayer(StatefulLayer[S]):
@@ -90,10 +80,7 @@ class RecordingLayer(StatefulLayer[S]):
             self._calls = (*self._calls[-1:], call) if call.num_tokens < window else (call,)
 
     def activate_past_recording(self) -> None:
-        """Hold the tokens of the last calls, and the state before them, so that `crop` can take tokens back.
-
-        Those of the last call, and as many as the exact window is wide.
-        """
+        """Hold the last call's tokens, and as many as the exact window is wide, so that `crop` can take them back."""
         self.record_past = self.is_croppable = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -109,8 +96,7 @@ class RecordingLayer(StatefulLayer[S]):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, -tokens_to_remove of them: the state before recorded calls takes the others in again.
 
-        Raises:
-            ValueError: if so many are not recorded (`activate_past_recording`).
+        Raises ValueError if so many are not recorded (`activate_past_recording`).
         """
         count = abs(tokens_to_remove)
         if count == 0 or self.state is None:
@@ -153,12 +139,7 @@ class TextCache(ForkedCache):
         self._live: Tensor | None = None  # (B, n), the last call's mask
 
     def check_mask(self, attention_mask: Tensor | None) -> None:
-        """Refuse a mask that shows or hides other tokens of the state than those it was built from.
-
-        Args:
-            attention_mask: (B, n) of 1 and 0, or None, as a call gives it; columns beyond the tokens so far are those
-                of the call.
-        """
+        """Refuse a mask (B, n) that shows or hides other tokens of the state than those it was built from."""
         num_tokens = self.get_seq_length()
         if num_tokens and not _alike(attention_mask, self._live, num_tokens):
             raise ValueError(

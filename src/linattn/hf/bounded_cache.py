@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from linattn.hf._attention_modules import put_before, unwrapped
-from linattn.hf._boundable import CachedLayer, cached_layers
 from linattn.hf._bounded_layers import BoundedLayer
 from linattn.hf._calls import CachedTokens
+from linattn.hf._choosing import CachedLayer, cached_layers
 from linattn.hf._dispatch import NAME
 from linattn.hf._text_caches import TextCache
 from linattn.hf.language_model import LinearLMForCausalLM
@@ -83,20 +83,18 @@ class BoundedCache(TextCache):
     keys attention is softmax; beyond, an approximation.
 
     The model's weights and modules are not touched. Its attention implementation becomes "linattn", which attends as
-    the former one did, to the bit, in every call without such a cache; two caches of one model may have two budgets. A
-    model may also be loaded with attn_implementation="linattn".
-
-    Layers with a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express
-    (soft caps, keys shared with other layers) keep transformers' own cache layers; `report` says which. Where every
-    layer has a sliding window, those wider than the budget are bounded, for texts up to the window.
+    the former one did, to the bit, in every call without such a cache; a model may also be loaded with it. Layers with
+    a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express (soft caps, keys
+    shared with other layers) keep transformers' own cache layers; `report` says which. Where every layer has a sliding
+    window, those wider than the budget are bounded, for texts up to the window.
 
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
     by an error may leave it between two tokens, and the next call refuses it then. `crop` needs
     `activate_past_recording`, which assisted generation and prompt lookup call by themselves. An encoder-decoder takes
     it for its self-attention: `EncoderDecoderCache(BoundedCache(model), DynamicCache())`.
 
-    Cost: three forward passes of a few tokens for the first cache of a model; one layer object per layer afterwards.
-    A step takes O(window + num_merged) per head in place of O(n).
+    Cost: three forward passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per
+    head in place of O(n).
 
     Args:
         model: a causal transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the
@@ -166,11 +164,7 @@ class BoundedCache(TextCache):
         put_before(model, NAME)
 
     def begin(self, attention_mask: Tensor | None) -> None:
-        """Refuse a call that cannot go on from here: before it, by the mask that its model asks for.
-
-        Args:
-            attention_mask: (B, n) of the tokens so far and the new ones, or None.
-        """
+        """Refuse a call that cannot go on from here, by its mask (B, n) of the tokens so far and the new ones."""
         self.check_level()
         self.check_mask(attention_mask)
 

@@ -87,14 +87,13 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
 
     In several processes (`launched`) each has its own loss, whose mean over all is the training's: gradients are
     averaged, and the first process writes `work`, which the others give as None, reads the clock, and ends the training
-    for all. The model's tensors are whole on every process, or sharded over all of them by torch's `fully_shard`, which
-    averages the gradients; then all read checkpoints, in a folder that all see. Any number of processes goes
-    on from a checkpoint, whole or sharded; one that holds other tensors than model and optimiser have is refused, as
-    ValueError on all processes, before anything is changed.
+    for all. The model's tensors are whole on every process, or sharded over all of them by torch's `fully_shard`; then
+    all read checkpoints, in a folder that all see. Any number of processes goes on from a checkpoint, whole or sharded.
 
     Ctrl-C ends the training after the current step, as if its time were over; so does a KeyboardInterrupt from
-    `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if
-    Accelerate found a launcher's processes of which no group was made, or another precision than float32.
+    `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if a
+    checkpoint holds other tensors than model and optimiser have, Accelerate found a launcher's processes of which no
+    group was made, or another precision than float32.
 
     Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW; Accelerate's documentation.
     """
