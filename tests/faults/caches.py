@@ -170,8 +170,8 @@ FAULTS = (
     Fault(
         "attend by SDPA whatever a model attended by before",
         "hf/_attention_modules.py",
-        "    return name.former if isinstance(name, Implementation) else",
-        "    return",
+        "    if isinstance(name, Implementation):\n        return name.former\n",
+        "",
         BOUNDED,
     ),
     Fault(

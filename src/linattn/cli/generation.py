@@ -46,7 +46,8 @@ def generation(
     console = Console(stderr=True)
     written: list[int] = []
     with ending(console, lambda: f"{len(written):,} tokens were written."):
-        text = prompt if isinstance(prompt, str) else _content(prompt)
+        with of_option("--prompt-file"):
+            text = prompt if isinstance(prompt, str) else prompt.read().removesuffix("\n")
         loaded = load_language_model(model)
         tokens: Tensor = loaded.tokenizer(text, return_tensors="pt")["input_ids"].long()
         if not tokens.numel():
@@ -84,12 +85,6 @@ def generation(
             lines += costs or [f"--measure says the KL divergence from the full cache, in about {seconds:.0f} s more"]
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _content(prompt: TextIO) -> str:
-    """A file's text, without a line end at its end."""
-    with of_option("--prompt-file"):
-        return prompt.read().removesuffix("\n")
 
 
 def _check_length(model: PreTrainedModel, num_tokens: int) -> None:

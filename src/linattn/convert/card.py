@@ -44,7 +44,10 @@ def layer_table(conversion: Conversion) -> Table:
     """The relative error of each layer's attention by stage, beside averaging's; the worst head at the stage kept."""
     stages = [stage for stage in conversion.stages if stage.layers]
     columns = ("layer", "uniform averaging", *(_WORDS[stage.name] for stage in stages), "worst head")
-    rows = [_layer_row(stages, conversion.result, number) for number in range(len(stages[-1].layers))]
+    rows = []
+    for number, summary in enumerate(conversion.result.layers):
+        figures = (summary.uniform_error, *(stage.layers[number].error for stage in stages), summary.worst)
+        rows.append((summary.layer, *map(_number, figures)))
     return Table(columns, tuple(rows))
 
 
@@ -118,13 +121,6 @@ def model_card(conversion: Conversion, name: str) -> str:
     if softmax_layers:
         parts += ["Layers that keep softmax:", "\n".join(softmax_layers)]
     return "\n\n".join(parts) + "\n"
-
-
-def _layer_row(stages: list[Stage], result: Stage, number: int) -> tuple[str, ...]:
-    """One layer."""
-    summary = result.layers[number]
-    errors = (_number(stage.layers[number].error) for stage in stages)
-    return summary.layer, _number(summary.uniform_error), *errors, _number(summary.worst)
 
 
 def _figure(stage: Stage) -> float:

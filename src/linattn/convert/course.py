@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -231,7 +231,9 @@ class Course:
         if name != self._stages[-1].name:
             # All but the kernels; no stage before the last has other weights than the original's.
             self._model.load_state_dict(self._teacher.state_dict(), strict=False)
-            self._put(self._kernels[name])
+            for layer, kernel in zip(self._layers, self._kernels[name], strict=True):
+                module = self._model.get_submodule(layer.module_name)
+                module.add_module(ATTRIBUTE, kernel.to(self._model.device).train(False))
         return name
 
     def _check_pays(self, calls: dict[str, AttentionCall]) -> None:
@@ -267,12 +269,6 @@ class Course:
         done = self._processes.from_first(train(training, self._work, self._notify))
         self._trainings.append(done)
         return done.steps > 0
-
-    def _put(self, kernels: Sequence[nn.Module]) -> None:
-        """Give the converted layers other kernels."""
-        for layer, kernel in zip(self._layers, kernels, strict=True):
-            module = self._model.get_submodule(layer.module_name)
-            module.add_module(ATTRIBUTE, kernel.to(self._model.device).train(False))
 
     def _audit(self, name: str) -> None:
         """The model as it is now, on held-out texts; its kernels are kept, for `_keep_the_best`."""

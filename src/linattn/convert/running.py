@@ -51,7 +51,9 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
     logits = getattr(outputs, "logits", None)
     if logits is None or logits.shape[:2] != live.shape:
         return Outputs(states, None, live)
-    following = _following(batch, live) if _predicts_next(model) else None
+    # The logits of a model that does not generate are of the same token, not of the next.
+    can_generate: Callable[[], bool] = getattr(model, "can_generate", lambda: False)
+    following = _following(batch, live) if can_generate() else None
     return Outputs(states, Predictions(logits[live], None, following), live)
 
 
@@ -77,11 +79,6 @@ def _head(model: nn.Module, outputs: Any, last: Tensor) -> Callable[[Tensor], Te
         rebuilt = head(last[:, -1:])
     is_all = rebuilt.shape == logits.shape and torch.allclose(rebuilt, logits, rtol=1e-4, atol=1e-4)
     return head if is_all else None
-
-
-def _predicts_next(model: nn.Module) -> bool:
-    """Whether logits are of the next token, and not of the same one."""
-    return bool(getattr(model, "can_generate", lambda: False)())
 
 
 def _following(batch: Batch, live: Tensor) -> Tensor | None:

@@ -121,9 +121,11 @@ def measure(
     """
     with torch.no_grad(), _recorded(model) as errors:
         comparisons = _each(name, model, batches, exact, measured, errors)
-    layers = (
-        _summary(layer, [pair for one in comparisons for pair in one.errors[layer]]) for layer in comparisons[0].errors
-    )
+    layers = []
+    for layer in comparisons[0].errors:
+        pairs = [pair for one in comparisons for pair in one.errors[layer]]
+        ours, uniform = (torch.cat(each).mean(0) for each in zip(*pairs, strict=True))
+        layers.append(LayerError(layer, float(ours.mean()), float(ours.max()), float(uniform.mean())))
     return Stage(name, _agreement(comparisons), tuple(layers))
 
 
@@ -236,12 +238,6 @@ def _errors(
     exact, uniform, out = (x.flatten(0, 1).unsqueeze(0) for x in (exact, uniform, out))
     ours, averaged = (relative_error(x, exact).view(q.shape[:2]) for x in (out, uniform))
     return ours, averaged
-
-
-def _summary(layer: str, errors: list[tuple[Tensor, Tensor]]) -> LayerError:
-    """Means over the texts of a layer."""
-    ours, uniform = (torch.cat(each).mean(0) for each in zip(*errors, strict=True))
-    return LayerError(layer, float(ours.mean()), float(ours.max()), float(uniform.mean()))
 
 
 def _embeddings(found: Outputs) -> Tensor:

@@ -192,12 +192,9 @@ def take_away(model: PreTrainedModel, name: str) -> None:
 def former_of(module: nn.Module) -> str | None:
     """Name of the attention implementation before `put_before`; the class's default where it was loaded with ours."""
     config: Any = module.config
-    name = config._attn_implementation
-    return name.former if isinstance(name, Implementation) else _default_implementation(type(module))
-
-
-def _default_implementation(kind: type[nn.Module]) -> str:
-    """Default attention implementation of a class of attention modules in transformers."""
+    name, kind = config._attn_implementation, type(module)
+    if isinstance(name, Implementation):
+        return name.former
     if kind not in _DEFAULTS:
         names = vars(sys.modules[kind.__module__]).values()
         models = [each for each in names if isinstance(each, type) and issubclass(each, PreTrainedModel)]

@@ -116,19 +116,15 @@ class Probe:
                 "a mask that depends on more than which token is first, such as one by which tokens of a picture see "
                 "later ones; name it in `layers` if the model will be given none"
             )
-        if self.sees_later_keys(module):
+        is_crossed = self._is_crossed(module)
+        if module in self.cached and not getattr(module, "is_causal", False) and not is_crossed:
             return (
                 "its tokens see later ones, and generate gives it a cache of earlier ones; build the model as a "
                 "decoder (is_decoder=True), or name the layer in `layers` if the model will not generate"
             )
-        if self._is_crossed(module):
+        if is_crossed:
             return "keys of other tokens than its queries' (cross attention), or fewer; name it in `layers` if need be"
         return None
-
-    def sees_later_keys(self, module: nn.Module) -> bool:
-        """True if a module that is given a cache of its own text is not causal."""
-        is_causal = getattr(module, "is_causal", False)
-        return module in self.cached and not is_causal and not self._is_crossed(module)
 
     def _hides_its_order(self, module: nn.Module) -> bool:
         """True if a module that may be given a cache is causal by its mask alone."""

@@ -31,7 +31,7 @@ from linattn.kv_cache.budget import (
     within_budget,
 )
 from linattn.kv_cache.config import Bits
-from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan, read_memory_plans
+from linattn.kv_cache.layer_plans import PLAIN, read_memory_plans
 
 _BUDGET = 512
 # Tokens of a text as long as any.
@@ -263,23 +263,19 @@ def _configs(
     if config is not None:
         return {layer.number: config for layer in bounded}
     if plan is not None:
-        return _planned(model, [layer.number for layer in bounded], _plan_of(Path(plan), budget))
+        return _planned(model, [layer.number for layer in bounded], Path(plan), budget)
     sized = ((layer.number, layer.sizes) for layer in bounded)
     return {number: within_budget(budget, sizes, bits, recall=recall) for number, sizes in sized if sizes is not None}
 
 
-def _plan_of(file: Path, budget: int) -> MemoryPlan:
-    """The plan of a budget."""
+def _planned(model: PreTrainedModel, numbers: list[int], file: Path, budget: int) -> dict[int, MergedKV]:
+    """Merged keys of each layer by the plan of a budget; a plan of other layers, or of no method, is refused."""
     plans = {plan.budget: plan for plan in read_memory_plans(file)}
     if budget not in plans:
         raise ValueError(
             f"{file} has plans of {', '.join(map(str, plans))} keys, got a budget of {budget}; give one of these"
         )
-    return plans[budget]
-
-
-def _planned(model: PreTrainedModel, numbers: list[int], plan: MemoryPlan) -> dict[int, MergedKV]:
-    """Merged keys of each layer by a plan; a plan of other layers, or of no method, is refused."""
+    plan = plans[budget]
     if plan.layers != numbers:
         raise ValueError(
             f"the plan is of {plan.model}, whose global layers are {plan.layers}, and {type(model).__name__} has "

@@ -127,7 +127,11 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None:
             x = self.model.vectors(input_ids, key_mask=key_mask)
             return x
-        _check_cache(cache)
+        if not isinstance(cache, StreamCache):
+            raise TypeError(
+                f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; leave it out, and "
+                "generate makes one"
+            )
         x, streams = self.model.vectors_with_state(input_ids, cache.streams, key_mask=key_mask)
         cache.advance(streams, input_ids.shape[1])
         return x
@@ -260,15 +264,6 @@ def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, num_before: int)
     mask = attention_mask[:, first : first + length].bool()
     # Without a mask softmax blocks need no (L, L) one either.
     return None if hides_nothing(mask) else mask
-
-
-def _check_cache(cache: object) -> None:
-    """Refuse what holds no streams."""
-    if not isinstance(cache, StreamCache):
-        raise TypeError(
-            f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; leave it out, and generate "
-            "makes one"
-        )
 
 
 AutoConfig.register(LinearLMConfig.model_type, LinearLMConfig, exist_ok=True)

@@ -60,7 +60,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             yield temporary
             for path in temporary.rglob("*"):
                 if path.is_file():
-                    _sync(path)
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
             temporary.rename(folder)
     except BaseException:
         # A file that cannot be removed must not hide the error.
@@ -77,27 +78,16 @@ def full_disk_names(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number = _full(error)
+        number = error.errno if isinstance(error, OSError) and error.errno in _FULL else None
+        if number is None:
+            # Libraries in other languages, and those that copy many files, have errors with the system's words.
+            number = next((one for one in _FULL if os.strerror(one) in str(error)), None)
         if number is None:
             raise
         words = f"{os.strerror(number)}: {path} was not written; free some space, or write elsewhere"
         raise OSError(number, words) from error
 
 
-def _full(error: Exception) -> int | None:
-    """The number of the error, if it is about a full disk."""
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return error.errno
-    # Libraries in other languages, and those that copy many files, have errors of their own with the system's words.
-    return next((number for number in _FULL if os.strerror(number) in str(error)), None)
-
-
 def _beside(path: Path) -> Path:
     """A name in the same folder that no other call has."""
     return path.with_name(f".{path.name[:_MOST_CHARACTERS]}.{uuid4().hex}.part")
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's bytes to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

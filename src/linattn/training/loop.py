@@ -203,7 +203,8 @@ class _Run:
         budget = self._training.budget
         looked = saved = reached = self.progress
         took = 0.0
-        while self._goes_on(reached, pressed):
+        # Whether anything is pressed is the first process's to say.
+        while not self._processes.number_from_first(len(pressed)) and budget.share(reached) < 1:
             self._timed(self._step)
             is_look_due = budget.is_look_due(self.progress, looked, took=took)
             if is_look_due:
@@ -222,11 +223,6 @@ class _Run:
             except KeyboardInterrupt:
                 # All processes end after the same step.
                 pressed.append(signal.SIGINT)
-
-    def _goes_on(self, reached: Progress, pressed: list[int]) -> bool:
-        """Whether there is another step, as the first process has it."""
-        is_pressed = bool(self._processes.number_from_first(len(pressed)))
-        return self._training.budget.share(reached) < 1 and not is_pressed
 
     def _timed(self, do: Callable[[], None]) -> None:
         """Do something, and count its time, as the first process has it: what follows depends on it."""
