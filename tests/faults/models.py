@@ -147,7 +147,7 @@ FAULTS = (
     ),
     Fault(
         "go on with a cache that an error left between two layers",
-        "hf/_text_caches.py",
+        "hf/_cache_layers.py",
         "if any(count != counts[0] for count in counts):",
         "if False:",
         "tests/hf/test_state_cache.py",

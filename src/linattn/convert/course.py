@@ -11,14 +11,13 @@ from torch import nn
 
 from linattn.convert.adapting import RATE as ADAPTER_RATE
 from linattn.convert.adapting import adapted
-from linattn.convert.calibration import build_maps, fit_maps
 from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import Weights, distil, teacher_outputs
 from linattn.convert.running import Outputs, to_device
 from linattn.convert.samples import Samples
 from linattn.convert.speed import Paying, Speed, count_numbers, is_faster, measure_speed
 from linattn.convert.stages import BASELINE, Measured, Stage, best, measure, measure_uniform
-from linattn.convert.transfer import transfer
+from linattn.convert.transfer import build_maps, fit_maps, transfer
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import (
     AttentionCall,

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from linattn.convert.calibration import texts
 from linattn.convert.running import Batch, run
+from linattn.convert.transfer import texts
 from linattn.hf import AttentionCall, LayerAttention
 from linattn.methods.costs import exact_state_numbers, map_state_numbers, seconds
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from linattn.hf._cache_layers import RecordedCall, RecordingLayer
 from linattn.hf._calls import InterfaceCall, by_token
-from linattn.hf._text_caches import RecordedCall, RecordingLayer
 from linattn.hf.layer_attention import ATTRIBUTE, rescale_query
 from linattn.kv_cache import (
     MergedAttended,

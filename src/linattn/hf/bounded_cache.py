@@ -14,10 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from linattn.hf._attention_modules import put_before, unwrapped
 from linattn.hf._bounded_layers import BoundedLayer
+from linattn.hf._cache_layers import TextCache
 from linattn.hf._calls import CachedTokens
 from linattn.hf._choosing import CachedLayer, cached_layers
 from linattn.hf._dispatch import NAME
-from linattn.hf._text_caches import TextCache
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.linearization import is_linearized
 from linattn.kv_cache import MergedKV
@@ -144,7 +144,13 @@ class BoundedCache(TextCache):
         cached = cached_layers(model)
         reasons = _reasons(model, cached, budget, config)
         bounded = [layer for layer in cached if reasons[layer.number] is None]
-        configs = _configs(model, bounded, (budget, bits, recall), config, plan)
+        if config is not None:
+            configs = {layer.number: config for layer in bounded}
+        elif plan is not None:
+            configs = _planned(model, [layer.number for layer in bounded], Path(plan), budget)
+        else:
+            sized = ((layer.number, layer.sizes) for layer in bounded)
+            configs = {n: within_budget(budget, sizes, bits, recall=recall) for n, sizes in sized if sizes is not None}
         layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         for layer in bounded:
             layers[layer.place] = BoundedLayer(layer.name, configs[layer.number])
@@ -249,23 +255,6 @@ def _has_narrow_window(layer: CachedLayer, budget: int, config: MergedKV | None)
     if config is None or layer.sizes is None:
         return layer.window <= budget
     return layer.window * layer.sizes.key_bytes <= kept_bytes(config, layer.sizes, _ANY_LENGTH)
-
-
-def _configs(
-    model: PreTrainedModel,
-    bounded: list[CachedLayer],
-    wanted: tuple[int, Bits | None, Recall],  # the budget, in how many bits, and what is to be recalled
-    config: MergedKV | None,
-    plan: str | Path | None,
-) -> dict[int, MergedKV]:
-    """Window, tiers and merged keys of each bounded layer, by its number."""
-    budget, bits, recall = wanted
-    if config is not None:
-        return {layer.number: config for layer in bounded}
-    if plan is not None:
-        return _planned(model, [layer.number for layer in bounded], Path(plan), budget)
-    sized = ((layer.number, layer.sizes) for layer in bounded)
-    return {number: within_budget(budget, sizes, bits, recall=recall) for number, sizes in sized if sizes is not None}
 
 
 def _planned(model: PreTrainedModel, numbers: list[int], file: Path, budget: int) -> dict[int, MergedKV]:

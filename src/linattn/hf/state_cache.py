@@ -12,9 +12,8 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._cache_layers import ForkedCache, StatefulLayer
+from linattn.hf._cache_layers import ForkedCache, RecordedCall, RecordingLayer, StatefulLayer, TextCache
 from linattn.hf._calls import InterfaceCall
-from linattn.hf._text_caches import RecordedCall, RecordingLayer, TextCache
 from linattn.hf.layer_attention import LayerAttention, attention_of
 from linattn.nn import Stream
 
