@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "transfer attention to padding",
         "convert/transfer.py",
-        "if call.key_mask is None:",
-        "if True:",
+        "if call.key_mask is None else",
+        "if True else",
         "tests/convert/test_transfer.py",
     ),
     Fault(

@@ -149,16 +149,14 @@ def transfer(
 def _loss(
     maps: Sequence[FeatureMap], layers: Sequence[LayerReport], calls: dict[str, AttentionCall], step: int
 ) -> Tensor:
-    """The sum over layers."""
-    named = zip(maps, layers, strict=True)
-    return torch.stack([_layer_loss(feature_map, calls[layer.module_name], step) for feature_map, layer in named]).sum()
-
-
-def _layer_loss(feature_map: FeatureMap, call: AttentionCall, step: int) -> Tensor:
-    """The divergence of evenly spread rows; with padding the mean over texts, each as if it came alone."""
-    if call.key_mask is None:
-        return _row_loss(feature_map, call, call.query, call.key, step)
-    return torch.stack([_row_loss(feature_map, call, query, key, step) for query, key, _ in texts(call)]).mean()
+    """The sum over layers; of a layer with padding the mean over texts, each as if it came alone."""
+    losses = []
+    for feature_map, layer in zip(maps, layers, strict=True):
+        call = calls[layer.module_name]
+        pairs = [(call.query, call.key)] if call.key_mask is None else [(q, k) for q, k, _ in texts(call)]
+        divergences = [_row_loss(feature_map, call, query, key, step) for query, key in pairs]
+        losses.append(torch.stack(divergences).mean())
+    return torch.stack(losses).sum()
 
 
 def _row_loss(feature_map: FeatureMap, call: AttentionCall, query: Tensor, key: Tensor, step: int) -> Tensor:
