@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "train on what is held out",
         "convert/samples.py",
-        "if not (a or b)]",
-        "if not b]",
+        "if number % _PERIOD not in (_HELD_OUT, _VALIDATION)]",
+        "if number % _PERIOD != _VALIDATION]",
         "tests/convert/test_samples.py",
     ),
     Fault(

@@ -118,10 +118,10 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     """The attention of one block."""
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    positions = None if config.positions is None else _written("positions", config.positions, _POSITIONS)(head_dim)
+    positions = None if config.positions is None else _built("positions", config.positions, _POSITIONS, head_dim)
     gate = None
     if config.gate is not None and kind in config.gated:
-        gate = _written("gate", config.gate, _GATES)(config.hidden_size, num_kv_heads)
+        gate = _built("gate", config.gate, _GATES, config.hidden_size, num_kv_heads)
     options: dict[str, Any] = {
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -144,8 +144,8 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     return LinearAttention(config.hidden_size, config.num_attention_heads, feature_map, window=method.window, **options)
 
 
-def _written(field: str, text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Builder that "Name" or "Name(option=literal)" names, with its options filled in; nothing is evaluated."""
+def _built(field: str, text: str, known: Mapping[str, Callable[..., Any]], *sizes: int) -> Any:
+    """Build what "Name" or "Name(option=literal)" names, for a layer's sizes; nothing is evaluated."""
     forms = f"write one of {', '.join(known)}, with options as in {next(iter(known))}(option=value)"
     try:
         node = ast.parse(text, mode="eval").body
@@ -153,20 +153,10 @@ def _written(field: str, text: str, known: Mapping[str, Callable[..., Any]]) -> 
         options = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
     except (SyntaxError, ValueError):
         raise ValueError(f"{field}={text!r} is no written form; {forms}") from None
-    if (
-        call.args
-        or any(one.arg is None for one in call.keywords)
-        or not isinstance(call.func, ast.Name)
-        or call.func.id not in known
-    ):
+    is_named = not call.args and all(one.arg is not None for one in call.keywords)
+    if not is_named or not isinstance(call.func, ast.Name) or call.func.id not in known:
         raise ValueError(f"{field}={text!r} is no written form; {forms}")
-    build = known[call.func.id]
-
-    def built(*sizes: int) -> Any:
-        """The thing itself, for a layer's sizes."""
-        try:
-            return build(*sizes, **options)
-        except TypeError as error:
-            raise ValueError(f"{field}={text!r}: {error}; {forms}") from error
-
-    return built
+    try:
+        return known[call.func.id](*sizes, **options)
+    except TypeError as error:
+        raise ValueError(f"{field}={text!r}: {error}; {forms}") from error
