@@ -137,7 +137,7 @@ def _special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
 
 
 def _split(items: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """What is held out, what chooses the best, and the rest."""
+    """Items that are held out, those that choose the best, and the rest."""
     rest = [item for number, item in enumerate(items) if number % _PERIOD not in (_HELD_OUT, _VALIDATION)]
     return list(items[_HELD_OUT::_PERIOD]), list(items[_VALIDATION::_PERIOD]), rest
 
