@@ -11,7 +11,7 @@ import statistics
 import torch.nn.functional as F
 
 import linattn
-from linattn.methods.crossover import find_crossover
+from linattn_lab.crossover import find_crossover
 from measuring import favor, record, seconds, tokens, verified
 
 LENGTHS = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

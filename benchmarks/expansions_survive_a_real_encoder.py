@@ -15,9 +15,9 @@ import torch
 import linattn
 from linattn.feature_maps import Expansion
 from linattn.hf import AttentionCall, capture, intercept, load
-from linattn.methods.costs import spread
 from linattn.methods.measures import relative_error, uniform_average
 from linattn.records.texts import read_text
+from linattn_lab.costs import spread
 from measuring import record, verified_window
 
 NUM_TEXTS, NUM_TOKENS = 6, 512

@@ -23,10 +23,10 @@ from torch.nn import Embedding
 from torch.nn.functional import interpolate
 
 from linattn.hf import AttentionCall, LoadedModel, intercept, load
-from linattn.methods.crossover import find_crossover
 from linattn.methods.method import Method, parse_method
 from linattn.records.texts import read_text
 from linattn_lab.built_methods import build
+from linattn_lab.crossover import find_crossover
 from measuring import RESULTS, ratios, record, require, seconds
 from result_file import read_rows
 

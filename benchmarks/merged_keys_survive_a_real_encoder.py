@@ -11,12 +11,11 @@ from __future__ import annotations
 import torch
 
 from linattn.hf import AttentionCall, LoadedModel, capture, intercept, load
-from linattn.methods.costs import spread
 from linattn.methods.measures import relative_error, uniform_average
 from linattn.methods.method import Method, parse_method
 from linattn.records.texts import read_text
 from linattn_lab.built_methods import build
-from linattn_lab.costs import state_numbers
+from linattn_lab.costs import spread, state_numbers
 from measuring import record, require
 
 NUM_TEXTS, NUM_TOKENS = 6, 512

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from linattn.convert import Conversion
+from linattn.convert import Agreement, Conversion, stages
+from linattn.convert.running import Outputs
 
 
 def names(conversion: Conversion) -> list[str]:
     """The stages that were measured, in order."""
     return [stage.name for stage in conversion.stages]
+
+
+def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement:
+    """Two models' outputs on the same texts, one per batch, compared."""
+    return stages._agreement([stages._compared(*pair) for pair in zip(outputs, exact, strict=True)])
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from linattn.kv_cache import merged_attention_with_state
 from linattn.methods.costs import exact_state_numbers
 from linattn.methods.method import Method, parse_method
 from linattn_lab.built_methods import BuiltMethod, build
-from linattn_lab.costs import exact_flops_per_token, flops_per_token, state_numbers
+from linattn_lab.costs import exact_flops_per_token, flops_per_token, spread, state_numbers
 
 D, DV = 5, 3
 NUM_FEATURES = {
@@ -128,3 +128,7 @@ def test_exact_attention_keeps_every_token_and_sees_every_visible_one():
         visible = torch.ones(length, length).tril() if is_causal else torch.ones(length, length)
         mean = 2 * (D + DV) * float(visible.sum()) / length
         assert exact_flops_per_token(length, head_dim=D, value_dim=DV, is_causal=is_causal) == mean
+
+
+def test_spread():
+    assert spread([9.0, 1.0, 2.0, 4.0]) == {"median": 3.0, "min": 1.0, "max": 9.0}

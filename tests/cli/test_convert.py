@@ -20,10 +20,11 @@ from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
 from apart import Apart, dying
+from converted import agreement
 from linattn.cli.app import app
 from linattn.convert.running import run as run_model
 from linattn.convert.samples import from_texts
-from linattn.convert.stages import agreement, measure
+from linattn.convert.stages import measure
 from linattn.hf import from_pretrained
 from linattn.hf.layer_attention import LayerAttention
 

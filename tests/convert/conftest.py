@@ -29,12 +29,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions of tiny models look for the length from which they pay no further than here: it takes seconds."""
-    monkeypatch.setattr("linattn.methods.crossover._MOST_TOKENS", 32)
-
-
 @pytest.fixture
 def build() -> Callable[..., PreTrainedModel]:
     """A function that builds a tiny model of a family, its attention sharpened so that it is not uniform."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linattn.convert.calibration import build_maps, fit_maps, record
+from linattn.convert.transfer import build_maps, fit_maps, record
 from linattn.feature_maps import Centred
 from linattn.hf import capture, linearize_, restore_
 from linattn.hf.layer_attention import rescale_query

@@ -155,55 +155,22 @@ def test_time_beside_the_originals(conversion):
     assert replace(conversion, speed=fast) == conversion
 
 
+SLOWER = "At this length softmax is faster, and exact: "
+
+
 @pytest.mark.parametrize(
-    ("kept", "slow", "exact", "longest", "causal", "words"),
+    ("kept", "slow", "causal", "relation", "advice"),
     [
-        (
-            900.0,
-            True,
-            (1.0, 4.0),
-            512,
-            True,
-            "State: 900 numbers per head, less than the 1,000 of the exact cache of 1,512 tokens. Attention alone is "
-            "slower at 512 tokens, faster from 2,048 on, and the model takes at most 512. At this length softmax is "
-            "faster, and exact: the converted model saves memory here, not time.",
-        ),
-        (
-            1000.0,
-            True,
-            (1.0, 1.5),
-            None,
-            True,
-            "State: 1,000 numbers per head, no less than the 1,000 of the exact cache of 1,512 tokens. Attention alone "
-            "is not faster up to 2,048 tokens. At this length softmax is faster, and exact: do not use the converted "
-            "model here.",
-        ),
-        (
-            77952.4,
-            False,
-            (3.0, 9.0),
-            4096,
-            True,
-            "State: 77,952 numbers per head, no less than the 1,000 of the exact cache of 1,512 tokens. Attention "
-            "alone is faster at this length already. The model takes at most 4,096 tokens.",
-        ),
-        (
-            900.0,
-            True,
-            (1.0, 1.5),
-            None,
-            False,
-            "State: 900 numbers per head, less than the 1,000 of the exact cache of 1,512 tokens. Attention alone is "
-            "not faster up to 2,048 tokens. At this length softmax is faster, and exact: do not use the converted "
-            "model here.",
-        ),
+        (900.0, True, True, "less than", f" {SLOWER}the converted model saves memory here, not time."),
+        (1000.0, True, True, "no less than", f" {SLOWER}do not use the converted model here."),
+        (77952.4, False, True, "no less than", ""),
+        (900.0, True, False, "less than", f" {SLOWER}do not use the converted model here."),
     ],
 )
-def test_whether_it_pays(conversion, kept, slow, exact, longest, causal, words):
-    """Time, state, the length from which attention is faster, and whether the model takes so many tokens."""
+def test_whether_it_pays(conversion, kept, slow, causal, relation, advice):
     speed = Speed(4, 1512, (2.0 if slow else 0.5,), (1.0,), 2, "cpu")
-    paying = Paying(1512, kept, 1000.0, (512, 2048), (2.0, 2.0), exact, longest, causal)
-    found = replace(conversion, speed=speed, paying=paying)
+    found = replace(conversion, speed=speed, paying=Paying(1512, kept, 1000.0, causal))
+    words = f"State: {kept:,.0f} numbers per head, {relation} the 1,000 of the exact cache of 1,512 tokens.{advice}"
     assert speed_in_words(found).partition(" threads). ")[2] == words
     assert words in model_card(found, "tiny")
     assert found == conversion

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from converted import names, state, unchanged
+from converted import agreement, names, state, unchanged
 from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.running import run
-from linattn.convert.stages import agreement, measure
+from linattn.convert.stages import measure
 from linattn.hf import from_pretrained, intercept, is_linearized, linearize_, restore_, save_pretrained
 
 # Of the ticking clock, on which a step takes half a second and what belongs to it as much.

@@ -12,10 +12,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from converted import names, state, unchanged
+from converted import agreement, names, state, unchanged
 from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.running import run
-from linattn.convert.stages import agreement, measure
+from linattn.convert.stages import measure
 from linattn.hf import is_linearized
 from linattn.records.locks import LOCK, InUseError, locked
 

@@ -1,17 +1,17 @@
-"""A conversion says what it keeps, and from which length on it is faster."""
+"""A conversion says what it keeps, and is refused by default where that saves neither memory nor time."""
 
 from __future__ import annotations
 
 import pytest
 
-from linattn.convert import DEFAULT_MAP, ConvertConfig, Paying, convert_
+from linattn.convert import DEFAULT_MAP, ConvertConfig, convert_, speed
 from linattn.hf import is_linearized
-from linattn.methods import crossover
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A function that sets how many times as long as softmax linear attention takes, at every length."""
+    """A function that sets how many times as long as softmax linear attention takes; the lengths that are timed."""
+    lengths = []
 
     def takes(ratio):
         def seconds(contenders, *, repeats):
@@ -20,22 +20,25 @@ def machine(monkeypatch):
                 run()
             return {"linear": [0.1 * ratio] * repeats, "exact": [0.1] * repeats}
 
-        monkeypatch.setattr(crossover, "seconds", seconds)
+        def timed(attention, call, num_tokens):
+            lengths.append(num_tokens)
+            return is_faster(attention, call, num_tokens)
+
+        is_faster = speed.is_faster
+        monkeypatch.setattr(speed, "seconds", seconds)
+        monkeypatch.setattr("linattn.convert.course.is_faster", timed)
+        return lengths
 
     return takes
 
 
-@pytest.mark.parametrize(("family", "ratio"), [("gpt2", 2.0), ("gpt2", 0.9), ("bert", 2.0)])
-def test_a_layer_is_timed_until_it_is_faster(build, batches, machine, family, ratio):
-    """At its own length, then at twice that; an encoder keeps no state between calls."""
-    machine(ratio)
-    model = build(family, max_position_embeddings=512)
-    found = convert_(model, batches, ConvertConfig("FavorPlus(num_features=4) + window 2", minutes=0)).paying
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_layers_numbers_are_counted(build, batches, family):
+    """An encoder keeps no state between calls."""
+    found = convert_(build(family), batches, ConvertConfig("FavorPlus(num_features=4) + window 2", minutes=0)).paying
     # Sums of 4 features by 8 values, weights and maxima; keys and values of two blocks of two.
     assert (found.state_numbers, found.exact_numbers) == (4 * (8 + 1 + 1) + 4 * 16, 12 * 16)
-    assert (found.longest, found.num_tokens) == (512, 12)
-    assert found.lengths == ((12,) if ratio < 1 else (12, 24))
-    assert found.crossover.always == (ratio < 1)
+    assert found.num_tokens == 12
     assert found.saves_memory == (family == "gpt2")
 
 
@@ -66,21 +69,15 @@ def test_the_default_is_taken_where_it_saves_something_or_is_named(
 )
 def test_the_default_is_refused_where_it_saves_nothing(build, batches, machine, family, name, longest):
     """A decoder keeps its cache between calls; an encoder keeps none, and a smaller state saves it nothing."""
-    machine(2.0)
+    lengths = machine(2.0)
     model = build(family, max_position_embeddings=longest)
     with pytest.raises(ValueError, match=f"the default, does not pay on {name}: it keeps {STATE:,} numbers") as told:
         convert_(model, batches, ConvertConfig(minutes=0))
-    assert f"the exact cache of {longest:,} tokens {16 * longest:,}. Attention alone is not faster up to" in str(
-        told.value
-    )
+    words = f"the exact cache of {longest:,} tokens {16 * longest:,}, and its attention is no faster over so many"
+    assert words in str(told.value)
+    assert lengths == [longest]
     assert "name a method by feature_map, which is taken whatever it costs" in str(told.value)
     assert not is_linearized(model)
-
-
-def test_a_layer_may_be_faster_beyond_what_a_model_takes():
-    """L/32 and L²/4096 seconds cross at 128 tokens."""
-    found = Paying(64, 1, 1, (64, 256), (2.0, 8.0), (1.0, 16.0), 512, is_causal=False)
-    assert [found.is_faster_at(length) for length in (127, 128, 300)] == [False, True, True]
 
 
 def test_the_longest_texts_are_timed(build, batches):

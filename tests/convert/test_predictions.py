@@ -18,7 +18,6 @@ from linattn.convert.predictions import (
     token_divergence,
 )
 from linattn.convert.running import run
-from linattn.hf import LinearLMConfig, LinearLMForCausalLM
 
 TOKENS, WIDTH, VOCABULARY = 11, 5, 7
 
@@ -165,23 +164,6 @@ def test_a_models_own_predictions(build, padded, is_plain):
     lengths = mask.sum(1).tolist()
     assert own.following.tolist().count(NONE) == len(lengths)
     assert own.following[: lengths[0] - 1].tolist() == batch["input_ids"][0, 1 : lengths[0]].tolist()
-
-
-def test_a_model_without_a_head_is_passed_through_once(padded):
-    """Its logits are made with its embedding, piece by piece as well."""
-    torch.manual_seed(0)
-    config = LinearLMConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_features=4)
-    model, passes = LinearLMForCausalLM(config).eval(), []
-    model.register_forward_hook(lambda *_: passes.append(1))
-    own = run(model, padded[0]).predictions
-    assert len(passes) == 1
-    assert own.states.shape[-1] == 8
-    mask = padded[0]["attention_mask"].bool()
-    logits = model(**padded[0]).logits[mask]
-    torch.testing.assert_close(own.head(own.states), logits, atol=1e-6, rtol=1e-6)
-    weight = model.model.embedding.weight
-    (ours,), (theirs,) = (torch.autograd.grad(x.cos().sum(), weight) for x in (own.head(own.states), logits))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_models_of_masked_tokens_predict_no_next_one(padded):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from converted import agreement
 from linattn import softmax_attention
 from linattn.convert.running import Outputs, run
-from linattn.convert.stages import Agreement, Stage, agreement, best, measure, measure_uniform
+from linattn.convert.stages import Agreement, Stage, best, measure, measure_uniform
 from linattn.hf import LayerAttention, intercept, linearize_
 from linattn.hf.linearization import choose_layers
 from linattn.methods.measures import relative_error, uniform_average

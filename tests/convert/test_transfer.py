@@ -7,13 +7,12 @@ import torch
 from torch.nn.functional import kl_div
 
 from linattn.convert import predictions
-from linattn.convert.calibration import build_maps, record
 from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.losses import distillation, row_divergence
 from linattn.convert.predictions import token_divergence
 from linattn.convert.running import run
 from linattn.convert.samples import from_batches
-from linattn.convert.transfer import transfer
+from linattn.convert.transfer import build_maps, record, transfer
 from linattn.hf import linearize_, restore_
 from linattn.methods.measures import softmax_log_rows
 from linattn.methods.method import parse_method

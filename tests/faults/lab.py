@@ -186,7 +186,7 @@ FAULTS = (
     ),
     Fault(
         "look for the length from which a method pays until it is slower",
-        "methods/crossover.py",
+        "lab/crossover.py",
         "if ours < theirs or",
         "if ours > theirs or",
         "lab/tests/audit/test_paying.py",
@@ -347,7 +347,7 @@ FAULTS = (
     ),
     Fault(
         "let processes work together that were asked for different things",
-        "cli/same_options.py",
+        "cli/new_folder.py",
         "every = processes.gather(asked)",
         "every = [asked]",
         "lab/tests/commands/test_launched.py -k differently",

@@ -141,13 +141,13 @@ FAULTS = (
     Fault(
         "take the empty slots of a static cache for keys",
         "hf/_calls.py",
-        "if int(kv_offset + kv_length) != int(q_offset + q_length) and",
+        "if int(num_keys) != int(q_offset + num_queries) and",
         "if False and",
         "tests/hf/test_state_cache.py",
     ),
     Fault(
         "go on with a cache that an error left between two layers",
-        "hf/_text_caches.py",
+        "hf/_cache_layers.py",
         "if any(count != counts[0] for count in counts):",
         "if False:",
         "tests/hf/test_state_cache.py",

@@ -194,8 +194,8 @@ FAULTS = (
     Fault(
         "build encodings without values",
         "hf/language_model.py",
-        '[*super().get_init_context(*args), torch.device("cpu"), loading()]',
-        "[*super().get_init_context(*args), loading()]",
+        '[*super().get_init_context(*args), torch.device("cpu")]',
+        "[*super().get_init_context(*args)]",
         LANGUAGE,
     ),
     Fault(

@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Fault(
         "leave maps that others fitted as they were drawn",
-        "convert/calibration.py",
+        "convert/transfer.py",
         "        if name not in share:\n",
         "        if False:\n",
         SHARED,

@@ -11,8 +11,8 @@ FAULTS = (
     Fault(
         "end a training by the time that its last checkpoint takes",
         "training/loop.py",
-        "self._training.budget.share(reached) < 1",
-        "self._training.budget.share(self.progress) < 1",
+        "budget.share(reached) < 1",
+        "budget.share(self.progress) < 1",
         "tests/convert/test_conversion.py",
     ),
     Fault(

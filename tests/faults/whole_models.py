@@ -39,8 +39,8 @@ FAULTS = (
     Fault(
         "judge a structure over the new keys alone",
         "hf/_calls.py",
-        "build_mask(batch_size, num_queries, kv_offset + length, q_offset, 0, **self.options)",
-        "build_mask(batch_size, num_queries, length, q_offset, kv_offset, **self.options)",
+        "_build_mask(batch_size, num_queries, kv_offset + length, q_offset, **self.options)",
+        "_build_mask(batch_size, num_queries, length, q_offset, **self.options)",
         PROBING,
     ),
     Fault(
@@ -122,14 +122,14 @@ FAULTS = (
     ),
     Fault(
         "show characters before they are whole",
-        "hf/text_streaming.py",
+        "hf/streaming.py",
         "if not new or new.endswith(_NO_CHARACTER):",
         "if not new:",
         TEXT,
     ),
     Fault(
         "decode new tokens without the ones before",
-        "hf/text_streaming.py",
+        "hf/streaming.py",
         "        self._num_shown = len(self._tokens)\n        return new\n\n    def finish",
         "        self._tokens, self._num_shown = [], 0\n        return new\n\n    def finish",
         TEXT,

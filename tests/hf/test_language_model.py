@@ -300,3 +300,26 @@ def test_the_gate_is_in_blocks_of_the_kinds_named(gated: str, expected: list[boo
         LinearLMConfig(**{**SIZES, "num_hidden_layers": 2}, pattern="ls", gate="ForgetGate", gated=gated)
     )
     assert [block.attention.gate is not None for block in blocks] == expected
+
+
+def test_states_are_those_of_every_layer() -> None:
+    made, ids = model("hybrid"), text(2, 10)
+    with torch.no_grad():
+        for options in ({"use_cache": False}, {"past_key_values": StreamCache(3)}):
+            found = made(ids, output_hidden_states=True, logits_to_keep=1, **options)
+            assert [tuple(x.shape) for x in found.hidden_states] == [(2, 10, 16)] * 4
+            embedding, first, _, last = found.hidden_states
+            assert torch.equal(embedding, made.model.embedding(ids))
+            torch.testing.assert_close(first, made.model.blocks[0](embedding))
+            torch.testing.assert_close(last @ made.model.embedding.weight.T, made(ids, use_cache=False).logits)
+    assert made(ids).hidden_states is None
+
+
+def test_fitted_maps_are_not_saved(tmp_path) -> None:
+    """A model that is loaded has no place for their tensors."""
+    made = model(method="Centred(FavorPlus)", positions=None)
+    feature_map = made.model.blocks[1].attention.feature_map
+    feature_map.fit(torch.randn(1, 4, 9, 4).double(), torch.randn(1, 2, 9, 4).double())
+    with pytest.raises(ValueError, match=r"model\.blocks\.1\.attention\.feature_map of this LinearLM were fitted"):
+        made.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

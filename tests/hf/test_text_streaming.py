@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gguf_models import TOKENS
 from linattn.hf import ByteTokenizer
-from linattn.hf.text_streaming import IncrementalDecoder
+from linattn.hf.streaming import IncrementalDecoder
 
 TEXT = "Zoë sah 你好 – 👩‍🚀 und café, n’est-ce pas?"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linattn.methods.costs import seconds, spread
+from linattn.methods.costs import seconds
 
 
 def test_contenders_take_turns_after_a_warm_up_each():
@@ -34,7 +34,3 @@ def test_rehearsals_are_not_counted(monkeypatch):
 def test_nothing_to_time():
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         seconds({"a": lambda: None}, repeats=0)
-
-
-def test_spread():
-    assert spread([9.0, 1.0, 2.0, 4.0]) == {"median": 3.0, "min": 1.0, "max": 9.0}

@@ -8,6 +8,8 @@ keys.
 
 from __future__ import annotations
 
+import statistics
+
 from linattn.feature_maps import GroupedFeatureMap
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import frame_bytes
@@ -137,3 +139,13 @@ def _merging(merged: MergedKV, head_dim: int, value_dim: int, *, is_causal: bool
 def exact_flops_per_token(num_tokens: int, *, head_dim: int, value_dim: int, is_causal: bool) -> int:
     """Operations of exact attention per head and token: 2·L·(D + Dv), causal (L + 1)·(D + Dv), a mean over queries."""
     return (num_tokens + 1 if is_causal else 2 * num_tokens) * (head_dim + value_dim)
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Median, minimum and maximum.
+
+    Example:
+        >>> spread([3.0, 1.0, 2.0])
+        {'median': 2.0, 'min': 1.0, 'max': 3.0}
+    """
+    return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}

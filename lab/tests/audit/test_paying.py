@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from linattn.hf import AttentionCall, load
-from linattn.methods import crossover
 from linattn.methods.method import parse_method
 from linattn.records.texts import Text
+from linattn_lab import crossover
 from linattn_lab.audit import paying
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit

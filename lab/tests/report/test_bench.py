@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.methods.crossover import Crossover, find_crossover
 from linattn_lab.bench.records import BENCH, BenchHeader, LengthRow
+from linattn_lab.crossover import Crossover, find_crossover
 from linattn_lab.report import Report, write_page
 from linattn_lab.report.bench.summary import conclude, length_table, slope, summarise_bench
 from pages import Page

@@ -12,9 +12,8 @@ _NEEDED = ("typer", "rich", "pydantic", "filelock")
 def main() -> None:
     """Run the `linattn` command on the words of the command line.
 
-    Raises:
-        SystemExit: always: 0 when all went well; 1 with a message when packages that the subcommand needs are missing
-            or it failed; 2 for words it does not know; 130 when interrupted.
+    Exits with 0 when all went well; 1 with a message when packages that the subcommand needs are missing or it failed;
+    2 for words it does not know; 130 when interrupted.
     """
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:

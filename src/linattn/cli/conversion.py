@@ -21,11 +21,11 @@ from linattn.convert.card import (
     speed_in_words,
     stage_table,
 )
-from linattn.hf import LinearLMForCausalLM, LoadedModel, load, save_pretrained
+from linattn.hf import LoadedModel, load, save_pretrained
 from linattn.hf.loading import is_sentence_transformer
 from linattn.records.fields import to_json
 from linattn.records.json_files import write_json
-from linattn.training import Progress, launched
+from linattn.training import launched
 
 
 def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig) -> None:
@@ -35,7 +35,8 @@ def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig
         shared_folder("converting a model", processes, out, call) as (console, work),
     ):
         loaded = load(model, with_head=True)
-        with training_progress(console, "Measuring and calibrating", _loss) as shown:
+        words = "Measuring and calibrating"
+        with training_progress(console, words, lambda progress: f"loss {progress.best:.4f}") as shown:
             converted = convert_(
                 loaded.model, loaded.tokenizer, config, work=work, notify=shown.notify, measured=shown.measured
             )
@@ -43,11 +44,6 @@ def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig
             finish(work, out, lambda draft: _write(loaded, converted, draft))
     _print(console, converted)
     console.print(f"Written: {escape(str(out))}", highlight=False)
-
-
-def _loss(progress: Progress) -> str:
-    """How far a training has come."""
-    return f"loss {progress.best:.4f}"
 
 
 def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
@@ -59,8 +55,7 @@ def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
     else:
         save_pretrained(loaded.model, draft, tokenizer=loaded.tokenizer)
     write_json(draft / "conversion.json", to_json(conversion, finite=False))
-    card = model_card(conversion, loaded.name, is_plain=isinstance(loaded.model, LinearLMForCausalLM))
-    (draft / "README.md").write_text(card, encoding="utf-8")
+    (draft / "README.md").write_text(model_card(conversion, loaded.name), encoding="utf-8")
 
 
 def _print(console: Console, conversion: Conversion) -> None:

@@ -16,12 +16,7 @@ _NO_ANSWER = re.compile(r"Timed out waiting|Connection closed by peer|Connection
 
 
 def error_line(error: Exception, command: str, options: Mapping[str, str]) -> str:
-    """One line for the terminal.
-
-    Args:
-        error: what ended the command.
-        command: its name.
-        options: by the names of the function's parameters, for errors that begin with one.
+    """One line for the terminal; `options` are by the names of parameters, for errors that begin with one.
 
     Example:
         >>> error_line(ValueError("num_tokens must be at least 1, got 0"), "convert", {"num_tokens": "--tokens"})

@@ -107,13 +107,15 @@ def generate(
     if bits not in (None, *range(2, 9), 32):
         raise typer.BadParameter(f"--bits must be from 2 to 8, or 32, got {bits}")
     # Help is not to wait for torch.
-    from linattn.cli.generation import Draws, generation
+    from linattn.cli.generation import generation
     from linattn.cli.keeping import Keeping
 
     generation(
         model,
         prompt_file or prompt or "",
         num_tokens=length,
-        draws=Draws(temperature, top_p, seed),
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
         keeping=None if budget is None else Keeping(budget, bits, recall, plan, measure),
     )

@@ -6,8 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice, pairwise
-from typing import NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -25,37 +26,48 @@ from linattn.hf import (
     new_cache,
     stream_tokens,
 )
-from linattn.hf.text_streaming import IncrementalDecoder, end_tokens
+from linattn.hf.streaming import IncrementalDecoder, end_tokens
+
+Drawing = Callable[..., Iterator[Tensor]]
+"""`stream_tokens` with all but the prompt and whom to notify."""
 
 
-class Draws(NamedTuple):
-    """How tokens are drawn."""
-
-    temperature: float  # 0 for the likeliest
-    top_p: float  # of the likeliest tokens' probability
-    seed: int  # of the draws
-
-
-def generation(model: str, prompt: str | TextIO, *, num_tokens: int, draws: Draws, keeping: Keeping | None) -> None:
+def generation(
+    model: str,
+    prompt: str | TextIO,
+    *,
+    num_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    keeping: Keeping | None,
+) -> None:
     """Write a text's next tokens to the standard output, and figures to the standard error."""
     console = Console(stderr=True)
     written: list[int] = []
     with ending(console, lambda: f"{len(written):,} tokens were written."):
-        text = prompt if isinstance(prompt, str) else _content(prompt)
+        with of_option("--prompt-file"):
+            text = prompt if isinstance(prompt, str) else prompt.read().removesuffix("\n")
         loaded = load_language_model(model)
         tokens: Tensor = loaded.tokenizer(text, return_tensors="pt")["input_ids"].long()
         if not tokens.numel():
             raise ValueError("the prompt gives no token; give a text")
         cache = new_cache(loaded.model) if keeping is None else keeping.cache(loaded.model)
         _check_length(loaded.model, tokens.shape[1] + num_tokens)
+        draws: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "generator": torch.Generator().manual_seed(seed),
+        }
+        draw = partial(stream_tokens, loaded.model, cache=cache, **draws)
         costs = [] if keeping is None else list(keeping.planned())
         if keeping is not None and keeping.measure:
             seconds, words = _measured(console, loaded.model, tokens, cache)
             costs.append(words)
-            first, stream, more = _begun(console, loaded.model, tokens[:, -1:], draws, cache)
+            first, stream, more = _begun(console, draw, tokens[:, -1:])
             seconds += more
         else:
-            first, stream, seconds = _begun(console, loaded.model, tokens, draws, cache)
+            first, stream, seconds = _begun(console, draw, tokens)
         if isinstance(prompt, str):
             sys.stdout.write(prompt)
         times = []
@@ -73,12 +85,6 @@ def generation(model: str, prompt: str | TextIO, *, num_tokens: int, draws: Draw
             lines += costs or [f"--measure says the KL divergence from the full cache, in about {seconds:.0f} s more"]
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _content(prompt: TextIO) -> str:
-    """A file's text, without a line end at its end."""
-    with of_option("--prompt-file"):
-        return prompt.read().removesuffix("\n")
 
 
 def _check_length(model: PreTrainedModel, num_tokens: int) -> None:
@@ -105,21 +111,11 @@ def _measured(console: Console, model: PreTrainedModel, tokens: Tensor, cache: C
     return seconds[1], divergence_in_words(bounded, full, seconds[0])
 
 
-def _begun(
-    console: Console, model: PreTrainedModel, unread: Tensor, draws: Draws, cache: Cache
-) -> tuple[Tensor, Iterator[Tensor], float]:
+def _begun(console: Console, draw: Drawing, unread: Tensor) -> tuple[Tensor, Iterator[Tensor], float]:
     """The first new token, a stream of those after it, and the seconds that the first one took."""
     start = time.perf_counter()
     with _bar(console, "Reading the prompt", unread.shape[1]) as notify:
-        stream = stream_tokens(
-            model,
-            unread,
-            temperature=draws.temperature,
-            top_p=draws.top_p,
-            generator=torch.Generator().manual_seed(draws.seed),
-            cache=cache,
-            notify=notify,
-        )
+        stream = draw(unread, notify=notify)
         first = next(stream)
     return first, stream, time.perf_counter() - start
 

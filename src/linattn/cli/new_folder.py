@@ -10,22 +10,20 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from linattn.cli.same_options import check_same_options
 from linattn.cli.terminal import console_of, ending
 from linattn.processes import Processes
 from linattn.records.atomic import full_disk_names
 from linattn.records.locks import LOCK, InUseError, locked
+
+# The first process alone writes.
+_OF_FIRST = ("out", "plan_out")
 
 
 @contextmanager
 def new_folder(doing: str, console: Console, out: Path, *, is_continued: bool = False) -> Iterator[Path]:
     """The folder for unfinished work on `out`, held from the first look at both to the end of the work.
 
-    Where a finished work is continued, `out` holds it.
-
-    Raises:
-        typer.Exit: after an interrupt inside the block.
-        OSError: if `out` holds anything, or another process makes it.
+    Where a finished work is continued, `out` holds it; else OSError if it holds anything, or another process makes it.
     """
     work = out.with_name(f"{out.name}.unfinished")
     with ending(console, lambda: _what_is_left(work)), _alone(work, out, doing):
@@ -48,6 +46,26 @@ def shared_folder(
         return
     with new_folder(doing, console, out, is_continued=is_continued) as work:
         yield console, work
+
+
+def check_same_options(processes: Processes, call: typer.Context) -> None:
+    """Refuse a command whose processes were started with different arguments, on all of them; one small gather."""
+    asked = {"command": str(call.info_name)}
+    for parameter in call.command.params:
+        if parameter.name in call.params and parameter.name not in _OF_FIRST:
+            asked[parameter.opts[0]] = str(call.params[parameter.name])
+    every = processes.gather(asked)
+    differing = []
+    for name in dict.fromkeys(name for each in every for name in each):
+        values = [each.get(name, "none") for each in every]
+        if len(set(values)) > 1:
+            holders = ", ".join(f"process {rank} has {value}" for rank, value in enumerate(values))
+            differing.append(f"{name} ({holders})")
+    if differing:
+        raise ValueError(
+            f"every process must be started with the same command, got different ones: {'; '.join(differing)}; start "
+            "all of them by one torchrun, or give each machine the same arguments"
+        )
 
 
 def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued: bool = False) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from linattn.convert.course import Conversion
 from linattn.convert.stages import Stage
-from linattn.methods.crossover import from_where
 from linattn.records.tables import Table
 
 _WORDS = {
@@ -21,12 +20,6 @@ _MEASURES = {
     "rank_correlation": ("rank correlation", 1.0),
     "divergence": ("prediction KL", 0.0),
     "perplexity": ("perplexity", None),
-}
-# By whether the folder is a plain one of transformers.
-_LOADING = {
-    False: "Load it with `linattn.hf.from_pretrained`; transformers' own classes would load these weights under "
-    "softmax, for which they were not trained.",
-    True: "Load it with `transformers.AutoModelForCausalLM.from_pretrained`, after `import linattn.hf`.",
 }
 # Of figures; of two that agree to the fewer, the more.
 _FEWER, _MORE = 4, 8
@@ -51,7 +44,10 @@ def layer_table(conversion: Conversion) -> Table:
     """The relative error of each layer's attention by stage, beside averaging's; the worst head at the stage kept."""
     stages = [stage for stage in conversion.stages if stage.layers]
     columns = ("layer", "uniform averaging", *(_WORDS[stage.name] for stage in stages), "worst head")
-    rows = [_layer_row(stages, conversion.result, number) for number in range(len(stages[-1].layers))]
+    rows = []
+    for number, summary in enumerate(conversion.result.layers):
+        figures = (summary.uniform_error, *(stage.layers[number].error for stage in stages), summary.worst)
+        rows.append((summary.layer, *map(_number, figures)))
     return Table(columns, tuple(rows))
 
 
@@ -85,7 +81,7 @@ def speed_in_words(conversion: Conversion) -> str:
         relation = "less than" if paying.state_numbers < paying.exact_numbers else "no less than"
         parts.append(
             f"State: {paying.state_numbers:,.0f} numbers per head, {relation} the {paying.exact_numbers:,.0f} of the "
-            f"exact cache of {paying.num_tokens:,} tokens. {from_where(paying.crossover, paying.longest)}"
+            f"exact cache of {paying.num_tokens:,} tokens."
         )
     if speed.ratio >= 1 and paying is not None and paying.saves_memory:
         parts.append("At this length softmax is faster, and exact: the converted model saves memory here, not time.")
@@ -103,11 +99,8 @@ def kept_layers(conversion: Conversion) -> list[str]:
     return [f"{', '.join(same)}: {reason}" for reason, same in names.items()]
 
 
-def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> str:
-    """The model card of a converted model, as Markdown; `name` is that of the model it was made from.
-
-    A plain model's folder is one that transformers' own classes read as the linear model it is.
-    """
+def model_card(conversion: Conversion, name: str) -> str:
+    """The model card of a converted model, as Markdown; `name` is that of the model it was made from."""
     steps = ", ".join(
         f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
     )
@@ -116,7 +109,8 @@ def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> 
     parts = [
         f"# {name} with linear attention",
         f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by `{conversion.method}`. "
-        f"Training: {steps or 'none'}. {_LOADING[is_plain]}",
+        f"Training: {steps or 'none'}. Load it with `linattn.hf.from_pretrained`; transformers' own classes would load "
+        "these weights under softmax, for which they were not trained.",
         f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
         "nothing was fitted to or trained on, against the original model:",
         stage_table(conversion).markdown(),
@@ -127,13 +121,6 @@ def model_card(conversion: Conversion, name: str, *, is_plain: bool = False) -> 
     if softmax_layers:
         parts += ["Layers that keep softmax:", "\n".join(softmax_layers)]
     return "\n\n".join(parts) + "\n"
-
-
-def _layer_row(stages: list[Stage], result: Stage, number: int) -> tuple[str, ...]:
-    """One layer."""
-    summary = result.layers[number]
-    errors = (_number(stage.layers[number].error) for stage in stages)
-    return summary.layer, _number(summary.uniform_error), *errors, _number(summary.worst)
 
 
 def _figure(stage: Stage) -> float:

@@ -17,8 +17,7 @@ from linattn.convert.course import Conversion, Course
 from linattn.convert.running import Batch, check_shared
 from linattn.convert.samples import Samples, from_batches, from_texts
 from linattn.convert.stages import Measured, in_silence
-from linattn.hf import LinearLMForCausalLM, is_linearized
-from linattn.hf.linear_twin import check_twin
+from linattn.hf import is_linearized
 from linattn.hf.linearization import choose_layers
 from linattn.methods.method import Method, together
 from linattn.processes import Processes
@@ -42,19 +41,18 @@ def convert_(
     end to end, is measured before, between and after on texts held out from all of that, and the model is left at the
     stage that was least wrong: training that is too short may do harm.
 
-    Inside `linattn.training.launched` every process has the model and the samples: the layers to fit, the texts of each
-    step and the batches of audits are dealt out, and the first process writes. Every figure but a time is that of one
-    process, to the bit before training and, but for the rounding of gradients' sums, after it.
+    Inside `linattn.training.launched` every process has the model and the samples: layers, texts and batches are dealt
+    out, and the first process writes. Every figure but a time is that of one process, to the bit before training and,
+    but for the rounding of gradients' sums, after it.
 
     Cost: `config.minutes` of training; two copies of the model, and of its optimiser's moments; audits on at most 32
     texts. In `work` two checkpoints of each training, each as large as three to four models.
 
     Args:
         model: any model that `linattn.hf.linearize_` takes and that gives hidden states, in float32. It is left in
-            evaluation mode and without gradients; weights that require none are not trained, and stay so. Of a
-            `LinearLMForCausalLM` whose blocks are softmax, `linattn.hf.save_pretrained` then writes a linear one.
-        tokenizer_or_batches: the model's tokenizer (of bytes, `linattn.hf.ByteTokenizer`), which then reads
-            `config.texts`; or batches, each the keyword arguments of a forward pass.
+            evaluation mode and without gradients; weights that require none are not trained, and stay so.
+        tokenizer_or_batches: the model's tokenizer, which then reads `config.texts`; or batches, each the keyword
+            arguments of a forward pass.
         config: what to do.
         work: a folder for checkpoints and TensorBoard curves, of one conversion at a time. If it holds a conversion
             that was cut off, this one goes on from its last whole checkpoint. None keeps everything in memory.
@@ -63,13 +61,11 @@ def convert_(
             and the share of its texts that are read.
 
     Returns:
-        A `Conversion`, the same in all processes. Ctrl-C during training ends it early, with the best weights so far in
-        the model.
+        A `Conversion`, the same in all processes. Ctrl-C during training ends it early.
 
     Raises:
-        ValueError: if the model, its dtype or the method cannot be used (a `LinearLMForCausalLM` with a gate or linear
-            blocks), the texts are too short, the processes do not divide a step's texts, or
-            `work` holds another conversion, or nothing but damaged checkpoints of a training.
+        ValueError: if the model, its dtype or the method cannot be used, the texts are too short, the processes do not
+            divide a step's texts, or `work` holds another conversion, or nothing but damaged checkpoints of a training.
         OSError: if `work` cannot be written, or another process works in it (`linattn.records.locks.InUseError`).
         RuntimeError: if the layers' attention is more than softmax (`linattn.hf.capture`), or a loss or gradient is not
             finite. Whatever ends the conversion early, Ctrl-C outside of training included, the model is as it was.
@@ -88,8 +84,6 @@ def convert_(
     """
     methods = config.methods
     _check(model, config, methods)
-    if isinstance(model, LinearLMForCausalLM):
-        check_twin(model, methods)
     samples = _samples(model, tokenizer_or_batches, config)
     # The first process writes for all.
     work = work if Processes.of_this_run().is_first else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,17 +11,17 @@ from torch import nn
 
 from linattn.convert.adapting import RATE as ADAPTER_RATE
 from linattn.convert.adapting import adapted
-from linattn.convert.calibration import build_maps, fit_maps
 from linattn.convert.config import ConvertConfig
 from linattn.convert.distilling import Weights, distil, teacher_outputs
 from linattn.convert.running import Outputs, to_device
 from linattn.convert.samples import Samples
-from linattn.convert.speed import Paying, Speed, measure_paying, measure_speed
+from linattn.convert.speed import Paying, Speed, count_numbers, is_faster, measure_speed
 from linattn.convert.stages import BASELINE, Measured, Stage, best, measure, measure_uniform
-from linattn.convert.transfer import transfer
+from linattn.convert.transfer import build_maps, fit_maps, transfer
 from linattn.feature_maps import FeatureMap, FittedMap
 from linattn.hf import (
     AttentionCall,
+    LayerAttention,
     Linearization,
     PreTrainedModel,
     capture,
@@ -31,7 +31,6 @@ from linattn.hf import (
 )
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
 from linattn.hf.linearization import choose_layers
-from linattn.methods.crossover import from_where
 from linattn.methods.method import Method, together
 from linattn.processes import Processes
 from linattn.training import Notify, Trained, Training, WorkFolder, train
@@ -57,8 +56,7 @@ class Conversion:
         kept: name of the stage that the model was left at, the best of them (`linattn.convert.stages.best`); empty for
             the last.
         speed: its time beside the original's; None where it was not measured. Of no account in comparisons.
-        paying: what its first converted layer keeps, and from which length that is faster; None where it was not
-            measured. Of no account in comparisons.
+        paying: what its first converted layer keeps; None where it was not counted. Of no account in comparisons.
     """
 
     method: str
@@ -120,7 +118,7 @@ class Course:
         stage_name = self._keep_the_best()
         live = self._processes.each(numbers, lambda number: self._exact[number].live.sum(1).tolist())
         # While the other processes wait.
-        speed, paying = self._processes.first_does(lambda: self._times(calls))
+        speed = self._processes.first_does(lambda: measure_speed(self._model, self._teacher, self._samples.held_out))
         return Conversion(
             method=together([method.label for method in self._methods]),
             linearization=linearization,
@@ -131,13 +129,8 @@ class Course:
             stopped=self._stopped,
             kept=stage_name,
             speed=speed,
-            paying=paying,
+            paying=count_numbers(*self._first_layer(calls), speed.num_tokens),
         )
-
-    def _times(self, calls: dict[str, AttentionCall]) -> tuple[Speed, Paying | None]:
-        """Times of the model's passes and of its first converted layer."""
-        speed = measure_speed(self._model, self._teacher, self._samples.held_out)
-        return speed, self._paying(calls, speed.num_tokens)
 
     def _linearize(
         self, calls: dict[str, AttentionCall], *, is_causal: bool
@@ -237,33 +230,33 @@ class Course:
         if name != self._stages[-1].name:
             # All but the kernels; no stage before the last has other weights than the original's.
             self._model.load_state_dict(self._teacher.state_dict(), strict=False)
-            self._put(self._kernels[name])
+            for layer, kernel in zip(self._layers, self._kernels[name], strict=True):
+                module = self._model.get_submodule(layer.module_name)
+                module.add_module(ATTRIBUTE, kernel.to(self._model.device).train(False))
         return name
 
     def _check_pays(self, calls: dict[str, AttentionCall]) -> None:
         """Refuse a method of our own choice that saves nothing on any text that the model takes."""
-        longest = self._longest
-        paying = None if longest is None else self._processes.first_does(lambda: self._paying(calls, longest))
-        if paying is not None and longest is not None and not paying.saves_memory and not paying.is_faster_at(longest):
-            raise ValueError(
-                f"{self._methods[0].label}, the default, does not pay on {type(self._model).__name__}: it keeps "
-                f"{paying.state_numbers:,} numbers per head, the exact cache of {longest:,} tokens "
-                f"{paying.exact_numbers:,}. {from_where(paying.crossover, longest)} Keep the model as it is, or name a "
-                "method by feature_map, which is taken whatever it costs"
-            )
-
-    @property
-    def _longest(self) -> int | None:
-        """Tokens that the model takes at most, where it says so."""
         longest: int | None = getattr(self._model.config, "max_position_embeddings", None)
-        return longest
+        attention, call = self._first_layer(calls)
+        if longest is None or call.query.shape[2] != call.key.shape[2]:
+            return
+        paying = count_numbers(attention, call, longest)
+        if paying.saves_memory or self._processes.first_does(lambda: is_faster(attention, call, longest)):
+            return
+        raise ValueError(
+            f"{self._methods[0].label}, the default, does not pay on {type(self._model).__name__}: it keeps "
+            f"{paying.state_numbers:,} numbers per head, the exact cache of {longest:,} tokens "
+            f"{paying.exact_numbers:,}, and its attention is no faster over so many tokens. Keep the model as it is, "
+            "or name a method by feature_map, which is taken whatever it costs"
+        )
 
-    def _paying(self, calls: dict[str, AttentionCall], num_tokens: int) -> Paying | None:
-        """The first converted layer's state and times."""
+    def _first_layer(self, calls: dict[str, AttentionCall]) -> tuple[LayerAttention, AttentionCall]:
+        """The first converted layer's attention, and what it was given."""
         first = self._layers[0].module_name
         attention = attention_of(self._model.get_submodule(first))
         assert attention is not None
-        return measure_paying(attention, calls[first], num_tokens=num_tokens, longest=self._longest)
+        return attention, calls[first]
 
     @property
     def _stopped(self) -> bool:
@@ -275,12 +268,6 @@ class Course:
         done = self._processes.from_first(train(training, self._work, self._notify))
         self._trainings.append(done)
         return done.steps > 0
-
-    def _put(self, kernels: Sequence[nn.Module]) -> None:
-        """Give the converted layers other kernels."""
-        for layer, kernel in zip(self._layers, kernels, strict=True):
-            module = self._model.get_submodule(layer.module_name)
-            module.add_module(ATTRIBUTE, kernel.to(self._model.device).train(False))
 
     def _audit(self, name: str) -> None:
         """The model as it is now, on held-out texts; its kernels are kept, for `_keep_the_best`."""

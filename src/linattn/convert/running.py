@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from linattn.convert.predictions import NONE, Predictions
 from linattn.processes import Processes
@@ -53,7 +51,9 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
     logits = getattr(outputs, "logits", None)
     if logits is None or logits.shape[:2] != live.shape:
         return Outputs(states, None, live)
-    following = _following(batch, live) if _predicts_next(model) else None
+    # The logits of a model that does not generate are of the same token, not of the next.
+    can_generate: Callable[[], bool] = getattr(model, "can_generate", lambda: False)
+    following = _following(batch, live) if can_generate() else None
     return Outputs(states, Predictions(logits[live], None, following), live)
 
 
@@ -72,10 +72,6 @@ def _pass(model: nn.Module, batch: Batch, options: Mapping[str, Any]) -> Any:
 def _head(model: nn.Module, outputs: Any, last: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Map from last states (B, L, E) to logits, if it reproduces the model's own (B, 1, V) for the last token."""
     head: Callable[[Tensor], Tensor] | None = getattr(model, "get_output_embeddings", lambda: None)()
-    embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
-    if head is None and isinstance(embedding, nn.Embedding) and embedding.embedding_dim == last.shape[-1]:
-        # A model without a layer of its own for it makes logits with its embedding.
-        head = partial(linear, weight=embedding.weight)
     logits = getattr(outputs, "logits", None)
     if head is None or logits is None or logits.ndim != 3:
         return None
@@ -83,11 +79,6 @@ def _head(model: nn.Module, outputs: Any, last: Tensor) -> Callable[[Tensor], Te
         rebuilt = head(last[:, -1:])
     is_all = rebuilt.shape == logits.shape and torch.allclose(rebuilt, logits, rtol=1e-4, atol=1e-4)
     return head if is_all else None
-
-
-def _predicts_next(model: nn.Module) -> bool:
-    """Whether logits are of the next token, and not of the same one."""
-    return bool(getattr(model, "can_generate", lambda: False)())
 
 
 def _following(batch: Batch, live: Tensor) -> Tensor | None:

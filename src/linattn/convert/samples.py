@@ -65,9 +65,7 @@ def from_texts(
             "calibrate, train and judge on; give longer texts or a smaller num_tokens (paragraphs end at an empty "
             "line, and none is in two documents)"
         )
-    used = [[number % _PERIOD == place for number in range(len(documents))] for place in (_HELD_OUT, _VALIDATION)]
-    held_out, validation = ([d for d, chosen in zip(documents, mask, strict=True) if chosen] for mask in used)
-    others = [d for d, a, b in zip(documents, *used, strict=True) if not (a or b)]
+    held_out, validation, others = _split(documents)
     stream = torch.cat(others)
 
     def wrapped(*rows: Tensor) -> Batch:
@@ -98,8 +96,7 @@ def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
     """
     if len(batches) < 2 * _PERIOD:
         raise ValueError(f"got {len(batches)} batches, wanted {2 * _PERIOD} or more to calibrate, train and judge on")
-    held_out, validation = batches[_HELD_OUT::_PERIOD], batches[_VALIDATION::_PERIOD]
-    others = [batch for number, batch in enumerate(batches) if number % _PERIOD not in (_HELD_OUT, _VALIDATION)]
+    held_out, validation, others = _split(batches)
 
     def chosen(step: int) -> Batch:
         """Every batch once per round, each round in another order."""
@@ -137,6 +134,12 @@ def _special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     ids, special = encoding["input_ids"], [bool(flag) for flag in encoding["special_tokens_mask"]]
     text = [place for place, flag in enumerate(special) if not flag]
     return torch.tensor(ids[: text[0]], dtype=torch.long), torch.tensor(ids[text[-1] + 1 :], dtype=torch.long)
+
+
+def _split(items: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    """Items that are held out, those that choose the best, and the rest."""
+    rest = [item for number, item in enumerate(items) if number % _PERIOD not in (_HELD_OUT, _VALIDATION)]
+    return list(items[_HELD_OUT::_PERIOD]), list(items[_VALIDATION::_PERIOD]), rest
 
 
 def _spread(found: Sequence[T], most: int) -> tuple[T, ...]:

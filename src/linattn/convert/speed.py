@@ -1,25 +1,26 @@
-"""Whether a conversion pays: the model's time beside the original's, its state, and from which length it is faster.
+"""Whether a conversion pays: the model's time beside the original's, and its state beside the exact cache.
 
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width.
+Letters: L tokens.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from linattn.convert.calibration import texts
 from linattn.convert.running import Batch, run
+from linattn.convert.transfer import texts
 from linattn.hf import AttentionCall, LayerAttention
 from linattn.methods.costs import exact_state_numbers, map_state_numbers, seconds
-from linattn.methods.crossover import Crossover, find_crossover, time_lengths
 
 _REPEATS = 3
+# Exact attention over more takes minutes.
+_MOST_TOKENS = 65_536
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,7 @@ class Speed:
 
     @property
     def ratio(self) -> float:
-        """The converted model's time over the original's, medians.
-
-        Example:
-            >>> Speed(4, 512, (3.0, 1.0, 2.0), (4.0, 4.0, 4.0), 2, "cpu").ratio
-            0.5
-        """
+        """The converted model's time over the original's, medians."""
         return statistics.median(self.seconds) / statistics.median(self.exact_seconds)
 
 
@@ -58,7 +54,8 @@ def measure_speed(model: nn.Module, original: nn.Module, batches: Sequence[Batch
     with torch.no_grad():
         batch = max(batches, key=lambda one: run(original, one).live.shape[1])
         live = run(original, batch).live
-        passes = {name: partial(_finished, one, batch) for name, one in (("linear", model), ("exact", original))}
+        models = {"linear": model, "exact": original}
+        passes = {name: partial(_finished, partial(_pass, one, batch)) for name, one in models.items()}
         durations = seconds(passes, repeats=_REPEATS)
     size, length = live.shape
     times = tuple(durations["linear"]), tuple(durations["exact"])
@@ -67,26 +64,18 @@ def measure_speed(model: nn.Module, original: nn.Module, batches: Sequence[Batch
 
 @dataclass(frozen=True)
 class Paying:
-    """Numbers that a converted layer keeps beside the exact cache's, and times of its attention beside softmax's.
+    """Numbers that a converted layer keeps beside those of the exact cache.
 
     Attributes:
         num_tokens: L, of the exact cache.
         state_numbers: numbers that a key/value head keeps.
         exact_numbers: numbers of the exact cache for it.
-        lengths: at which the layer's attention was timed, ascending.
-        seconds: of its calls, medians.
-        exact_seconds: of softmax.
-        longest: tokens that the model takes at most; None where its configuration does not say.
         is_causal: whether the state is kept between calls; an encoder keeps none.
     """
 
     num_tokens: int
     state_numbers: int
     exact_numbers: int
-    lengths: tuple[int, ...]
-    seconds: tuple[float, ...]
-    exact_seconds: tuple[float, ...]
-    longest: int | None
     is_causal: bool
 
     @property
@@ -94,37 +83,34 @@ class Paying:
         """Whether the state is kept between calls, and smaller than the exact cache."""
         return self.is_causal and self.state_numbers < self.exact_numbers
 
-    @property
-    def crossover(self) -> Crossover:
-        """From which length on the layer is faster."""
-        return find_crossover(list(zip(self.lengths, self.seconds, self.exact_seconds, strict=True)))
 
-    def is_faster_at(self, num_tokens: int) -> bool:
-        """Whether the layer is faster than softmax at a length, as far as was timed."""
-        crossover = self.crossover
-        return crossover.always or (crossover.length is not None and crossover.length <= num_tokens)
-
-
-def measure_paying(
-    attention: LayerAttention, call: AttentionCall, *, num_tokens: int, longest: int | None
-) -> Paying | None:
-    """One converted layer's state and times, on what the layer was given; None where queries and keys differ."""
-    tokens = texts(call)[0]
-    query, key, value = tokens
-    if query.shape[2] != key.shape[2]:
-        return None
-    exact = exact_state_numbers(num_tokens, head_dim=key.shape[-1], value_dim=value.shape[-1])
+def count_numbers(attention: LayerAttention, call: AttentionCall, num_tokens: int) -> Paying:
+    """The numbers of one converted layer, for texts of so many tokens."""
     assert attention.feature_map is not None
-    state_numbers = map_state_numbers(attention.feature_map, value_dim=value.shape[-1], window=attention.window)
-    times = time_lengths(
-        partial(attention, scale=call.scale, is_causal=call.is_causal),
-        lambda q, k, v: replace(call, query=q, key=k, value=v, key_mask=None).softmax(),
-        tokens,
-    )
-    return Paying(num_tokens, state_numbers, exact, *times, longest, call.is_causal)
+    head_dim, value_dim = call.key.shape[-1], call.value.shape[-1]
+    state_numbers = map_state_numbers(attention.feature_map, value_dim=value_dim, window=attention.window)
+    exact_numbers = exact_state_numbers(num_tokens, head_dim=head_dim, value_dim=value_dim)
+    return Paying(num_tokens, state_numbers, exact_numbers, call.is_causal)
 
 
-def _finished(model: nn.Module, batch: Batch) -> None:
-    """A pass, waited for."""
-    if run(model, batch).live.is_cuda:
+def is_faster(attention: LayerAttention, call: AttentionCall, num_tokens: int) -> bool:
+    """Whether one converted layer is faster than softmax, on its tokens repeated to a length."""
+    length = min(num_tokens, _MOST_TOKENS)
+    query, key, value = (x.repeat(1, 1, -(-length // x.shape[2]), 1)[:, :, :length] for x in texts(call)[0])
+    longer = replace(call, query=query, key=key, value=value, key_mask=None)
+    linear = partial(attention, query, key, value, scale=call.scale, is_causal=call.is_causal)
+    contenders = {"linear": partial(_finished, linear), "exact": partial(_finished, longer.softmax)}
+    with torch.no_grad():
+        durations = seconds(contenders, repeats=_REPEATS)
+    return statistics.median(durations["linear"]) < statistics.median(durations["exact"])
+
+
+def _finished(answer: Callable[[], Tensor]) -> None:
+    """Wait for a tensor."""
+    if answer().is_cuda:
         torch.cuda.synchronize()
+
+
+def _pass(model: nn.Module, batch: Batch) -> Tensor:
+    """One pass; what tells its tokens from padding, on its device."""
+    return run(model, batch).live

@@ -97,6 +97,10 @@ Exact = Sequence[Outputs] | Mapping[int, Outputs]
 """The original model's outputs by batch; of several processes each needs those of its own share."""
 
 
+Errors = dict[str, list[tuple[Tensor, Tensor]]]
+"""Of each kernel, by its layer, its errors (B, H) and those of averaging, a pair for each call."""
+
+
 class _Compared(NamedTuple):
     """A model's outputs on a batch beside the original's, and the errors of its kernels there."""
 
@@ -105,7 +109,7 @@ class _Compared(NamedTuple):
     cosines: Tensor  # of all live tokens
     divergence: tuple[float, int] | None  # mean over so many tokens
     losses: tuple[Tensor, Tensor] | None  # of the next tokens, the model's and the original's
-    errors: dict[str, list[tuple[Tensor, Tensor]]]
+    errors: Errors
 
 
 def measure(
@@ -116,17 +120,12 @@ def measure(
     Of several processes each reads some batches, and all get the figures of all, those of one process.
     """
     with torch.no_grad(), _recorded(model) as errors:
-
-        def compared(number: int) -> _Compared:
-            """One batch."""
-            errors.clear()
-            comparison = _compared(run(model, batches[number]), exact[number])
-            return comparison._replace(errors=dict(errors))
-
-        comparisons = _each(name, compared, len(batches), measured)
-    layers = (
-        _summary(layer, [pair for one in comparisons for pair in one.errors[layer]]) for layer in comparisons[0].errors
-    )
+        comparisons = _each(name, model, batches, exact, measured, errors)
+    layers = []
+    for layer in comparisons[0].errors:
+        pairs = [pair for one in comparisons for pair in one.errors[layer]]
+        ours, uniform = (torch.cat(each).mean(0) for each in zip(*pairs, strict=True))
+        layers.append(LayerError(layer, float(ours.mean()), float(ours.max()), float(uniform.mean())))
     return Stage(name, _agreement(comparisons), tuple(layers))
 
 
@@ -143,40 +142,31 @@ def measure_uniform(
         """One layer's."""
         return call.uniform() if call.module_name in layers else call.softmax()
 
-    def compared(number: int) -> _Compared:
-        """One batch."""
-        return _compared(run(model, batches[number]), exact[number])
-
     with torch.no_grad(), intercept(model, answer):
-        comparisons = _each(BASELINE, compared, len(batches), measured)
+        comparisons = _each(BASELINE, model, batches, exact, measured, {})
     return Stage(BASELINE, _agreement(comparisons))
 
 
-def _each(name: str, compared: Callable[[int], _Compared], number: int, measured: Measured) -> list[_Compared]:
-    """Compare every batch, of which this process does its share and reports its progress."""
+def _each(
+    name: str, model: nn.Module, batches: Sequence[Batch], exact: Exact, measured: Measured, errors: Errors
+) -> list[_Compared]:
+    """Every batch beside the original's outputs; this process runs its share, and reports its progress."""
     processes, done = Processes.of_this_run(), count(1)
-    num_batches = len(range(number)[processes.rank :: processes.size])
+    num_batches = len(range(len(batches))[processes.rank :: processes.size])
 
-    def told(batch: int) -> _Compared:
-        """One batch, done."""
-        comparison = compared(batch)
+    def compared(number: int) -> _Compared:
+        """One batch, whose kernels' errors are those recorded in its pass."""
+        errors.clear()
+        comparison = _compared(run(model, batches[number]), exact[number])._replace(errors=dict(errors))
         measured(name, next(done) / num_batches)
         return comparison
 
-    return processes.each(range(number), told)
+    return processes.each(range(len(batches)), compared)
 
 
 def best(stages: Sequence[Stage]) -> Stage:
     """The stage of the most merit, of several the first; the baseline is left out."""
     return max((stage for stage in stages if stage.name != BASELINE), key=lambda stage: stage.agreement.merit)
-
-
-def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement:
-    """Two models' outputs on the same texts, one per batch, compared.
-
-    Source: Spearman 1904 for the rank correlation.
-    """
-    return _agreement([_compared(*pair) for pair in zip(outputs, exact, strict=True)])
 
 
 def _compared(a: Outputs, b: Outputs) -> _Compared:
@@ -193,7 +183,10 @@ def _compared(a: Outputs, b: Outputs) -> _Compared:
 
 
 def _agreement(found: Sequence[_Compared]) -> Agreement:
-    """Over all batches."""
+    """Over all batches.
+
+    Source: Spearman 1904 for the rank correlation.
+    """
     ours, theirs = torch.cat([one.ours for one in found]), torch.cat([one.theirs for one in found])
     divergences = [one.divergence for one in found if one.divergence is not None]
     num_predicted = sum(count for _, count in divergences)
@@ -211,9 +204,9 @@ def _agreement(found: Sequence[_Compared]) -> Agreement:
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
-    """Errors (B, H) and uniform errors (B, H) of each kernel, one pair per call, while the block runs."""
-    errors: dict[str, list[tuple[Tensor, Tensor]]] = {}
+def _recorded(model: nn.Module) -> Iterator[Errors]:
+    """Record each kernel's errors while the block runs."""
+    errors: Errors = {}
 
     def compare(kernel: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
         """Forward hook: the same call answered exactly and uniformly."""
@@ -245,12 +238,6 @@ def _errors(
     exact, uniform, out = (x.flatten(0, 1).unsqueeze(0) for x in (exact, uniform, out))
     ours, averaged = (relative_error(x, exact).view(q.shape[:2]) for x in (out, uniform))
     return ours, averaged
-
-
-def _summary(layer: str, errors: list[tuple[Tensor, Tensor]]) -> LayerError:
-    """Means over the texts of a layer."""
-    ours, uniform = (torch.cat(each).mean(0) for each in zip(*errors, strict=True))
-    return LayerError(layer, float(ours.mean()), float(ours.max()), float(uniform.mean()))
 
 
 def _embeddings(found: Outputs) -> Tensor:

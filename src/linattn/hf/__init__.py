@@ -42,6 +42,6 @@ from linattn.hf.state_cache import StateCache as StateCache
 from linattn.hf.state_cache import StateLayer as StateLayer
 from linattn.hf.state_cache import StreamCache as StreamCache
 from linattn.hf.state_cache import StreamLayer as StreamLayer
+from linattn.hf.streaming import load_language_model as load_language_model
 from linattn.hf.streaming import new_cache as new_cache
 from linattn.hf.streaming import stream_tokens as stream_tokens
-from linattn.hf.text_streaming import load_language_model as load_language_model

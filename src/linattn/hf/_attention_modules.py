@@ -118,9 +118,6 @@ def attention_modules(model: PreTrainedModel) -> Iterator[AttentionModule]:
 
 def _looks_attention_up(kind: type[nn.Module]) -> bool:
     """True if a class calls transformers' attention interface; families share no base class that would say so."""
-    # What a class of our own says of itself.
-    if getattr(kind, "looks_attention_up", False):
-        return True
     return any(".get_interface(" in _source(base.forward) for base in _forwards(kind))
 
 
@@ -195,12 +192,9 @@ def take_away(model: PreTrainedModel, name: str) -> None:
 def former_of(module: nn.Module) -> str | None:
     """Name of the attention implementation before `put_before`; the class's default where it was loaded with ours."""
     config: Any = module.config
-    name = config._attn_implementation
-    return name.former if isinstance(name, Implementation) else _default_implementation(type(module))
-
-
-def _default_implementation(kind: type[nn.Module]) -> str:
-    """Default attention implementation of a class of attention modules in transformers."""
+    name, kind = config._attn_implementation, type(module)
+    if isinstance(name, Implementation):
+        return name.former
     if kind not in _DEFAULTS:
         names = vars(sys.modules[kind.__module__]).values()
         models = [each for each in names if isinstance(each, type) and issubclass(each, PreTrainedModel)]

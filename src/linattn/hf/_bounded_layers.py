@@ -6,13 +6,12 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from linattn.hf._cache_layers import RecordedCall, RecordingLayer
 from linattn.hf._calls import InterfaceCall, by_token
-from linattn.hf._text_caches import RecordedCall, RecordingLayer
 from linattn.hf.layer_attention import ATTRIBUTE, rescale_query
 from linattn.kv_cache import (
     MergedAttended,
@@ -21,32 +20,6 @@ from linattn.kv_cache import (
     merged_attention_with_state,
     merged_partial_with_state,
 )
-
-
-@dataclass(frozen=True)
-class MergedAttention:
-    """Causal attention of one layer to the latest keys and to merged ones, at the temperature the model asks for."""
-
-    config: MergedKV
-
-    def advance(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        state: MergedState | None,
-        *,
-        scale: float,
-        key_mask: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> MergedAttended:
-        """The output (B, H, L, Dv) over the state's keys and these, and the state after them."""
-        query = rescale_query(None, query, scale)
-        tokens = query, key, value, self.config, state
-        if sinks is None:
-            return merged_attention_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
-        rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
-        return MergedAttended(rows.with_sink(sinks), after)
 
 
 class HandedKeys(Tensor):
@@ -100,7 +73,6 @@ class BoundedLayer(RecordingLayer[MergedState]):
         super().__init__()
         self.module_name = module_name
         self.config = config
-        self._attention = MergedAttention(config)
         self._handed: HandedKeys | None = None  # between `update` and `attend`
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -123,12 +95,30 @@ class BoundedLayer(RecordingLayer[MergedState]):
         if not is_causal and count > 1:
             raise ValueError(f"{name} lets queries see later keys, which a bounded cache does not hold; leave it out")
         tensors, scale = (call.query, call.key, call.value), call.scale
-        out, after = self._attention.advance(*tensors, state, scale=scale, key_mask=key_mask, sinks=call.sinks)
+        out, after = self._advance(*tensors, state, scale=scale, key_mask=key_mask, sinks=call.sinks)
         self._handed = None
         self.advance_to(after, count)
         if self.record_past:
-            self.record(RecordedCall(self._attention, state, tensors, scale, key_mask), self.config.window or 0)
+            self.record(RecordedCall(self._advance, state, tensors, scale, key_mask), self.config.window or 0)
         return by_token(out)
+
+    def _advance(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: MergedState | None,
+        *,
+        scale: float,
+        key_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> MergedAttended:
+        """The output (B, H, L, Dv) over a state's keys and these, at a temperature, and the state after them."""
+        tokens = rescale_query(None, query, scale), key, value, self.config, state
+        if sinks is None:
+            return merged_attention_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
+        rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
+        return MergedAttended(rows.with_sink(sinks), after)
 
     def reset(self) -> None:
         """Forget every token, and keys on their way."""

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from transformers.masking_utils import (
 from transformers.utils.import_utils import is_tracing
 
 from linattn.hf._attention_modules import attention_function
+
+if TYPE_CHECKING:
+    from linattn.hf.bounded_cache import BoundedCache
 
 SINKS = "attention sinks"
 """In words, logits s (H,) that are learned: each stands for one more key, of value 0."""
@@ -39,7 +42,7 @@ _INEXPRESSIBLE = {
 
 @dataclass(frozen=True, eq=False)
 class PlainMask:
-    """A structure (a window, say) that is a plain mask at these lengths: the causal triangle or the full square."""
+    """Key padding, and the causal triangle or the full square, which a window, say, may be at these lengths."""
 
     key_mask: Tensor | None  # (B, Lk) bool, True = attend
     is_causal: bool
@@ -52,28 +55,16 @@ class RefusedMask:
     reason: str
 
 
-Mask = Tensor | PlainMask | RefusedMask | None
-
-
-class Cached(Protocol):
-    """A cache that is told of every call before its layers are."""
-
-    def begin(self, attention_mask: Tensor | None) -> None:
-        """Refuse a call that cannot go on from here."""
-        ...
-
-    def refuse_plain_keys(self, module: nn.Module) -> None:
-        """Refuse a module whose keys did not come by this cache, if they should have."""
-        ...
+Mask = PlainMask | RefusedMask
 
 
 class CachedTokens(int):
     """A number of tokens in a cache, which a mask is asked for with, and the cache itself."""
 
     number: int
-    cache: Cached
+    cache: BoundedCache
 
-    def __new__(cls, number: int, cache: Cached) -> Self:
+    def __new__(cls, number: int, cache: BoundedCache) -> Self:
         """A number that knows its cache."""
         tokens = super().__new__(cls, number)
         tokens.number, tokens.cache = number, cache
@@ -86,7 +77,7 @@ class AskedMask:
 
     sizes: tuple[int, int, int, int, int]  # B, Lq, Lk, and the positions of the first query and of the first key
     options: dict[str, Any]
-    cache: Cached | None = None  # that it was asked for, if one of ours
+    cache: BoundedCache | None = None  # that it was asked for, if one of ours
     part: Any = None  # of the mask (B, 1, Lq, Lk), as an index; None for all of it
     built: dict[Any, Any] = field(default_factory=dict)
 
@@ -135,15 +126,15 @@ class AskedMask:
             batch_size, num_queries, length, q_offset, kv_offset = self.sizes
             mask: Mask = RefusedMask("a part of a mask, for some of its queries")
             if self.part is None:
-                mask = build_mask(batch_size, num_queries, kv_offset + length, q_offset, 0, **self.options)
-            if self.is_plain and not isinstance(mask, RefusedMask):
-                assert not isinstance(mask, PlainMask)
-                mask = PlainMask(mask, is_causal=self.function is causal_mask_function)
+                mask = _build_mask(batch_size, num_queries, kv_offset + length, q_offset, **self.options)
             self.built[None] = mask
         num_columns = self.sizes[2] + self.sizes[4]
         if self.function is bidirectional_mask_function and num_columns != num_keys:
             return RefusedMask(f"an attention mask of {num_columns} columns over {num_keys} keys")
-        return last_keys(self.built[None], num_keys)
+        whole: Mask = self.built[None]
+        if isinstance(whole, RefusedMask) or whole.key_mask is None:
+            return whole
+        return replace(whole, key_mask=whole.key_mask[:, -num_keys:])
 
     def build(self, implementation: str | None, num_keys: int) -> Any:
         """The columns of the last keys, as another attention implementation's mask function makes them."""
@@ -194,6 +185,17 @@ class InterfaceCall:
         sinks = self.options.get("s_aux")
         return self.options.get("sinks") if sinks is None else sinks
 
+    @property
+    def is_paired(self) -> bool:
+        """True if there is a value for each key, as many heads of both, and queries for each of these."""
+        return self.key.shape[:3] == self.value.shape[:3] and self.query.shape[1] % self.key.shape[1] == 0
+
+    @property
+    def says_causality(self) -> bool:
+        """True if the mask, the call or the module says whether later keys are hidden."""
+        is_causal = self.options.get("is_causal", getattr(self.module, "is_causal", None))
+        return is_causal is not None or isinstance(self.mask, AskedMask)
+
     def hides_keys(self, num_keys: int) -> bool:
         """True if the call asks for a window, or for chunks, that so many keys do not fit in."""
         mask = self.mask
@@ -221,8 +223,7 @@ class InterfaceCall:
 
     def read_mask(self, name: str) -> tuple[Tensor | None, bool]:
         """Key padding, (B, Lk) bool or None, and causality."""
-        mask: Mask = self.mask.read(self.key.shape[-2]) if isinstance(self.mask, AskedMask) else self.mask
-        is_causal = self.options.get("is_causal")
+        mask = self.mask.read(self.key.shape[-2]) if isinstance(self.mask, AskedMask) else self.mask
         if isinstance(mask, RefusedMask):
             raise ValueError(_refusal(name, mask.reason))
         if isinstance(mask, PlainMask):
@@ -233,6 +234,7 @@ class InterfaceCall:
                 "pictures); a kernel hides keys alone: pass padding as attention_mask (B, Lk), or leave this layer its "
                 "softmax"
             )
+        is_causal = self.options.get("is_causal")
         if is_causal is None:
             is_causal = getattr(self.module, "is_causal", None)
         if is_causal is None:
@@ -286,31 +288,30 @@ def _refusal(name: str, asked: str) -> str:
     )
 
 
-def build_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **asked: Any
-) -> Mask:
-    """The mask of keywords that transformers passes: key padding as (B, Lk) bool, or None where there is none.
+def _build_mask(batch_size: int, num_queries: int, num_keys: int, q_offset: int, **asked: Any) -> Mask:
+    """The mask of all keys since the first that transformers' keywords ask for.
 
     A `mask_function` that is neither causal nor bidirectional is compared with these by position, in O(B Lq Lk).
     """
     mask_function = asked.get("mask_function", causal_mask_function)
     # Column j of the argument is token j, as transformers reads it: what is not there is hidden, what is beyond unread.
-    padding = prepare_padding_mask(asked.get("attention_mask"), kv_length, kv_offset)
-    key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
-    if int(kv_offset + kv_length) != int(q_offset + q_length) and mask_function is not bidirectional_mask_function:
+    padding = prepare_padding_mask(asked.get("attention_mask"), num_keys, 0)
+    key_mask = None if padding is None else padding[:, :num_keys]
+    if int(num_keys) != int(q_offset + num_queries) and mask_function is not bidirectional_mask_function:
         return RefusedMask(
             "keys beyond the last query (the empty slots of a static cache), or an attention_mask of "
-            f"{int(kv_offset + kv_length)} columns for {int(q_offset + q_length)} tokens"
+            f"{int(num_keys)} columns for {int(q_offset + num_queries)} tokens"
         )
     if key_mask is not None and hides_nothing(key_mask):
         key_mask = None
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
-        return key_mask
+        return PlainMask(key_mask, is_causal=mask_function is causal_mask_function)
     options = {"use_vmap": asked.get("use_vmap", False), "device": asked.get("device", "cpu")}
-    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
-    allowed = sdpa_mask(*sizes, mask_function, allow_is_causal_skip=False, **options)
+    allowed = sdpa_mask(
+        batch_size, num_queries, num_keys, q_offset, 0, mask_function, allow_is_causal_skip=False, **options
+    )
     if torch.compiler.is_exporting():
-        return _unread_mask(key_mask, num_keys=kv_offset + kv_length, **asked)
+        return _unread_mask(key_mask, num_keys=num_keys, **asked)
     return _reduce_mask(allowed, key_mask)
 
 
@@ -359,10 +360,3 @@ def ask_mask(
         cache, kv_offset = kv_offset.cache, kv_offset.number
         cache.begin(options.get("attention_mask"))
     return AskedMask((batch_size, q_length, kv_length, q_offset, kv_offset), options, cache)
-
-
-def last_keys(mask: Mask, num_keys: int) -> Mask:
-    """A mask's columns for the last keys."""
-    if isinstance(mask, PlainMask) and mask.key_mask is not None:
-        return replace(mask, key_mask=mask.key_mask[:, -num_keys:])
-    return mask

@@ -1,23 +1,26 @@
-"""Which attention layers of a model are replaced, why the others keep their softmax, and where merged keys may stand.
+"""Which attention layers of a model are replaced, or bounded by a cache, and why the others keep their softmax.
 
 Merged keys take the softmax's place in layers without causality; a decoder's are those of a bounded cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._calls import AskedMask
 from linattn.hf._probing import Probe, probe
-from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
+from linattn.kv_cache.budget import Sizes
 from linattn.methods.method import Method
 
 CAUSAL = "it is causal, and a BoundedCache merges the keys of such layers"
@@ -65,12 +68,10 @@ def refuse_converted_decoder(
 
 def _refusal(model: PreTrainedModel, part: AttentionModule, config: MergedKV) -> str:
     """The error, with the two lines to write instead."""
-    begin = f"{part.name} of {type(model).__name__} is causal, and linearize_ merges keys of encoders alone"
-    if isinstance(model, LinearLMForCausalLM):
-        return f"{begin}; give a feature map, as FavorPlus"
     call = "model.generate" if model.can_generate() else "model"
     return (
-        f"{begin}; leave the model as it is, and bound its KV cache:\n"
+        f"{part.name} of {type(model).__name__} is causal, and linearize_ merges keys of encoders alone; leave the "
+        "model as it is, and bound its KV cache:\n"
         f"    cache = {_bounded_cache(model, config)}\n"
         f"    {call}(**inputs, past_key_values=cache)"
     )
@@ -189,3 +190,68 @@ def _caution(part: AttentionModule, probed: Probe) -> str | None:
     if part.window is not None:
         return f"a sliding window of {part.window} tokens, linear as it is; name it in `layers` if need be"
     return probed.caution(part.module)
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """An attention module that keeps its text's keys and values in a cache."""
+
+    number: int  # of the module, from 0, in the order of the model's modules
+    name: str  # its qualified name
+    place: int  # number of its layer in the cache
+    sizes: Sizes | None  # of its keys and values; None where no pass called it
+    num_key_heads: int  # how many heads of them
+    window: int | None  # width of its sliding window, or None
+    reason: str | None  # why its keys and values stay exact; None where they can be bounded
+
+
+# Of each model, by the dtype that it was probed in: a request's cache is made without a pass.
+_PROBED: WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, tuple[CachedLayer, ...]]] = WeakKeyDictionary()
+
+
+def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
+    """The layers of a model's cache, in order, learned from passes of a few tokens the first time."""
+    probed = _PROBED.get(model)
+    if probed is None or probed[0] != model.dtype:
+        probed = _PROBED[model] = model.dtype, tuple(_probed(model))
+    return probed[1]
+
+
+def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
+    """Probe a model now for the layers of its cache."""
+    modules = list(attention_modules(model))
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so that its "
+            "cache cannot be bounded; choose a model that does (GPT-2, Llama, Qwen, Gemma and most newer ones)"
+        )
+    check_weights(model)
+    probe_of = probe(model)
+    modules = probe_of.placed(modules)
+    objections = objections_to(model, modules, probe_of, takes_sinks=True)
+    for part in modules:
+        if part.cache_place is not None:
+            reason = objections.get(part.number) or _reason(part, probe_of)
+            heads = probe_of.calls[part.module][0].key.shape[1] if part.module in probe_of.calls else 0
+            sizes = _sizes(part, probe_of)
+            yield CachedLayer(part.number, part.name, part.cache_place, sizes, heads, part.window, reason)
+
+
+def _reason(part: AttentionModule, probed: Probe) -> str | None:
+    """Why a layer stays exact that no kernel's limits speak against."""
+    if not all(isinstance(call.mask, AskedMask) for call in probed.calls[part.module]):
+        return "its model makes its masks itself, without transformers' mask functions"
+    if part.module not in probed.reached:
+        return "its attention function is not given what its cache returns"
+    caution = None if part.window is not None else probed.caution(part.module)
+    # What else to do there is for a map.
+    return None if caution is None else caution.partition(";")[0]
+
+
+def _sizes(part: AttentionModule, probed: Probe) -> Sizes | None:
+    """Of a layer's keys and values, as its calls have shown them."""
+    if part.module not in probed.calls:
+        return None
+    call = probed.calls[part.module][0]
+    num_groups = max(call.query.shape[1] // call.key.shape[1], 1)
+    return Sizes(call.query.shape[-1], call.value.shape[-1], call.key.element_size(), num_groups)

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 
 from linattn.hf._attention_modules import former_of
@@ -57,19 +56,17 @@ def attend(
     num_keys = key.shape[-2] + (0 if layer is None else layer.num_tokens)
     call.refuse_options(name, num_keys, takes_sinks=attention.takes_sinks)
     key_mask, is_causal = call.read_mask(name)
-    if layer is None:
-        with _weights_present(attention):
-            sinks = {} if call.sinks is None else {"sinks": call.sinks}
-            options = {"scale": call.scale, "key_mask": key_mask, "is_causal": is_causal, **sinks}
-            out: Tensor = attention(query, key, value, **options)
-        return by_token(out), None
     # A single query sees all keys, causal or not.
-    if not is_causal and query.shape[-2] > 1:
+    if layer is not None and not is_causal and query.shape[-2] > 1:
         raise ValueError(
             f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
         )
     with _weights_present(attention):
-        return by_token(layer.advance(attention, call, key_mask)), None
+        if layer is not None:
+            return by_token(layer.advance(attention, call, key_mask)), None
+        sinks = {} if call.sinks is None else {"sinks": call.sinks}
+        out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, **sinks)
+        return by_token(out), None
 
 
 @contextmanager
@@ -184,20 +181,15 @@ class StatesByDefault:
                 f"{type(made).__name__} gives its empty slots to attention as keys, which a kernel cannot tell from "
                 f"others; leave the cache out{origin}, and generate keeps states, whose size is constant too"
             )
-        if not is_chosen and _is_ordinary(_of_text(made)):
-            states = StateCache(self.model)
-            if isinstance(made, EncoderDecoderCache):
-                made = EncoderDecoderStates(states, made.cross_attention_cache)
-            else:
-                made = states
-            model_kwargs["past_key_values"] = made
+        text_cache = _of_text(made)
+        # As `generate` makes it by default.
+        if not is_chosen and type(text_cache) is DynamicCache and not text_cache.offloading:
+            states: Any = StateCache(self.model)
             if generation_config.is_assistant:
-                _of_text(made).activate_past_recording()
-
-
-def _is_ordinary(cache: Cache | None) -> bool:
-    """True if it is what `generate` makes by default."""
-    return type(cache) is DynamicCache and not cache.offloading
+                states.activate_past_recording()
+            if isinstance(made, EncoderDecoderCache):
+                states = EncoderDecoderStates(states, made.cross_attention_cache)
+            model_kwargs["past_key_values"] = states
 
 
 # On import, not on use: a linearized model that is read from a pickle names them too. Without a mask function of the

@@ -24,9 +24,7 @@ import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import MARK, attention_modules
 from linattn.hf._model_records import RECORD, REMEDY, TENSORS, LayerRecord, ModelRecord, describe_attention, outlines
-from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
-from linattn.hf.linear_twin import linear_twin
 from linattn.hf.loading import quiet
 from linattn.records.json_files import read_json
 
@@ -93,12 +91,6 @@ def write_files(
 
     With a `state` all of it are the model's weights; without, those of the linear attention are apart.
     """
-    if isinstance(model, LinearLMForCausalLM):
-        twin = linear_twin(model, state)
-        if is_main:
-            (folder / RECORD).unlink(missing_ok=True)
-        twin.save_pretrained(os.fspath(folder), **options)
-        return
     record, tensors = describe_model(model, state or {})
     # What was there before is no linearized model from now on, and what is written is one from the last file on.
     if is_main:

@@ -82,7 +82,7 @@ def gemma_folder() -> Path:
 
     The terms of use are shown when it is made, and stay beside it. It takes 1.1 GB; while it is made, 2.7 GB of memory.
     """
-    folder = cache_folder() / GEMMA
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linattn" / GEMMA
     if (folder / "config.json").is_file():
         return folder
     if find_spec(_GEMMA_PACKAGE) is None or find_spec("gguf") is None:
@@ -96,11 +96,6 @@ def gemma_folder() -> Path:
         if not (folder / "config.json").is_file():
             raise
     return folder
-
-
-def cache_folder() -> Path:
-    """Where models that are made of packages are kept: $XDG_CACHE_HOME/linattn, ~/.cache/linattn without that."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linattn"
 
 
 def _dequantise(draft: Path) -> None:

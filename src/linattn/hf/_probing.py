@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +31,8 @@ _GIVEN = "linattn_given"
 _FAR = 2**17
 
 
-class ProbedCall(NamedTuple):
-    """One attention call of a probe."""
-
-    head_dim: int
-    num_queries: int
-    num_heads: int
-    value_dim: int
-    key: Tensor  # (B, Hkv, Lk, D); held, so that no other tensor takes its place in memory
-    mask: AskedMask | Tensor | None
-    is_paired: bool  # a value for each key, and as many heads of both
-    options: tuple[str, ...]  # in words, what changes the weights of single pairs, but for sinks
-    has_sinks: bool
-    says_causality: bool
+# Held with their tensors, so that no other tensor takes the place of a key in memory.
+Calls = dict[nn.Module, list[InterfaceCall]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,7 @@ class Probe:
     """The attention calls of each module of a model, in passes without and with padding."""
 
     # of each module that was called, in order, those of all passes
-    calls: dict[nn.Module, list[ProbedCall]] = field(default_factory=dict)
+    calls: Calls = field(default_factory=dict)
     num_passes: int = 1  # how many passes there were
     inputs: tuple[str, ...] = ()  # names of what the passes were given
     # the modules that were given a cache, in a pass as `generate` makes them
@@ -67,10 +56,10 @@ class Probe:
         return [
             replace(
                 part,
-                width=self.calls[part.module][0].head_dim,
+                width=self.calls[part.module][0].query.shape[-1],
                 device=self.calls[part.module][0].key.device,
                 reads_another_text=has_order and not part.is_causal and self._is_crossed(part.module),
-                has_sinks=any(call.has_sinks for call in self.calls[part.module]),
+                has_sinks=any(call.sinks is not None for call in self.calls[part.module]),
             )
             if part.module in self.calls
             else part
@@ -85,10 +74,10 @@ class Probe:
                 f"a pass over {', '.join(self.inputs)} does not call it; give example={{…}}, inputs of the model that "
                 "reach it"
             )
-        words = dict.fromkeys(words for call in calls for words in call.options)
+        words = dict.fromkeys(words for call in calls for words in inexpressible(call.options, takes_sinks=True))
         if words:
             return f"it asks for {', '.join(words)}, which a kernel φ(q)·φ(k) cannot express"
-        if not takes_sinks and any(call.has_sinks for call in calls):
+        if not takes_sinks and any(call.sinks is not None for call in calls):
             return (
                 f"it asks for {SINKS}, which linearize_ gives to written forms of maps for the softmax kernel, as "
                 "FavorPlus, alone; a BoundedCache takes them"
@@ -127,19 +116,15 @@ class Probe:
                 "a mask that depends on more than which token is first, such as one by which tokens of a picture see "
                 "later ones; name it in `layers` if the model will be given none"
             )
-        if self.sees_later_keys(module):
+        is_crossed = self._is_crossed(module)
+        if module in self.cached and not getattr(module, "is_causal", False) and not is_crossed:
             return (
                 "its tokens see later ones, and generate gives it a cache of earlier ones; build the model as a "
                 "decoder (is_decoder=True), or name the layer in `layers` if the model will not generate"
             )
-        if self._is_crossed(module):
+        if is_crossed:
             return "keys of other tokens than its queries' (cross attention), or fewer; name it in `layers` if need be"
         return None
-
-    def sees_later_keys(self, module: nn.Module) -> bool:
-        """True if a module that is given a cache of its own text is not causal."""
-        is_causal = getattr(module, "is_causal", False)
-        return module in self.cached and not is_causal and not self._is_crossed(module)
 
     def _hides_its_order(self, module: nn.Module) -> bool:
         """True if a module that may be given a cache is causal by its mask alone."""
@@ -149,7 +134,7 @@ class Probe:
 
     def _is_crossed(self, module: nn.Module) -> bool:
         """True if a module's keys are not as many as its queries."""
-        return any(call.num_queries != call.key.shape[2] for call in self.calls[module])
+        return any(call.query.shape[2] != call.key.shape[2] for call in self.calls[module])
 
     def _sharing(self, module: nn.Module) -> bool:
         """True if another module is given the very keys of this one."""
@@ -166,7 +151,7 @@ def probe(
         samples = [_on_device(model, inputs) for inputs in (example, sample) if inputs is not None]
         errors = []
         for inputs in samples[:1] if example is not None else chain(example_inputs(model), samples):
-            calls: dict[nn.Module, list[ProbedCall]] = {}
+            calls: Calls = {}
             error = _run(model, inputs, calls)
             if error is not None:
                 errors.append(f"{', '.join(inputs) or 'nothing'}: {type(error).__name__}: {error}")
@@ -182,19 +167,13 @@ def probe(
     )
 
 
-def _run(model: PreTrainedModel, inputs: Inputs, calls: dict[nn.Module, list[ProbedCall]]) -> Exception | None:
+def _run(model: PreTrainedModel, inputs: Inputs, calls: Calls) -> Exception | None:
     """Record a pass; an error of the model's own is returned, one that interception causes is raised."""
     before = {module: len(made) for module, made in calls.items()}
 
     def record(call: InterfaceCall) -> Tensor:
-        """Keep what the call asks for."""
-        causality = call.options.get("is_causal", getattr(call.module, "is_causal", None))
-        says_causality = causality is not None or isinstance(call.mask, AskedMask)
-        sizes = call.query.shape[-1], call.query.shape[-2], call.query.shape[1], call.value.shape[-1]
-        is_paired = call.key.shape[:3] == call.value.shape[:3] and call.query.shape[1] % call.key.shape[1] == 0
-        words = tuple(inexpressible(call.options, takes_sinks=True))
-        made = ProbedCall(*sizes, call.key, call.mask, is_paired, words, call.sinks is not None, says_causality)
-        calls.setdefault(call.module, []).append(made)
+        """Keep the call, answer as the model does."""
+        calls.setdefault(call.module, []).append(call)
         return call.by_former()
 
     try:

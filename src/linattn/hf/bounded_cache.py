@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from linattn.hf._attention_modules import put_before, unwrapped
-from linattn.hf._boundable import CachedLayer, cached_layers
 from linattn.hf._bounded_layers import BoundedLayer
+from linattn.hf._cache_layers import TextCache
 from linattn.hf._calls import CachedTokens
+from linattn.hf._choosing import CachedLayer, cached_layers
 from linattn.hf._dispatch import NAME
-from linattn.hf._text_caches import TextCache
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.linearization import is_linearized
 from linattn.kv_cache import MergedKV
@@ -31,7 +31,7 @@ from linattn.kv_cache.budget import (
     within_budget,
 )
 from linattn.kv_cache.config import Bits
-from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan, read_memory_plans
+from linattn.kv_cache.layer_plans import PLAIN, read_memory_plans
 
 _BUDGET = 512
 # Tokens of a text as long as any.
@@ -83,20 +83,18 @@ class BoundedCache(TextCache):
     keys attention is softmax; beyond, an approximation.
 
     The model's weights and modules are not touched. Its attention implementation becomes "linattn", which attends as
-    the former one did, to the bit, in every call without such a cache; two caches of one model may have two budgets. A
-    model may also be loaded with attn_implementation="linattn".
-
-    Layers with a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express
-    (soft caps, keys shared with other layers) keep transformers' own cache layers; `report` says which. Where every
-    layer has a sliding window, those wider than the budget are bounded, for texts up to the window.
+    the former one did, to the bit, in every call without such a cache; a model may also be loaded with it. Layers with
+    a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express (soft caps, keys
+    shared with other layers) keep transformers' own cache layers; `report` says which. Where every layer has a sliding
+    window, those wider than the budget are bounded, for texts up to the window.
 
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
     by an error may leave it between two tokens, and the next call refuses it then. `crop` needs
     `activate_past_recording`, which assisted generation and prompt lookup call by themselves. An encoder-decoder takes
     it for its self-attention: `EncoderDecoderCache(BoundedCache(model), DynamicCache())`.
 
-    Cost: three forward passes of a few tokens for the first cache of a model; one layer object per layer afterwards.
-    A step takes O(window + num_merged) per head in place of O(n).
+    Cost: three forward passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per
+    head in place of O(n).
 
     Args:
         model: a causal transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the
@@ -147,7 +145,13 @@ class BoundedCache(TextCache):
         cached = cached_layers(model)
         reasons = _reasons(model, cached, budget, config)
         bounded = [layer for layer in cached if reasons[layer.number] is None]
-        configs = _configs(model, bounded, (budget, bits, recall), config, plan)
+        if config is not None:
+            configs = {layer.number: config for layer in bounded}
+        elif plan is not None:
+            configs = _planned(model, [layer.number for layer in bounded], Path(plan), budget)
+        else:
+            sized = ((layer.number, layer.sizes) for layer in bounded)
+            configs = {n: within_budget(budget, sizes, bits, recall=recall) for n, sizes in sized if sizes is not None}
         layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         for layer in bounded:
             layers[layer.place] = BoundedLayer(layer.name, configs[layer.number])
@@ -167,11 +171,7 @@ class BoundedCache(TextCache):
         put_before(model, NAME)
 
     def begin(self, attention_mask: Tensor | None) -> None:
-        """Refuse a call that cannot go on from here: before it, by the mask that its model asks for.
-
-        Args:
-            attention_mask: (B, n) of the tokens so far and the new ones, or None.
-        """
+        """Refuse a call that cannot go on from here, by its mask (B, n) of the tokens so far and the new ones."""
         self.check_level()
         self.check_mask(attention_mask)
 
@@ -258,35 +258,14 @@ def _has_narrow_window(layer: CachedLayer, budget: int, config: MergedKV | None)
     return layer.window * layer.sizes.key_bytes <= kept_bytes(config, layer.sizes, _ANY_LENGTH)
 
 
-def _configs(
-    model: PreTrainedModel,
-    bounded: list[CachedLayer],
-    wanted: tuple[int, Bits | None, Recall],  # the budget, in how many bits, and what is to be recalled
-    config: MergedKV | None,
-    plan: str | Path | None,
-) -> dict[int, MergedKV]:
-    """Window, tiers and merged keys of each bounded layer, by its number."""
-    budget, bits, recall = wanted
-    if config is not None:
-        return {layer.number: config for layer in bounded}
-    if plan is not None:
-        return _planned(model, [layer.number for layer in bounded], _plan_of(Path(plan), budget))
-    sized = ((layer.number, layer.sizes) for layer in bounded)
-    return {number: within_budget(budget, sizes, bits, recall=recall) for number, sizes in sized if sizes is not None}
-
-
-def _plan_of(file: Path, budget: int) -> MemoryPlan:
-    """The plan of a budget."""
+def _planned(model: PreTrainedModel, numbers: list[int], file: Path, budget: int) -> dict[int, MergedKV]:
+    """Merged keys of each layer by the plan of a budget; a plan of other layers, or of no method, is refused."""
     plans = {plan.budget: plan for plan in read_memory_plans(file)}
     if budget not in plans:
         raise ValueError(
             f"{file} has plans of {', '.join(map(str, plans))} keys, got a budget of {budget}; give one of these"
         )
-    return plans[budget]
-
-
-def _planned(model: PreTrainedModel, numbers: list[int], plan: MemoryPlan) -> dict[int, MergedKV]:
-    """Merged keys of each layer by a plan; a plan of other layers, or of no method, is refused."""
+    plan = plans[budget]
     if plan.layers != numbers:
         raise ValueError(
             f"the plan is of {plan.model}, whose global layers are {plan.layers}, and {type(model).__name__} has "

@@ -18,8 +18,6 @@ class ByteTokenizer(PreTrainedTokenizer):
     A `LinearLMForCausalLM` of 256 tokens has it by default: `AutoTokenizer.from_pretrained(folder)` gives it for a
     folder without tokenizer files of its own. Decoding replaces bytes that are no UTF-8 by U+FFFD.
 
-    Cost: linear in the text.
-
     Example:
         >>> tokenizer = ByteTokenizer()
         >>> tokenizer("aé")["input_ids"]

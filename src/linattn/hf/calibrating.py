@@ -30,11 +30,26 @@ _MOST_TOKENS = 16384
 
 def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Iterable[Mapping[str, Any]]) -> None:
     """Fit maps, by the name of their attention module and in place, to what a softmax model attends with on batches."""
-    modules = [part for part in attention_modules(model) if part.name in maps]
-    for name, observed in observe(model, modules, batches).items():
-        query, key, scale = observed.tokens()
-        with torch.no_grad():
-            feature_map = maps[name].to(query.device)
+    observations = {part.module: Observed(part.name) for part in attention_modules(model) if part.name in maps}
+
+    def answer(call: InterfaceCall) -> Tensor:
+        """By its own attention, after the call is added to what is observed."""
+        observed = observations.get(call.module)
+        if observed is not None:
+            call.refuse_options(observed.module_name, call.key.shape[-2], takes_sinks=True)
+            key_mask, _ = call.read_mask(observed.module_name)
+            observed.add(call.query, call.key, key_mask, call.scale)
+        return call.by_former()
+
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    with torch.no_grad():
+        with evaluating(model), answering(model, answer):
+            for batch in batches:
+                inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+                model(**{**options, **inputs})
+        for observed in observations.values():
+            query, key, scale = observed.tokens()
+            feature_map = maps[observed.module_name].to(query.device)
             feature_map.fit(rescale_query(feature_map, query, scale), key)
 
 
@@ -139,29 +154,6 @@ class Observed:
         if not query.shape[2] or not key.shape[2]:
             raise ValueError(f"every token of the samples is masked in {self.module_name}; give some that are not")
         return query, key, self._scale
-
-
-def observe(
-    model: PreTrainedModel, modules: Iterable[AttentionModule], batches: Iterable[Mapping[str, Any]]
-) -> dict[str, Observed]:
-    """Record the queries and keys of a softmax model's modules, by name, in one pass per batch; the model stays."""
-    observations = {each.module: Observed(each.name) for each in modules}
-
-    def answer(call: InterfaceCall) -> Tensor:
-        """By its own attention, after the call is added to what is observed."""
-        observed = observations.get(call.module)
-        if observed is not None:
-            call.refuse_options(observed.module_name, call.key.shape[-2], takes_sinks=True)
-            key_mask, _ = call.read_mask(observed.module_name)
-            observed.add(call.query, call.key, key_mask, call.scale)
-        return call.by_former()
-
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    with torch.no_grad(), evaluating(model), answering(model, answer):
-        for batch in batches:
-            inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-            model(**{**options, **inputs})
-    return {observed.module_name: observed for observed in observations.values()}
 
 
 def _live_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -46,15 +46,11 @@ def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths:
         mesh: one dimension, whose ranks hold the parts.
         equal_lengths: whether all parts have the same number of tokens, so that none needs to be asked for.
 
-    Returns:
-        A context manager.
-
     Raises:
         TypeError: `mesh` is no mesh; the model takes no position_ids.
-        ValueError: a layer keeps softmax, or has merged keys; the ranks' maps or
-            calls differ.
-            In the block: a call with a cache, or with labels, which the model would shift within
-            its part; a call without position_ids of a model that does not number its tokens 0, 1, 2, …
+        ValueError: a layer keeps softmax, or has merged keys; the ranks' maps or calls differ. In the block: a call
+            with a cache, or with labels, which the model would shift within its part; a call without position_ids of a
+            model that does not number its tokens 0, 1, 2, …
 
     Example:
         >>> import torch, torch.distributed as dist

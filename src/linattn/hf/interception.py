@@ -141,15 +141,12 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     out = handler(AttentionCall(q, k, v, …)) in place of softmax(scale · q·k) v, in every layer but those with a sliding
     window that the text is longer than: these attend by softmax within their window, as the model itself does.
 
-    Cost: the handler's own. The model's former implementation returns when the block is left, also by an error.
+    Cost: the handler's own.
 
     Args:
         model: a transformers model whose layers use AttentionInterface. Call the model itself, not a part of it: its
             forward pass is what numbers the calls.
         handler: takes an `AttentionCall`, returns (B, H, Lq, Dv), the layout of `linattn.softmax_attention`.
-
-    Returns:
-        A context manager that yields nothing.
 
     Raises:
         ValueError: if the model's layers ignore AttentionInterface, or the model is already intercepted; from the
@@ -224,9 +221,6 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
     Args:
         model: a transformers model that `intercept` accepts, in evaluation mode.
         inputs: its keyword arguments, such as a tokenizer returns.
-
-    Returns:
-        A `Capture`.
 
     Raises:
         ValueError: as `intercept`; also if the model is in training mode.

@@ -23,8 +23,9 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from linattn.feature_maps import FittedMap
 from linattn.hf._calls import hides_nothing
-from linattn.hf.language_model_config import LinearLMConfig, blocks_of, fitted_outlines, loading, make_room_
+from linattn.hf.language_model_config import LinearLMConfig, blocks_of
 from linattn.hf.state_cache import StreamCache
 from linattn.nn import LinearLM, RedrawSchedule
 
@@ -34,9 +35,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
 
     Importing `linattn.hf` registers it: `AutoModelForCausalLM.from_pretrained(folder)` finds it. `generate` keeps each
     block's stream, so that memory is constant where every block is linear; padding on any side changes nothing.
-    Gradient checkpointing recomputes each block. A folder brings back what its maps have drawn, learned and were fitted
-    with. Softmax blocks, unless gated, can be read and replaced as in any model: `capture`, `linearize_`, `linattn
-    convert`; `save_pretrained` then writes a model whose replaced blocks are linear.
+    Gradient checkpointing recomputes each block. A folder brings back what its maps have drawn and learned.
 
     Attributes:
         model: the `LinearLM` itself.
@@ -70,8 +69,6 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         for parameter in self.model.parameters():
             # Blocks, maps and gates have initial weights of their own, which transformers is not to replace.
             parameter._is_hf_initialized = True
-        if config.fitted is not None:
-            make_room_(self, config.fitted)
         self._no_split_modules = ["Block"]
         self.post_init()
 
@@ -130,18 +127,31 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None:
             x = self.model.vectors(input_ids, key_mask=key_mask)
             return x
-        _check_cache(cache)
+        if not isinstance(cache, StreamCache):
+            raise TypeError(
+                f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; leave it out, and "
+                "generate makes one"
+            )
         x, streams = self.model.vectors_with_state(input_ids, cache.streams, key_mask=key_mask)
         cache.advance(streams, input_ids.shape[1])
         return x
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Write a folder as transformers does; config.json lists the maps' fitted tensors, which loading restores."""
-        self.config.fitted = fitted_outlines(self)
-        try:
-            super().save_pretrained(*args, **options)
-        finally:
-            self.config.fitted = None
+        """Write a folder as transformers does.
+
+        Raises:
+            ValueError: maps were fitted to samples: a model that is loaded has no places for their tensors.
+        """
+        maps = {name: part for name, part in self.named_modules() if isinstance(part, FittedMap)}
+        fitted = [
+            name for name, part in maps.items() if any(getattr(part, each) is not None for each in part.fitted_buffers)
+        ]
+        if fitted:
+            raise ValueError(
+                f"{', '.join(fitted)} of this LinearLM were fitted to samples, and a folder brings no such tensors "
+                "back; keep the model by torch.save, or take maps that learn or are drawn, as FavorPlus"
+            )
+        super().save_pretrained(*args, **options)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
@@ -158,7 +168,6 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
                 f"the weights do not fit the model that config.json describes, missing there or without a place here: "
                 f"{', '.join(wrong)}; give the config they were saved with"
             )
-        model.config.fitted = None
         # Tensors were set one by one: what maps derive from theirs is derived anew.
         model.load_state_dict(model.state_dict())
         return loaded if output_loading_info else model
@@ -166,7 +175,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def get_init_context(cls, *args: Any) -> list[Any]:
         """Contexts to build a model on a real device: what is no tensor of a map or an encoding is made then."""
-        return [*super().get_init_context(*args), torch.device("cpu"), loading()]
+        return [*super().get_init_context(*args), torch.device("cpu")]
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The embedding, which gives the logits too."""
@@ -255,15 +264,6 @@ def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, num_before: int)
     mask = attention_mask[:, first : first + length].bool()
     # Without a mask softmax blocks need no (L, L) one either.
     return None if hides_nothing(mask) else mask
-
-
-def _check_cache(cache: object) -> None:
-    """Refuse what holds no streams."""
-    if not isinstance(cache, StreamCache):
-        raise TypeError(
-            f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; leave it out, and generate "
-            "makes one"
-        )
 
 
 AutoConfig.register(LinearLMConfig.model_type, LinearLMConfig, exist_ok=True)

@@ -1,26 +1,14 @@
-"""The settings of a `LinearLM` as transformers writes them, the blocks they stand for, and its maps' fitted tensors.
-
-config.json says which fitted tensors there are, the weights hold them, and a model that is loaded has places for them.
-"""
+"""The settings of a `LinearLM` as transformers writes them, and the blocks they stand for."""
 
 from __future__ import annotations
 
 import ast
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from linattn import positions as encodings
-from linattn.feature_maps import FittedMap
-from linattn.hf._interface_attention import InterfaceAttention
-from linattn.hf._model_records import outlines
 from linattn.methods.method import parse_method
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm
@@ -64,8 +52,6 @@ class LinearLMConfig(PreTrainedConfig):
         per_head: whether each key/value head has a draw and weights of its own, where the map has such; False: one set
             for all heads of a block.
         seed: of the first block's map; the next has seed + 1, and so on.
-        fitted: dtype and shape of what maps were fitted with (`FittedMap.fit`), by the tensors' names in the model;
-            `save_pretrained` writes it, so that the folder brings them back.
         use_cache: whether a call outside training returns the streams after it.
 
     Raises:
@@ -75,7 +61,7 @@ class LinearLMConfig(PreTrainedConfig):
     Example:
         >>> config = LinearLMConfig(num_hidden_layers=4, pattern="llls", gate="ForgetGate")
         >>> [type(block.attention).__name__ for block in blocks_of(config)][2:]
-        ['LinearAttention', 'InterfaceAttention']
+        ['LinearAttention', 'SoftmaxAttention']
     """
 
     model_type = "linattn_lm"
@@ -99,7 +85,6 @@ class LinearLMConfig(PreTrainedConfig):
     dropout: float = 0.0
     per_head: bool = False
     seed: int = 0
-    fitted: dict[str, Any] | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -129,23 +114,14 @@ def blocks_of(config: LinearLMConfig) -> list[Block]:
     ]
 
 
-def taking_any_map(text: str) -> str:
-    """The written form of the same rotary positions under which a map's attention need not be relative."""
-    node = ast.parse(text, mode="eval").body
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    options = [keyword for keyword in call.keywords if keyword.arg != "require_relative"]
-    relaxed = ast.keyword("require_relative", ast.Constant(False))
-    return ast.unparse(ast.Call(call.func, [], [*options, relaxed]))
-
-
 def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention | SoftmaxAttention:
     """The attention of one block."""
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    positions = None if config.positions is None else _written("positions", config.positions, _POSITIONS)(head_dim)
+    positions = None if config.positions is None else _built("positions", config.positions, _POSITIONS, head_dim)
     gate = None
     if config.gate is not None and kind in config.gated:
-        gate = _written("gate", config.gate, _GATES)(config.hidden_size, num_kv_heads)
+        gate = _built("gate", config.gate, _GATES, config.hidden_size, num_kv_heads)
     options: dict[str, Any] = {
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -156,9 +132,7 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
         "output_gate": config.output_gate,
     }
     if kind == "s":
-        softmax = InterfaceAttention(config.hidden_size, config.num_attention_heads, **options)
-        softmax.config = config
-        return softmax
+        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, **options)
     method = parse_method(config.method)
     width = head_dim if positions is None else positions.encoded_dim
     num_features = config.num_features if method.takes_features else None
@@ -170,8 +144,8 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     return LinearAttention(config.hidden_size, config.num_attention_heads, feature_map, window=method.window, **options)
 
 
-def _written(field: str, text: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Builder that "Name" or "Name(option=literal)" names, with its options filled in; nothing is evaluated."""
+def _built(field: str, text: str, known: Mapping[str, Callable[..., Any]], *sizes: int) -> Any:
+    """Build what "Name" or "Name(option=literal)" names, for a layer's sizes; nothing is evaluated."""
     forms = f"write one of {', '.join(known)}, with options as in {next(iter(known))}(option=value)"
     try:
         node = ast.parse(text, mode="eval").body
@@ -179,78 +153,10 @@ def _written(field: str, text: str, known: Mapping[str, Callable[..., Any]]) -> 
         options = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
     except (SyntaxError, ValueError):
         raise ValueError(f"{field}={text!r} is no written form; {forms}") from None
-    if (
-        call.args
-        or any(one.arg is None for one in call.keywords)
-        or not isinstance(call.func, ast.Name)
-        or call.func.id not in known
-    ):
+    is_named = not call.args and all(one.arg is not None for one in call.keywords)
+    if not is_named or not isinstance(call.func, ast.Name) or call.func.id not in known:
         raise ValueError(f"{field}={text!r} is no written form; {forms}")
-    build = known[call.func.id]
-
-    def built(*sizes: int) -> Any:
-        """The thing itself, for a layer's sizes."""
-        try:
-            return build(*sizes, **options)
-        except TypeError as error:
-            raise ValueError(f"{field}={text!r}: {error}; {forms}") from error
-
-    return built
-
-
-_LOADING: ContextVar[bool] = ContextVar("loading", default=False)
-# 1 GB in float64: far above what maps hold, and far below what a broken config asks for.
-_MOST_NUMBERS = 2**27
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """While a folder is read: models are built with places for its fitted tensors."""
-    token = _LOADING.set(True)
     try:
-        yield
-    finally:
-        _LOADING.reset(token)
-
-
-def fitted_outlines(model: nn.Module) -> dict[str, Any] | None:
-    """Dtype and shape of all fitted tensors by name, as `LinearLMConfig.fitted` has them; None where there are none."""
-    parts = ((name, part) for name, part in model.named_modules() if isinstance(part, FittedMap))
-    held = {f"{name}.{buffer}": getattr(part, buffer) for name, part in parts for buffer in part.fitted_buffers}
-    return outlines({name: x for name, x in held.items() if isinstance(x, Tensor)}) or None
-
-
-def make_room_(model: nn.Module, outlines: Mapping[str, Any]) -> None:
-    """Give a model's maps tensors of these dtypes and shapes, which the weights of a folder then fill.
-
-    Only while a folder is read: elsewhere a map without statistics is to refuse its calls, not to go by placeholders.
-    """
-    if not _LOADING.get():
-        return
-    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, outline in outlines.items():
-        place, _, buffer = name.rpartition(".")
-        parts[place][buffer] = _placeholder(name, outline)
-    modules = dict(model.named_modules())
-    for place, tensors in parts.items():
-        part = modules.get(place)
-        if not isinstance(part, FittedMap) or not tensors.keys() <= set(part.fitted_buffers):
-            raise ValueError(
-                f"config.fitted names {', '.join(sorted(tensors))} of {place}, which is no map that has them; give the "
-                "config that the weights were saved with"
-            )
-        part.load_state_dict(tensors, strict=False)
-
-
-def _placeholder(name: str, outline: Any) -> Tensor:
-    """A tensor of an outline, matrices being identities, which can be inverted; or an error that names it."""
-    try:
-        dtype, shape = getattr(torch, outline["dtype"]), [int(size) for size in outline["shape"]]
-        if not dtype.is_floating_point or min(shape, default=0) < 0 or math.prod(shape) > _MOST_NUMBERS:
-            raise ValueError
-        return torch.ones(shape, dtype=dtype) if len(shape) < 2 else torch.eye(*shape[-2:], dtype=dtype).expand(shape)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"config.fitted says of {name} {outline!r}, wanted a floating dtype and a shape of at most "
-            f"{_MOST_NUMBERS} numbers, as save_pretrained writes them"
-        ) from None
+        return known[call.func.id](*sizes, **options)
+    except TypeError as error:
+        raise ValueError(f"{field}={text!r}: {error}; {forms}") from error

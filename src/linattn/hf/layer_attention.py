@@ -35,8 +35,7 @@ class LayerAttention(nn.Module):
     queries enter as (c/s)·q, and nothing is multiplied where the two agree. Models that scale their queries themselves
     and then ask for c = 1 (ESM, Whisper) thereby get them back as they were.
 
-    Merged keys need no map: they stand for the softmax kernel themselves. They have no state here: the cache of a
-    decoder is bounded by `linattn.hf.BoundedCache`.
+    Merged keys stand for the softmax kernel themselves, and have no state here.
 
     Cost: that of `linattn.linear_attention`, or of `linattn.merged_attention`.
 
@@ -94,7 +93,7 @@ class LayerAttention(nn.Module):
         is_causal: bool = False,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention over these keys, at the temperature `scale`.
+        """Attention over these keys.
 
         Args:
             query: (B, H, Lq, D).
@@ -106,10 +105,7 @@ class LayerAttention(nn.Module):
             sinks: (H,), the logits of one more key of value 0 in each head (`linattn.Partial.with_sink`), or None.
 
         Returns:
-            (B, H, Lq, Dv).
-
-        Raises:
-            ValueError: if there are sinks that the method cannot take.
+            (B, H, Lq, Dv). ValueError if there are sinks that the method cannot take.
         """
         self._check_sinks(sinks)
         query = rescale_query(self.feature_map, query, scale)
@@ -140,10 +136,7 @@ class LayerAttention(nn.Module):
             state: of the tokens before; None for none.
 
         Returns:
-            The output (B, H, L, Dv) and the new state, constant in the number of tokens.
-
-        Raises:
-            ValueError: if it attends by merged keys; as `forward`.
+            The output (B, H, L, Dv) and the new state. ValueError if it attends by merged keys; as `forward`.
         """
         if self.attend_to_parts is not None:
             raise ValueError(

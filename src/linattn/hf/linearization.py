@@ -113,24 +113,20 @@ def linearize_(
         softmax(c·q·k)  ->  φ(√c·q)·φ(√c·k) / Σ,   c the temperature the model itself asks for
 
     Each map becomes part of its attention module, `module.linear_attention`: it moves and trains with the model, and
-    its tensors are in `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` of this
-    very model keeps a `StateCache`, constant in the number of tokens. Layers that are not replaced attend as before, by
-    the attention implementation that the model has. This changes what the model computes, without training it anew:
-    `linattn audit` says beforehand by how much.
-
-    Merged keys (`linattn.MergedKV`) take the place of softmax in layers without causality: in encoders, those of
-    encoder-decoders included. To bound a decoder's KV cache, leave the model as it is and give `generate` a
+    its tensors are in `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` keeps a
+    `StateCache`, constant in the number of tokens. The model computes something else from now on, without training:
+    `linattn audit` says beforehand by how much it differs. Merged keys (`linattn.MergedKV`) take the softmax's place
+    in layers without causality; to bound a decoder's KV cache, leave the model as it is and give `generate` a
     `BoundedCache`.
 
-    Passes of a few tokens, without and with padding, and with a cache where the model generates, first show what each
-    layer asks its attention for. A layer keeps its softmax, and the report says why, where φ(q)·φ(k) cannot express
-    that: position biases, soft-capped logits, masks of pairs that the model makes itself, keys that other layers attend
-    to as well, a module that attends several times in a pass, a cache of the model's own class. So it does where it has
-    attention sinks, but for written forms of maps for the softmax kernel. So do, unless they are
+    Passes of a few tokens first show what each layer asks its attention for. A layer keeps its softmax, and the report
+    says why, where φ(q)·φ(k) cannot express that: position biases, soft-capped logits, masks of pairs that the model
+    makes itself, keys that other layers attend to as well, a module that attends several times in a pass, a cache of
+    the model's own class; attention sinks, but for written forms of maps for the softmax kernel. So do, unless they are
     named in `layers`, sliding windows and chunks, masks by which tokens of a picture see later ones, encoders that
-    generate, and cross attention. What only some calls ask for is refused when
-    they do: packed sequences, a mask of pairs given by the caller, texts beyond a replaced layer's window, dropout on
-    the weights (load the model with its attention dropout at 0), returned weights.
+    generate, and cross attention. What only some calls ask for is refused when they do: packed sequences, a mask of
+    pairs given by the caller, texts beyond a replaced layer's window, dropout on the weights (load the model with its
+    attention dropout at 0), returned weights.
 
     Cost: three forward passes of two rows of a few tokens, or of a picture or sound; building the maps; with
     `calibrate` a forward pass per batch, and memory for at most 16384 tokens of each layer's queries and keys.
@@ -139,36 +135,33 @@ def linearize_(
     Args:
         model: any transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the model
             within.
-        method: a written form as `linattn audit` takes it, such as "FavorPlus(num_features=256)" or "Expansion + window
-            16"; or, for layers without causality, merged keys, as `MergedKV(window=32, num_merged=96)` or "window 32 +
-            merged 96"; or a function from the head width to either, called once for each replaced layer, in order: the
-            way to pass a map that was fitted. Of the first two one for every replaced layer may be given, in order.
-            Queries reach a map multiplied by c / map.scale, which is 1 but for models with a temperature of their own.
-            A window's blocks, in causal layers, are counted from a text's first live token, padding or not.
+        method: a written form, as "FavorPlus(num_features=256)" or "Expansion + window 16"; or, for layers without
+            causality, merged keys, as `MergedKV(window=32, num_merged=96)` or "window 32 + merged 96"; or one of these
+            for every replaced layer, in order; or a function from the head width to a map or merged keys, called once
+            for each replaced layer, in order: the way to pass a map that was fitted. Queries reach a map multiplied by
+            c / map.scale, which is 1 but for models with a temperature of their own. A window's blocks, in causal
+            layers, are counted from a text's first live token.
         layers: numbers of the attention modules to replace, in the order of the model's modules; None for all that can
             be, without those of the kinds above.
         window: as in `linattn.linear_attention`, for maps that a function builds, or one for each replaced layer, in
             order; a written form has its own.
         num_features: R, for a written map whose width is free and not written.
         seed: layer n's map is drawn from seed + n; for written random maps.
-        calibrate: batches of samples like what the model will read: mappings of its inputs, as a tokenizer returns, or
-            tensors (B, L) of input ids. Maps that take statistics (Expansion, Nystrom, Oprf, Sderf, Centred, Balanced)
-            are fitted to the queries and keys that the softmax model has there, each to its own layer's, padding left
-            out. A causal layer needs such maps fitted. None for maps that need no samples, or learn from each call.
-        example: arguments of the model's forward pass for these passes, where none can be made from its
-            configuration.
+        calibrate: batches like what the model will read: mappings of its inputs, as a tokenizer returns, or tensors
+            (B, L) of input ids. Maps that take statistics (Expansion, Nystrom, Oprf, Sderf, Centred, Balanced), which a
+            causal layer needs fitted, are fitted to their layer's queries and keys there, padding left out. None for
+            maps that need no samples, or learn from each call.
+        example: arguments of the model's forward pass, where none can be made from its configuration.
 
     Returns:
         A `Linearization`: what was replaced by what, and what was not and why.
 
     Raises:
-        TypeError: if `model` is no such model, `method` is neither a method, or methods, nor a function that returns
-            maps, or a batch is no such thing.
-        ValueError: if there are not as many methods or windows as layers, the model
-            ignores AttentionInterface, is linearized or intercepted already, has no such layers, a named one cannot be
-            replaced or none can, the model does not run on the example, or the map cannot be built or used: a causal
-            layer needs maps that learn nothing from the call, and takes no merged keys. Also if `calibrate` holds no
-            batches or nothing to calibrate is there.
+        TypeError: if `model`, `method`, what it returns or a batch is of another kind.
+        ValueError: if there are not as many methods or windows as layers, the model ignores AttentionInterface, is
+            linearized or intercepted already, has no such layers, a named one cannot be replaced or none can, the model
+            does not run on the example, `calibrate` holds no batches or has nothing to fit, or the map cannot be built
+            or used: a causal layer needs maps that learn nothing from the call, and takes no merged keys.
 
     Example:
         >>> import torch

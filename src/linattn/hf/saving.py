@@ -33,12 +33,9 @@ def save_pretrained(
     The folder is a plain one of transformers but for its config.json, which names an attention that transformers does
     not have: its own classes refuse the folder and point here, or, told AutoModel.from_pretrained(folder,
     attn_implementation="sdpa"), load the softmax model. linattn.safetensors holds the tensors of the linear attention
-    (draws, what was fitted, learned weights), and of the model buffers that are no part of `state_dict` and weights of
-    another dtype than the first one's. linattn.json says which layer attends by which map and exact part, and which
-    versions wrote it. A map that several layers share becomes one map for each. The model's own `save_pretrained`,
-    which trainers call, adds the same two files to what it writes, in a folder that may hold others.
-    Of a `LinearLMForCausalLM` the folder is a plain one, of a model whose replaced blocks are linear: transformers'
-    AutoModelForCausalLM reads it, and `from_pretrained` here has nothing to read.
+    and what else transformers would not bring back, linattn.json which layer attends by what. A map that several layers
+    share becomes one map for each. The model's own `save_pretrained`, which trainers call, adds these two files to what
+    it writes.
 
     Cost: writing the weights.
 
@@ -79,25 +76,18 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
     """Read a folder that `save_pretrained`, or a linearized model's own method of that name, wrote.
 
     The model has the class and the dtypes it was saved with, is on the CPU and in evaluation mode, and is linearized
-    alike: `generate` keeps states, learned weights are trainable, `restore_` makes it the softmax model as transformers
-    loads it. A model whose weights transformers mapped from a file, where they may lie in memory otherwise than torch
+    alike. One whose weights transformers had mapped from a file, where they may lie in memory otherwise than torch
     allocates them, is the same to rounding. Nothing is taken from the network, and no code from the folder.
 
     Cost: reading the weights, and building the maps.
-
-    Args:
-        folder: such a folder.
-
-    Returns:
-        The linearized model.
 
     Raises:
         FileNotFoundError: if linattn.json is missing (the folder holds no linearized model), or linattn.safetensors, or
             the weights.
         ValueError: if linattn.json is no JSON, of another format version, or does not agree with the weights, with
-            linattn.safetensors or with the model that transformers builds, every tensor and layer being named; or a
-            file asks for what no folder written here does: code of a hub, files elsewhere, sizes beyond any model's; or
-            it holds a decoder whose keys an earlier version merged: a `BoundedCache` does that, and the error says how.
+            linattn.safetensors or with the model that transformers builds; a file asks for what no folder written here
+            does: code of a hub, files elsewhere, sizes beyond any model's; or it holds a decoder with merged keys: a
+            `BoundedCache` merges them, and the error says how.
 
     Warns:
         UserWarning: if another version of linattn wrote the folder; the model is read nonetheless.

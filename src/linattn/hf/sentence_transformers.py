@@ -86,8 +86,6 @@ class LinearTransformer(Transformer):
 def with_model(source: str, model: PreTrainedModel) -> SentenceTransformer:
     """A saved SentenceTransformer with another model inside: its tokenizer, pooling and prompts around that model.
 
-    Cost: reading the weights that are replaced.
-
     Example:
         >>> from linattn.hf.loading import load
         >>> loaded = load()
@@ -109,10 +107,10 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
 
         SentenceTransformer(folder, trust_remote_code=True).encode(texts) is what model.encode(texts) is
 
-    Linearize `model[0].auto_model` with `linattn.hf.linearize_` first. Pooling, normalisation and prompts are those of
-    `model`, and max_seq_length, which sentence-transformers lowers to the model's positions; no model card is written,
-    since an earlier one tells of another model. `linattn.hf.from_pretrained` reads the folder too. What was loaded from
-    it may be saved by its own `save`; that of a model linearized in memory writes what SentenceTransformer refuses.
+    Linearize `model[0].auto_model` with `linattn.hf.linearize_` first. Pooling, normalisation, prompts and
+    max_seq_length, which sentence-transformers lowers to the model's positions, are those of `model`; no model card is
+    written. `linattn.hf.from_pretrained` reads the folder too. What was loaded from it may be saved by its own `save`;
+    that of a model linearized in memory writes what SentenceTransformer refuses.
 
     Cost: writing the weights.
 
@@ -122,9 +120,7 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
 
     Raises:
         TypeError: if the first module is not a `Transformer`, or of a subclass that is not `LinearTransformer`.
-        ValueError: if its model is not linearized, or cannot be saved; see `linattn.hf.save_pretrained`.
-        FileExistsError: if `folder` exists and is not an empty folder.
-        OSError: if it cannot be written. Whatever ends the writing early leaves nothing under the name.
+        ValueError, FileExistsError, OSError: as `linattn.hf.save_pretrained`.
 
     Example:
         >>> import tempfile

@@ -12,9 +12,8 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._cache_layers import ForkedCache, StatefulLayer
+from linattn.hf._cache_layers import ForkedCache, RecordedCall, RecordingLayer, StatefulLayer, TextCache
 from linattn.hf._calls import InterfaceCall
-from linattn.hf._text_caches import RecordedCall, RecordingLayer, TextCache
 from linattn.hf.layer_attention import LayerAttention, attention_of
 from linattn.nn import Stream
 
@@ -115,7 +114,7 @@ class StateLayer(RecordingLayer[State]):
         out, state = attention.advance(*tensors, before, scale=call.scale, key_mask=key_mask, sinks=call.sinks)
         self.advance_to(state, call.key.shape[-2])
         if self.record_past:
-            self.record(RecordedCall(attention, before, tensors, call.scale, key_mask), attention.window or 0)
+            self.record(RecordedCall(attention.advance, before, tensors, call.scale, key_mask), attention.window or 0)
         self._is_pending = False
         return out
 
@@ -139,10 +138,9 @@ class StateCache(TextCache):
 
         S = Σ φ(k)vᵀ,   z = Σ φ(k):   Hkv·R·(Dv + 1) numbers per row and layer, instead of Hkv·L·(D + Dv)
 
-    Layers that kept their softmax have their keys and values in it, as in an ordinary cache. `generate` of a linearized
-    model makes one by itself. To continue a text, give the same cache again; to try several continuations, or take one
-    back, continue from `fork`, and keep the cache. A call that ends by an error leaves it between two tokens, and the
-    next call refuses it: go on from a fork.
+    Layers that kept their softmax have their keys and values in it. `generate` of a linearized model makes one by
+    itself. To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call
+    that ends by an error leaves it between two tokens, and the next call refuses it: go on from a fork.
 
     An encoder-decoder takes it for its self-attention: `EncoderDecoderCache(StateCache(model), DynamicCache())`. A pass
     that records gradients keeps the graph alive through the states. Whisper's `generate` with return_dict_in_generate

@@ -1,11 +1,13 @@
-"""New tokens of a language model one after another, for as long as somebody takes them.
+"""New tokens of a language model one after another, for as long as somebody takes them, and their text.
 
 Letters: B batch, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -15,19 +17,27 @@ from transformers import (
     DynamicCache,
     LogitsProcessorList,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
 
 from linattn.hf._attention_modules import attention_modules
+from linattn.hf._model_records import RECORD
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
+from linattn.hf.loading import LoadedModel, find_source, load, read_tokenizer
+from linattn.hf.saving import from_pretrained
 from linattn.hf.state_cache import StateCache, StreamCache
 
 # Tokens of a prompt that are read at once: memory does not grow with it.
 _CHUNK = 1024
 # Temperatures beyond are 0 or infinite where logits are divided by them.
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+# What a decoder puts in place of bytes that are no character, or not yet one.
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+# Tokens of the prompt that the first new ones are decoded with: none has a form that depends on more.
+_CONTEXT = 16
 
 
 def stream_tokens(
@@ -59,7 +69,7 @@ def stream_tokens(
         notify: called after each chunk of the prompt with the number of its tokens that are read.
 
     Returns:
-        An iterator over (B, 1) int64: the next token of each row. It ends never; take as many as are wanted.
+        An endless iterator over (B, 1) int64: the next token of each row.
 
     Raises:
         ValueError: at the call: a model in training mode, an empty prompt, numbers out of range.
@@ -147,11 +157,6 @@ def _check(model: PreTrainedModel, prompt: Tensor, temperature: float, top_p: fl
 def new_cache(model: PreTrainedModel) -> Cache:
     """An empty cache of the kind that `generate` makes for a model by itself.
 
-    Cost: building one layer per layer of the model.
-
-    Args:
-        model: a causal model.
-
     Returns:
         A `StreamCache` for a `LinearLMForCausalLM`; a `StateCache` for a linearized model, in which layers with a
         sliding window keep the keys in it; transformers' `DynamicCache` for any other.
@@ -177,3 +182,94 @@ def new_cache(model: PreTrainedModel) -> Cache:
     if any(attention_of(part.module) is not None for part in attention_modules(model)):
         return StateCache(model)
     return DynamicCache(config=model.config)
+
+
+class IncrementalDecoder:
+    """The text of tokens that come one by one, each character once it is whole.
+
+        "".join(decode(t) for t in tokens) + finish() = text(prompt + tokens) beyond text(prompt)
+
+    A character may be spread over several tokens, and a token's text may depend on the ones before it; so new tokens
+    are decoded together with the last ones, and shown once they end with a whole character.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt)[-_CONTEXT:]
+        self._num_shown = len(self._tokens)
+
+    def decode(self, token: int) -> str:
+        """The text that is whole with this token and was not before."""
+        self._tokens.append(token)
+        new = self._unshown()
+        if not new or new.endswith(_NO_CHARACTER):
+            return ""
+        self._tokens = self._tokens[self._num_shown :]
+        self._num_shown = len(self._tokens)
+        return new
+
+    def finish(self) -> str:
+        """Text that is left at the end, with characters that were never finished."""
+        new = self._unshown()
+        self._num_shown = len(self._tokens)
+        return new
+
+    def _unshown(self) -> str:
+        """The text of the tokens that are not shown yet."""
+        return self._text(self._tokens)[len(self._text(self._tokens[: self._num_shown])) :]
+
+    def _text(self, tokens: list[int]) -> str:
+        """Decode tokens without cosmetic changes of spaces, which would reach back into text that is shown."""
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
+    """A causal language model and its tokenizer, to generate with: anything that `load` finds, or a linearized folder.
+
+    Args:
+        name_or_folder: as in `load`; or a folder that `linattn.hf.save_pretrained` wrote, whose model is linearized.
+
+    Raises:
+        ValueError: if the model is no causal language model, or a linearized folder holds no tokenizer; as `load` and
+            `from_pretrained`.
+
+    Example:
+        >>> import tempfile
+        >>> from linattn.hf import LinearLMConfig, LinearLMForCausalLM
+        >>> folder = tempfile.mkdtemp()
+        >>> LinearLMForCausalLM(LinearLMConfig(num_hidden_layers=1)).save_pretrained(folder)
+        >>> load_language_model(folder).tokenizer("a")["input_ids"]
+        [97]
+
+    Source: transformers' documentation, "Auto classes".
+    """
+    name = str(name_or_folder)
+    source = find_source(name)
+    if (source / RECORD).is_file():
+        loaded = LoadedModel(name, str(source), from_pretrained(source), _tokenizer(source))
+    else:
+        loaded = load(name, with_head=True)
+    if not loaded.model.can_generate():
+        raise ValueError(
+            f"{name} holds a {type(loaded.model).__name__}, which does not predict a next token; give a causal "
+            "language model, saved with its head"
+        )
+    return loaded
+
+
+def end_tokens(model: PreTrainedModel) -> set[int]:
+    """The tokens by which a language model ends a text; none for models that go on without end."""
+    config = model.generation_config
+    ids = None if config is None else config.eos_token_id
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a linearized folder; without files of one, transformers would make one that knows no words."""
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds a linearized model and no tokenizer; save it with "
+            "linattn.hf.save_pretrained(model, folder, tokenizer=tokenizer)"
+        )
+    return read_tokenizer(str(folder))

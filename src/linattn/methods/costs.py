@@ -58,16 +58,3 @@ def seconds(
             run()
             samples[name].append(time.perf_counter() - start)
     return samples
-
-
-def spread(samples: list[float]) -> dict[str, float]:
-    """Median, minimum and maximum.
-
-    Example:
-        >>> spread([3.0, 1.0, 2.0])
-        {'median': 2.0, 'min': 1.0, 'max': 3.0}
-    """
-    # Imported here: it loads decimal arithmetic, which `import linattn` needs not.
-    import statistics
-
-    return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}

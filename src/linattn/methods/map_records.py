@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
-from linattn.methods.map_specs import SET_ELSEWHERE, MapSpec
 
 _KINDS: dict[str, Any] = {**FEATURE_MAPS, **WRAPPERS}
 # Numbers that a map's tensors, or its state of values as wide as queries, may hold: 1 GB in float64. Far above what
@@ -52,35 +51,6 @@ def describe(feature_map: FeatureMap) -> dict[str, Any]:
             if value is not None and not isinstance(value, Tensor)
         },
     }
-
-
-def written(feature_map: FeatureMap) -> str:
-    """A map's written form, without options at their defaults and those that `MapSpec.build` sets, as width and scale.
-
-        parse_map(written(m)).build(…) with m's state_dict is m
-
-    Raises ValueError if the map is not the library's own, or is wrapped with options, which the form does not have.
-
-    Example:
-        >>> from linattn.feature_maps import Centred, Taylor
-        >>> written(Centred(Taylor(4, order=1)))
-        'Centred(Taylor(order=1))'
-    """
-    record = describe(feature_map)
-    wrappers = []
-    while record["name"] in WRAPPERS:
-        if names := sorted(_chosen(record).keys() - {"inner"}):
-            raise ValueError(f"{record['name']} has no written form with {', '.join(names)}; build it without")
-        wrappers.append(record["name"])
-        record = record["options"]["inner"]
-    options = {name: x for name, x in _chosen(record).items() if name not in (*SET_ELSEWHERE, "scale")}
-    return MapSpec(record["name"], tuple(options.items()), tuple(wrappers)).label
-
-
-def _chosen(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a record that are not their defaults."""
-    defaults = inspect.signature(_KINDS[record["name"]]).parameters
-    return {name: x for name, x in record["options"].items() if x != defaults[name].default}
 
 
 def rebuild(record: Any) -> FeatureMap:

@@ -21,12 +21,8 @@ _MOST_CHARACTERS = 40
 def atomic_file(path: Path) -> Iterator[TextIO]:
     """A text file that appears under its name only when the block ends well.
 
-    Written beside its place under a temporary name, another one for every call, then renamed, which replaces an earlier
-    file in one step.
-
-    Raises:
-        OSError: if the folder cannot be made or written to, or the disk is full. Whatever ends the block early, an
-            interrupt included, leaves `path` as it was and no temporary file.
+    Written beside its place under a temporary name, then renamed, which replaces an earlier file in one step. Whatever
+    ends the block early, an interrupt included, leaves `path` as it was and no temporary file.
 
     Source: POSIX rename(2).
     """
@@ -48,12 +44,9 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder that appears under its name, with all its files, only when the block ends well.
 
-    Filled beside its place under a temporary name, another one for every call, then renamed in one step.
-
-    Raises:
-        FileExistsError: if there is a file of that name, or a folder that is not empty.
-        OSError: if the folder cannot be made or written to, or the disk is full. Whatever ends the block early, an
-            interrupt included, leaves nothing under the name and no temporary folder.
+    Filled beside its place under a temporary name, then renamed in one step. Whatever ends the block early, an
+    interrupt included, leaves nothing under the name and no temporary folder. Raises FileExistsError if there is a file
+    of that name, or a folder that is not empty.
 
     Source: POSIX rename(2).
     """
@@ -67,7 +60,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             yield temporary
             for path in temporary.rglob("*"):
                 if path.is_file():
-                    _sync(path)
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
             temporary.rename(folder)
     except BaseException:
         # A file that cannot be removed must not hide the error.
@@ -77,38 +71,23 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
-    """Where the disk is full, let the error say what was not written: the system's own names no file.
-
-    Raises:
-        OSError: with the number of the system's error, in place of an error about a full disk, a full quota or a file
-            that is too large; every other error passes.
+    """Where the disk or a quota is full, or a file too large, let the OSError name what was not written.
 
     Source: POSIX write(2).
     """
     try:
         yield
     except Exception as error:
-        number = _full(error)
+        number = error.errno if isinstance(error, OSError) and error.errno in _FULL else None
+        if number is None:
+            # Libraries in other languages, and those that copy many files, have errors with the system's words.
+            number = next((one for one in _FULL if os.strerror(one) in str(error)), None)
         if number is None:
             raise
         words = f"{os.strerror(number)}: {path} was not written; free some space, or write elsewhere"
         raise OSError(number, words) from error
 
 
-def _full(error: Exception) -> int | None:
-    """The number of the error, if it is about a full disk."""
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return error.errno
-    # Libraries in other languages, and those that copy many files, have errors of their own with the system's words.
-    return next((number for number in _FULL if os.strerror(number) in str(error)), None)
-
-
 def _beside(path: Path) -> Path:
     """A name in the same folder that no other call has."""
     return path.with_name(f".{path.name[:_MOST_CHARACTERS]}.{uuid4().hex}.part")
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's bytes to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -24,13 +24,9 @@ _SHOWN, _NAMED = 40, 3
 
 
 def to_json(value: Any, *, finite: bool = True) -> Any:
-    """Dataclasses, NamedTuples and what holds them, as values that JSON has.
+    """Dataclasses, NamedTuples and what holds them, as values that JSON has; every other value is left as it is.
 
-    Args:
-        value: numbers, texts, truths, None, records, and mappings and sequences of those; every other value is left as
-            it is.
-        finite: False writes the numbers that JSON does not have as the texts "inf", "-inf" and "nan"; True leaves them,
-            for a writer that refuses them.
+    Unless `finite`, the numbers that JSON does not have are written as the texts "inf", "-inf" and "nan".
     """
     if isinstance(value, float):
         return value if finite or math.isfinite(value) else str(value)
@@ -56,19 +52,11 @@ class Reading:
     finite: bool = True
 
     def record(self, kind: type[T], values: Any) -> T:
-        """The record of a kind: every field there, none surplus, each of its type, records in records included.
+        """The record of a dataclass or NamedTuple from what JSON held, records in records included.
 
-        Args:
-            kind: a dataclass or NamedTuple. Fields of type Any are taken as they are; those with a default may be
-                missing, as in files of earlier versions; an `Annotated` field has its bounds checked.
-            values: what JSON held.
-
-        Returns:
-            The record; whole numbers of float fields are floats, lists of tuple fields tuples.
-
-        Raises:
-            ValueError: if a field is missing, unknown or of another type, with the place, the field, what was got and
-                what was wanted.
+        Every field is there, none surplus, each of its type, and within the bounds that it is `Annotated` with; fields
+        of type Any are taken as they are, and those with a default may be missing, as in files of earlier versions.
+        ValueError names the place, the field, what was got and what was wanted.
         """
         try:
             # From JSON, where a list may be a tuple and an object a record, and nothing else is converted.

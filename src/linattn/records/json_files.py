@@ -16,11 +16,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def read_json(path: Path, kind: str, remedy: str) -> Any:
-    """Values of a JSON file.
-
-    Raises:
-        ValueError: if the file is no JSON, is nested beyond what Python reads, or holds an integer of too many digits.
-    """
+    """Values of a JSON file; ValueError if it is none, is nested too deeply, or holds an integer of too many digits."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:

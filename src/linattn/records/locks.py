@@ -25,10 +25,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     The lock is the operating system's and ends with its process, killed or not: what a kill leaves of it blocks
     nobody. A thread that holds a folder may hold it again. A folder in which nothing is left at the end is removed.
-
-    Raises:
-        InUseError: if the folder is held elsewhere.
-        OSError: if the folder cannot be made, or its file system has no locks.
+    Raises InUseError if the folder is held elsewhere.
 
     Source: flock(2), as filelock calls it.
     """

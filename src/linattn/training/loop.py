@@ -87,14 +87,13 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
 
     In several processes (`launched`) each has its own loss, whose mean over all is the training's: gradients are
     averaged, and the first process writes `work`, which the others give as None, reads the clock, and ends the training
-    for all. The model's tensors are whole on every process, or sharded over all of them by torch's `fully_shard`, which
-    averages the gradients; then all read checkpoints, in a folder that all see. Any number of processes goes
-    on from a checkpoint, whole or sharded; one that holds other tensors than model and optimiser have is refused, as
-    ValueError on all processes, before anything is changed.
+    for all. The model's tensors are whole on every process, or sharded over all of them by torch's `fully_shard`; then
+    all read checkpoints, in a folder that all see. Any number of processes goes on from a checkpoint, whole or sharded.
 
     Ctrl-C ends the training after the current step, as if its time were over; so does a KeyboardInterrupt from
-    `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if
-    Accelerate found a launcher's processes of which no group was made, or another precision than float32.
+    `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if a
+    checkpoint holds other tensors than model and optimiser have, Accelerate found a launcher's processes of which no
+    group was made, or another precision than float32.
 
     Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW; Accelerate's documentation.
     """
@@ -204,7 +203,8 @@ class _Run:
         budget = self._training.budget
         looked = saved = reached = self.progress
         took = 0.0
-        while self._goes_on(reached, pressed):
+        # Whether anything is pressed is the first process's to say.
+        while not self._processes.number_from_first(len(pressed)) and budget.share(reached) < 1:
             self._timed(self._step)
             is_look_due = budget.is_look_due(self.progress, looked, took=took)
             if is_look_due:
@@ -223,11 +223,6 @@ class _Run:
             except KeyboardInterrupt:
                 # All processes end after the same step.
                 pressed.append(signal.SIGINT)
-
-    def _goes_on(self, reached: Progress, pressed: list[int]) -> bool:
-        """Whether there is another step, as the first process has it."""
-        is_pressed = bool(self._processes.number_from_first(len(pressed)))
-        return self._training.budget.share(reached) < 1 and not is_pressed
 
     def _timed(self, do: Callable[[], None]) -> None:
         """Do something, and count its time, as the first process has it: what follows depends on it."""

@@ -69,20 +69,15 @@ def put(
 
 
 def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes) -> dict[str, Tensor]:
-    """The tensors that were written into a folder, laid out as this model's are.
+    """The tensors that were written into a folder, laid out as this model's are; checked before any takes memory.
 
-    Raises ValueError on all processes if on one of them the files are damaged, or hold others than its model and
-    optimiser have; this is known before there is memory for any tensor.
+    Raises ValueError on all processes if on one of them the files are damaged, or hold other tensors.
     """
     return processes.all_do(lambda: _read(folder, _alike(model, optimizer)))
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], processes: Processes) -> None:
-    """Write tensors into a folder, by the first process, which gathers those that are sharded.
-
-    An error is raised on all processes: OSError where the file could not be written, ValueError for a dtype that
-    safetensors does not have.
-    """
+    """Write tensors into a folder, by the first process, which gathers those that are sharded; errors are all's."""
     # All make the same collectives; what all have whole is the first one's to write.
     whole = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in tensors.items()}
     processes.first_does(lambda: _write(folder, whole))

@@ -10,8 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from linattn.hf import AttentionCall
-from linattn.methods import crossover
 from linattn.methods.costs import seconds
+from linattn_lab import crossover
 from linattn_lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
 
 LINEAR, EXACT = "linear", "exact"

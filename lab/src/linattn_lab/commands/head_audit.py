@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.same_options import check_same_options
+from linattn.cli.new_folder import check_same_options
 from linattn.cli.terminal import console_of, ending, interrupts, of_option, print_table
 from linattn.hf import load
 from linattn.methods.method import parse_method

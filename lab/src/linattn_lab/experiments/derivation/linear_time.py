@@ -15,8 +15,9 @@ from torch import Tensor
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
-from linattn.methods.costs import seconds, spread
+from linattn.methods.costs import seconds
 from linattn.softmax import softmax_attention
+from linattn_lab.costs import spread
 from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn_lab.experiments.judging import decide, in_series, slope, value_at

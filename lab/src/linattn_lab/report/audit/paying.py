@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from linattn.methods.costs import exact_state_numbers
-from linattn.methods.crossover import Crossover, from_where
+from linattn_lab.crossover import Crossover, from_where
 from linattn_lab.report._text import Point, number
 from linattn_lab.report.audit.summary import AuditSummary, Line
 

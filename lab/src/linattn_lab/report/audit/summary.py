@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.methods.crossover import Crossover
 from linattn.methods.method import parse_method
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.records import (
@@ -22,6 +21,7 @@ from linattn_lab.audit.records import (
     ModelRow,
     RankRow,
 )
+from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import method_words
 from linattn_lab.report.audit.explored import Explored, explored_of
 from linattn_lab.report.audit.times import Times, times_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from linattn.methods.costs import exact_state_numbers
-from linattn.methods.crossover import Crossover
 from linattn.records.tables import Table
+from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import number
 from linattn_lab.report.audit.summary import AuditSummary, MeanAndSpread
 

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linattn.methods.crossover import Crossover, find_crossover
 from linattn_lab.audit.records import AuditRow, LengthsRow, TimeRow
+from linattn_lab.crossover import Crossover, find_crossover
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linattn.methods.costs import spread
+from linattn_lab.costs import spread
 from linattn_lab.report.bench.summary import BenchSummary
 from linattn_lab.report.charts import Axis, Chart, Curve, baseline, drawable, ticks
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression
 
-from linattn.methods.costs import exact_state_numbers, spread
-from linattn.methods.crossover import Crossover, find_crossover
+from linattn.methods.costs import exact_state_numbers
 from linattn.records.tables import Table
 from linattn_lab.bench.records import BENCH, BenchHeader, LengthRow
+from linattn_lab.costs import spread
+from linattn_lab.crossover import Crossover, find_crossover
 from linattn_lab.report._text import Point, method_words, number
 
 _MISSING = "—"

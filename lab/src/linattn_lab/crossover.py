@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.methods.costs import seconds, spread
+from linattn.methods.costs import seconds
+from linattn_lab.costs import spread
 
 LINEAR, EXACT = "linear", "exact"
 Tokens = tuple[Tensor, Tensor, Tensor]
