@@ -35,7 +35,7 @@ for width in (8, 64):
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Audits of tiny models look for the length from which a method pays no further than here: it takes seconds."""
-    monkeypatch.setattr("linattn_lab.crossover._MOST_TOKENS", 256)
+    monkeypatch.setattr("linattn_lab.audit.paying._MOST_TOKENS", 256)
 
 
 @pytest.fixture(scope="session")

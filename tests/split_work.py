@@ -35,7 +35,7 @@ def audited(mesh: DeviceMesh | None, folder: Path, prose: str) -> list[AuditRow]
     """The rows of an audit, but for times."""
     loaded, text = load(str(folder)), Text("a half", " ".join(prose.split()[:32]))
     grid = AuditGrid(tuple(map(parse_method, METHODS)), (8,), 2, 0)
-    with mock.patch("linattn_lab.crossover._MOST_TOKENS", 64):
+    with mock.patch("linattn_lab.audit.paying._MOST_TOKENS", 64):
         rows = list(Audit(loaded, text, grid, num_tokens=32).rows())
     return [row for row in rows if not isinstance(row, TimeRow | LengthsRow)]
 

@@ -186,7 +186,7 @@ FAULTS = (
     ),
     Fault(
         "look for the length from which a method pays until it is slower",
-        "lab/crossover.py",
+        "lab/audit/paying.py",
         "if ours < theirs or",
         "if ours > theirs or",
         "lab/tests/audit/test_paying.py",

@@ -8,7 +8,6 @@ import torch
 from linattn.hf import AttentionCall, load
 from linattn.methods.method import parse_method
 from linattn.records.texts import Text
-from linattn_lab import crossover
 from linattn_lab.audit import paying
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
@@ -50,8 +49,8 @@ def test_lengths_double_until_the_method_is_faster(call, monkeypatch, linear, ex
         assert longer.key[:, :, -1].equal(call.key[:, :, (seen[-1] - 1) % 100])
         return longer.query
 
-    monkeypatch.setattr(crossover, "seconds", seconds)
-    monkeypatch.setattr(crossover, "_MOST_TOKENS", 65_536)
+    monkeypatch.setattr(paying, "seconds", seconds)
+    monkeypatch.setattr(paying, "_MOST_TOKENS", 65_536)
     monkeypatch.setattr(AttentionCall, "softmax", lambda self: self.query)
     row = paying.time_lengths("Relu", 4, answer, call)
     assert row.lengths == tuple(seen) == lengths

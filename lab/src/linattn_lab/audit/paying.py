@@ -6,18 +6,22 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall
 from linattn.methods.costs import seconds
-from linattn_lab import crossover
 from linattn_lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
 
 LINEAR, EXACT = "linear", "exact"
 # A call that takes longer is timed once.
 _LONG_SECONDS = 0.5
 _REPEATS = 3
+# No call of softmax that would take longer is begun, nor one over more tokens.
+_MOST_SECONDS = 2.0
+_MOST_TOKENS = 65_536
 # Less gain over averaging than this is not worth an answer to when it pays.
 _SMALL_GAIN = 0.05
 
@@ -34,21 +38,46 @@ def time_model(
 def time_lengths(
     label: str, features: int | None, answer: Callable[[AttentionCall], Tensor], call: AttentionCall
 ) -> LengthsRow:
-    """One layer's attention at its own length, twice that, and so on, until the method is faster than softmax."""
+    """One layer's attention at its own length, twice that, and so on, until the method is faster than softmax.
 
-    def longer(query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
-        """The call with other tokens, none of them padding."""
-        return replace(call, query=query, key=key, value=value, key_mask=None)
+    The tokens are repeated to the length: how long a call takes does not depend on what they hold. Ends where softmax
+    would take more than 2 s, or at 65,536 tokens.
 
-    return LengthsRow(
-        label,
-        features,
-        *crossover.time_lengths(
-            lambda *tokens: answer(longer(*tokens)),
-            lambda *tokens: longer(*tokens).softmax(),
-            (call.query, call.key, call.value),
-        ),
-    )
+    Cost: four calls of each kind at each length, two where calls take long; the last take about as long as all before.
+    """
+    points: list[tuple[int, float, float]] = []
+    length, repeats = call.query.shape[2], _REPEATS
+    while not points or length <= _MOST_TOKENS:
+        ours, theirs = _medians(answer, _repeated(call, length), repeats)
+        points.append((length, ours, theirs))
+        # Twice the tokens are four times the pairs.
+        if ours < theirs or 4 * theirs > _MOST_SECONDS:
+            break
+        length *= 2
+        repeats = 1 if max(ours, theirs) > _LONG_SECONDS / 2 else _REPEATS
+    return LengthsRow(label, features, *zip(*points, strict=True))
+
+
+def _medians(answer: Callable[[AttentionCall], Tensor], call: AttentionCall, repeats: int) -> tuple[float, float]:
+    """Seconds of a method and of softmax, in turn; on an accelerator a call waits for its own result."""
+
+    def waited(attend: Callable[[AttentionCall], Tensor]) -> None:
+        """A call that has ended."""
+        attend(call)
+        if call.query.is_cuda:
+            torch.cuda.synchronize(call.query.device)
+
+    with torch.no_grad():
+        kinds = {LINEAR: partial(waited, answer), EXACT: partial(waited, AttentionCall.softmax)}
+        samples = seconds(kinds, repeats=repeats)
+    return statistics.median(samples[LINEAR]), statistics.median(samples[EXACT])
+
+
+def _repeated(call: AttentionCall, length: int) -> AttentionCall:
+    """A call on its tokens from the first on again and again, to the length, none of them padding."""
+    tokens = (call.query, call.key, call.value)
+    query, key, value = (x.repeat(1, 1, math.ceil(length / x.shape[2]), 1)[:, :, :length] for x in tokens)
+    return replace(call, query=query, key=key, value=value, key_mask=None)
 
 
 def worth_timing(rows: Sequence[AuditRow]) -> list[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from linattn.methods.costs import exact_state_numbers
-from linattn_lab.crossover import Crossover, from_where
+from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import Point, number
 from linattn_lab.report.audit.summary import AuditSummary, Line
 
@@ -46,11 +46,29 @@ def longer(summary: AuditSummary) -> Point:
     crossover = None if chosen is None else chosen.crossover
     if chosen is None or crossover is None:
         return Point(heading, "Not timed at other lengths.")
-    text = from_where(crossover, summary.header.longest)
+    text = _from_where(crossover, summary.header.longest)
     pays = chosen.time_ratio is None or chosen.time_ratio < 1 or crossover.always
     return Point(
         heading, f"{chosen.words}: {text[0].lower()}{text[1:]}{'' if pays else _next_step(summary, crossover)}"
     )
+
+
+def _from_where(found: Crossover, longest: int | None) -> str:
+    """From which length on attention is faster, and whether the model takes so many tokens.
+
+    Example:
+        >>> _from_where(Crossover(1096.0, (1024, 2048), False, 2048), 512)
+        'Attention alone is slower at 1,024 tokens, faster from 2,048 on, and the model takes at most 512.'
+    """
+    takes = "" if longest is None else f" The model takes at most {longest:,} tokens."
+    if found.always:
+        return f"Attention alone is faster at this length already.{takes}"
+    if found.length is None or found.between is None:
+        return f"Attention alone is not faster up to {found.last:,} tokens.{takes}"
+    text = "Attention alone is slower at {:,} tokens, faster from {:,} on".format(*found.between)
+    if longest is not None and found.length > longest:
+        return f"{text}, and the model takes at most {longest:,}."
+    return f"{text}.{takes}"
 
 
 def _next_step(summary: AuditSummary, crossover: Crossover) -> str:
