@@ -327,8 +327,8 @@ FAULTS = (
     Fault(
         "keep the rows of every draw for the explorer",
         "lab/audit/measuring.py",
-        "if draw == 0 and not kept.has_weights(label, width, number):",
-        "if not kept.has_weights(label, width, number):",
+        'if draw == 0 and not kept.has("weights", label, width, layer=number):',
+        'if not kept.has("weights", label, width, layer=number):',
         "lab/tests/audit/test_weights.py",
     ),
     Fault(

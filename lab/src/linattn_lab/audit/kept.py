@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from linattn_lab.audit.records import AuditRow, HeadRow, LengthsRow, ModelRow, TimeRow, WeightsRow
 
-# What rows were measured together: their kind, and what they are of.
-Group = tuple[str, str, int | None, int, int]
+Kind = Literal["model", "time", "lengths", "weights", "head", "rank"]
+# What rows were measured together: their kind, method, width, draw and layer.
+Group = tuple[Kind, str, int | None, int, int]
 # Kinds of which one row is a whole.
 _ALONE = ("model", "time", "lengths", "weights")
 
@@ -36,29 +38,9 @@ class Kept:
         }
         self.rows = [row for row in rows if _group(row) in self._whole]
 
-    def has_model(self, label: str, features: int | None, draw: int) -> bool:
-        """Whether the whole model was measured."""
-        return ("model", label, features, draw, 0) in self._whole
-
-    def has_time(self, label: str, features: int | None) -> bool:
-        """Whether the whole model was timed."""
-        return ("time", label, features, 0, 0) in self._whole
-
-    def has_lengths(self, label: str, features: int | None) -> bool:
-        """Whether a method was timed at growing lengths."""
-        return ("lengths", label, features, 0, 0) in self._whole
-
-    def has_heads(self, label: str, features: int, draw: int, layer: int) -> bool:
-        """Whether a layer's heads were."""
-        return ("head", label, features, draw, layer) in self._whole
-
-    def has_weights(self, label: str, features: int | None, layer: int) -> bool:
-        """Whether a layer's rows for the explorer were kept."""
-        return ("weights", label, features, 0, layer) in self._whole
-
-    def has_ranks(self, layer: int) -> bool:
-        """Whether a layer's limits were."""
-        return ("rank", "", None, 0, layer) in self._whole
+    def has(self, kind: Kind, label: str = "", features: int | None = None, *, draw: int = 0, layer: int = 0) -> bool:
+        """Whether all rows of a kind are there; of the entire model, its times and lengths the layer is 0."""
+        return (kind, label, features, draw, layer) in self._whole
 
 
 def _group(row: AuditRow) -> Group:

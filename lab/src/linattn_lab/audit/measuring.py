@@ -33,7 +33,6 @@ from linattn_lab.audit.records import (
     Header,
     HeadRow,
     LengthsRow,
-    RankRow,
     WeightsRow,
 )
 from linattn_lab.audit.truth import LayerTruth
@@ -165,15 +164,16 @@ class Audit:
         stage, passed = "Exact attention and averaging the values", PASS * len(self._layers)
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
             measure = partial(self._whole.end_to_end, label, None, 0, answer)
-            yield Unit(stage, "", passed, measure, _alone, is_done=kept.has_model(label, None, 0))
+            yield Unit(stage, "", passed, measure, _alone, is_done=kept.has("model", label))
         for number in range(len(self._layers)):
-            kept_already = kept.has_weights(EXACT, None, number)
+            kept_already = kept.has("weights", EXACT, layer=number)
             yield Unit(stage, "", 0.0, partial(self._exact_weights, number), _alone, is_done=kept_already)
         if self._are_ranked:
             stage = "The limit of every rank"
             for number, layer in enumerate(self._layers):
                 words = f"{stage}, {self._place(number)}"
-                yield Unit(stage, words, RANKS, partial(_rank_rows, number, layer), is_done=kept.has_ranks(number))
+                measure_ranks = partial(rank_rows, number, layer)
+                yield Unit(stage, words, RANKS, measure_ranks, is_done=kept.has("rank", layer=number))
         for configuration in self.grid.configurations():
             yield from self._units_of(configuration, kept)
 
@@ -192,7 +192,7 @@ class Audit:
         method, draw, sample = configuration.method, configuration.draw, self._sample(configuration)
         label, features, passed = method.label, sample.num_features, PASS * len(self._layers)
         stage, maps = in_words(configuration, sample, self.header.draws), LayerMaps(partial(self._build, configuration))
-        is_whole = kept.has_model(label, features, draw)
+        is_whole = kept.has("model", label, features, draw=draw)
         for number in range(len(self._layers)):
             yield Unit(
                 stage,
@@ -203,7 +203,7 @@ class Audit:
             )
         words, answer = f"{stage}, the whole model", self._linear(maps)
         if draw == 0:
-            is_timed = is_whole or kept.has_time(label, features)
+            is_timed = is_whole or kept.has("time", label, features)
             measure: Callable[[], AuditRow] = partial(self._whole.time, label, features, answer)
             yield Unit(stage, words, TIMED * passed, measure, _alone, is_alone=True, is_done=is_timed)
         measure = partial(self._whole.end_to_end, label, features, draw, answer)
@@ -212,24 +212,20 @@ class Audit:
     def _has_layer(self, configuration: Configuration, number: int, kept: Kept) -> bool:
         """Whether a layer's figures are all there; rows for the explorer are of the first draw."""
         label, draw, features = configuration.method.label, configuration.draw, self._sample(configuration).num_features
-        are_there = kept.has_heads(label, features, draw, number)
-        return are_there and (draw > 0 or kept.has_weights(label, features, number))
+        are_there = kept.has("head", label, features, draw=draw, layer=number)
+        return are_there and (draw > 0 or kept.has("weights", label, features, layer=number))
 
     def _head_rows(
         self, configuration: Configuration, maps: LayerMaps, number: int, kept: Kept
     ) -> list[HeadRow | WeightsRow]:
         """What is not kept of a layer: its rows for the explorer, and one row per head."""
-        label, draw, layer, built = (
-            configuration.method.label,
-            configuration.draw,
-            self._layers[number],
-            maps[number],
-        )
+        label, draw = configuration.method.label, configuration.draw
+        layer, built = self._layers[number], maps[number]
         width, measured = built.num_features, layer.measure(built)
         found: list[HeadRow | WeightsRow] = []
-        if draw == 0 and not kept.has_weights(label, width, number):
+        if draw == 0 and not kept.has("weights", label, width, layer=number):
             found.append(self._weights(label, width, number, measured.sampled))
-        if not kept.has_heads(label, width, draw, number):
+        if not kept.has("head", label, width, draw=draw, layer=number):
             found += head_rows(configuration, number, built, layer, measured)
         return found
 
@@ -270,16 +266,13 @@ class Audit:
             for one in self.grid.configurations()
             if one.draw == 0
         }
-        timed: list[tuple[str, str, int | None, Callable[[AttentionCall], Tensor]]] = []
         for label, features in wanted:
             one = configurations[label, features]
+            stage = f"{in_words(one, self._sample(one), 1)}: from which length on it is faster"
             answer = self._linear(LayerMaps(partial(self._build, one)))
-            timed.append((in_words(one, self._sample(one), 1), label, features, answer))
-        work = LENGTHS / max(len(timed), 1)
-        for words, name, width, answer in timed:
-            stage = f"{words}: from which length on it is faster"
-            measure = partial(time_lengths, name, width, answer, self._first_call)
-            yield Unit(stage, "", work, measure, _alone, is_alone=True, is_done=kept.has_lengths(name, width))
+            measure = partial(time_lengths, label, features, answer, self._first_call)
+            is_timed = kept.has("lengths", label, features)
+            yield Unit(stage, "", LENGTHS / len(wanted), measure, _alone, is_alone=True, is_done=is_timed)
 
     def _linear(self, maps: LayerMaps) -> Callable[[AttentionCall], Tensor]:
         """A method with one map per layer."""
@@ -300,13 +293,3 @@ class Audit:
 def _alone(row: AuditRow) -> Iterator[AuditRow]:
     """A single row, as rows."""
     yield row
-
-
-def _rank_rows(number: int, layer: LayerTruth) -> list[RankRow]:
-    """The limits of every rank on a layer, on one thread: several on a busy machine take many times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return list(rank_rows(number, layer))
-    finally:
-        torch.set_num_threads(threads)

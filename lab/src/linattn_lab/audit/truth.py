@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from linattn.attention import attention_rows
 from linattn.feature_maps import FeatureMap, RandomFeatureMap, Sderf, Wrapper
+from linattn.hf import AttentionCall
 from linattn.methods import measures
 from linattn.softmax import softmax_attention
 from linattn_lab.audit.moments import logit_std, pair_moments, predicted_ratio
@@ -24,30 +24,6 @@ from linattn_lab.built_methods import BuiltMethod
 
 # One-hot values attended to at once where rows are read off the op.
 _COLUMNS = 128
-
-
-class Call(Protocol):
-    """A recorded attention call; `linattn.hf.AttentionCall` is one."""
-
-    @property
-    def query(self) -> Tensor:
-        """(B, H, L, D)."""
-
-    @property
-    def key(self) -> Tensor:
-        """(B, Hkv, L, D)."""
-
-    @property
-    def value(self) -> Tensor:
-        """(B, Hkv, L, Dv)."""
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether later keys are hidden."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of q·k in the exponent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +54,7 @@ class LayerTruth:
         logit_std: (H,) standard deviation of the logits over visible keys.
     """
 
-    def __init__(self, call: Call, *, first: int, num_rows: int) -> None:
+    def __init__(self, call: AttentionCall, *, first: int, num_rows: int) -> None:
         """Compute the exact answers once, in float64."""
         self.call, self.first = call, first
         length = call.query.shape[2]
