@@ -67,7 +67,7 @@ FAULTS = (
     Fault(
         "overwrite another audit's figures",
         "lab/commands/_audit_files.py",
-        "if file.exists() and (again or not _is_of(measured, file)):",
+        "if file.exists() and (again or not is_same):",
         "if file.exists() and again:",
         "lab/tests/commands/test_audit.py",
     ),
@@ -236,8 +236,8 @@ FAULTS = (
     Fault(
         "call a state smaller than an exact cache as large as it",
         "lab/report/audit/paying.py",
-        "summary.header.is_causal and chosen.state_numbers < exact_numbers(summary):",
-        "summary.header.is_causal and chosen.state_numbers <= exact_numbers(summary):",
+        "summary.header.is_causal and chosen.state_numbers < summary.exact_numbers:",
+        "summary.header.is_causal and chosen.state_numbers <= summary.exact_numbers:",
         "lab/tests/report/test_paying.py",
     ),
     Fault(

@@ -38,8 +38,9 @@ def measure(measured: Audit, records: Path | None, *, again: bool, watch: Stages
 
 def _begin(measured: Audit, file: Path, *, again: bool, watch: Stages) -> list[AuditRow]:
     """What an earlier run has left; the file of another audit is kept aside."""
-    found = [] if again else _earlier(measured, file, watch)
-    if file.exists() and (again or not _is_of(measured, file)):
+    found, former = [] if again else _earlier(measured, file, watch), AUDIT.unfinished(file)
+    is_same = former is not None and former[0] == measured.header
+    if file.exists() and (again or not is_same):
         aside = set_aside(file)
         why = "" if again else " It is of another model, text, method or version; the page shows the new audit."
         watch.begin(f"What was measured before is now in {aside}.{why}")
@@ -55,9 +56,3 @@ def _earlier(measured: Audit, file: Path, watch: Stages) -> list[AuditRow]:
                 watch.begin(f"Going on from {path}, which is of this audit.")
             return found[1]
     return []
-
-
-def _is_of(measured: Audit, file: Path) -> bool:
-    """Whether a file is of this audit."""
-    found = AUDIT.unfinished(file)
-    return found is not None and found[0] == measured.header

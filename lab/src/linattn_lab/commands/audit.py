@@ -1,4 +1,4 @@
-"""The command `linattn audit`: `linattn_lab.commands.head_audit` does the work, imported when it runs."""
+"""The command `linattn audit`: `head_audit` or `memory_audit` beside it does the work, imported when it runs."""
 
 from __future__ import annotations
 
@@ -43,27 +43,20 @@ def audit(
     processes resumes.
     """
     # Help is not to wait for torch.
-    from linattn_lab.commands.head_audit import audit_model
+    from linattn.cli.new_folder import check_same_options
+    from linattn.cli.terminal import console_of
+    from linattn.processes import launched
+    from linattn_lab.commands import head_audit, memory_audit
 
-    audit_model(
-        call,
-        model,
-        text,
-        maps,
-        full,
-        features,
-        tokens,
-        draws,
-        seed,
-        out,
-        again,
-        plan_out,
-        calibration,
-        budget,
-        dtype,
-        text_kinds,
-        passages,
-        kinds,
-        tasks,
-        samples,
-    )
+    with launched() as processes:
+        console = console_of(processes)
+        check_same_options(processes, call)
+        if budget is None:
+            are_mixed = any((text_kinds, kinds, tasks, dtype, plan_out, calibration)) or passages != 1 or samples != 1
+            heads = head_audit.Asked(model, text, maps, full, features, tokens, draws, seed, out, again, are_mixed)
+            head_audit.audit_heads(heads, console, is_first=processes.is_first)
+        else:
+            words = (model, text, text_kinds, budget, tokens, dtype, passages, kinds, tasks, samples)
+            others = {"--map": maps, "--full": full or None, "--features": features, "--draws": draws}
+            cache = memory_audit.Asked(*words, out, again, plan_out, calibration)
+            memory_audit.audit_memory(cache, others, console, is_first=processes.is_first)

@@ -1,27 +1,23 @@
-"""The work of `linattn audit`, as the terminal shows it."""
+"""`linattn audit` as the terminal shows it: how far linear attention is from a model's heads."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.new_folder import check_same_options
-from linattn.cli.terminal import console_of, ending, interrupts, of_option, print_table
+from linattn.cli.terminal import ending, interrupts, of_option, print_table
 from linattn.hf import load
 from linattn.methods.method import parse_method
-from linattn.processes import launched
 from linattn.records.texts import read_text
 from linattn_lab.audit.grid import FULL_METHODS, SHORT_METHODS, AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, Header
-from linattn_lab.commands import _audit_options as options
 from linattn_lab.commands._audit_files import measure
 from linattn_lab.commands._terminal import whole_numbers
-from linattn_lab.commands.memory_audit import Asked, audit_memory
 from linattn_lab.commands.stages import stages
 from linattn_lab.report import AuditSummary, write_report
 from linattn_lab.report._text import counted
@@ -35,80 +31,68 @@ _WIDE = 104
 _TOKENS = 512
 
 
-def audit_model(
-    call: typer.Context,
-    model: options.Model,
-    text: options.TextFile,
-    maps: options.Maps,
-    full: options.Full,
-    features: options.Features,
-    tokens: options.Tokens,
-    draws: options.Draws,
-    seed: options.Seed,
-    out: options.Out,
-    again: options.Again,
-    plan_out: options.PlanOut,
-    calibration: options.Calibration,
-    budget: options.Budget,
-    dtype: options.Dtype,
-    text_kinds: options.TextKinds,
-    passages: options.Passages,
-    kinds: options.Methods,
-    tasks: options.Tasks,
-    samples: options.Samples,
-) -> None:
-    """Measure, write the figures and the page, and print them: of the heads, or with a budget of bounded caches."""
-    with launched() as processes:
-        console = console_of(processes)
-        check_same_options(processes, call)
-        if budget is not None:
-            words = (model, text, text_kinds, budget, tokens, dtype, passages, kinds, tasks, samples)
-            asked = Asked(*words, out, again, plan_out, calibration)
-            others = {"--map": maps, "--full": full or None, "--features": features, "--draws": draws}
-            audit_memory(asked, others, console, is_first=processes.is_first)
+class Asked(NamedTuple):
+    """What was asked for on the command line."""
+
+    model: str | None  # name, folder or file; None for the packaged encoder
+    text: Path | None  # a file, or None for the built-in text
+    maps: list[str] | None  # written forms of methods; None for a grid
+    full: bool  # whether the grid is that of all methods
+    features: str | None  # widths, as they were written
+    tokens: str | None  # to read, as it was written
+    draws: int | None  # of random maps
+    seed: int  # of all draws
+    out: Path  # folder of the files
+    again: bool  # whether to measure anew what was measured
+    are_mixed: bool  # whether options of the audit of a KV cache were given too
+
+
+def audit_heads(asked: Asked, console: Console, *, is_first: bool) -> None:
+    """Measure, write audit.jsonl and the page, and print the figures."""
+    records = asked.out / "audit.jsonl" if is_first else None
+    begun: list[Header] = []
+    left = partial(_what_is_left, begun, records) if records else str
+    with ending(console, left), interrupts() as pressed:
+        if asked.are_mixed:
+            raise ValueError(
+                "--dtype, --text-kind, --passages, --method, --task, --samples, --plan-out and --calibration "
+                "belong to --budget; give that too, as in --budget 256,512"
+            )
+        num_tokens, wanted = _number_of(asked.tokens), _grid(asked)
+        with stages(console) as watch:
+            # A text that cannot be read is refused before a model is loaded.
+            content = read_text(asked.text)
+            watch.begin(f"Loading {asked.model or 'the packaged encoder'}")
+            loaded = load(asked.model)
+            # What was asked for by name is measured, whatever it keeps.
+            measured = Audit(loaded, content, wanted, num_tokens=num_tokens, leave_out=not asked.maps, watch=watch)
+            begun.append(measured.header)
+            _tell(measured.header, num_tokens, console)
+            if not (asked.full or asked.maps):
+                watch.begin(f"The methods that decide are measured; --full measures all {len(FULL_METHODS)}.")
+            measure(measured, records, again=asked.again, watch=watch, pressed=pressed)
+        if records is None:
             return
-        records = out / "audit.jsonl" if processes.is_first else None
-        begun: list[Header] = []
-        left = partial(_what_is_left, begun, records) if records else str
-        with ending(console, left), interrupts() as pressed:
-            if passages != 1 or samples != 1 or any((text_kinds, kinds, tasks, dtype, plan_out, calibration)):
-                raise ValueError(
-                    "--dtype, --text-kind, --passages, --method, --task, --samples, --plan-out and --calibration "
-                    "belong to --budget; give that too, as in --budget 256,512"
-                )
-            num_tokens = _number_of(tokens)
-            wanted = _grid(maps, features, draws, seed, is_full=full)
-            with stages(console) as watch:
-                # A text that cannot be read is refused before a model is loaded.
-                content = read_text(text)
-                watch.begin(f"Loading {model or 'the packaged encoder'}")
-                loaded = load(model)
-                # What was asked for by name is measured, whatever it keeps.
-                measured = Audit(loaded, content, wanted, num_tokens=num_tokens, leave_out=not maps, watch=watch)
-                begun.append(measured.header)
-                _tell(measured.header, num_tokens, console)
-                if not (full or maps):
-                    watch.begin(f"The methods that decide are measured; --full measures all {len(FULL_METHODS)}.")
-                measure(measured, records, again=again, watch=watch, pressed=pressed)
-            if records is None:
-                return
-            summary, page = summarise_audit(records), write_report(out)
+        summary, page = summarise_audit(records), write_report(asked.out)
     _print(console, summary)
     console.print(f"Written: {escape(f'{records} and {page}')}", highlight=False)
 
 
-def _grid(maps: list[str] | None, features: str | None, draws: int | None, seed: int, *, is_full: bool) -> AuditGrid:
+def _grid(asked: Asked) -> AuditGrid:
     """What to measure: the short grid, the methods named or the full grid, with the widths and draws asked for."""
+    maps, is_full = asked.maps, asked.full
     if is_full and maps:
         raise ValueError("--full measures all methods and --map only those it names; leave one out")
     with of_option("--map"):
         methods = tuple(map(parse_method, maps or (FULL_METHODS if is_full else SHORT_METHODS)))
+    features = asked.features
     if features is None:
         features = "64,256" if is_full else "256"
     widths = whole_numbers(features, "--features", "64,256")
+    draws = asked.draws
     if draws is None:
         draws = 3 if is_full else 1
-    return AuditGrid(methods, widths, draws, seed, are_ranked=is_full)
+    return AuditGrid(methods, widths, draws, asked.seed, are_ranked=is_full)
 
 
 def _number_of(tokens: str | None) -> int:

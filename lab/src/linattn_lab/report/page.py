@@ -13,9 +13,10 @@ from linattn_lab.report._render import write_html
 from linattn_lab.report._text import Point
 from linattn_lab.report.answers import answers
 from linattn_lab.report.audit import frontier, tables
-from linattn_lab.report.audit.advice import advise, best_line
+from linattn_lab.report.audit.advice import advise
 from linattn_lab.report.audit.explorer import explorer
 from linattn_lab.report.audit.glance import glance_chart, glance_table
+from linattn_lab.report.audit.paying import best_line
 from linattn_lab.report.audit.summary import SMALL_GAIN, AuditSummary, summarise_audit
 from linattn_lab.report.bench.figures import memory_curves, time_curves
 from linattn_lab.report.bench.summary import BenchSummary, conclude, length_table, summarise_bench

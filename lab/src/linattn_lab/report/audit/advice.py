@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from linattn_lab.report._text import Point, counted, number
 from linattn_lab.report.audit.frontier import RANDOM, family
-from linattn_lab.report.audit.paying import TARGETS
+from linattn_lab.report.audit.paying import TARGETS, best_line
 from linattn_lab.report.audit.summary import SMALL_GAIN, AuditSummary, Line
 
 _NAMED_HEADS = 5
@@ -39,12 +38,6 @@ def advise(summary: AuditSummary) -> Advice:
         tuple(_at_budget(summary, width, numbers) for width, numbers in budgets),
         tuple(point for point in (*doubts, *verdicts) if point),
     )
-
-
-def best_line(lines: Iterable[Line]) -> Line | None:
-    """The line with the least mean error, or None where no error is finite."""
-    finite = [line for line in lines if math.isfinite(line.error.mean)]
-    return min(finite, key=lambda line: line.error.mean, default=None)
 
 
 def _at_target(summary: AuditSummary, target: float) -> Point:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from linattn.methods.costs import exact_state_numbers
 from linattn.records.fields import to_json
 from linattn_lab.audit.records import EXACT
 from linattn_lab.audit.weights import LETTERS, STEPS
@@ -47,7 +46,6 @@ def explorer(summary: AuditSummary) -> Explorer | None:
     kept, header = summary.explored, summary.header
     if kept is None:
         return None
-    exact = exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)
     methods = tuple(
         ExploredMethod(
             name=line.words,
@@ -68,7 +66,7 @@ def explorer(summary: AuditSummary) -> Explorer | None:
         tokens=header.num_tokens,
         cells=kept.cells,
         queries=kept.queries,
-        exact_bytes=_BYTES * exact,
+        exact_bytes=_BYTES * summary.exact_numbers,
         heads=tuple(f"layer {header.number(layer)}, head {head}" for layer, head in kept.heads),
         averaging=tuple(_finite(summary.uniform_errors[layer][head]) for layer, head in kept.heads),
         exact=kept.rows[EXACT],

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from linattn.feature_maps import FEATURE_MAPS, LearnedMap, RandomFeatureMap
-from linattn.methods.costs import exact_state_numbers
 from linattn.methods.method import parse_method
 from linattn_lab.costs import exact_flops_per_token
 from linattn_lab.report.audit.summary import AuditSummary, Line
@@ -38,7 +37,6 @@ def family(label: str) -> str:
 
 def state_frontier(summary: AuditSummary) -> Chart:
     """Error against the numbers kept per head, with the limit of the rank."""
-    header = summary.header
     curves = _curves(summary, lambda line: line.state_numbers, "numbers")
     if summary.limits:
         curves.append(
@@ -55,8 +53,7 @@ def state_frontier(summary: AuditSummary) -> Chart:
                 "none",
             )
         )
-    exact = exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)
-    return _chart(curves, summary, exact, "numbers kept per head")
+    return _chart(curves, summary, summary.exact_numbers, "numbers kept per head")
 
 
 def flops_frontier(summary: AuditSummary) -> Chart:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from linattn.records.tables import Table
 from linattn_lab.report.audit.frontier import family, least
-from linattn_lab.report.audit.paying import chosen_line, exact_numbers
+from linattn_lab.report.audit.paying import chosen_line
 from linattn_lab.report.audit.summary import AuditSummary, Line
 from linattn_lab.report.audit.tables import overview
 from linattn_lab.report.charts import NUM_COLOURS, Axis, Chart, Curve, baseline, drawable
@@ -41,7 +41,7 @@ def glance_chart(summary: AuditSummary) -> Chart:
     for line in decisive(summary):
         families.setdefault(family(line.map), []).append(line)
     curves = [_marks(summary, place, name, lines) for place, (name, lines) in enumerate(families.items())]
-    softmax = float(exact_numbers(summary)) if summary.header.is_causal else 1.0
+    softmax = float(summary.exact_numbers) if summary.header.is_causal else 1.0
     costs = [*(x for curve in curves for x in curve.x), softmax]
     errors = [y for curve in curves for y in curve.y if y is not None]
     uniform = summary.baselines[1].error

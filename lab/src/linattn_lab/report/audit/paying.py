@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from linattn.methods.costs import exact_state_numbers
 from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import Point, number
 from linattn_lab.report.audit.summary import AuditSummary, Line
@@ -32,7 +32,7 @@ def verdict(summary: AuditSummary) -> Point:
         answer = f"Do not: no method measured is better than averaging the values at {length}"
     elif chosen.time_ratio < 1:
         answer = f"Yes, at {length}, if the error will do"
-    elif summary.header.is_causal and chosen.state_numbers < exact_numbers(summary):
+    elif summary.header.is_causal and chosen.state_numbers < summary.exact_numbers:
         answer = f"Not to save time at {length}, for memory perhaps"
     else:
         answer = f"Do not, at {length}"
@@ -86,15 +86,15 @@ def _next_step(summary: AuditSummary, crossover: Crossover) -> str:
 
 def chosen_line(summary: AuditSummary) -> Line | None:
     """The method that `verdict` is about; None where no error is finite."""
-    finite = [line for line in summary.lines if math.isfinite(line.error.mean)]
     for target in sorted(TARGETS):
-        faster = [line for line in finite if line.error.mean <= target and line.time_ratio and line.time_ratio < 1]
+        met = [line for line in summary.lines if line.error.mean <= target]
+        faster = [line for line in met if line.time_ratio and line.time_ratio < 1]
         if faster:
             return min(faster, key=lambda line: line.time_ratio or math.inf)
+    return best_line(summary.lines)
+
+
+def best_line(lines: Iterable[Line]) -> Line | None:
+    """The line with the least mean error, or None where no error is finite."""
+    finite = [line for line in lines if math.isfinite(line.error.mean)]
     return min(finite, key=lambda line: line.error.mean, default=None)
-
-
-def exact_numbers(summary: AuditSummary) -> int:
-    """Numbers per head that exact attention keeps of the audited text."""
-    header = summary.header
-    return exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)

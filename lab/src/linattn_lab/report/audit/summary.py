@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from linattn.methods.costs import exact_state_numbers
 from linattn.methods.method import parse_method
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.records import (
@@ -164,6 +165,12 @@ class AuditSummary:
     limits: tuple[Limit, ...]
     explored: Explored | None = None
     unfinished: tuple[str, ...] = ()
+
+    @property
+    def exact_numbers(self) -> int:
+        """Numbers per head that exact attention keeps of the text."""
+        header = self.header
+        return exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)
 
 
 def summarise_audit(path: Path) -> AuditSummary:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
-from linattn.methods.costs import exact_state_numbers
 from linattn.records.tables import Table
 from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import number
@@ -17,113 +17,90 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
     """One row per method and width, baselines first: the heads' errors beside the whole model's cosine."""
     uniform = summary.baselines[1]
     show = with_spread if spreads else _mean_alone
-    header = summary.header
-    exact = exact_state_numbers(header.num_tokens, head_dim=header.head_dim, value_dim=header.value_dim)
+    of_softmax = {"time / softmax": "1.00", "numbers kept": f"{summary.exact_numbers:,}"}
     baselines = [
-        (
-            name,
-            number(row.error),
-            number(row.error / uniform.error),
-            better,
-            number(row.embedding_cosine, 3),
-            *costs,
-        )
+        {
+            "method": name,
+            "error": number(row.error),
+            "error / averaging": number(row.error / uniform.error),
+            "heads better": better,
+            "cosine": number(row.embedding_cosine, 3),
+            **costs,
+        }
         for row, name, better, costs in zip(
-            summary.baselines, _BASELINES, ("100%", "0%"), (("1.00", "", f"{exact:,}"), ("", "", "")), strict=True
+            summary.baselines, _BASELINES, ("100%", "0%"), (of_softmax, {}), strict=True
         )
     ]
     lines = [
-        (
-            line.words,
-            show(line.error),
-            number(line.ratio),
-            f"{line.better_heads:.0%}",
-            show(line.embedding_cosine, 3),
-            _optional(line.time_ratio),
-            _pays_from(line.crossover),
-            f"{line.state_numbers:,}",
-        )
+        {
+            "method": line.words,
+            "error": show(line.error),
+            "error / averaging": number(line.ratio),
+            "heads better": f"{line.better_heads:.0%}",
+            "cosine": show(line.embedding_cosine, 3),
+            "time / softmax": _optional(line.time_ratio),
+            "faster from": _pays_from(line.crossover),
+            "numbers kept": f"{line.state_numbers:,}",
+        }
         for line in summary.lines
     ]
-    figures = ("error", "error / averaging", "heads better", "cosine", "time / softmax", "faster from", "numbers kept")
-    return Table(("method", *figures), (*baselines, *lines), len(baselines))
+    return _table(baselines, lines)
 
 
 def end_to_end(summary: AuditSummary) -> Table:
     """The whole model with every layer replaced: cosines to the exact model, baselines first."""
     baselines = [
-        (
-            name,
-            "",
-            "1.00" if name == _BASELINES[0] else "",
-            number(row.embedding_cosine, 3),
-            number(row.token_cosine, 3),
-        )
+        {
+            "every layer by": name,
+            "time / softmax": "1.00" if name == _BASELINES[0] else "",
+            "cosine of the embedding": number(row.embedding_cosine, 3),
+            "cosine per token": number(row.token_cosine, 3),
+        }
         for row, name in zip(summary.baselines, _BASELINES, strict=True)
     ]
     lines = [
-        (
-            line.words,
-            str(line.draws),
-            _optional(line.time_ratio),
-            with_spread(line.embedding_cosine, 3),
-            with_spread(line.token_cosine, 3),
-        )
+        {
+            "every layer by": line.words,
+            "draws": str(line.draws),
+            "time / softmax": _optional(line.time_ratio),
+            "cosine of the embedding": with_spread(line.embedding_cosine, 3),
+            "cosine per token": with_spread(line.token_cosine, 3),
+        }
         for line in summary.lines
     ]
-    columns = ("every layer by", "draws", "time / softmax", "cosine of the embedding", "cosine per token")
-    return Table(columns, (*baselines, *lines), len(baselines))
+    return _table(baselines, lines)
 
 
 def heads(summary: AuditSummary) -> Table:
     """The heads' errors in full: median, divergence and what the norms predict beside the means."""
     uniform = summary.baselines[1]
     baselines = [
-        (
-            name,
-            "",
-            "",
-            number(row.error),
-            "",
-            number(row.error / uniform.error),
-            "",
-            "",
-            number(row.total_variation),
-            _optional(row.kl),
-            "",
-        )
+        {
+            "method": name,
+            "error": number(row.error),
+            "error / averaging": number(row.error / uniform.error),
+            "total variation": number(row.total_variation),
+            "KL (nats)": _optional(row.kl),
+        }
         for row, name in zip(summary.baselines, _BASELINES, strict=True)
     ]
     lines = [
-        (
-            line.words,
-            f"{line.state_numbers:,}",
-            f"{line.flops_per_token:,}",
-            with_spread(line.error),
-            number(line.median_error),
-            number(line.ratio),
-            _optional(line.predicted_ratio),
-            f"{line.better_heads:.0%}",
-            with_spread(line.total_variation),
-            _optional(line.kl),
-            line.verdict,
-        )
+        {
+            "method": line.words,
+            "numbers kept": f"{line.state_numbers:,}",
+            "FLOPs per token": f"{line.flops_per_token:,}",
+            "error": with_spread(line.error),
+            "median error": number(line.median_error),
+            "error / averaging": number(line.ratio),
+            "predicted": _optional(line.predicted_ratio),
+            "heads better": f"{line.better_heads:.0%}",
+            "total variation": with_spread(line.total_variation),
+            "KL (nats)": _optional(line.kl),
+            "verdict": line.verdict,
+        }
         for line in summary.lines
     ]
-    measures = (
-        "error",
-        "median error",
-        "error / averaging",
-        "predicted",
-        "heads better",
-        "total variation",
-        "KL (nats)",
-    )
-    return Table(
-        ("method", "numbers kept", "FLOPs per token", *measures, "verdict"),
-        (*baselines, *lines),
-        len(baselines),
-    )
+    return _table(baselines, lines)
 
 
 def head_cells(summary: AuditSummary) -> dict[str, list[list[float | None]]]:
@@ -140,6 +117,13 @@ def with_spread(figure: MeanAndSpread, digits: int = 2) -> str:
     """Mean ± standard deviation over draws, where there were several."""
     mean = number(figure.mean, digits)
     return mean if figure.spread is None else f"{mean} ± {number(figure.spread, digits)}"
+
+
+def _table(baselines: Sequence[Mapping[str, str]], lines: Sequence[Mapping[str, str]]) -> Table:
+    """Baselines, then lines, their cells by column; of baselines what has no meaning is left empty."""
+    columns = tuple(dict.fromkeys(name for row in (*lines, *baselines) for name in row))
+    rows = tuple(tuple(row.get(name, "") for name in columns) for row in (*baselines, *lines))
+    return Table(columns, rows, len(baselines))
 
 
 def _pays_from(crossover: Crossover | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from linattn.records.tables import Table
 from linattn_lab.kv_audit.intervals import Ratio
 from linattn_lab.kv_audit.names import BOUNDED, FULL, NO_BUDGET, UNIFORM, WINDOW
-from linattn_lab.report._text import Point, number
+from linattn_lab.report._text import Point, counted, number
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, Spread
 
 _COLUMNS = (
@@ -88,8 +88,8 @@ def setting_words(summary: MemorySummary) -> str:
     header = summary.header
     words = (
         f"{header.model} in {header.dtype}, layers {', '.join(map(str, header.layers))} of width {header.head_dim}, "
-        f"{_count(header.num_threads, 'thread')} of {header.processor}; "
-        f"{_count(header.num_passages, 'passage')} each of "
+        f"{counted(header.num_threads, 'thread')} of {header.processor}; "
+        f"{counted(header.num_passages, 'passage')} each of "
         f"{', '.join(f'{kind} ({source})' for kind, source in header.texts.items())}, read in chunks of "
         f"{header.chunk} tokens. A budget of N tokens is the bytes of N exact keys and values, per layer and key/value "
         "head, everything counted. Unmerged: share of the text's tokens that fit before any are merged or evicted. KL "
@@ -102,11 +102,6 @@ def setting_words(summary: MemorySummary) -> str:
     for place, score in summary.unanswered.items():
         words += f" {place} tokens is not scored: the full cache itself has {score:.0%}."
     return words
-
-
-def _count(number: int, noun: str) -> str:
-    """A number of things."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def nats(kl: float) -> str:
