@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -28,13 +28,6 @@ def most_tokens(model: PreTrainedModel) -> int:
     return _ANY_LENGTH if positions is None else positions - NUM_WRITTEN - 1
 
 
-class _Exact(NamedTuple):
-    """A passage under the full cache: what others are measured against."""
-
-    reading: Reading
-    writing: Writing
-
-
 class Passage:
     """A passage, read under the full cache once a figure is asked for."""
 
@@ -51,14 +44,15 @@ class Passage:
 
         Cost: a pass over the text, 64 steps, and a pass over a chunk under the profiler.
         """
-        exact, last, memory = self._exact, len(self._exact.reading.logs), method.cache(self._model)
+        exact, exact_writing = self._exact
+        last, memory = len(exact.logs), method.cache(self._model)
         with method.attending(self._model, [layer.module_name for layer in full]):
             reading = read(self._model, self._tokens, memory, last=last, chunk=self._chunk)
             num_bytes, unmerged = kept(memory, self.num_tokens, full)
             writing = write(self._model, reading.logs[-1], memory, NUM_WRITTEN)
             again = self._tokens[:, : min(self._chunk, most_tokens(self._model) + 1 - self.num_tokens)]
             allocated = peak_bytes(partial(read, self._model, again, memory, last=1, chunk=self._chunk))
-        apart = divergence(exact.reading.logs[:-1], reading.logs[:-1], self._tokens[0, 1 - last :])
+        apart = divergence(exact.logs[:-1], reading.logs[:-1], self._tokens[0, 1 - last :])
         spread = tails(apart.kl)
         return {
             "num_bytes": num_bytes,
@@ -72,8 +66,8 @@ class Passage:
             "kl_largest": spread.largest,
             "perplexity": float(apart.loss.mean().exp()),
             "same": float(apart.same.mean()),
-            "parted": same_beginning(exact.writing.tokens, writing.tokens),
-            "agreement": float((exact.writing.tokens == writing.tokens).double().mean()),
+            "parted": same_beginning(exact_writing.tokens, writing.tokens),
+            "agreement": float((exact_writing.tokens == writing.tokens).double().mean()),
             "ending": self._words(self._tokens[0, -_NUM_LAST:]),
             "written": self._words(writing.tokens),
         }
@@ -84,8 +78,8 @@ class Passage:
         return text
 
     @cached_property
-    def _exact(self) -> _Exact:
-        """In chunks of twice the length: the full cache is read again in others, as a control."""
+    def _exact(self) -> tuple[Reading, Writing]:
+        """Under the full cache, in chunks of twice the length: it is read again in others, as a control."""
         memory, last = new_cache(self._model), min(MOST_MEASURED, self.num_tokens // 2) + 1
         reading = read(self._model, self._tokens, memory, last=last, chunk=2 * self._chunk)
-        return _Exact(reading, write(self._model, reading.logs[-1], memory, NUM_WRITTEN))
+        return reading, write(self._model, reading.logs[-1], memory, NUM_WRITTEN)

@@ -16,24 +16,8 @@ ENOUGH = 0.9
 
 _NOISE = "Rain fell on the hills. A cart went by. The bread was warm. Nobody spoke, and the evening came."
 _SYLLABLES = (
-    "ba",
-    "co",
-    "di",
-    "fu",
-    "ga",
-    "he",
-    "ji",
-    "ko",
-    "lu",
-    "me",
-    "ni",
-    "po",
-    "ra",
-    "su",
-    "ti",
-    "vo",
-    "wa",
-    "ze",
+    *("ba", "co", "di", "fu", "ga", "he", "ji", "ko", "lu"),
+    *("me", "ni", "po", "ra", "su", "ti", "vo", "wa", "ze"),
 )
 _HOPS, _NUM_COMMON, _OFTEN, _SELDOM, _EXPONENT = 4, 10, 30, 3, 2.0
 
