@@ -61,10 +61,10 @@ def overall_relative_error(found: Tensor, exact: Tensor) -> float:
     return math.sqrt(mean_square(found - exact) / mean_square(exact))
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean of independent figures, and its standard error; of two at least."""
-    found = torch.tensor(values, dtype=torch.float64)
-    return found.mean().item(), found.std().item() / math.sqrt(len(values))
+def mean_figure(sample: Tensor | Sequence[float], expected: float | None = None) -> Figure:
+    """Mean of independent numbers, two at least, with its standard error."""
+    numbers = sample if isinstance(sample, Tensor) else torch.tensor(sample, dtype=torch.float64)
+    return Figure(numbers.mean().item(), numbers.std().item() / math.sqrt(len(numbers)), expected)
 
 
 def over_runs(runs: Sequence[Tensor]) -> Figure:

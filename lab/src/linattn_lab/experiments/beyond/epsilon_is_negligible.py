@@ -20,7 +20,7 @@ from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.beyond._max_normalised import max_normalised_attention, max_normalised_keys
 from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import gaussian_tokens, mean_and_error, overall_relative_error, seed
+from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, overall_relative_error, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
 CLAIM = "The epsilon added to stabilised features only prevents a division by zero: it is negligible."
@@ -79,7 +79,7 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
 
 def _figure(config: Config, series: str, epsilon: float) -> Figure:
     """A mean over draws of tokens and features, and its standard error."""
-    return Figure(*mean_and_error([_measured(config, epsilon, draw)[series] for draw in range(config.draws)]))
+    return mean_figure([_measured(config, epsilon, draw)[series] for draw in range(config.draws)])
 
 
 @lru_cache(maxsize=FULL.draws)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from linattn.feature_maps import FavorPlus
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import generator, seed
+from linattn_lab.experiments.inputs import generator, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series
 
 CLAIM = "The Q of a Gaussian matrix's QR decomposition gives uniformly random orthogonal directions."
@@ -91,14 +91,12 @@ def _ratio(config: Config, series: str, x: int) -> Figure:
     head_dim, sign = _CASES[x]
     z = torch.full((head_dim,), sign * math.sqrt(_SUM_SQUARE / head_dim), dtype=torch.float64)
     estimates = torch.exp(_projections(config, series, head_dim) @ z - _SUM_SQUARE / 2)
-    means = estimates.reshape(_BATCHES, -1).mean(1)
-    return Figure(means.mean().item(), means.std().item() / math.sqrt(_BATCHES), expected=1.0)
+    return mean_figure(estimates.reshape(_BATCHES, -1).mean(1), expected=1.0)
 
 
 def _mean(config: Config, series: str, head_dim: int) -> Figure:
     """Mean of all coordinates of all rows, and its standard error over batches."""
-    means = _projections(config, series, head_dim).reshape(_BATCHES, -1).mean(1)
-    return Figure(means.mean().item(), means.std().item() / math.sqrt(_BATCHES), expected=0.0)
+    return mean_figure(_projections(config, series, head_dim).reshape(_BATCHES, -1).mean(1), expected=0.0)
 
 
 @lru_cache(maxsize=4)

@@ -6,7 +6,6 @@ dependence changes is the variance.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from linattn_lab.experiments.draws import Draw, kernel_ratios
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import pair_at_angle
+from linattn_lab.experiments.inputs import mean_figure, pair_at_angle
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
 
 CLAIM = "φ(q)·φ(k) with finitely many samples is an unbiased estimator of exp(q·k)."
@@ -71,7 +70,7 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
 def _mean(config: Config, draw: Draw, width: int, angle: float) -> Figure:
     """Mean over draws at one angle."""
     found = _at_all_angles(config, draw, width)[:, config.angles.index(angle)]
-    return Figure(found.mean().item(), found.std().item() / math.sqrt(config.draws), expected=1.0)
+    return mean_figure(found, expected=1.0)
 
 
 @lru_cache(maxsize=1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from linattn.attention import attention_rows
 from linattn.feature_maps import FavorPlus, features
 from linattn.softmax import softmax_attention
+from linattn_lab.experiments.experiment import Figure
 from linattn_lab.experiments.inputs import gaussian_tokens, seed
 
 WEIGHTS, ATTENTION = "φ(Q)φ(K)ᵀ", "with rows that sum to 1"
@@ -30,24 +31,26 @@ class Config:
     seconds: float = 0.1
 
 
-def rank_of_weights(config: Config, num_features: int, *, is_causal: bool) -> int:
-    """Rank of φ(Q)φ(K)ᵀ, causally of what lies on and below its diagonal."""
+def rank_of_weights(config: Config, num_features: int, *, is_causal: bool) -> Figure:
+    """Rank of φ(Q)φ(K)ᵀ, causally of what lies on and below its diagonal; expected is the claim's bound."""
     query, key, favor = _tokens_and_map(config, num_features)
     weights = features(favor, query, "query") @ features(favor, key, "key").mT
-    return _rank(weights.tril() if is_causal else weights)
+    return Figure(_rank(weights.tril() if is_causal else weights), expected=num_features)
 
 
-def rank_of_attention(config: Config, num_features: int, *, is_causal: bool) -> int:
-    """Rank of the matrix that averages the values, rows summing to 1."""
+def rank_of_attention(config: Config, num_features: int, *, is_causal: bool) -> Figure:
+    """Rank of the matrix that averages the values, rows summing to 1; expected is the claim's bound."""
     query, key, favor = _tokens_and_map(config, num_features)
     everyone = torch.arange(config.num_tokens)
-    return _rank(attention_rows(query, key, favor, everyone, is_causal=is_causal))
+    rows = attention_rows(query, key, favor, everyone, is_causal=is_causal)
+    return Figure(_rank(rows), expected=num_features)
 
 
-def rank_of_softmax_attention(config: Config) -> int:
+def rank_of_softmax_attention(config: Config) -> Figure:
     """Rank of softmax attention, which gives its matrix when the values are the unit vectors."""
     query, key, _ = _tokens_and_map(config, 1)
-    return _rank(softmax_attention(query, key, torch.eye(config.num_tokens, dtype=query.dtype).expand(1, 1, -1, -1)))
+    unit_vectors = torch.eye(config.num_tokens, dtype=query.dtype).expand(1, 1, -1, -1)
+    return Figure(_rank(softmax_attention(query, key, unit_vectors)))
 
 
 def _tokens_and_map(config: Config, num_features: int) -> tuple[Tensor, Tensor, FavorPlus]:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import generator
+from linattn_lab.experiments.inputs import generator, mean_figure
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
 CLAIM = "A feature map φ satisfies exp(q·k) = φ(q)·φ(k)."
@@ -73,5 +73,4 @@ def _rank(config: Config, dimension: int, num_points: int) -> Figure:
     """Mean rank over sets of points with N(0, 1) coordinates."""
     source = generator("gram", config.seed, dimension, num_points)
     points = torch.randn(config.sets, num_points, dimension, generator=source, dtype=torch.float64)
-    ranks = torch.linalg.matrix_rank((points @ points.mT).exp(), rtol=_THRESHOLD).double()
-    return Figure(ranks.mean().item(), ranks.std().item() / math.sqrt(config.sets))
+    return mean_figure(torch.linalg.matrix_rank((points @ points.mT).exp(), rtol=_THRESHOLD).double())

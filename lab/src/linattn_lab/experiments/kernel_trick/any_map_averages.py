@@ -6,7 +6,6 @@ unbiased for exp(q·k/√d), go wrong wherever their spread exceeds the mean. Po
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from linattn.feature_maps import FavorPlus, FeatureMap, Identity, Trigonometric, features
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import gaussian_tokens, seed
+from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
 CLAIM = "Linear attention averages the values for any feature map φ from (n, d) to (n, d_φ)."
@@ -77,7 +76,7 @@ def trigonometric(sigma: float) -> str:
 def _share(config: Config, series: str, width: int, sigma: float) -> Figure:
     """Share of negative denominators; queries of one trial share keys and a draw, so errors are taken over trials."""
     shares = torch.stack([_negative(config, series, width, sigma, trial) for trial in range(config.trials)])
-    return Figure(shares.mean().item(), shares.std().item() / math.sqrt(config.trials), expected=0.0)
+    return mean_figure(shares, expected=0.0)
 
 
 def _negative(config: Config, series: str, width: int, sigma: float, trial: int) -> Tensor:

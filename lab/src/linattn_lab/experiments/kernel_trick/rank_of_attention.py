@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, Axes, FigureRow, Measurement, Verdict
 from linattn_lab.experiments.judging import decide
 from linattn_lab.experiments.kernel_trick._ranks import (
     ATTENTION,
@@ -30,9 +30,9 @@ FULL = Config(num_features=(2, 4, 8, 16, 32, 64, 128), num_tokens=256, seconds=0
 def rows(config: Config) -> Iterator[Measurement]:
     """The ranks of all weights, of the matrix that averages the values, and of softmax attention."""
     for width in config.num_features:
-        yield Measurement(WEIGHTS, width, partial(_of_weights, config, width))
-        yield Measurement(ATTENTION, width, partial(_of_attention, config, width))
-        yield Measurement(EXACT, width, partial(_of_softmax, config))
+        yield Measurement(WEIGHTS, width, partial(rank_of_weights, config, width, is_causal=False))
+        yield Measurement(ATTENTION, width, partial(rank_of_attention, config, width, is_causal=False))
+        yield Measurement(EXACT, width, partial(rank_of_softmax_attention, config))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
@@ -47,18 +47,3 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         f"the same tokens has rank {full.value:.0f}",
         tolerance="singular values above what rounding leaves, 2⁻⁵² of the largest for each row, are counted",
     )
-
-
-def _of_weights(config: Config, num_features: int) -> Figure:
-    """Rank of the weights; expected is the claim's bound."""
-    return Figure(rank_of_weights(config, num_features, is_causal=False), expected=num_features)
-
-
-def _of_attention(config: Config, num_features: int) -> Figure:
-    """Rank of the weights divided by their sums; expected is the claim's bound."""
-    return Figure(rank_of_attention(config, num_features, is_causal=False), expected=num_features)
-
-
-def _of_softmax(config: Config) -> Figure:
-    """Rank of softmax attention."""
-    return Figure(rank_of_softmax_attention(config))

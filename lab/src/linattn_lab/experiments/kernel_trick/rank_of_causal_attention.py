@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, FigureRow, Measurement, Verdict
 from linattn_lab.experiments.judging import decide
 from linattn_lab.experiments.kernel_trick._ranks import (
     ATTENTION,
@@ -31,8 +31,8 @@ FULL = Config(num_features=(2, 4, 8, 16, 32, 64, 128), num_tokens=256, seconds=2
 def rows(config: Config) -> Iterator[Measurement]:
     """The ranks of all weights and of the matrix that averages the values."""
     for width in config.num_features:
-        yield Measurement(WEIGHTS, width, partial(_of_weights, config, width))
-        yield Measurement(ATTENTION, width, partial(_of_attention, config, width))
+        yield Measurement(WEIGHTS, width, partial(rank_of_weights, config, width, is_causal=True))
+        yield Measurement(ATTENTION, width, partial(rank_of_attention, config, width, is_causal=True))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
@@ -44,13 +44,3 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         figure=f"with {worst.x:.0f} features the rank is {worst.value:.0f} ({worst.series})",
         tolerance="singular values above what rounding leaves, 2⁻⁵² of the largest for each row, are counted",
     )
-
-
-def _of_weights(config: Config, num_features: int) -> Figure:
-    """Rank of the weights on and below the diagonal; expected is the claim's bound."""
-    return Figure(rank_of_weights(config, num_features, is_causal=True), expected=num_features)
-
-
-def _of_attention(config: Config, num_features: int) -> Figure:
-    """Rank of the weights divided by their sums; expected is the claim's bound."""
-    return Figure(rank_of_attention(config, num_features, is_causal=True), expected=num_features)

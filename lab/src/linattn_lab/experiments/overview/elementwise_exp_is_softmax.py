@@ -19,7 +19,7 @@ from linattn.attention import linear_attention
 from linattn.feature_maps import Exponential
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import gaussian_tokens, mean_and_error, overall_relative_error
+from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, overall_relative_error
 from linattn_lab.experiments.judging import decide, value_at
 from linattn_lab.experiments.overview._weights import divergence, kernel_log_weights, softmax_log_weights
 
@@ -87,8 +87,8 @@ def _weight(series: str) -> Figure:
 
 def _sampled(config: Config, series: str, which: int) -> Figure:
     """A mean over draws of the tokens, and its standard error."""
-    mean, error = mean_and_error([_both(config, series, draw)[which - 1] for draw in range(config.draws)])
-    return Figure(mean, error, expected=0.0 if series == _MAP else None)
+    sample = [_both(config, series, draw)[which - 1] for draw in range(config.draws)]
+    return mean_figure(sample, expected=0.0 if series == _MAP else None)
 
 
 @lru_cache(maxsize=2 * FULL.draws)

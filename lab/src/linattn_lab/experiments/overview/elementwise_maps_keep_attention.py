@@ -17,7 +17,7 @@ from linattn.attention import linear_attention
 from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, FeatureMap
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_and_error, overall_relative_error
+from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_figure, overall_relative_error
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, value_at
 
 CLAIM = "Linear attention reduces the complexity to O(N) while keeping the core properties of the attention mechanism."
@@ -85,7 +85,7 @@ def _over_averaging(rows: Sequence[FigureRow], series: str, x: int) -> tuple[flo
 
 def _error(config: Config, series: str, x: int) -> Figure:
     """Mean over draws of the tokens of the relative error, and its standard error."""
-    return Figure(*mean_and_error([_errors(config, x, draw)[series] for draw in range(config.draws)]))
+    return mean_figure([_errors(config, x, draw)[series] for draw in range(config.draws)])
 
 
 @lru_cache(maxsize=FULL.draws)

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from linattn.feature_maps import EluPlusOne, FavorPlus, FeatureMap, features
+from linattn_lab.experiments.counting import operations
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, seed
 from linattn_lab.experiments.judging import decide, in_series, slope
@@ -78,6 +76,5 @@ def _random(num_tokens: int) -> str:
 def _operations(config: Config, num_tokens: int, feature_map: FeatureMap, claimed: float) -> Figure:
     """Operations of φ(Q)(φ(K)ᵀ[V, 1]) over N·d²; the column of ones is left out, as the overview leaves it."""
     query, key, value = gaussian_tokens(num_tokens, config.head_dim, 1.0, "cost", config.seed)
-    with FlopCounterMode(display=False) as counter:
-        torch.matmul(features(feature_map, query, "query"), features(feature_map, key, "key").mT @ value)
-    return Figure(counter.get_total_flops() / (num_tokens * config.head_dim**2), expected=claimed)
+    count = operations(lambda: features(feature_map, query, "query") @ (features(feature_map, key, "key").mT @ value))
+    return Figure(count / (num_tokens * config.head_dim**2), expected=claimed)

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
 from linattn_lab.bench.memory import CHILD_SETTINGS, extra_peak
-from linattn_lab.experiments.experiment import EXACT
+from linattn_lab.experiments.experiment import EXACT, FigureRow
 from linattn_lab.experiments.inputs import generator, seed
+from linattn_lab.experiments.judging import in_series, slope
 
 HEADS, HEAD_DIM, FEATURES = 8, 64, 256
 
@@ -80,6 +82,12 @@ def call(attend: Attend, length: int, passes: str) -> Callable[[], object]:
     return run
 
 
+def growth(rows: Sequence[FigureRow], contender: str, passes: str, num_lengths: int) -> float:
+    """The power of L as which a curve grows over its greatest lengths."""
+    return slope(in_series(rows, series(contender, passes))[-num_lengths:])[0]
+
+
+@lru_cache(maxsize=1)
 def verify() -> None:
     """Refuse to measure what is wrong: both exact ones agree, and both linear ones agree with their definition."""
     query, key, value = torch.randn(3, 1, HEADS, _WARM_UP_TOKENS, HEAD_DIM, generator=generator("figure 3", "verify"))

@@ -28,7 +28,7 @@ from linattn.feature_maps import (
 )
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import UNIFORM, Figure, FigureRow
-from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_square, seed
+from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_figure, mean_square, seed
 
 NUM_TOKENS = 4096
 HEAD_DIM = 16
@@ -63,8 +63,7 @@ FIXED: dict[str, FeatureMap] = {
 
 def mean_error(name: str, width: int, sigma: float, trials: int) -> Figure:
     """Mean over trials of the mean square error, with its standard error."""
-    errors = _over_trials(name, width, sigma, trials)
-    return Figure(errors.mean().item(), errors.std().item() / math.sqrt(trials))
+    return mean_figure(_over_trials(name, width, sigma, trials))
 
 
 def median_error(name: str, width: int, sigma: float, trials: int) -> Figure:

@@ -117,11 +117,6 @@ def estimates(name: str, pairs: tuple[Pair, ...], projection: Projection, draws:
     return torch.cat(found)
 
 
-def mean_figure(sample: Tensor, expected: float | None) -> Figure:
-    """Mean of independent numbers with its standard error."""
-    return Figure(sample.mean().item(), sample.std().item() / math.sqrt(len(sample)), expected)
-
-
 def variance_figure(sample: Tensor, expected: float | None, unit: float = 1.0) -> Figure:
     """Variance of independent numbers in some unit, with the standard error that their fourth moment gives."""
     variance = sample.var()

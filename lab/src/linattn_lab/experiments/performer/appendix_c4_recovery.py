@@ -18,9 +18,8 @@ from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus, features
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import gaussian_tokens, seed
+from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, slope
-from linattn_lab.experiments.performer._pairs import mean_figure
 
 CLAIM = (
     "The attention matrix that random features imply is recovered by applying the attention to one-hot values, and "
@@ -107,7 +106,7 @@ def _implied(config: Config, width: int) -> Figure:
 def _softmax(config: Config, width: int) -> Figure:
     """Mean distance from softmax attention over draws."""
     recovered, _, exact = _matrices(config, width)
-    return mean_figure(_relative(recovered - exact, exact), None)
+    return mean_figure(_relative(recovered - exact, exact))
 
 
 def _uniform(config: Config) -> Figure:

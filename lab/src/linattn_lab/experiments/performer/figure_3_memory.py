@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.judging import decide, in_series, slope
+from linattn_lab.experiments.judging import decide, in_series
 from linattn_lab.experiments.performer._figure_3 import (
     CAUSAL,
     CONTENDERS,
@@ -20,6 +20,7 @@ from linattn_lab.experiments.performer._figure_3 import (
     PERFORMER,
     TRANSFORMER,
     extra_bytes,
+    growth,
     series,
     verify,
 )
@@ -53,23 +54,19 @@ def rows(config: Config) -> Iterator[Measurement]:
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Slopes at the greatest lengths: FAVOR+ on the side of 1, the Transformer on that of 2."""
-    steepest = max(_slope(rows, name, passes) for name in (PERFORMER, CAUSAL) for passes in PASSES)
-    flattest = min(_slope(rows, TRANSFORMER, passes) for passes in PASSES)
+    steepest = max(growth(rows, name, passes, _DECIDING) for name in (PERFORMER, CAUSAL) for passes in PASSES)
+    flattest = min(growth(rows, TRANSFORMER, passes, _DECIDING) for passes in PASSES)
+    blockwise = growth(rows, EXACT, PASSES[0], _DECIDING)
     exact, favor = (in_series(rows, series(name, PASSES[0]))[-1] for name in (EXACT, PERFORMER))
     return decide(
         holds=steepest < _MIDDLE - _BAND and flattest > _MIDDLE + _BAND,
         fails=steepest > _MIDDLE or flattest < _MIDDLE,
         figure=f"memory grows at most as L^{steepest:.2f} with FAVOR+ and at least as L^{flattest:.2f} where the "
-        f"weights are kept; but exact attention block by block grows as L^{_slope(rows, EXACT, PASSES[0]):.2f}, "
+        f"weights are kept; but exact attention block by block grows as L^{blockwise:.2f}, "
         f"{exact.value / 1e6:.0f} MB against {favor.value / 1e6:.0f} MB of FAVOR+ at {favor.x:,.0f} tokens",
         tolerance=f"slopes over the last doubling, on the right side of {_MIDDLE} by {_BAND}: pages and an allocator's "
         f"remainders, some MB, would have to be {2**_BAND - 1:.0%} of a figure to feign that",
     )
-
-
-def _slope(rows: Sequence[FigureRow], name: str, passes: str) -> float:
-    """Of a curve, over its last doubling."""
-    return slope(in_series(rows, series(name, passes))[-_DECIDING:])[0]
 
 
 def _memory(config: Config, case: tuple[str, int, str]) -> Figure:

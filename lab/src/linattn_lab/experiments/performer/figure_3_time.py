@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from linattn.methods.costs import seconds
 from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.judging import decide, in_series, slope
+from linattn_lab.experiments.judging import decide, in_series
 from linattn_lab.experiments.performer._figure_3 import (
     CAUSAL,
     CONTENDERS,
@@ -24,6 +24,7 @@ from linattn_lab.experiments.performer._figure_3 import (
     TRANSFORMER,
     call,
     contenders,
+    growth,
     series,
     verify,
 )
@@ -61,22 +62,18 @@ def rows(config: Config) -> Iterator[Measurement]:
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Slopes at the greatest lengths: FAVOR+ on the side of 1, the Transformer on that of 2."""
-    steepest = max(_slope(rows, name, passes) for name in (PERFORMER, CAUSAL) for passes in PASSES)
-    flattest = min(_slope(rows, TRANSFORMER, passes) for passes in PASSES)
+    steepest = max(growth(rows, name, passes, _DECIDING) for name in (PERFORMER, CAUSAL) for passes in PASSES)
+    flattest = min(growth(rows, TRANSFORMER, passes, _DECIDING) for passes in PASSES)
+    blockwise = growth(rows, EXACT, PASSES[0], _DECIDING)
     return decide(
         holds=steepest < _MIDDLE - _BAND and flattest > _MIDDLE + _BAND,
         fails=steepest > _MIDDLE or flattest < _MIDDLE,
         figure=f"time grows at most as L^{steepest:.2f} with FAVOR+ and at least as L^{flattest:.2f} where the weights "
-        f"are kept; against exact attention block by block, which grows as L^{_slope(rows, EXACT, PASSES[0]):.2f} "
+        f"are kept; against exact attention block by block, which grows as L^{blockwise:.2f} "
         f"forward, {_break_even(rows)}; {_floor(rows)}",
         tolerance=f"slopes over the greatest {_DECIDING} lengths, on the right side of {_MIDDLE} by {_BAND}: over two "
         f"doublings a machine would have to change its speed by a factor {4**_BAND:.2f} to feign that",
     )
-
-
-def _slope(rows: Sequence[FigureRow], name: str, passes: str) -> float:
-    """Of a curve, over its greatest lengths."""
-    return slope(in_series(rows, series(name, passes))[-_DECIDING:])[0]
 
 
 def _break_even(rows: Sequence[FigureRow]) -> str:
@@ -104,7 +101,7 @@ def _time(config: Config, name: str, length: int, passes: str) -> Figure:
 @lru_cache(maxsize=4)
 def _times(config: Config, passes: str) -> dict[str, list[float]]:
     """Seconds of every contender at every length, all in turn: a machine that grows busier is slower for all."""
-    _verified()
+    verify()
     built = contenders()
     return seconds(
         {
@@ -119,12 +116,6 @@ def _times(config: Config, passes: str) -> dict[str, list[float]]:
 def _case(name: str, length: int) -> str:
     """What is timed."""
     return f"{name} at {length}"
-
-
-@lru_cache(maxsize=1)
-def _verified() -> None:
-    """Once a process."""
-    verify()
 
 
 def _present(config: Config, length: int) -> list[str]:

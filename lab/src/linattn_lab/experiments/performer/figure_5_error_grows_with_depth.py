@@ -24,8 +24,9 @@ from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus, FeatureMap, Hyperbolic, Taylor
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import generator, seed
+from linattn_lab.experiments.inputs import generator, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, slope, value_at
+from linattn_lab.experiments.performer._recall import Attend, average
 
 CLAIM = "With more layers the error of the Performer's output grows."
 SOURCE = "Performer paper (arXiv 2009.14794), section 4.2, figure 5 (left) and figure 14; the baselines are added"
@@ -45,8 +46,6 @@ _MAPS: dict[str, Callable[[int], FeatureMap]] = {
     "Taylor of order 1": lambda seed: Taylor(_HEAD_DIM, order=1),
 }
 _JUDGED = tuple(name for name in _MAPS if name.startswith("FAVOR+"))
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,14 @@ def _series(name: str, scale: float) -> str:
 
 def _error(config: Config, name: str, scale: float, depth: int) -> Figure:
     """Mean over networks of the relative error after `depth` layers."""
-    errors = torch.tensor([_errors(scale, network)[name][depth - 1] for network in range(config.networks)])
-    return Figure(errors.mean().item(), errors.std().item() / math.sqrt(config.networks))
+    return mean_figure(torch.tensor([_errors(scale, network)[name][depth - 1] for network in range(config.networks)]))
 
 
 @lru_cache(maxsize=64)
 def _errors(scale: float, network: int) -> dict[str, tuple[float, ...]]:
     """For every map the relative error after each layer of one network, with a draw of its own in every layer."""
     layers = _weights(scale, network)
-    attends: dict[str, list[Attend]] = {UNIFORM: [_average] * len(layers)}
+    attends: dict[str, list[Attend]] = {UNIFORM: [average] * len(layers)}
     for name, build in _MAPS.items():
         seeds = [seed("figure 5", name, network, layer) for layer in range(len(layers))]
         attends[name] = [partial(linear_attention, feature_map=build(one)) for one in seeds]
@@ -121,11 +119,6 @@ def _errors(scale: float, network: int) -> dict[str, tuple[float, ...]]:
         )
         for name, each in attends.items()
     }
-
-
-def _average(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention that ignores queries and keys."""
-    return value.mean(2, keepdim=True).expand_as(value)
 
 
 def _states(attends: Sequence[Attend], layers: Sequence[_Layer], network: int) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ import torch
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import seed
+from linattn_lab.experiments.inputs import mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._recall import (
     HEAD_DIM,
@@ -93,7 +93,7 @@ def _accuracy(config: Config, series: str, suffix: str, width: int) -> Figure:
     shares = unseen if suffix == _UNSEEN else seen
     if suffix == _LEAST:
         return Figure(shares.min().item())
-    return Figure(shares.mean().item(), shares.std().item() / math.sqrt(config.runs))
+    return mean_figure(shares)
 
 
 @lru_cache(maxsize=32)
@@ -119,5 +119,4 @@ def _baseline(config: Config, series: str) -> Figure:
     """Exact attention, or averaging, after as many steps of tuning."""
     network, attend = pretrained(config.task), softmax_attention if series == EXACT else average
     train(network, config.task, attend, config.steps, "redraw", series)
-    shares = accuracy(network, config.task, attend)
-    return Figure(shares.mean().item(), shares.std().item() / math.sqrt(len(shares)))
+    return mean_figure(accuracy(network, config.task, attend))

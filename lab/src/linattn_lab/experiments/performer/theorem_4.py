@@ -17,9 +17,9 @@ from torch.nn.functional import normalize
 
 from linattn.feature_maps import Trigonometric, features
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import gaussian_tokens, seed
+from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, value_at
-from linattn_lab.experiments.performer._pairs import Pair, Projection, closed_error, mean_figure
+from linattn_lab.experiments.performer._pairs import Pair, Projection, closed_error
 
 CLAIM = (
     "m = Θ(d log d) random projections suffice to approximate the attention matrix accurately with orthogonal "
@@ -118,6 +118,6 @@ def _measured(config: Config, length: str, dim: int) -> Figure:
     estimate = features(cosines, query, "query") @ features(cosines, key, "key").mT
     largest = (estimate - cosines.kernel(query, key)).abs().flatten(1).amax(1)
     # The error falls as 1/√m; logarithms, because its square has a heavy tail.
-    logs = mean_figure(2 * (largest / EPSILON).log(), None)
+    logs = mean_figure(2 * (largest / EPSILON).log())
     value = math.exp(logs.value)
     return Figure(value, value * (logs.standard_error or 0))

@@ -7,7 +7,6 @@ features of the same width, on the same sequences, regain what the swap has cost
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,7 +19,7 @@ from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus, FeatureMap, Trigonometric, features
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.inputs import over_runs
+from linattn_lab.experiments.inputs import mean_figure, over_runs
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._recall import (
     Network,
@@ -107,8 +106,7 @@ def _right(config: Config, kind: type[FavorPlus | Trigonometric], width: int, st
 
 def _negative(config: Config, width: int, step: int) -> Figure:
     """Mean over draws of the share of negative normalisers."""
-    shares = torch.tensor([_run(config, width, draw).negative[step] for draw in range(config.draws)])
-    return Figure(shares.mean().item(), shares.std().item() / math.sqrt(config.draws))
+    return mean_figure(torch.tensor([_run(config, width, draw).negative[step] for draw in range(config.draws)]))
 
 
 @lru_cache(maxsize=4)
