@@ -1,10 +1,7 @@
 """Refuse maps, tokens and states that do not belong together: compiled code would trust what a file put there.
 
 Of states shapes, dtypes and devices alone are compared, all of a kind at once, since every token of a stream passes
-here: what differs is looked for where something does.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), n tokens, D head width, Dv value width, R
-features, M exponents.
+here: what differs is looked for where something does. Letters as in attention/__init__.py.
 """
 
 from __future__ import annotations

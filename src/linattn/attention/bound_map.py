@@ -1,7 +1,4 @@
-"""A feature map with the tensors it uses in one call: those that gradients follow, and statistics of the call.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width.
-"""
+"""A feature map with the tensors it uses in one call; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The op: check, choose a backend, call.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width, R features.
-"""
+"""The op: check, choose a backend, call; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 

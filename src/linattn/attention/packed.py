@@ -1,8 +1,4 @@
-"""Sequences of different lengths, one after the other in one tensor: attention of each by itself.
-
-Letters: H query heads, Hkv key/value heads, N sequences, T tokens of all, L tokens of the longest of some sequences,
-D head width, Dv value width.
-"""
+"""Sequences one after the other in one tensor: attention of each by itself; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The state keys and values collapse into, and its verbs.
-
-Letters: B batch, H key/value heads, L tokens, D head width, Dv value width, R features, M exponents (R for exponential
-maps, one per group for grouped ones, else 1).
-"""
+"""The state keys and values collapse into, and its verbs; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 

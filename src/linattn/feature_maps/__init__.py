@@ -5,6 +5,9 @@ their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `Fa
 `Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
 approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres;
 `LearnedExponential` and `Hedgehog` are trained; `Centred` and `Balanced` wrap any map for the softmax kernel.
+
+Letters: B batch, H heads, Hkv key/value heads, G = H/Hkv query heads of a group, L tokens (Lq, Lk), D head width, R
+features, m rows of a projection W: R of them, or R/2 where each makes two features.
 """
 
 from linattn.feature_maps._base import FeatureMap as FeatureMap

@@ -1,7 +1,4 @@
-"""The protocol every feature map follows: x -> φ(x), the choice of kernel.
-
-Letters: B batch, H heads, L tokens, D head width, R features.
-"""
+"""The protocol every feature map follows: x -> φ(x), the choice of kernel; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

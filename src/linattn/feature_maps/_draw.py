@@ -1,7 +1,4 @@
-"""The draw of a random projection: directions, lengths, and nothing that depends on a device.
-
-Letters: H heads, D head width, m rows.
-"""
+"""Draw a random projection, the same on every device; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Maps that learn from sample queries and keys: fitted tensors, their digest, their life in checkpoints.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width.
-"""
+"""Maps that learn from sample queries and keys; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

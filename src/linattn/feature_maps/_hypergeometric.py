@@ -3,9 +3,8 @@
 0F1(;b;z) = Σ z^k/((b)_k k!) and 1F1(a;b;z) = Σ (a)_k z^k/((b)_k k!), (a)_k = a(a+1)…(a+k-1).
 
 For z ≥ 0 all terms are positive: the logarithm is returned, to 1e-12. For z < 0 the sums cancel; what is needed there
-are means of cosines, numbers in [-1, 1], and they are returned to an absolute 1e-13.
-
-Letters: D head width.
+are means of cosines, numbers in [-1, 1], and they are returned to an absolute 1e-13. Letters as in
+feature_maps/__init__.py.
 """
 
 from __future__ import annotations

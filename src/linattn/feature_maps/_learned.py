@@ -1,7 +1,4 @@
-"""Trainable exponents of learned maps, for queries and for keys.
-
-Letters: H heads, L tokens (Lq, Lk), D head width, R features, m rows of W.
-"""
+"""Trainable exponents of learned maps, for queries and for keys; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The base of random feature maps: the projection W, its seed, its life in checkpoints and on devices.
-
-Letters: B batch, H heads, L tokens, D head width, R features, m rows of W.
-"""
+"""The base of random maps: W, its seed, its life in checkpoints; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

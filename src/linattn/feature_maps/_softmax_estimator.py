@@ -1,7 +1,4 @@
-"""Random maps that estimate the softmax kernel: kernel and variance, and exponents of a projection.
-
-Letters: L tokens (Lq, Lk), D head width, R features.
-"""
+"""Random maps that estimate the softmax kernel, and their variance; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

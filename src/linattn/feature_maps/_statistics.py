@@ -1,8 +1,4 @@
-"""Statistics that fitted maps are built on: means over tokens, functions of second moments, clusters.
-
-Letters: B batch, H heads, Hkv key/value heads, G = H/Hkv query heads of a group, L tokens (Lq, Lk), D head width,
-N points, C centres.
-"""
+"""Statistics that fitted maps take; letters as in feature_maps/__init__.py, N points, C centres."""
 
 from __future__ import annotations
 

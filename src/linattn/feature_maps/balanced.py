@@ -1,7 +1,4 @@
-"""Balancing: queries and keys moved to coordinates where their second moments agree, the softmax kernel kept exactly.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features.
-"""
+"""Balancing: q and k moved to where their second moments agree; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

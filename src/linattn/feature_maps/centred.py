@@ -1,7 +1,4 @@
-"""Centring: queries and keys moved to their means, the softmax kernel kept exactly.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features.
-"""
+"""Centring: q and k moved to their means, the softmax kernel kept; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Feature maps that act on each coordinate (or on pairs of them): cheap, and kernels of their own.
 
 None of them is the softmax kernel or an approximation of it, the exponential included: Σ_l exp((q_l + k_l)/√D) is not
-exp(q·k/√D).
-
-Letters: L tokens, D head width, R features.
+exp(q·k/√D). Letters as in feature_maps/__init__.py.
 """
 
 from __future__ import annotations

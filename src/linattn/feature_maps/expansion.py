@@ -1,7 +1,4 @@
-"""Softmax attention expanded around query centres: deterministic, needs no training.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens, N queries, D head width, R features, C centres, F = R/C.
-"""
+"""Softmax attention expanded around query centres; letters as in feature_maps/__init__.py, C centres, F = R/C."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Positive random features for the softmax kernel.
-
-Letters: L tokens, D head width, R features.
-"""
+"""Positive random features for the softmax kernel; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Hedgehog: trained exponentials of a linear map and of its negative.
-
-Letters: L tokens, D head width.
-"""
+"""Hedgehog: trained exponentials of a linear map and of its negative; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Positive random features in antithetic pairs.
-
-Letters: L tokens, D head width, R features, m = R/2 rows.
-"""
+"""Positive random features in antithetic pairs; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""FAVOR+ with everything that was drawn or fixed set free to be trained.
-
-Letters: L tokens, D head width, R features.
-"""
+"""FAVOR+ with everything that was drawn or fixed set free to be trained; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

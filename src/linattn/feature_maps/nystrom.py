@@ -1,7 +1,4 @@
-"""Nyström features: the softmax kernel seen through landmarks.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R landmarks and features.
-"""
+"""Nyström features: the softmax kernel through landmarks; letters as in feature_maps/__init__.py, R landmarks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Positive random features with the variance-optimal Gaussian tilt.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features.
-"""
+"""Positive random features with the variance-optimal Gaussian tilt; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Feature maps that are exact: polynomials of q·k, each monomial stored once.
 
 (x·y)^p = Σ over monomials α of degree p of (p!/α!)·x^α·y^α, so that √(p!/α!)·x^α are features whose inner product is
-the kernel to rounding. One coordinate more, of constant value, brings in the lower degrees.
-
-Letters: L tokens, D head width, R features, p degree.
+the kernel to rounding. One coordinate more, of constant value, brings in the lower degrees. Letters as in
+feature_maps/__init__.py, p degree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rectified random features: the arc-cosine kernel.
-
-Letters: L tokens (Lq, Lk), D head width, R features.
-"""
+"""Rectified random features: the arc-cosine kernel; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Positive random features with a tilt of its own in every direction of the data.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features, m rows of W.
-"""
+"""Positive random features with a tilt in every direction of the data; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Random Fourier features for the softmax kernel: bounded, and of either sign.
-
-Letters: L tokens, D head width, R features, m = R/2 rows.
-"""
+"""Random Fourier features for the softmax kernel; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The base of attention layers: projections, positions, gates, and the way from tokens to heads and back.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of the layer, D head width.
-"""
+"""The base of attention layers: from tokens to heads and back; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The layer: projections around `linattn.linear_attention`.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of the layer, D head width, R features.
-"""
+"""The layer: projections around `linattn.linear_attention`; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 

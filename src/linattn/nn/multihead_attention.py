@@ -1,7 +1,4 @@
-"""A layer of linattn in the place of torch.nn.MultiheadAttention, called as that is.
-
-Letters: B batch, L tokens (Lq, Lk), E width of the layer.
-"""
+"""A layer of linattn in the place of torch.nn.MultiheadAttention, called as that is; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 

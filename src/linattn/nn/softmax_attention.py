@@ -1,7 +1,4 @@
-"""The softmax layer of a hybrid: the same interface, torch's scaled_dot_product_attention inside.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, E width of the layer, D head width.
-"""
+"""The softmax layer of a hybrid, around torch's attention; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Layers that are given a part of each sequence, the other parts being on other ranks.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens of this rank, E width of the layer, D head width.
-"""
+"""Layers that are given a part of each sequence; letters as in parallel/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The op on parts of a sequence: absorb, exchange states, fold on from what came before.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens of this rank (Lq, Lk), D head width, Dv value width, R
-features, P ranks.
-"""
+"""The op on parts of a sequence: absorb, exchange states, fold on; letters as in parallel/__init__.py."""
 
 from __future__ import annotations
 

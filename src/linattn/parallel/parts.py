@@ -1,8 +1,4 @@
-"""A rank's part of a sequence: its tokens, what weighs them, and the states that ranks exchange.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width, R features, M
-exponents kept per head, P ranks.
-"""
+"""A rank's part of a sequence, and the states that ranks exchange; letters as in parallel/__init__.py."""
 
 from __future__ import annotations
 

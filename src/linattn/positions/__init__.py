@@ -13,8 +13,10 @@ An encoding is a `Position`: `bind` once gives the map to attend with, and refus
 it gives q and k for attention; `token_positions` counts positions across padding and a stream. A `Gate` turns tokens
 into `Gates`, which `gated_attention_with_state` takes, or `gate_bias` turns into `key_bias` and a decay of the state. A
 relative bias needs transforms in the fold's place: `relative_bias_attention`. What is relative for kernels of q·k is
-so as far as the map equals one, or in expectation where it estimates one. Letters: L tokens, D head width, P code
-width, R features, Dv value width, K sines, E model width, M the longest sequence.
+so as far as the map equals one, or in expectation where it estimates one. Letters: B batch, H query heads, Hkv
+key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width, P code width, R
+features, C features of a chunk, Hb heads of a bias that share a key/value head, N length of a transform, E model width,
+M the longest sequence.
 """
 
 from linattn.positions._base import Position as Position

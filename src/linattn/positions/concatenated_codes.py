@@ -1,7 +1,4 @@
-"""Codes of positions concatenated to queries and keys: sines, or learned ones.
-
-Letters: B batch, H heads, L tokens (Lq, Lk), D head width, P code width.
-"""
+"""Codes of positions concatenated to queries and keys: sines, or learned ones; letters as in positions/__init__.py."""
 
 from __future__ import annotations
 

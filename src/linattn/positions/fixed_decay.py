@@ -1,7 +1,4 @@
-"""Decay at a fixed rate for each head: ALiBi's and RetNet's.
-
-Letters: B batch, Hkv key/value heads, L tokens, E model width.
-"""
+"""Decay at a fixed rate for each head: ALiBi's and RetNet's; letters as in positions/__init__.py."""
 
 from __future__ import annotations
 

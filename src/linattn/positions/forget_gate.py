@@ -1,7 +1,4 @@
-"""Forget and input gates computed from the tokens.
-
-Letters: B batch, Hkv key/value heads, L tokens, E model width.
-"""
+"""Forget and input gates computed from the tokens; letters as in positions/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rotary positions, applied before the map.
-
-Letters: B batch, H heads, L tokens (Lq, Lk), D head width.
-"""
+"""Rotary positions, applied before the map; letters as in positions/__init__.py."""
 
 from __future__ import annotations
 

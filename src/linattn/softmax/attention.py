@@ -1,7 +1,4 @@
-"""Exact softmax attention: what the maps are measured against and combined with.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
-"""
+"""Exact softmax attention: what the maps are measured against and combined with; letters as in softmax/__init__.py."""
 
 from __future__ import annotations
 

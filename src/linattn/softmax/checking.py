@@ -1,8 +1,4 @@
-"""Checks of the public functions' arguments, and their words; limits of one backend live with that backend.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), T tokens of all sequences, D head width, Dv
-value width.
-"""
+"""Checks of public functions' arguments, and their words; letters as in softmax/__init__.py."""
 
 from __future__ import annotations
 

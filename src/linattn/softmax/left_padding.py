@@ -2,8 +2,7 @@
 
 Causally rows are taken in groups that begin at the same token, and the masked tokens before it are cut off. Where every
 key is in view, and in graphs and transforms, where a mask has no values yet, rows are turned to begin with that token;
-a stream that begins there counts its blocks from the first position instead.
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width.
+a stream that begins there counts its blocks from the first position instead. Letters as in softmax/__init__.py.
 """
 
 from __future__ import annotations

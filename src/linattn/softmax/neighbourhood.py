@@ -1,9 +1,8 @@
 """Exact attention between neighbouring blocks of tokens, and its gradients.
 
 A piece is m consecutive blocks of n rows each, of some heads, so few that their weights stay in a cache. The K keys
-around each block are overlapping views: none is copied. The weights are computed once more for gradients.
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, L), D head width, Dv value width, w
-tokens of a block, N = b·h·m blocks of a piece.
+around each block are overlapping views: none is copied. The weights are computed once more for gradients. Letters as in
+softmax/__init__.py, w tokens of a block, N = b·h·m blocks of a piece.
 """
 
 from __future__ import annotations

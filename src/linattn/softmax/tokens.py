@@ -1,8 +1,4 @@
-"""Keys and values with biases on their logits, and rows of tokens block by block.
-
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, n tokens kept, or blocks of w tokens,
-D head width, Dv value width.
-"""
+"""Keys and values with biases on their logits; letters as in softmax/__init__.py, w tokens of a block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One token in one call of compiled code on a CPU, from the wheel linattn-compiled.
-
-Letters as in blocked/__init__.py.
-"""
+"""One token in one call of compiled code on a CPU, from linattn-compiled; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 

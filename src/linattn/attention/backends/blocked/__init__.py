@@ -1,7 +1,6 @@
 """The fold by blocks in plain torch, forward and backward, on any device; the CPU's fast path.
 
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, n tokens of a block, D head width, Dv
-value width, R features, M exponents kept per head (the map's num_exponents).
+Letters as in attention/__init__.py: H key/value heads, n tokens of a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Blocks of rows: how outputs, denominators and their exponents are stored, and what their gradients need of them.
-
-Letters as in blocked/__init__.py.
-"""
+"""Blocks of rows: how they are stored, and what their gradients need; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 
