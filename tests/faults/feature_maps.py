@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "move keys by M instead of its inverse transpose",
         "feature_maps/balanced.py",
-        "dtype: (forward.to(dtype), backward.to(dtype))",
-        "dtype: (forward.to(dtype), forward.to(dtype))",
+        "in_both_dtypes(matrix.mT.contiguous(), torch.linalg.inv(matrix))",
+        "in_both_dtypes(matrix.mT.contiguous(), matrix.mT.contiguous())",
         "tests/feature_maps/test_balanced.py",
     ),
     Fault(

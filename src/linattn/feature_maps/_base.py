@@ -205,6 +205,16 @@ class FeatureMap(nn.Module, ABC):
         """
         return {}
 
+    def _check(self, x: Tensor) -> None:
+        """Refuse inputs of another head width or number of heads."""
+        self._check_width(x)
+        heads = getattr(self, "num_heads", None)
+        if heads is not None and x.dim() > 2 and x.shape[-3] not in (1, heads):
+            raise ValueError(
+                f"{type(self).__name__} was built for num_heads={heads}, got inputs with {x.shape[-3]} heads; "
+                f"build it with num_heads={x.shape[-3]}, or num_heads=None to share one set for all heads"
+            )
+
     def _check_width(self, x: Tensor) -> None:
         """Refuse inputs of another head width, and nested ones."""
         check_dense(x=x)
@@ -237,6 +247,11 @@ def outside_inference(tensor: Tensor) -> Tensor:
         return tensor
     with torch.inference_mode(False):
         return tensor.clone()
+
+
+def in_both_dtypes(*tensors: Tensor) -> dict[torch.dtype, tuple[Tensor, ...]]:
+    """Tensors in the dtypes that maps compute in, so that a call casts none."""
+    return {dtype: tuple(x.to(dtype) for x in tensors) for dtype in (torch.float64, torch.float32)}
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor]:

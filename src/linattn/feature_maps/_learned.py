@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from linattn.feature_maps._arguments import check_count, temperature
 from linattn.feature_maps._base import FeatureMap, features
-from linattn.feature_maps._powers import add_multiplied_, multiplied
+from linattn.feature_maps._powers import add_multiplied_, as_powers, multiplied
 from linattn.softmax.precision import LOG2_E
 
 
@@ -94,6 +94,30 @@ class Exponents(nn.Module):
         return self
 
 
+class SignedExponents(Exponents):
+    """Exponents [e, -e], e those of `Exponents`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Exponents (..., L, 2·m) of x (..., L, D)."""
+        exponents = super().forward(x)
+        return torch.cat((exponents, -exponents), -1)
+
+    def write(self, x: Tensor, out: Tensor) -> Tensor:
+        """`forward` with the product written into a half of `out`, and its negative into the other."""
+        positive, negative = out.chunk(2, -1)
+        torch.neg(super().write(x, positive), out=negative)
+        return out
+
+    def write_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """log₂e·`forward` + rows + columns written into `out`."""
+        return as_powers(self.write(x, out), rows, columns)
+
+    def pull(self, x: Tensor, grad: Tensor) -> Tensor:
+        """From the gradient of `forward`'s output to that of its input."""
+        positive, negative = grad.chunk(2, -1)
+        return super().pull(x, positive - negative)
+
+
 class LearnedMap(FeatureMap):
     """An exponential map with trainable parameters, those of queries apart from those of keys.
 
@@ -113,11 +137,53 @@ class LearnedMap(FeatureMap):
     """
 
     exponential = True
+    of_query: Exponents
+    of_key: Exponents
 
     def __init__(self, head_dim: int, num_features: int, *, scale: float | None, num_heads: int | None) -> None:
         super().__init__(head_dim, num_features)
         self.scale = temperature(scale, head_dim)
         self.num_heads = None if num_heads is None else check_count("num_heads", num_heads)
+
+    def query(self, x: Tensor) -> Tensor:
+        """Exponents of a query's features: (..., L, D) -> (..., L, R)."""
+        self._check(x)
+        exponents: Tensor = self.of_query(x)
+        return exponents
+
+    def key(self, x: Tensor) -> Tensor:
+        """Exponents of a key's features: (..., L, D) -> (..., L, R)."""
+        self._check(x)
+        exponents: Tensor = self.of_key(x)
+        return exponents
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` with the product written into `out`."""
+        self._check(x)
+        return self.of_query.write(x, out)
+
+    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
+        """`key` with the product written into `out`."""
+        self._check(x)
+        return self.of_key.write(x, out)
+
+    def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """In one product where the exponents are one, which all terms are added to."""
+        self._check(x)
+        return self.of_query.write_powers(x, out, rows, columns)
+
+    def write_key_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+        """In one product where the exponents are one, which all terms are added to."""
+        self._check(x)
+        return self.of_key.write_powers(x, out, rows, columns)
+
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
+        """By products, where the parameters are frozen."""
+        return self.of_query.pull(x, grad)
+
+    def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
+        """By products, where the parameters are frozen."""
+        return self.of_key.pull(x, grad)
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) in float64, by the weights as they are: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
@@ -129,15 +195,6 @@ class LearnedMap(FeatureMap):
             f"head_dim={self.head_dim}, num_features={self.num_features}, scale={self.scale}, "
             f"num_heads={self.num_heads}"
         )
-
-    def _check(self, x: Tensor) -> None:
-        """Refuse inputs of another head width or number of heads."""
-        self._check_width(x)
-        if self.num_heads is not None and x.dim() > 2 and x.shape[-3] not in (1, self.num_heads):
-            raise ValueError(
-                f"{type(self).__name__} was built for num_heads={self.num_heads}, got inputs with {x.shape[-3]} heads; "
-                f"build it with num_heads={x.shape[-3]}, or num_heads=None to share one set of parameters"
-            )
 
 
 def _at_least_float32(before: Tensor, after: Tensor) -> Tensor:

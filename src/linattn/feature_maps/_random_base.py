@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
-from linattn.feature_maps._base import FeatureMap, own_buffers, uncast_
+from linattn.feature_maps._base import FeatureMap, in_both_dtypes, own_buffers, uncast_
 from linattn.feature_maps._digest import UNREAD, digest
 from linattn.feature_maps._draw import Draw, Lengths, draw_projection, orthogonal_pairs
 from linattn.feature_maps._moments import Rows
@@ -151,23 +151,17 @@ class RandomFeatureMap(FeatureMap):
     def _prepare(self) -> None:
         """Cast W for the dtypes it is used with, so that a call casts nothing."""
         with torch.inference_mode(False), torch.no_grad():
-            weights = self._weights(self.projection)
-            self._prepared = {torch.float64: weights, torch.float32: weights.to(torch.float32)}
+            self._prepared = in_both_dtypes(self._weights(self.projection))
         self._prepared_from, self._draw_digest = self.projection, None
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and the weights in its dtype."""
-        self._check_width(x)
-        if self.num_heads is not None and x.dim() > 2 and x.shape[-3] not in (1, self.num_heads):
-            raise ValueError(
-                f"{type(self).__name__} was drawn for num_heads={self.num_heads}, got inputs with {x.shape[-3]} heads; "
-                f"build it with num_heads={x.shape[-3]}, or num_heads=None to share one draw"
-            )
+        self._check(x)
         if x.dtype not in self._prepared:
             x = x.to(torch.float32)
         if self._prepared_from is not self.projection:  # swapped for one call
             return x, self._weights(self.projection).to(x.dtype)
-        return x, self._prepared[x.dtype]
+        return x, self._prepared[x.dtype][0]
 
     def _half_square(self, x: Tensor, constant: float = 0.0) -> Tensor:
         """scale·|x|²/2 + constant, (..., L, 1)."""

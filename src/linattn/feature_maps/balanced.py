@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
-from linattn.feature_maps._base import FeatureMap
+from linattn.feature_maps._base import FeatureMap, in_both_dtypes
+from linattn.feature_maps._fitted import shared
 from linattn.feature_maps._statistics import (
     check_fit,
     floor_eigenvalues,
@@ -66,6 +67,7 @@ class Balanced(Wrapper):
     """
 
     fitted_buffers = ("transform",)
+    _option = "transform"
     transform: Tensor | None
 
     def __init__(self, inner: FeatureMap, *, ridge: float = 1e-6, transform: Tensor | None = None) -> None:
@@ -79,9 +81,9 @@ class Balanced(Wrapper):
         if self.ridge > 1:
             raise ValueError(f"ridge is relative to the largest eigenvalue, at most 1, got {ridge!r}")
         self.register_buffer("transform", None)
-        self._prepared: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._prepared: dict[torch.dtype, tuple[Tensor, ...]] = {}
         if transform is not None:
-            self._set_transform(transform)
+            self._set_fitted(transform)
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
         """Take M from second moments of sample queries and keys, one per key/value head, and fit the map inside.
@@ -89,15 +91,12 @@ class Balanced(Wrapper):
         Cost: O(B·(H·Lq + Hkv·Lk)·D² + Hkv·D³) time, and that of the inner map's `fit` where it has one.
 
         Arguments and errors are those of `FittedMap.fit`.
-
-        Example:
-            See the class.
         """
         check_fit(query, key, self.head_dim)
         with torch.no_grad():
             grouped = group_queries(query, key.shape[1])
             moments = second_moment(grouped), second_moment(key)
-            self._set_transform(_balancing(*moments, self.ridge))
+            self._set_fitted(_balancing(*moments, self.ridge))
             self._fit_inner(grouped, key)
         return self
 
@@ -128,28 +127,21 @@ class Balanced(Wrapper):
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input in at least float32; what multiplies queries and what multiplies keys from the right, as it."""
         self._check_width(x)
-        if self.transform is None:
-            raise ValueError(
-                "Balanced has no transform: call fit(query, key) on sample inputs, or give transform to the constructor"
-            )
-        self._check_heads(x, self.transform.shape[0] if self.transform.dim() == 3 else 1)
+        self._fitted()
+        self._check_heads(x)
         if x.dtype not in self._prepared:
             x = x.to(torch.float32)
         forward, backward = self._prepared[x.dtype]
         return x, forward, backward
 
-    def _set_transform(self, transform: Tensor) -> None:
-        """Take a copy of M, in float64."""
-        self._check_fitted(transform)
-        self.transform = transform.detach().to(torch.float64, copy=True)
-        self._refresh()
+    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of M."""
+        return ((self.head_dim, self.head_dim),)
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse transforms of another shape, and such that have no inverse."""
+        super()._check_fitted(*tensors)
         (transform,) = tensors
-        dim = self.head_dim
-        if transform.dim() not in (2, 3) or tuple(transform.shape[-2:]) != (dim, dim):
-            raise ValueError(f"transform must be (Hkv, {dim}, {dim}) or ({dim}, {dim}), got {tuple(transform.shape)}")
         if transform.is_meta:
             return
         matrix = transform.double()
@@ -166,12 +158,8 @@ class Balanced(Wrapper):
         if self.transform is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            # One set is shared by any number of heads.
-            matrix = self.transform.squeeze(0) if self.transform.shape[:-2] == (1,) else self.transform
-            forward, backward = matrix.mT.contiguous(), torch.linalg.inv(matrix)
-            self._prepared = {
-                dtype: (forward.to(dtype), backward.to(dtype)) for dtype in (torch.float64, torch.float32)
-            }
+            matrix = shared(self.transform)
+            self._prepared = in_both_dtypes(matrix.mT.contiguous(), torch.linalg.inv(matrix))
 
 
 def _balancing(query: Tensor, key: Tensor, ridge: float) -> Tensor:

@@ -49,6 +49,8 @@ class Centred(Wrapper):
     """
 
     fitted_buffers = ("query_mean", "key_mean")
+    _option = "query_mean and key_mean"
+    _least_dtype = torch.float32
     query_mean: Tensor | None
     key_mean: Tensor | None
 
@@ -59,7 +61,9 @@ class Centred(Wrapper):
         self.register_buffer("query_mean", None)
         self.register_buffer("key_mean", None)
         if query_mean is not None or key_mean is not None:
-            self._set_means(query_mean, key_mean)
+            if query_mean is None or key_mean is None:
+                raise ValueError("Centred wants both query_mean and key_mean, or neither; got one of them")
+            self._set_fitted(query_mean, key_mean)
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
         """Take the means of sample queries and keys, one per key/value head, and fit the map inside on what is left.
@@ -78,8 +82,7 @@ class Centred(Wrapper):
         check_fit(query, key, self.head_dim)
         with torch.no_grad():
             grouped = group_queries(query, key.shape[1])
-            query_mean, key_mean = token_mean(grouped, None).mean(0), token_mean(key, None).mean(0)
-            self._set_means(query_mean, key_mean)
+            self._set_fitted(token_mean(grouped, None).mean(0), token_mean(key, None).mean(0))
             self._fit_inner(grouped, key)
         return self
 
@@ -143,31 +146,12 @@ class Centred(Wrapper):
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input in at least float32, and both means in its dtype."""
         self._check_width(x)
-        if self.query_mean is None or self.key_mean is None:
-            raise ValueError(
-                "Centred has no means: call fit(query, key) on sample inputs, give query_mean and key_mean, or use the "
-                "map through attention that is not causal, which takes them from the call"
-            )
-        self._check_heads(x, self.query_mean.shape[-3] if self.query_mean.dim() > 2 else 1)
+        query_mean, key_mean = self._fitted()
+        self._check_heads(x)
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32)
-        return x, self.query_mean.to(x.dtype), self.key_mean.to(x.dtype)
+        return x, query_mean.to(x.dtype), key_mean.to(x.dtype)
 
-    def _set_means(self, query_mean: Tensor | None, key_mean: Tensor | None) -> None:
-        """Take copies of both means, in at least float32."""
-        if query_mean is None or key_mean is None:
-            raise ValueError("Centred wants both query_mean and key_mean, or neither; got one of them")
-        self._check_fitted(query_mean, key_mean)
-        self.query_mean = query_mean.detach().to(torch.promote_types(query_mean.dtype, torch.float32), copy=True)
-        self.key_mean = key_mean.detach().to(torch.promote_types(key_mean.dtype, torch.float32), copy=True)
-        self._refresh()
-
-    def _check_fitted(self, *tensors: Tensor) -> None:
-        """Refuse means of another shape."""
-        query_mean, key_mean = tensors
-        shape = tuple(query_mean.shape)
-        if shape != tuple(key_mean.shape) or len(shape) not in (2, 3) or shape[-2:] != (1, self.head_dim):
-            raise ValueError(
-                f"query_mean and key_mean must have the same shape, (Hkv, 1, {self.head_dim}) or (1, {self.head_dim}); "
-                f"got {shape} and {tuple(key_mean.shape)}"
-            )
+    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of both means."""
+        return ((1, self.head_dim),) * 2

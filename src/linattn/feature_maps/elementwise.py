@@ -18,6 +18,9 @@ from linattn.feature_maps._base import FeatureMap, features
 class ElementwiseMap(FeatureMap):
     """A deterministic map whose kernel is, by definition, the inner product of its features."""
 
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim, head_dim)
+
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
@@ -51,9 +54,6 @@ class Exponential(ElementwiseMap):
     """
 
     exponential = True
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(head_dim, head_dim)
 
     def query(self, x: Tensor) -> Tensor:
         """Exponents x/√D: (..., L, D) -> (..., L, D)."""
@@ -92,9 +92,6 @@ class EluPlusOne(ElementwiseMap):
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equation 7.
     """
 
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(head_dim, head_dim)
-
     def query(self, x: Tensor) -> Tensor:
         """Features: (..., L, D) -> (..., L, D)."""
         self._check_width(x)
@@ -128,7 +125,7 @@ class Relu(ElementwiseMap):
     """
 
     def __init__(self, head_dim: int, *, floor: float = 1e-3) -> None:
-        super().__init__(head_dim, head_dim)
+        super().__init__(head_dim)
         self.floor = check_number("floor", floor)
 
     def query(self, x: Tensor) -> Tensor:
@@ -170,7 +167,7 @@ class ElementwisePolynomial(ElementwiseMap):
     """
 
     def __init__(self, head_dim: int, *, degree: int = 2) -> None:
-        super().__init__(head_dim, head_dim)
+        super().__init__(head_dim)
         self.degree = check_count("degree", degree)
         self.nonnegative = degree % 2 == 0
 
@@ -212,9 +209,6 @@ class Identity(ElementwiseMap):
     """
 
     nonnegative = False
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(head_dim, head_dim)
 
     def query(self, x: Tensor) -> Tensor:
         """The input itself: (..., L, D) -> (..., L, D)."""
@@ -259,8 +253,8 @@ class Dpfp(ElementwiseMap):
         check_count("head_dim", head_dim, at_least=2)
         if check_count("nu", nu) >= 2 * head_dim:
             raise ValueError(f"nu must be below 2*head_dim={2 * head_dim}, where the rolls start over, got {nu}")
-        super().__init__(head_dim, 2 * head_dim * nu)
-        self.nu = nu
+        super().__init__(head_dim)
+        self.nu, self.num_features = nu, 2 * head_dim * nu
 
     def query(self, x: Tensor) -> Tensor:
         """Features: (..., L, D) -> (..., L, 2·D·nu)."""

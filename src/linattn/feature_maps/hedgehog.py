@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from torch import Tensor
 
-from linattn.feature_maps._learned import Exponents, LearnedMap
+from linattn.feature_maps._learned import LearnedMap, SignedExponents
 
 
 @final
@@ -46,51 +45,4 @@ class Hedgehog(LearnedMap):
     def __init__(self, head_dim: int, *, scale: float | None = None, num_heads: int | None = None) -> None:
         super().__init__(head_dim, 2 * head_dim, scale=scale, num_heads=num_heads)
         weight = torch.eye(head_dim, device="cpu").expand(*([] if num_heads is None else [num_heads]), -1, -1)
-        self.of_query = Exponents(weight, scale=self.scale)
-        self.of_key = Exponents(weight, scale=self.scale)
-
-    def query(self, x: Tensor) -> Tensor:
-        """Exponents of a query's features: (..., L, D) -> (..., L, 2·D)."""
-        self._check(x)
-        return _both_signs(self.of_query(x))
-
-    def key(self, x: Tensor) -> Tensor:
-        """Exponents of a key's features: (..., L, D) -> (..., L, 2·D)."""
-        self._check(x)
-        return _both_signs(self.of_key(x))
-
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` with the product written into `out`."""
-        self._check(x)
-        return _write_both_signs(self.of_query, x, out)
-
-    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
-        """`key` with the product written into `out`."""
-        self._check(x)
-        return _write_both_signs(self.of_key, x, out)
-
-    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
-        """By one product, where the parameters are frozen."""
-        return self.of_query.pull(x, _difference(grad))
-
-    def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
-        """By one product, where the parameters are frozen."""
-        return self.of_key.pull(x, _difference(grad))
-
-
-def _both_signs(exponents: Tensor) -> Tensor:
-    """[e, -e]."""
-    return torch.cat((exponents, -exponents), -1)
-
-
-def _write_both_signs(exponents: Exponents, x: Tensor, out: Tensor) -> Tensor:
-    """[e, -e] of the exponents e of x, written into `out`."""
-    positive, negative = out.chunk(2, -1)
-    torch.neg(exponents.write(x, positive), out=negative)
-    return out
-
-
-def _difference(grad: Tensor) -> Tensor:
-    """From the gradient of [e, -e] to that of e."""
-    positive, negative = grad.chunk(2, -1)
-    return positive - negative
+        self.of_query, self.of_key = (SignedExponents(weight, scale=self.scale) for _ in range(2))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import final
 
-from torch import Tensor
-
 from linattn.feature_maps._arguments import check_seed
 from linattn.feature_maps._draw import draw_projection
 from linattn.feature_maps._learned import Exponents, LearnedMap
@@ -74,45 +72,6 @@ class LearnedExponential(LearnedMap):
             self.seed, num_features, head_dim, draw="orthogonal", lengths="chi", num_heads=self.num_heads
         )
         constant = -math.log(num_features) / 2
-        self.of_query = Exponents(weight, scale=self.scale, bias=constant, curvature=1.0)
-        self.of_key = Exponents(weight, scale=self.scale, bias=constant, curvature=1.0)
-
-    def query(self, x: Tensor) -> Tensor:
-        """Exponents of a query's features: (..., L, D) -> (..., L, R)."""
-        self._check(x)
-        exponents: Tensor = self.of_query(x)
-        return exponents
-
-    def key(self, x: Tensor) -> Tensor:
-        """Exponents of a key's features: (..., L, D) -> (..., L, R)."""
-        self._check(x)
-        exponents: Tensor = self.of_key(x)
-        return exponents
-
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` with the product written into `out`."""
-        self._check(x)
-        return self.of_query.write(x, out)
-
-    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
-        """`key` with the product written into `out`."""
-        self._check(x)
-        return self.of_key.write(x, out)
-
-    def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
-        """In one product, which all terms are added to."""
-        self._check(x)
-        return self.of_query.write_powers(x, out, rows, columns)
-
-    def write_key_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
-        """In one product, which all terms are added to."""
-        self._check(x)
-        return self.of_key.write_powers(x, out, rows, columns)
-
-    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
-        """By two products, where the parameters are frozen."""
-        return self.of_query.pull(x, grad)
-
-    def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
-        """By two products, where the parameters are frozen."""
-        return self.of_key.pull(x, grad)
+        self.of_query, self.of_key = (
+            Exponents(weight, scale=self.scale, bias=constant, curvature=1.0) for _ in range(2)
+        )

@@ -74,7 +74,7 @@ class Oprf(ExponentialEstimator, FittedMap):
     @property
     def tilt(self) -> float:
         """A, the coefficient of |w|²; ≤ 0."""
-        f = self._fitted() / self.head_dim
+        f = self._known_mean() / self.head_dim
         return (1 - 2 * f - math.sqrt((2 * f + 1) ** 2 + 8 * f)) / 16
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
@@ -100,7 +100,7 @@ class Oprf(ExponentialEstimator, FittedMap):
 
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃; and A|w|² where lengths differ."""
-        self._fitted()
+        self._known_mean()
         exponents = super()._shifted_(exponents, x, weights)
         # D·R operations, nothing beside the product with x.
         return exponents if self.lengths == "fixed" else exponents.add_(self._tilted(weights))
@@ -112,7 +112,7 @@ class Oprf(ExponentialEstimator, FittedMap):
 
     def _own_constants(self, weights: Tensor) -> Tensor | None:
         """A|w|² where lengths differ."""
-        self._fitted()
+        self._known_mean()
         return None if self.lengths == "fixed" else self._tilted(weights)
 
     def _constant(self) -> float:
@@ -142,7 +142,7 @@ class Oprf(ExponentialEstimator, FittedMap):
         stretch = 1.0 if self._mean_square is None else math.sqrt(1 - 4 * self.tilt)
         return super()._weights(projection) * stretch
 
-    def _fitted(self) -> float:
+    def _known_mean(self) -> float:
         """mean_square, or the refusal to go on without it."""
         if self._mean_square is None:
             raise ValueError(
