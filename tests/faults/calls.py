@@ -119,14 +119,14 @@ FAULTS = (
     ),
     Fault(
         "ask a mapped merged key whether it requires gradients",
-        "kv_cache/tier.py",
+        "kv_cache/memory.py",
         "if not is_followed(*exact[:2]):",
         "if not any(x.requires_grad for x in exact[:2]):",
         "tests/laws/test_mapped_calls.py -k gradients",
     ),
     Fault(
         "map what is multiplied in place by its keys alone",
-        "kv_cache/distances.py",
+        "kv_cache/partitioning.py",
         "mean + factor.new_zeros(())",
         "mean",
         "tests/laws/test_mapped_calls.py -k merged_keys",
@@ -147,7 +147,7 @@ FAULTS = (
     ),
     Fault(
         "invert denormal normalisers",
-        "attention/backends/blocked/rows.py",
+        "attention/backends/blocked/records.py",
         "(self.den.abs() < torch.finfo(den.dtype).tiny)",
         "(self.den == 0)",
         "tests/laws/test_gradient.py",

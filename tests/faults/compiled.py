@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault
 
 COMPILED, LAWS = "attention/backends/compiled.py", "tests/laws/test_compiled.py"
-CODE = "softmax/compiled_code.py"
+CODE = "softmax/extensions.py"
 MERGING, MERGING_LAWS = "kv_cache/compiled.py", "tests/kv_cache/test_compiled_streams.py"
 CAUSAL, CODED_LAWS = "kv_cache/causal.py", "tests/kv_cache/test_compiled_coded_streams.py"
 CODES, CODES_LAWS = "kv_cache/compiled_codes.py", "tests/kv_cache/test_compiled_codes.py"

@@ -165,7 +165,7 @@ FAULTS = (
     ),
     Fault(
         "hand logsigmoid the strides that compiled graphs do not expect",
-        "positions/forget_gate.py",
+        "positions/decay.py",
         "projected.mT.contiguous()",
         "projected.mT",
         "tests/nn/test_training.py",

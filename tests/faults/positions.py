@@ -89,14 +89,14 @@ FAULTS = (
     ),
     Fault(
         "let autocast narrow the gates",
-        ROOM + "forget_gate.py",
+        ROOM + "decay.py",
         "    with outside_autocast(x.device):\n",
         "    if True:\n",
         FORGET,
     ),
     Fault(
         "take ALiBi's slopes between from the wrong end",
-        ROOM + "fixed_decay.py",
+        ROOM + "decay.py",
         "2.0 ** (-4 * h / lower)",
         "2.0 ** (-8 * h / lower)",
         FIXED,

@@ -14,10 +14,10 @@ from linattn.attention.state import State
 from linattn.attention.sums import Sums, no_sums, relative_to
 from linattn.attention.window import WindowKeys, attend_with_window, check_window
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.checking import refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.sdpa_options import refuse_sdpa_options
 
 
 class Attended(NamedTuple):

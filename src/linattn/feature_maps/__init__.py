@@ -14,7 +14,6 @@ from linattn.feature_maps._base import FeatureMap as FeatureMap
 from linattn.feature_maps._base import features as features
 from linattn.feature_maps._fitted import FittedMap as FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap as GroupedFeatureMap
-from linattn.feature_maps._learned import LearnedMap as LearnedMap
 from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
 from linattn.feature_maps._wrapper import Wrapper as Wrapper
 from linattn.feature_maps.balanced import Balanced as Balanced
@@ -26,17 +25,18 @@ from linattn.feature_maps.elementwise import Exponential as Exponential
 from linattn.feature_maps.elementwise import Identity as Identity
 from linattn.feature_maps.elementwise import Relu as Relu
 from linattn.feature_maps.expansion import Expansion as Expansion
-from linattn.feature_maps.favor_plus import FavorPlus as FavorPlus
-from linattn.feature_maps.hedgehog import Hedgehog as Hedgehog
-from linattn.feature_maps.hyperbolic import Hyperbolic as Hyperbolic
-from linattn.feature_maps.learned_exponential import LearnedExponential as LearnedExponential
+from linattn.feature_maps.learned import Hedgehog as Hedgehog
+from linattn.feature_maps.learned import LearnedExponential as LearnedExponential
+from linattn.feature_maps.learned import LearnedMap as LearnedMap
 from linattn.feature_maps.nystrom import Nystrom as Nystrom
 from linattn.feature_maps.oprf import Oprf as Oprf
 from linattn.feature_maps.polynomial import Taylor as Taylor
 from linattn.feature_maps.polynomial import TensorPolynomial as TensorPolynomial
+from linattn.feature_maps.random_features import FavorPlus as FavorPlus
+from linattn.feature_maps.random_features import Hyperbolic as Hyperbolic
+from linattn.feature_maps.random_features import Trigonometric as Trigonometric
 from linattn.feature_maps.random_relu import RandomRelu as RandomRelu
 from linattn.feature_maps.sderf import Sderf as Sderf
-from linattn.feature_maps.trigonometric import Trigonometric as Trigonometric
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     feature_map.__name__: feature_map

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.config import MergedKV
-from linattn.kv_cache.distances import Axes, Metric
+from linattn.kv_cache.partitioning import Axes, Metric
 from linattn.kv_cache.query_sample import QuerySample, sample_size, sampled_places
 from linattn.kv_cache.stream import Ended, Stream
-from linattn.softmax.compiled_code import objections_to
+from linattn.softmax.extensions import objections_to
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import is_followed
 from linattn.softmax.weighted import Reading

@@ -15,12 +15,10 @@ from linattn.kv_cache.causal import attend_causal_merging
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state import MergedState
-from linattn.softmax.checking import checked
-from linattn.softmax.left_padding import Streamed, attend_by_groups, turned
+from linattn.softmax.checking import checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
-from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.sdpa_options import refuse_sdpa_options
+from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, turned
 from linattn.softmax.tracing import has_values
 from linattn.softmax.weighted import Reading
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.codes import Codes
 from linattn.kv_cache.config import MergedKV
-from linattn.kv_cache.frames import Frame, Frames
+from linattn.kv_cache.frames import CodedTokens, Frame, Frames
 from linattn.kv_cache.memory import Memory
 from linattn.kv_cache.query_sample import QuerySample
 from linattn.softmax.tokens import Tokens, with_places

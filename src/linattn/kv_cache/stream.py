@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.frames import CodedTokens
 from linattn.kv_cache.memory import Memory
 from linattn.kv_cache.query_sample import QuerySample
 from linattn.softmax.tokens import Tokens

@@ -23,8 +23,8 @@ from linattn.positions._base import Position as Position
 from linattn.positions._base import token_positions as token_positions
 from linattn.positions.concatenated_codes import LearnedCodes as LearnedCodes
 from linattn.positions.concatenated_codes import SinusoidalCodes as SinusoidalCodes
-from linattn.positions.fixed_decay import FixedDecay as FixedDecay
-from linattn.positions.forget_gate import ForgetGate as ForgetGate
+from linattn.positions.decay import FixedDecay as FixedDecay
+from linattn.positions.decay import ForgetGate as ForgetGate
 from linattn.positions.gates import Gate as Gate
 from linattn.positions.gates import GateBias as GateBias
 from linattn.positions.gates import Gates as Gates

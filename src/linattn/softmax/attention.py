@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.softmax.checking import checked
+from linattn.softmax.checking import checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
-from linattn.softmax.sdpa_options import refuse_sdpa_options
 from linattn.softmax.tracing import is_transformed
 
 
