@@ -10,8 +10,6 @@ PADDING = "tests/kv_cache/test_padding.py"
 ROW_GROUPS = "softmax/row_groups.py"
 LEFT_PADDING_LAWS = "tests/laws/test_left_padding.py"
 EVERYWHERE, DISTANCES = "tests/kv_cache/test_bidirectional.py", "tests/kv_cache/test_distances.py"
-ROW_GROUPS = "softmax/row_groups.py"
-LEFT_PADDING_LAWS = "tests/laws/test_left_padding.py"
 
 FAULTS = (
     Fault(
@@ -209,7 +207,7 @@ FAULTS = (
     ),
     Fault(
         "let keys leave the window a block early",
-        ROOM + "stream.py",
+        ROOM + "keys.py",
         "return slice(max(begin - blocks.window - blocks.size, 0), max(begin - blocks.window, 0))",
         "return slice(max(begin - blocks.window, 0), max(begin - blocks.window + blocks.size, 0))",
         MERGED,

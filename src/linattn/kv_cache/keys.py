@@ -1,11 +1,11 @@
-"""Keys that a stream keeps of some rows of a batch; letters as in kv_cache/__init__.py, S sampled queries."""
+"""Keys that a stream keeps of some rows, and a call on it; letters as in kv_cache/__init__.py, S sampled queries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,40 @@ class MergedKeys:
     def outline(self) -> tuple[MergedKV, tuple[int, ...]]:
         """The config, and how many tensors each tier has, the merged keys last."""
         return self.config, tuple(len(tier_leaves(tier)) for tier in (*self.coded, self.merged))
+
+
+class Stream(NamedTuple):
+    """Input of a call on a stream."""
+
+    query: Tensor  # (B, H, G, Lq, D), of the last tokens
+    tokens: Tokens  # (B, H, L, ·), of which earlier calls had the first
+    before: MergedKeys
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return self.tokens.bias.shape[2]
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that earlier calls had."""
+        return self.before.recent.bias.shape[2]
+
+    @property
+    def first(self) -> int:
+        """Number of the first query's token."""
+        return self.num_tokens - self.query.shape[3]
+
+    @property
+    def begins(self) -> range:
+        """Where blocks begin, from that of the first new token on."""
+        size = self.before.config.blocks.size
+        return range(self.num_kept // size * size, self.num_tokens, size)
+
+    def leaving(self, begin: int) -> slice:
+        """The tokens that leave the window as a block begins; none where an earlier call had tokens of this block."""
+        blocks = self.before.config.blocks
+        return slice(max(begin - blocks.window - blocks.size, 0), max(begin - blocks.window, 0))
 
 
 def tier_leaves(tier: Tokens | CodedTokens) -> list[Tensor]:
