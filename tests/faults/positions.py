@@ -12,14 +12,14 @@ FIXED, FORGET = "tests/positions/test_fixed_decay.py", "tests/positions/test_for
 FAULTS = (
     Fault(
         "mirror where positions should rotate",
-        ROOM + "rotary.py",
+        ROOM + "encodings.py",
         "second * cos + first * sin",
         "second * cos - first * sin",
         ROTARY,
     ),
     Fault(
         "take any map for a relative one",
-        ROOM + "rotary.py",
+        ROOM + "encodings.py",
         "if self.require_relative and not keeps_rotations(feature_map):",
         "if False:",
         ENCODINGS,

@@ -16,8 +16,6 @@ from linattn.feature_maps._fitted import FittedMap as FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap as GroupedFeatureMap
 from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
 from linattn.feature_maps._wrapper import Wrapper as Wrapper
-from linattn.feature_maps.balanced import Balanced as Balanced
-from linattn.feature_maps.centred import Centred as Centred
 from linattn.feature_maps.elementwise import Dpfp as Dpfp
 from linattn.feature_maps.elementwise import ElementwisePolynomial as ElementwisePolynomial
 from linattn.feature_maps.elementwise import EluPlusOne as EluPlusOne
@@ -37,6 +35,8 @@ from linattn.feature_maps.random_features import Hyperbolic as Hyperbolic
 from linattn.feature_maps.random_features import Trigonometric as Trigonometric
 from linattn.feature_maps.random_relu import RandomRelu as RandomRelu
 from linattn.feature_maps.sderf import Sderf as Sderf
+from linattn.feature_maps.wrappers import Balanced as Balanced
+from linattn.feature_maps.wrappers import Centred as Centred
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     feature_map.__name__: feature_map

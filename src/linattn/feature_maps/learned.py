@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap, features
-from linattn.feature_maps._draw import draw_projection
 from linattn.feature_maps._powers import add_multiplied_, as_powers, multiplied
+from linattn.feature_maps._random_base import draw_projection
 from linattn.softmax.precision import LOG2_E
 
 

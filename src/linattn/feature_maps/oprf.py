@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
-from linattn.feature_maps._draw import Draw, Lengths
 from linattn.feature_maps._fitted import FittedMap
-from linattn.feature_maps._moments import combine, exponential_variance, log_mean_exp, pair_excess
+from linattn.feature_maps._moments import Lengths, combine, exponential_variance, log_mean_exp, pair_excess
+from linattn.feature_maps._random_base import Draw
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
 

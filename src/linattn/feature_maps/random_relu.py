@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
-from linattn.feature_maps._draw import Draw, Lengths
-from linattn.feature_maps._moments import chi_moment_ratio
+from linattn.feature_maps._moments import Lengths, chi_moment_ratio
 from linattn.feature_maps._powers import multiplied
-from linattn.feature_maps._random_base import RandomFeatureMap
+from linattn.feature_maps._random_base import Draw, RandomFeatureMap
 
 
 @final

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import in_both_dtypes
-from linattn.feature_maps._draw import Draw
 from linattn.feature_maps._fitted import FittedMap, shared
+from linattn.feature_maps._random_base import Draw
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 from linattn.feature_maps._statistics import check_fit, group_queries, second_moment, spectral, token_mean
 

@@ -22,7 +22,7 @@ from linattn.methods.map_records import written
 from linattn.methods.method import Method
 from linattn.nn import LinearAttention
 from linattn.positions import Position, Rotary
-from linattn.positions.rotary import keeps_rotations
+from linattn.positions.encodings import keeps_rotations
 
 _LINEARIZE = "linearize_ it by one feature_map for all layers"
 

@@ -21,15 +21,15 @@ M the longest sequence.
 
 from linattn.positions._base import Position as Position
 from linattn.positions._base import token_positions as token_positions
-from linattn.positions.concatenated_codes import LearnedCodes as LearnedCodes
-from linattn.positions.concatenated_codes import SinusoidalCodes as SinusoidalCodes
 from linattn.positions.decay import FixedDecay as FixedDecay
 from linattn.positions.decay import ForgetGate as ForgetGate
+from linattn.positions.encodings import LearnedCodes as LearnedCodes
+from linattn.positions.encodings import Rotary as Rotary
+from linattn.positions.encodings import SinusoidalCodes as SinusoidalCodes
+from linattn.positions.encodings import rotary as rotary
 from linattn.positions.gates import Gate as Gate
 from linattn.positions.gates import GateBias as GateBias
 from linattn.positions.gates import Gates as Gates
 from linattn.positions.gates import gate_bias as gate_bias
 from linattn.positions.gates import gated_attention_with_state as gated_attention_with_state
 from linattn.positions.relative_bias import relative_bias_attention as relative_bias_attention
-from linattn.positions.rotary import Rotary as Rotary
-from linattn.positions.rotary import rotary as rotary
