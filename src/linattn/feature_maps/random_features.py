@@ -26,11 +26,8 @@ class FavorPlus(ExponentialEstimator):
     Args:
         head_dim: D, the width of a query or key.
         num_features: R.
-        draw: "orthogonal" (lower variance for small s) or "iid".
+        draw, scale, seed, num_heads: as in `RandomFeatureMap`; "orthogonal" draws lower the variance for small s.
         lengths: "chi" (unbiased) or "fixed" (biased, lower variance).
-        scale: factor on q·k, > 0; D**-0.5 if None.
-        seed: of the draw, 0 ≤ seed < 2**63.
-        num_heads: draw one W per key/value head; one for all if None.
 
     Raises:
         ValueError: if a size is not a positive integer, or an option is not one of those above.

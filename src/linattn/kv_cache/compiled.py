@@ -37,17 +37,9 @@ def is_coded(config: MergedKV) -> bool:
 
 
 def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None) -> bool:
-    """Whether compiled code runs a call: where it can and is asked for, or is the faster.
+    """Whether compiled code runs a call, on a stream if it has a config: where it can and is asked for, or is faster.
 
-    Args:
-        backend: "auto", "torch" for plain torch, or "compiled".
-        query: (B, H, G, Lq, D).
-        tokens: the call's.
-        others: what else gradients may follow.
-        config: of a stream.
-
-    Raises:
-        ValueError: it was asked for by name and cannot; every reason is listed.
+    Asked for by name where it cannot, it is refused with every reason. Gradients may follow others too.
     """
     has_codes = config is not None and is_coded(config)
     if backend == "torch" or (backend == "auto" and not has_codes and not _is_faster(query)):

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from linattn.kv_cache.codes import Codes
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.frames import CodedTokens, Frame, Frames
 from linattn.kv_cache.memory import Memory
 from linattn.kv_cache.query_sample import QuerySample
-from linattn.softmax.tokens import Tokens, with_places
+from linattn.softmax.tokens import Restored, Tokens, register
 
 
 @dataclass(frozen=True, eq=False)
-class MergedKeys:
+class MergedKeys(Restored):
     """Merged keys and values, the first and the latest exact ones, and a sample of the queries.
 
     Attributes:
@@ -40,10 +39,6 @@ class MergedKeys:
     sample: QuerySample
     recent: Tokens
     config: MergedKV
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields that a file or a copy has; where some are missing, the state is refused as it is used."""
-        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
 
     @classmethod
     def empty(cls, config: MergedKV, key: Tensor, value: Tensor) -> MergedKeys:
@@ -135,13 +130,11 @@ def _from_leaves(tensors: Iterable[Any], outline: tuple[MergedKV, tuple[int, ...
 
 
 # Read by torch.load under weights_only: tensors and numbers.
-torch.serialization.add_safe_globals([CodedTokens, Codes, Frame, Frames, MergedKeys, QuerySample])
-pytree.register_pytree_node(
+torch.serialization.add_safe_globals([CodedTokens, Codes, Frame, Frames, QuerySample])
+register(
     MergedKeys,
     _flattened,
     _from_leaves,
-    flatten_with_keys_fn=with_places(_flattened),
-    serialized_type_name="linattn.MergedKeys",
     to_dumpable_context=lambda outline: [outline[0].label, list(outline[1])],
     from_dumpable_context=lambda written: (MergedKV.parse(written[0]), tuple(written[1])),
 )

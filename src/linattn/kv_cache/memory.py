@@ -86,12 +86,9 @@ class Tier(NamedTuple):
         return self.held.frames.outside(oldest), self._replace(held=self.held.cut(number, self.number), followed=rest)
 
     def replaced(self, few: Tokens, member: Tensor, number_new: int, sample: QuerySample, size: TierSize) -> Self:
-        """Fewer tokens in place of these and of some more: those that are one of these keep their codes.
+        """Fewer tokens (B, H, C, ·) in place of these and of some more: those that are one of these keep their codes.
 
-        Args:
-            few: (B, H, C, ·) in place of all.
-            member: (B, H, C), the number of one of these, or a greater one for any other.
-            number_new: how many are others at most.
+        Members (B, H, C) are numbers of these, or greater ones for any other, of which so many at most are new.
         """
         if isinstance(self.held, Tokens):
             return self.of(few, sample, size)

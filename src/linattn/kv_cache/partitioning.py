@@ -33,17 +33,9 @@ def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: in
 
     In each round those that cost least join the heavier one that is nearest to them, and it what it joins; a cluster
     stands at the mean of its members by their masses. Every round but the last takes away half of what is too much:
-    clusters go together for less than what dear keys cost. How much is computed depends on shapes alone.
-
-    Args:
-        point: (..., n, P), between which distances are taken.
-        log_mass: (..., n), relative to any constant; -inf for absent keys, which are in no cluster.
-        num_clusters: at least 1.
-        num_rounds: at least 1.
-
-    Returns:
-        (..., n) integers: the number of each key's cluster; num_clusters for absent keys. Where there are no more keys
-        than that, the number is the place.
+    clusters go together for less than what dear keys cost. How much is computed depends on shapes alone. From points
+    (..., n, P) and masses (..., n), relative to any constant and -inf for absent keys, to the number of each key's
+    cluster (..., n): num_clusters for absent keys, its place where there are no more keys than that.
 
     Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost.
     """

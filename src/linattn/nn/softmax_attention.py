@@ -24,16 +24,9 @@ class SoftmaxAttention(Attention):
     Args:
         embed_dim: E.
         num_heads: H.
-        num_kv_heads: Hkv, as in `LinearAttention`.
-        head_dim: D; E / H if None.
-        is_causal: whether a token sees itself and earlier ones alone.
-        positions: as in `LinearAttention`, if queries and keys keep their width.
-        gate: as in `LinearAttention`; with a ForgetGate this is the Forgetting Transformer.
-        qk_norm: "rms", "layer" or None.
-        output_gate: multiply what heads attended to by sigmoid(x W_g + b_g).
-        bias: whether the four projections have biases.
-        device: of the parameters.
-        dtype: of the parameters.
+        num_kv_heads, head_dim, is_causal, qk_norm, output_gate, bias, device, dtype: as in `LinearAttention`.
+        positions: as there, if queries and keys keep their width.
+        gate: as there; with a ForgetGate this is the Forgetting Transformer.
 
     Raises:
         TypeError, ValueError: as `LinearAttention`.

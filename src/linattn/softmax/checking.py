@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linattn.softmax.precision import accumulation_dtype
+from linattn.softmax.tokens import Tokens
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -158,6 +159,15 @@ def check_dense(**tensors: object) -> None:
             )
 
 
+def check_indices(indices: Tensor) -> None:
+    """Refuse what is no list of numbers of rows."""
+    if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
+        raise ValueError(
+            f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
+            "turn a mask into indices with mask.nonzero().squeeze(1)"
+        )
+
+
 TOKEN_DTYPES = {torch.float32: (torch.float32, torch.float16, torch.bfloat16), torch.float64: (torch.float64,)}
 """By the dtype of sums and biases, those of tokens beside them."""
 
@@ -176,6 +186,31 @@ def check_count(name: str, x: object, most: int | None, remedy: str) -> int:
     if count < 0 or (most is not None and count > most):
         refuse(name, x, f"of shape (B, H, n{'' if most is None else f' ≤ {most}'})", remedy)
     return count
+
+
+def check_tokens(
+    name: str,
+    tokens: object,
+    most: int | None,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    remedy: str,
+    *,
+    is_wide: bool = False,
+) -> None:
+    """Refuse what is no tokens of sizes (B, H, D, Dv), at most so many, with biases of a dtype.
+
+    Keys and values are in a dtype beside that of biases, or where they are wide in the same.
+    """
+    check_kind(Tokens, name, tokens, remedy)
+    assert isinstance(tokens, Tokens)
+    (batch, heads, *widths), held = sizes, tokens.key
+    number = check_count(f"{name}.bias", tokens.bias, most, remedy)
+    is_beside = not is_wide and isinstance(held, Tensor) and held.dtype in TOKEN_DTYPES[dtype]
+    dtypes = (held.dtype, held.dtype, dtype) if is_beside else (dtype,) * 3
+    for field, x, kind, rest in zip(Tokens._fields, tokens, dtypes, (*((width,) for width in widths), ()), strict=True):
+        check_tensor(f"{name}.{field}", x, (batch, heads, number, *rest), kind, device, remedy)
 
 
 def check_kind(kind: type, name: str, x: object, remedy: str) -> None:

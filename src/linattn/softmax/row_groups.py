@@ -14,9 +14,8 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils import _pytree as pytree
 
-from linattn.softmax.tokens import Tokens, with_places
+from linattn.softmax.tokens import Tokens, register
 from linattn.softmax.tracing import has_values
 
 
@@ -138,14 +137,10 @@ def _from_leaves(keys: Iterable[Any], rows: Iterable[Iterable[int]]) -> RowGroup
     return RowGroups(tuple(map(tuple, rows)), tuple(keys))
 
 
-# Read by torch.load under weights_only: tensors and numbers.
-torch.serialization.add_safe_globals([RowGroups])
-pytree.register_pytree_node(
+register(
     RowGroups,
     _leaves,
     _from_leaves,
-    flatten_with_keys_fn=with_places(_leaves),
-    serialized_type_name="linattn.RowGroups",
     to_dumpable_context=lambda rows: [list(group) for group in rows],
     from_dumpable_context=lambda rows: tuple(map(tuple, rows)),
 )

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.tokens import Tokens, with_places
+from linattn.softmax.tokens import Restored, Tokens, register
 
 
 @dataclass(frozen=True, eq=False)
-class WindowKeys:
+class WindowKeys(Restored):
     """The latest keys of a stream, beside the sums of all others."""
 
     recent: Tokens  # those of the block before the current one and of the current one, at most 2w
     width: int  # w
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields that a file or a copy has; they are checked where the state is used."""
-        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
 
     @classmethod
     def empty(cls, width: int, key: Tensor, value: Tensor) -> WindowKeys:
@@ -69,16 +64,7 @@ def _from_leaves(tensors: Iterable[Any], width: int) -> WindowKeys:
     return WindowKeys(Tokens(*tensors), width)
 
 
-torch.serialization.add_safe_globals([WindowKeys])
-pytree.register_pytree_node(
-    WindowKeys,
-    _leaves,
-    _from_leaves,
-    flatten_with_keys_fn=with_places(_leaves),
-    serialized_type_name="linattn.WindowKeys",
-    to_dumpable_context=str,
-    from_dumpable_context=int,
-)
+register(WindowKeys, _leaves, _from_leaves, to_dumpable_context=str, from_dumpable_context=int)
 
 
 # Keys are numbered in 32 bits.
