@@ -28,14 +28,14 @@ FAULTS = (
     ),
     Fault(
         "write the call's tensors into the shared map",
-        "feature_maps/_swapping.py",
+        "attention/bound_map.py",
         "dict(module._parameters), dict(module._buffers)",
         "module._parameters, module._buffers",
         "tests/laws/test_threads.py",
     ),
     Fault(
         "forget the parameters of a replica",
-        "feature_maps/_swapping.py",
+        "attention/bound_map.py",
         '.get("_former_parameters", {})',
         '.get("_no_parameters", {})',
         "tests/laws/test_threads.py",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from linattn.attention.bound_map import named_tensors
 from linattn.attention.sums import Sums
 from linattn.attention.window import WindowKeys, check_width
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._swapping import named_tensors
 from linattn.softmax.checking import TOKEN_DTYPES, check_kind, check_tensor, check_tokens, checked, refuse
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.row_groups import RowGroups, check_groups

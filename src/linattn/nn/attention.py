@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linattn.attention import State
 from linattn.nn.streams import Attended, KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
-from linattn.softmax.checking import check_dense
+from linattn.softmax.checking import check_dense, check_mask
 
 QkNorm = Literal["rms", "layer"]
 _NORMS: dict[str, type[nn.RMSNorm | nn.LayerNorm]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
@@ -202,7 +202,8 @@ class Attention(nn.Module, ABC):
                     f"x and memory must share the batch size, got {x.shape[0]} and {memory.shape[0]}; expand one"
                 )
         if key_mask is not None:
-            _check_mask(key_mask, x if memory is None else memory)
+            batch, length, _ = (x if memory is None else memory).shape
+            check_mask(key_mask, (batch, length))
 
     def extra_repr(self) -> str:
         """The sizes, and what is not seen in the modules."""
@@ -294,15 +295,3 @@ def _check_shape(name: str, x: Tensor, width: int) -> None:
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != width:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be (B, L, {width}), the batch first, got {got}")
-
-
-def _check_mask(key_mask: Tensor, source: Tensor) -> None:
-    """Refuse anything but a (B, Lk) bool mask."""
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-        got = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise TypeError(
-            f"key_mask must be a bool tensor, True = attend, got {got}; convert a mask of 1 and 0 with mask.bool(), "
-            "one of 0 and -inf with mask == 0"
-        )
-    if key_mask.shape != source.shape[:2]:
-        raise ValueError(f"key_mask must be (B, Lk) = {tuple(source.shape[:2])}, got {tuple(key_mask.shape)}")

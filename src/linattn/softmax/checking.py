@@ -113,13 +113,7 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
     """Mask and bias as one, in the accumulation dtype."""
     batch, heads, length = key.shape[:3]
     if key_mask is not None:
-        remedy = "convert a mask of 1 and 0 with mask.bool(), one of 0 and -inf with mask == 0"
-        _check_kind("key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", remedy)
-        if tuple(key_mask.shape) != (batch, length):
-            raise ValueError(
-                f"key_mask must be (B, Lk) = {(batch, length)}, got {tuple(key_mask.shape)}; it masks keys, for all "
-                "queries: give mask[:, 0, 0] of a (B, 1, 1, Lk) mask, and is_causal=True in place of a causal one"
-            )
+        check_mask(key_mask, (batch, length))
     if key_bias is not None:
         wanted = "a floating tensor, the logarithm of a factor on each key's weight"
         _check_kind("key_bias", key_bias, _DTYPES, wanted, "a bool mask goes into key_mask")
@@ -137,6 +131,17 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
         return bias
     bias = torch.zeros((), dtype=dtype, device=key.device) if bias is None else bias
     return torch.where(key_mask.unsqueeze(1), bias, -torch.inf)
+
+
+def check_mask(key_mask: object, shape: tuple[int, int]) -> None:
+    """Refuse what is no mask of keys (B, Lk)."""
+    remedy = "convert a mask of 1 and 0 with mask.bool(), one of 0 and -inf with mask == 0"
+    _check_kind("key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", remedy)
+    if isinstance(key_mask, Tensor) and tuple(key_mask.shape) != shape:
+        raise ValueError(
+            f"key_mask must be (B, Lk) = {shape}, got {tuple(key_mask.shape)}; it masks keys, for all queries: give "
+            "mask[:, 0, 0] of a (B, 1, 1, Lk) mask, and is_causal=True in place of a causal one"
+        )
 
 
 def _check_kind(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: str, remedy: str) -> None:

@@ -23,6 +23,9 @@ from linattn.softmax.attention import softmax_rows
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import LOG2_E, accumulation_dtype
 
+# Weights held at once: they stay in a second-level cache of 2 MB.
+_CHUNK = 2**19
+
 
 class Near(NamedTuple):
     """Queries of the last of L tokens, and all keys."""
@@ -39,7 +42,6 @@ class Neighbourhood(NamedTuple):
     window: int  # w
     is_causal: bool
     scale: float
-    held: int  # weights held at once
 
     def all_weights(self, inputs: Near) -> Partial:
         """The rows from every weight, in plain torch."""
@@ -103,10 +105,10 @@ class Neighbourhood(NamedTuple):
             stop = min((start // w + number) * w, length)
             size, high = min(stop - start, w), stop if self.is_causal else min((-(-stop // w) + 1) * w, length)
             weights = groups * size * (high - low - (number - 1) * w)
-            if number > batch * heads or heads * weights > self.held:
-                rows, wide, most = 1, 1, max(self.held // weights, 1)
+            if number > batch * heads or heads * weights > _CHUNK:
+                rows, wide, most = 1, 1, max(_CHUNK // weights, 1)
             else:
-                rows, wide, most = max(self.held // (heads * weights), 1), heads, 1
+                rows, wide, most = max(_CHUNK // (heads * weights), 1), heads, 1
             for b in range(0, batch, rows):
                 for h in range(0, heads, wide):
                     for i in range(0, number, most):
@@ -166,10 +168,6 @@ def empty_rows(inputs: Near) -> Partial:
     return Partial(out, query.new_empty(query.shape[:-1], dtype=accumulation_dtype(query.dtype)))
 
 
-# Weights held at once: they stay in a second-level cache of 2 MB.
-_CHUNK = 2**19
-
-
 def near(call: Call, backend: Backend, window: int) -> Partial:
     """Softmax of a call's rows, of the last of its tokens, over their block and both neighbours, or causally."""
     bias = None if call.bias is None else call.bias.expand(call.key.shape[:3])
@@ -183,7 +181,7 @@ def near(call: Call, backend: Backend, window: int) -> Partial:
 
 def _around(feature_map: FeatureMap, window: int, *, is_causal: bool) -> Neighbourhood:
     """Which keys are near, on the map's scale."""
-    return Neighbourhood(window, is_causal, feature_map.scale, _CHUNK)
+    return Neighbourhood(window, is_causal, feature_map.scale)
 
 
 def _forward(feature_map: FeatureMap, inputs: Near, window: int, *, is_causal: bool) -> Partial:
