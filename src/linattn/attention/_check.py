@@ -139,13 +139,7 @@ def check_apart(S: Tensor, apart: object) -> None:
         refuse("apart", apart, f"torch.float64 of shape {tuple(S.shape[:2])} on {S.device}, or None", _REMEDY)
 
 
-def check_continues(
-    state: State,
-    key: Tensor,
-    value: Tensor,
-    feature_map: FeatureMap,
-    window: int | None,
-) -> None:
+def check_continues(state: State, key: Tensor, value: Tensor, feature_map: FeatureMap, window: int | None) -> None:
     """Refuse tokens that do not continue a state, and a state whose tensors do not belong together."""
     S = state.S
     if not isinstance(S, Tensor) or S.ndim != 4:

@@ -280,13 +280,7 @@ def _relative(
     return relative_to(state, bias, key.shape[2])
 
 
-def _check_state(
-    state: State | None,
-    feature_map: FeatureMap,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-) -> None:
+def _check_state(state: State | None, feature_map: FeatureMap, key: Tensor, value: Tensor, window: int | None) -> None:
     """Refuse what is no state, and one of another stream."""
     if state is None:
         return

@@ -222,12 +222,7 @@ class RandomFeatureMap(FeatureMap):
     def _draw(self) -> Tensor:
         """W from the seed, float64 on the CPU."""
         return draw_projection(
-            self._seed,
-            self.num_rows,
-            self.head_dim,
-            draw=self.draw,
-            lengths=self.lengths,
-            num_heads=self.num_heads,
+            self._seed, self.num_rows, self.head_dim, draw=self.draw, lengths=self.lengths, num_heads=self.num_heads
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

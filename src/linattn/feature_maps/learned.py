@@ -19,12 +19,8 @@ from linattn.softmax.precision import LOG2_E
 class Exponents(nn.Module):
     """Trainable exponents of vectors x̃ = √scale·x: w_i·x̃ + b_i, or w_i·x̃ + b_i - c_i·|x̃|²/2 with a curvature.
 
-    Parameters keep at least float32 when a model is cast: a rounded exponent is a factor on its feature.
-
-    Attributes:
-        weight: W, (m, D) or (H, m, D), float32 to begin with.
-        bias: b, (m,) or (H, m).
-        curvature: c, of the same shape, or None.
+    W is (m, D) or (H, m, D), b and c are (m,) or (H, m). They keep at least float32 when a model is cast: a rounded
+    exponent is a factor on its feature.
     """
 
     def __init__(self, weight: Tensor, *, scale: float, bias: float = 0.0, curvature: float | None = None) -> None:

@@ -64,10 +64,7 @@ class Tier(NamedTuple):
         oldest, rest = self._split(min(excess, self.number))
         # Of a block larger than the tier some pass through.
         through = max(excess - self.number, 0)
-        return (
-            rest.then(tokens.cut(through, tokens.bias.shape[2]), sample, size),
-            oldest.then(tokens.cut(0, through)),
-        )
+        return (rest.then(tokens.cut(through, tokens.bias.shape[2]), sample, size), oldest.then(tokens.cut(0, through)))
 
     def of(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
         """Tokens in place of what is here: codes where they are too many for numbers."""

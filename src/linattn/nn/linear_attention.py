@@ -150,15 +150,9 @@ class LinearAttention(Attention):
 
     def _attend(self, heads: Heads) -> Tensor:
         """By the op."""
+        tokens, mask, window = heads[:3], heads.key_mask, self.window
         return linear_attention(
-            heads.query,
-            heads.key,
-            heads.value,
-            self.feature_map,
-            key_mask=heads.key_mask,
-            is_causal=self.is_causal,
-            enable_gqa=True,
-            window=self.window,
+            *tokens, self.feature_map, key_mask=mask, is_causal=self.is_causal, enable_gqa=True, window=window
         )
 
     def _attend_with_state(self, heads: Heads, past: State | None) -> tuple[Tensor, State]:

@@ -93,15 +93,11 @@ class SoftmaxAttention(Attention):
 
     def _attend_to(self, query: Tensor, tokens: KeptTokens) -> Tensor:
         """SDPA of queries, the last ones if they are fewer than the keys."""
+        key, value, key_mask, key_bias = tokens
+        # A single query is the last token, which sees all.
+        is_causal = self.is_causal and query.shape[2] > 1
         return softmax_attention(
-            query,
-            tokens.key,
-            tokens.value,
-            key_mask=tokens.key_mask,
-            key_bias=tokens.key_bias,
-            # A single query is the last token, which sees all.
-            is_causal=self.is_causal and query.shape[2] > 1,
-            enable_gqa=True,
+            query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, enable_gqa=True
         )
 
     def _checked_kept(self, state: Stream) -> State | KeptTokens:
