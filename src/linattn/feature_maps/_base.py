@@ -177,9 +177,10 @@ class FeatureMap(nn.Module, ABC):
     def key_log_weight(self, x: Tensor) -> Tensor | None:
         """Logarithm of a positive factor on all features of a key, (..., L), or None; only where not `exponential`.
 
-        A factor such as exp(|k|²/2) overflows on its own; kept as a logarithm it shares the running maximum.
+        A factor such as exp(|k|²/2) overflows on its own; kept as a logarithm it shares the running maximum. The same
+        as `query_log_weight` where keys have the queries' features, unless overridden.
         """
-        return None
+        return self.query_log_weight(x) if type(self).key is FeatureMap.key else None
 
     def powers(self, dtype: torch.dtype) -> Powers | None:
         """Exponents of an exponential map as products and a term of each row; None where they are not of that form."""

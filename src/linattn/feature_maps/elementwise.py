@@ -18,6 +18,8 @@ from linattn.feature_maps._base import FeatureMap, features
 class ElementwiseMap(FeatureMap):
     """A deterministic map whose kernel is, by definition, the inner product of its features."""
 
+    _options: tuple[str, ...] = ()
+
     def __init__(self, head_dim: int) -> None:
         super().__init__(head_dim, head_dim)
 
@@ -27,7 +29,7 @@ class ElementwiseMap(FeatureMap):
 
     def extra_repr(self) -> str:
         """The map's settings."""
-        return f"head_dim={self.head_dim}"
+        return ", ".join(f"{name}={getattr(self, name)}" for name in ("head_dim", *self._options))
 
 
 @final
@@ -124,6 +126,8 @@ class Relu(ElementwiseMap):
     Source: Choromanski et al. 2021 (arXiv 2009.14794), generalised attention, appendix A.4.
     """
 
+    _options = ("floor",)
+
     def __init__(self, head_dim: int, *, floor: float = 1e-3) -> None:
         super().__init__(head_dim)
         self.floor = check_number("floor", floor)
@@ -137,10 +141,6 @@ class Relu(ElementwiseMap):
         """`query` written into `out`."""
         self._check_width(x)
         return torch.clamp(x, min=0, out=out).add_(self.floor)
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return f"{super().extra_repr()}, floor={self.floor}"
 
 
 @final
@@ -166,6 +166,8 @@ class ElementwisePolynomial(ElementwiseMap):
     Source: elementary; `TensorPolynomial` has the power of q·k itself.
     """
 
+    _options = ("degree",)
+
     def __init__(self, head_dim: int, *, degree: int = 2) -> None:
         super().__init__(head_dim)
         self.degree = check_count("degree", degree)
@@ -180,10 +182,6 @@ class ElementwisePolynomial(ElementwiseMap):
         """`query` written into `out`."""
         self._check_width(x)
         return torch.mul(x, self.head_dim**-0.5, out=out).add_(1).pow_(self.degree)
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return f"{super().extra_repr()}, degree={self.degree}"
 
 
 @final
@@ -249,6 +247,8 @@ class Dpfp(ElementwiseMap):
     Source: Schlag, Irie and Schmidhuber 2021 (arXiv 2102.11174), section 5.3.
     """
 
+    _options = ("nu",)
+
     def __init__(self, head_dim: int, *, nu: int = 1) -> None:
         check_count("head_dim", head_dim, at_least=2)
         if check_count("nu", nu) >= 2 * head_dim:
@@ -261,7 +261,3 @@ class Dpfp(ElementwiseMap):
         self._check_width(x)
         r = torch.relu(torch.cat((x, -x), dim=-1))
         return torch.cat([r * r.roll(j, dims=-1) for j in range(1, self.nu + 1)], dim=-1)
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return f"{super().extra_repr()}, nu={self.nu}"

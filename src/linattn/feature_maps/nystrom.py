@@ -116,10 +116,6 @@ class Nystrom(FittedMap):
         """log Σ_r exp(z̃_r·x̃ - |z̃_r|²/2): (..., L, D) -> (..., L)."""
         return self._logits(x)[0].logsumexp(-1)
 
-    def key_log_weight(self, x: Tensor) -> Tensor:
-        """log Σ_r exp(z̃_r·x̃ - |z̃_r|²/2): (..., L, D) -> (..., L)."""
-        return self.query_log_weight(x)
-
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """exp((|q̃|² + |k̃|²)/2)·g(q, Z)·(K + ridge·I)⁻¹·g(Z, k), in float64: -> (..., Lq, Lk)."""
         (to_query, whitening), (to_key, _) = self._logits(q.double()), self._logits(k.double())

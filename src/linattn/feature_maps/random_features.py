@@ -152,10 +152,6 @@ class Trigonometric(SoftmaxEstimator):
         x, _ = self._operands(x)
         return self._half_square(x).squeeze(-1)
 
-    def key_log_weight(self, x: Tensor) -> Tensor:
-        """|x̃|²/2: (..., L, D) -> (..., L)."""
-        return self.query_log_weight(x)
-
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `difference_square` alone."""
         return cosine_variance(difference_square, self._rows())
