@@ -103,8 +103,8 @@ FAULTS = (
     Fault(
         "let a softmax layer's queries see later tokens",
         "nn/softmax_attention.py",
-        "is_causal=self.is_causal and query.shape[2] > 1",
-        "is_causal=False",
+        "is_causal = self.is_causal and query.shape[2] > 1",
+        "is_causal = False",
         MODELS,
     ),
     Fault(

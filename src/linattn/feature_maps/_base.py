@@ -195,6 +195,9 @@ class FeatureMap(nn.Module, ABC):
     ) -> Mapping[str, Tensor]:
         """The map's tensors for one call of attention, by name; none, unless it takes statistics from the call.
 
+        Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
+        too: they are left out where Lq = Lk.
+
         Args:
             query: (B, H, Lq, D).
             key: (B, Hkv, Lk, D).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -59,6 +59,13 @@ class FittedMap(FeatureMap):
                 f"{self._option} to the constructor{way if is_of_call else ''}"
             )
         return fitted
+
+    def _refuse_leak(self) -> NoReturn:
+        """Refuse to take from a causal call what later tokens have a part in."""
+        raise ValueError(
+            f"{type(self).__name__} would take {self._option} from all tokens, later ones included, and leak the "
+            f"future into causal attention; call fit(query, key) on sample inputs first, or give {self._option}"
+        )
 
     def _set_fitted(self, *tensors: Tensor) -> None:
         """Take copies of tensors, in the order of `fitted_buffers`, and derive what depends on them."""

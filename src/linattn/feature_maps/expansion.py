@@ -159,9 +159,6 @@ class Expansion(GroupedFeatureMap, FittedMap):
     ) -> Mapping[str, Tensor]:
         """The call's own centres, (B, Hkv, C, D), where none were fitted.
 
-        Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
-        too: they are left out where Lq = Lk.
-
         Arguments are those of `FeatureMap.call_tensors`.
 
         Returns:
@@ -173,10 +170,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         if self.centres is not None:
             return {}
         if is_causal:
-            raise ValueError(
-                "Expansion would take centres of all queries, later ones included, and leak the future into causal "
-                "attention; call fit(query, key) on sample inputs first, or give centres"
-            )
+            self._refuse_leak()
         grouped, query_mask = call_queries(query, key, key_mask)
         with torch.no_grad():
             return self._find(grouped.detach(), key.detach(), query_mask, key_mask, seed=0)

@@ -257,9 +257,6 @@ class Centred(Wrapper):
     ) -> Mapping[str, Tensor]:
         """The call's own means, (B, Hkv, 1, D), where none were fitted; gradients flow through them.
 
-        Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
-        too: they are left out where Lq = Lk.
-
         Arguments are those of `FeatureMap.call_tensors`.
 
         Returns:
@@ -271,10 +268,7 @@ class Centred(Wrapper):
         if self.query_mean is not None:
             return {}
         if is_causal:
-            raise ValueError(
-                "Centred would take the mean of all tokens, later ones included, and leak the future into causal "
-                "attention; call fit(query, key) on sample inputs first, or give query_mean and key_mean"
-            )
+            self._refuse_leak()
         grouped, query_mask = call_queries(query, key, key_mask)
         return {"query_mean": token_mean(grouped, query_mask), "key_mean": token_mean(key, key_mask)}
 

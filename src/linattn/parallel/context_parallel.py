@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -103,15 +103,12 @@ class SequenceParts:
         if isinstance(layer, SoftmaxAttention):
             return self._by_softmax(layer, heads, lengths)
         assert isinstance(layer, LinearAttention)
-        tokens = heads.query, heads.key, heads.value
-        options: dict[str, Any] = {
-            "key_mask": heads.key_mask,
-            "is_causal": layer.is_causal,
-            "enable_gqa": True,
-            "window": layer.window,
-        }
-        gates = heads.gates
-        return linear_attention(*tokens, layer.feature_map, mesh=self.mesh, gates=gates, lengths=lengths, **options)
+        tokens, mask, gates = heads[:3], heads.key_mask, heads.gates
+        causal, window = layer.is_causal, layer.window
+        return linear_attention(
+            *tokens, layer.feature_map, mesh=self.mesh, key_mask=mask, gates=gates, is_causal=causal, enable_gqa=True,
+            window=window, lengths=lengths,
+        )  # fmt: skip
 
     def _by_softmax(self, layer: SoftmaxAttention, heads: Heads, lengths: tuple[int, ...] | None) -> Tensor:
         """Softmax over every key that is seen: they are all sent here."""
