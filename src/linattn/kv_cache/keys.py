@@ -114,11 +114,6 @@ def tier_leaves(tier: Tokens | CodedTokens) -> list[Tensor]:
     return list(tier) if isinstance(tier, Tokens) else tier.leaves()
 
 
-def _flattened(keys: MergedKeys) -> tuple[list[Tensor], tuple[MergedKV, tuple[int, ...]]]:
-    """The tensors, in order, and their outline."""
-    return keys.leaves(), keys.outline
-
-
 def _from_leaves(tensors: Iterable[Any], outline: tuple[MergedKV, tuple[int, ...]]) -> MergedKeys:
     """Keys from what torch's tree utilities took out of some."""
     leaves, (config, counts) = iter(tensors), outline
@@ -133,7 +128,7 @@ def _from_leaves(tensors: Iterable[Any], outline: tuple[MergedKV, tuple[int, ...
 torch.serialization.add_safe_globals([CodedTokens, Codes, Frame, Frames, QuerySample])
 register(
     MergedKeys,
-    _flattened,
+    lambda keys: (keys.leaves(), keys.outline),
     _from_leaves,
     to_dumpable_context=lambda outline: [outline[0].label, list(outline[1])],
     from_dumpable_context=lambda written: (MergedKV.parse(written[0]), tuple(written[1])),

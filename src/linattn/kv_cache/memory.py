@@ -139,11 +139,6 @@ class Memory(NamedTuple):
         """Of what a stream keeps."""
         return cls(sinks, tuple(map(Tier, coded)), Tier(merged))
 
-    @property
-    def coded_tokens(self) -> tuple[Tokens | CodedTokens, ...]:
-        """Tokens of the coded tiers, as they are kept."""
-        return tuple(tier.held for tier in self.coded)
-
     def joined(self, leaving: Tokens, sample: QuerySample, config: MergedKV) -> Self:
         """With a block of tokens, the first ones of the stream as sinks."""
         count = min(config.num_sinks - self.sinks.bias.shape[2], leaving.bias.shape[2])

@@ -72,5 +72,6 @@ def stream_in_torch(
             sample = sample.add(rows, live, scale, block=config.blocks.size, first=start - begin)
     if not parts:
         parts.append(read(query, tokens.cut(0, 0), scale, is_causal=True, with_log=with_log))
-    keys = MergedKeys(memory.sinks, memory.coded_tokens, memory.merged.held, sample, before.recent, config)
+    coded = tuple(tier.held for tier in memory.coded)
+    keys = MergedKeys(memory.sinks, coded, memory.merged.held, sample, before.recent, config)
     return Reading.joined(parts), keys

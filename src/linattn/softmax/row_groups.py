@@ -7,7 +7,7 @@ a stream that begins there counts its blocks from the first position instead. Le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -127,20 +127,10 @@ def _filled(tokens: Tokens, number: int) -> Tokens:
     return Tokens(key, value, pad(tokens.bias, (0, number), value=-torch.inf))
 
 
-def _leaves(groups: RowGroups[Any]) -> tuple[list[Any], tuple[tuple[int, ...], ...]]:
-    """The groups' keys, and which rows they are of."""
-    return list(groups.keys), groups.rows
-
-
-def _from_leaves(keys: Iterable[Any], rows: Iterable[Iterable[int]]) -> RowGroups[Any]:
-    """Row groups from what torch's tree utilities took out of some."""
-    return RowGroups(tuple(map(tuple, rows)), tuple(keys))
-
-
 register(
     RowGroups,
-    _leaves,
-    _from_leaves,
+    lambda groups: (list(groups.keys), groups.rows),
+    lambda keys, rows: RowGroups(tuple(map(tuple, rows)), tuple(keys)),
     to_dumpable_context=lambda rows: [list(group) for group in rows],
     from_dumpable_context=lambda rows: tuple(map(tuple, rows)),
 )

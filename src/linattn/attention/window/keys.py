@@ -54,17 +54,18 @@ def width_of(keys: WindowKeys | RowGroups[WindowKeys]) -> int:
     return keys.width if isinstance(keys, WindowKeys) else keys.keys[0].width
 
 
-def _leaves(keys: WindowKeys) -> tuple[list[Tensor], int]:
-    """The tensors, in order, and the width."""
-    return list(keys.recent), keys.width
-
-
 def _from_leaves(tensors: Iterable[Any], width: int) -> WindowKeys:
     """A window's keys from what torch's tree utilities took out of some."""
     return WindowKeys(Tokens(*tensors), width)
 
 
-register(WindowKeys, _leaves, _from_leaves, to_dumpable_context=str, from_dumpable_context=int)
+register(
+    WindowKeys,
+    lambda keys: (list(keys.recent), keys.width),
+    _from_leaves,
+    to_dumpable_context=str,
+    from_dumpable_context=int,
+)
 
 
 # Keys are numbered in 32 bits.
