@@ -11,7 +11,7 @@ from linattn.attention import State, linear_attention, linear_attention_with_sta
 from linattn.attention._check import check_map
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
-from linattn.nn.attention import Attention, Heads, QkNorm, Settings
+from linattn.nn.attention import Attention, Heads, QkNorm
 from linattn.nn.streams import Stream, kind_of
 from linattn.positions import Gate, Position, gated_attention_with_state
 
@@ -86,10 +86,11 @@ class LinearAttention(Attention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        settings = Settings(
-            num_kv_heads, head_dim, is_causal, positions, gate, qk_norm, output_gate, bias, device, dtype
-        )
-        super().__init__(embed_dim, num_heads, settings)
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, is_causal=is_causal,
+            positions=positions, gate=gate, qk_norm=qk_norm, output_gate=output_gate, bias=bias, device=device,
+            dtype=dtype,
+        )  # fmt: skip
         bound = self._bound(feature_map)
         self.feature_map = bound if device is None else bound.to(device)
         if window is not None:

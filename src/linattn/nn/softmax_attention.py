@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention import State
-from linattn.nn.attention import Attention, Heads, QkNorm, Settings
+from linattn.nn.attention import Attention, Heads
 from linattn.nn.streams import KeptTokens, Stream, extended, kind_of
 from linattn.positions import Gate, Position, gate_bias
 from linattn.positions.gates import spans
@@ -45,26 +45,9 @@ class SoftmaxAttention(Attention):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2; Lin et al. 2025 (arXiv 2503.02130) for the gate.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        is_causal: bool = False,
-        positions: Position | None = None,
-        gate: Gate | None = None,
-        qk_norm: QkNorm | None = None,
-        output_gate: bool = False,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        settings = Settings(
-            num_kv_heads, head_dim, is_causal, positions, gate, qk_norm, output_gate, bias, device, dtype
-        )
-        super().__init__(embed_dim, num_heads, settings)
+    def _check_order(self, positions: Position | None, gate: Gate | None) -> None:
+        """Refuse positions that widen queries and keys too."""
+        super()._check_order(positions, gate)
         if positions is not None and positions.encoded_dim != positions.head_dim:
             raise ValueError(
                 f"{type(positions).__name__} widens queries and keys for a feature map; give a softmax layer positions "
