@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault
 
 CODES, FRAMES, LEVELS = "kv_cache/codes.py", "kv_cache/frames.py", "kv_cache/levels.py"
-MEMORY, TIER = "kv_cache/memory.py", "kv_cache/tier.py"
+MEMORY, TIER = "kv_cache/memory.py", "kv_cache/memory.py"
 STREAMS, LAWS, TIERS = (f"tests/kv_cache/test_{name}.py" for name in ("codes", "levels", "tiers"))
 
 FAULTS = (
@@ -83,7 +83,7 @@ FAULTS = (
     Fault("merge the sinks", MEMORY, "count = min(config.num_sinks", "count = min(0 * config.num_sinks", STREAMS),
     Fault(
         "read rows without their keys' mean",
-        "kv_cache/coded_tokens.py",
+        "kv_cache/frames.py",
         "log + scale * (query",
         "log + 0 * (query",
         STREAMS,
