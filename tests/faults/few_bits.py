@@ -83,7 +83,7 @@ FAULTS = (
     Fault("merge the sinks", MEMORY, "count = min(config.num_sinks", "count = min(0 * config.num_sinks", STREAMS),
     Fault(
         "read rows without their keys' mean",
-        "kv_cache/frames.py",
+        "kv_cache/coded_tokens.py",
         "log + scale * (query",
         "log + 0 * (query",
         STREAMS,

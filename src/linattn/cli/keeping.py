@@ -17,7 +17,7 @@ from torch.nn.functional import kl_div
 from linattn.cli.terminal import of_option
 from linattn.hf import BoundedCache, BoundedLayer, Cache, PreTrainedModel, stream_tokens
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, RECALLS, Recall
-from linattn.kv_cache.frames import CodedTokens
+from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.layer_plans import read_memory_plans
 from linattn.methods.method import together
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.codes import Codes
 from linattn.kv_cache.config import MergedKV
-from linattn.kv_cache.frames import CodedTokens, Frame, Frames
+from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.memory import Memory
 from linattn.kv_cache.query_sample import QuerySample
 from linattn.softmax.tokens import Restored, Tokens, register

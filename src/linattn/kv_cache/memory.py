@@ -12,9 +12,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.compiled_codes import read_in_compiled_code
 from linattn.kv_cache.config import MergedKV, TierSize
-from linattn.kv_cache.frames import CodedTokens, Frames
+from linattn.kv_cache.frames import Frames
 from linattn.kv_cache.levels import table
 from linattn.kv_cache.merging import reduced
 from linattn.kv_cache.query_sample import QuerySample

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.codes import Codes, Layout, coded_bytes
 from linattn.kv_cache.config import MergedKV, TierSize
-from linattn.kv_cache.frames import CodedTokens, Frame, Frames
+from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.query_sample import QuerySample, sample_size
 from linattn.softmax.checking import TOKEN_DTYPES, check_count, check_kind, check_tensor, check_tokens, refuse

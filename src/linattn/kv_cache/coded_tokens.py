@@ -1,0 +1,93 @@
+"""Keys and values in few bits; letters as in kv_cache/__init__.py, P numbers of a code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from linattn.kv_cache.codes import Codes
+from linattn.kv_cache.compiled_codes import CodedRows
+from linattn.kv_cache.frames import Frame, Frames
+from linattn.softmax.partial import Partial, combine
+from linattn.softmax.tokens import Tokens
+from linattn.softmax.weighted import read
+
+# Numbers that are decoded at once, of some tokens at least.
+_PIECE, _FEWEST = 2**18, 256
+
+
+class CodedTokens(NamedTuple):
+    """Keys and values as codes relative to frames, and the biases on their logits (B, H, n)."""
+
+    key: Codes
+    value: Codes
+    bias: Tensor
+    frames: Frames
+
+    @classmethod
+    def of(cls, inside: Tokens, frames: Frames, bits: tuple[float, float]) -> Self:
+        """Tokens relative to frames that were made for so many bits of keys and of values."""
+        key, value = frames.key.coded(inside.key, bits[0]), frames.value.coded(inside.value, bits[1])
+        return cls(key, value, inside.bias, frames)
+
+    @property
+    def is_there(self) -> Tensor:
+        """Which heads (B, H) have a token at all: none before their first."""
+        return (self.bias != -torch.inf).any(-1)
+
+    def then(self, other: Self) -> Self:
+        """Append other tokens, in the others' frames."""
+        bias = torch.cat((self.bias, other.bias), 2)
+        return type(self)(self.key.then(other.key), self.value.then(other.value), bias, other.frames)
+
+    def cut(self, start: int, stop: int) -> Self:
+        """Consecutive tokens."""
+        bias = self.bias[:, :, start:stop]
+        return type(self)(self.key.cut(start, stop), self.value.cut(start, stop), bias, self.frames)
+
+    def at(self, place: Tensor, bias: Tensor) -> Self:
+        """Tokens by number (B, H, n), with these biases."""
+        return type(self)(self.key.at(place), self.value.at(place), bias, self.frames)
+
+    def decoded(self) -> Tokens:
+        """Tokens relative to the frames, (B, H, n, P)."""
+        return Tokens(self.frames.key.decoded(self.key), self.frames.value.decoded(self.value), self.bias)
+
+    def read(self, query: Tensor, scale: float, followed: Tokens | None) -> Partial:
+        """Rows (B, H, G, n, Dv) over all of them, decoded a piece at a time; or over numbers that gradients follow.
+
+        Relative to the frames logits lack q·μ, the same for all keys, and Σ_s a_s v_s = μ + σ·H(Σ_s a_s ṽ_s).
+        """
+        dtype, groups = self.bias.dtype, query.shape[2:4]
+        rows = self.frames.key.queries(query.flatten(2, 3), dtype).unflatten(2, groups)
+        widths = rows.shape[-1] + self.frames.value.order.shape[-1]
+        number, numbers = self.bias.shape[2], self.bias.shape[:2].numel() * widths
+        size = max(_PIECE // max(numbers, 1), _FEWEST)
+        pieces = (
+            [followed]
+            if followed is not None
+            else (self.cut(start, start + size).decoded() for start in range(0, max(number, 1), size))
+        )
+        parts = (read(rows, piece, scale, is_causal=False, with_log=True).partial() for piece in pieces)
+        out, log = combine(*parts)
+        out = self.frames.value.outside(out.flatten(2, 3)).unflatten(2, groups)
+        return Partial(out, log + scale * (query.to(dtype) * self.frames.key.mean.unsqueeze(2)).sum(-1))
+
+    @property
+    def rows(self) -> tuple[CodedRows, CodedRows]:
+        """Keys and values with their frames, as compiled code reads them."""
+        return CodedRows(*self.key, *self.frames.key), CodedRows(*self.value, *self.frames.value)
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, in order."""
+        return [*self.key, *self.value, *self.frames.key, *self.frames.value, self.bias]
+
+    @classmethod
+    def from_leaves(cls, tensors: Iterable[Tensor]) -> Self:
+        """From `leaves`."""
+        *codes, bias = tensors
+        frames = Frames(Frame(*codes[4:8]), Frame(*codes[8:]))
+        return cls(Codes(*codes[:2]), Codes(*codes[2:4]), bias, frames)
