@@ -104,7 +104,7 @@ def _time(config: Config, name: str, length: int, passes: str) -> Figure:
 @lru_cache(maxsize=4)
 def _times(config: Config, passes: str) -> dict[str, list[float]]:
     """Seconds of every contender at every length, all in turn: a machine that grows busier is slower for all."""
-    _verified()
+    verify()
     built = contenders()
     return seconds(
         {
@@ -119,12 +119,6 @@ def _times(config: Config, passes: str) -> dict[str, list[float]]:
 def _case(name: str, length: int) -> str:
     """What is timed."""
     return f"{name} at {length}"
-
-
-@lru_cache(maxsize=1)
-def _verified() -> None:
-    """Once a process."""
-    verify()
 
 
 def _present(config: Config, length: int) -> list[str]:
