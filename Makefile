@@ -4,6 +4,8 @@ PYTHONS ?= $(PYTHON)
 VENV := .venv
 SOURCES := src lab gpu tests benchmarks docs conftest.py
 BIN := $(VENV)/bin
+# Commands and tests start many processes, each of which would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Modules are compiled on all cores, by pip only on one; some of what is installed is no code of this Python.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
