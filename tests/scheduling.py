@@ -1,9 +1,10 @@
-"""Which worker runs which tests: xdist's groups, at a cost that does not grow with the tests that are done."""
+"""Which worker runs which tests, and what it tells of them: xdist's groups, at a lower cost."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from xdist.scheduler import LoadGroupScheduling
 
 
@@ -23,3 +24,18 @@ class Groups(LoadGroupScheduling):
         if all(group.values()):
             del self.assigned_work[node][scope]
         self._reschedule(node)
+
+
+def tell_less(config: pytest.Config) -> None:
+    """Have a worker leave out that a test begins, and that what surrounds it passed: half of all it sends."""
+    # A worker is sent the text of xdist's module, and its classes are of no module that can be imported.
+    (worker,) = (x for x in config.pluginmanager.get_plugins() if type(x).__name__ == "WorkerInteractor")
+    send = worker.sendevent
+
+    def chosen(name: str, **options: Any) -> None:
+        """Send what is shown or counted."""
+        around = name == "testreport" and options["data"]["when"] != "call"
+        if name != "logstart" and not (around and options["data"]["outcome"] == "passed"):
+            send(name, **options)
+
+    worker.sendevent = chosen

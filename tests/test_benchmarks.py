@@ -96,6 +96,19 @@ def recorded(claim: str, figure: float) -> str:
     return f"record({claim!r}, figure={figure!r}, unit='s', bound='<= 9')"
 
 
+@pytest.fixture
+def forked(runner, run_program, monkeypatch):
+    """Benchmarks' processes are forked from one that has torch; those of the test of interrupts begin with nothing."""
+
+    def run(command, *, cwd, check):
+        script, *words = command[1:]
+        begin = f"import runpy, sys; sys.argv[0] = {script!r}; sys.path.insert(0, {str(cwd)!r})"
+        return run_program(f"{begin}; runpy.run_path({script!r}, run_name='__main__')", *words)
+
+    monkeypatch.setattr(runner.subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_benchmark_that_fails_keeps_its_former_figures_and_is_named(runner, tmp_path, capfd, monkeypatch):
     results = tmp_path / "results.jsonl"
     write(tmp_path, "first", recorded("one", 1.0), recorded("two", 2.0))

@@ -8,7 +8,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadGroupScheduling
 
-from scheduling import Groups
+from scheduling import Groups, tell_less
 
 NAMES = [f"test_one[{number}]" for number in range(40)]
 NAMES += [f"test_two[{number}]@{group}" for number in range(6) for group in ("first", "second")]
@@ -63,3 +63,25 @@ def test_tests_are_dealt_out_as_by_xdist(config) -> None:
         assert [any(name.endswith("@" + group) for name in worker.did) for worker in workers].count(True) == 1
     assert scheduler.tests_finished
     assert not any(scheduler.assigned_work.values())
+
+
+class WorkerInteractor:
+    """As xdist names a worker's end."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, object]] = []
+
+    def sendevent(self, name: str, **options: object) -> None:
+        self.sent.append((name, options))
+
+
+def test_a_worker_tells_of_a_test_once_and_of_all_that_fails() -> None:
+    worker = WorkerInteractor()
+    tell_less(SimpleNamespace(pluginmanager=SimpleNamespace(get_plugins=lambda: [object(), worker])))
+    reports = [{"when": when, "outcome": end} for when in ("setup", "call", "teardown") for end in ("passed", "failed")]
+    worker.sendevent("logstart", nodeid="one")
+    for report in reports:
+        worker.sendevent("testreport", data=report)
+    worker.sendevent("logfinish", nodeid="one")
+    told = [report for report in reports if report["when"] == "call" or report["outcome"] == "failed"]
+    assert worker.sent == [*(("testreport", {"data": report}) for report in told), ("logfinish", {"nodeid": "one"})]

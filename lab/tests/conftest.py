@@ -11,23 +11,19 @@ from tiny_models import tiny as tiny
 from tiny_models import words as words
 
 ALLOCATED = 4096
-"""Bytes that a chunk allocates at most, where it is not profiled."""
+"""Bytes that a chunk allocates at most, where it is not read for them."""
 WRITTEN = 16
 """Tokens of greedy texts."""
 
 
 @pytest.fixture(scope="module")
 def unprofiled():
-    """Audits without torch's profiler, which takes longer than all else of a tiny model's, and with short greedy texts.
+    """Audits without the chunk that is read under torch's profiler, which takes longer than all else of a tiny model's,
+    and with short greedy texts.
 
     test_figures.py has the profiler, test_gemma.py texts as long as the commands'.
     """
-
-    def allocate(run):
-        run()
-        return ALLOCATED
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("linattn_lab.kv_audit.passage_figures.peak_bytes", allocate)
+        patch.setattr("linattn_lab.kv_audit.passage_figures.peak_bytes", lambda run: ALLOCATED)
         patch.setattr("linattn_lab.kv_audit.passage_figures.NUM_WRITTEN", WRITTEN)
         yield ALLOCATED

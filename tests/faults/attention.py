@@ -9,7 +9,7 @@ BLOCKED = "attention/backends/blocked/"
 FAULTS = (
     Fault(
         "add an epsilon to the denominator",
-        BLOCKED + "rows.py",
+        BLOCKED + "records.py",
         "    den.copy_(total.squeeze(-1))",
         "    total = total + 1e-6\n    den.copy_(total.squeeze(-1))",
         "tests/laws/test_truth.py",
@@ -116,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "forget the normaliser's gradient",
-        BLOCKED + "rows.py",
+        BLOCKED + "records.py",
         "torch.sub(self.grad_den.unsqueeze(-1).masked_fill(dead, 0), from_out)",
         "self.grad_den.unsqueeze(-1).masked_fill(dead, 0)",
         "tests/laws/test_gradient.py",
@@ -186,14 +186,14 @@ FAULTS = (
     ),
     Fault(
         "see one's own span of tokens",
-        BLOCKED + "blocks.py",
+        "softmax/attention.py",
         "return number.unsqueeze(-1) > number",
         "return number.unsqueeze(-1) >= number",
         "tests/laws/test_window.py",
     ),
     Fault(
         "see one key ahead in the window",
-        "softmax/neighbourhood.py",
+        "attention/window/neighbourhood.py",
         "-torch.inf).triu_(1)",
         "-torch.inf).triu_(2)",
         "tests/laws/test_window.py",
@@ -207,14 +207,14 @@ FAULTS = (
     ),
     Fault(
         "drop the gradient of a window's log-normaliser",
-        "softmax/neighbourhood.py",
+        "attention/window/neighbourhood.py",
         ".sum(-1, keepdim=True).sub_(of_log)",
         ".sum(-1, keepdim=True)",
         "tests/laws/test_window.py",
     ),
     Fault(
         "give keys around a block the gradients of one of its neighbours",
-        "softmax/neighbourhood.py",
+        "attention/window/neighbourhood.py",
         "parts[..., at : at + step, :]",
         "parts[..., :step, :]",
         "tests/laws/test_window.py",

@@ -24,7 +24,7 @@ FAULTS = (
     ),
     Fault(
         "leave the bias out of the neighbourhood",
-        "softmax/neighbourhood.py",
+        "attention/window/neighbourhood.py",
         "inputs.bias.unsqueeze(-1)).mT, alpha=LOG2_E)",
         "inputs.bias.clamp(max=0).unsqueeze(-1)).mT, alpha=LOG2_E)",
         LAWS,

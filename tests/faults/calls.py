@@ -14,7 +14,7 @@ FAULTS = (
     ),
     Fault(
         "states of packed sequences in the order they were computed in",
-        "attention/packed.py",
+        "softmax/row_groups.py",
         "places = sorted(range(len(order)), key=order.__getitem__)",
         "places = list(range(len(order)))",
         "tests/laws/test_packed.py",
@@ -28,14 +28,14 @@ FAULTS = (
     ),
     Fault(
         "write the call's tensors into the shared map",
-        "feature_maps/_swapping.py",
+        "attention/bound_map.py",
         "dict(module._parameters), dict(module._buffers)",
         "module._parameters, module._buffers",
         "tests/laws/test_threads.py",
     ),
     Fault(
         "forget the parameters of a replica",
-        "feature_maps/_swapping.py",
+        "attention/bound_map.py",
         '.get("_former_parameters", {})',
         '.get("_no_parameters", {})',
         "tests/laws/test_threads.py",
@@ -119,14 +119,14 @@ FAULTS = (
     ),
     Fault(
         "ask a mapped merged key whether it requires gradients",
-        "kv_cache/tier.py",
+        "kv_cache/memory.py",
         "if not is_followed(*exact[:2]):",
         "if not any(x.requires_grad for x in exact[:2]):",
         "tests/laws/test_mapped_calls.py -k gradients",
     ),
     Fault(
         "map what is multiplied in place by its keys alone",
-        "kv_cache/distances.py",
+        "kv_cache/partitioning.py",
         "mean + factor.new_zeros(())",
         "mean",
         "tests/laws/test_mapped_calls.py -k merged_keys",
@@ -147,7 +147,7 @@ FAULTS = (
     ),
     Fault(
         "invert denormal normalisers",
-        "attention/backends/blocked/rows.py",
+        "attention/backends/blocked/records.py",
         "(self.den.abs() < torch.finfo(den.dtype).tiny)",
         "(self.den == 0)",
         "tests/laws/test_gradient.py",

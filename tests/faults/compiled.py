@@ -5,9 +5,9 @@ from __future__ import annotations
 from faults.fault import Fault
 
 COMPILED, LAWS = "attention/backends/compiled.py", "tests/laws/test_compiled.py"
-CODE = "softmax/compiled_code.py"
+CODE = "softmax/extensions.py"
 MERGING, MERGING_LAWS = "kv_cache/compiled.py", "tests/kv_cache/test_compiled_streams.py"
-CAUSAL, CODED_LAWS = "kv_cache/causal.py", "tests/kv_cache/test_compiled_coded_streams.py"
+CAUSAL, CODED_LAWS = "kv_cache/stream.py", "tests/kv_cache/test_compiled_coded_streams.py"
 CODES, CODES_LAWS = "kv_cache/compiled_codes.py", "tests/kv_cache/test_compiled_codes.py"
 EVERYWHERE_LAWS = "tests/kv_cache/test_compiled_bidirectional.py"
 
@@ -65,8 +65,8 @@ FAULTS = (
     Fault(
         "read kept keys that lie apart as if they did not",
         MERGING,
-        "[x.contiguous() for x in (*stream.merged, *stream.sample)]",
-        "[*stream.merged, *stream.sample]",
+        "[x.contiguous() for x in (*held.merged, *held.sample)]",
+        "[*held.merged, *held.sample]",
         MERGING_LAWS,
     ),
 )

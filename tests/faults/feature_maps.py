@@ -7,7 +7,7 @@ from faults.fault import Fault
 FAULTS = (
     Fault(
         "drop the sign fix of QR",
-        "feature_maps/_draw.py",
+        "feature_maps/_random_base.py",
         "q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)",
         "q * 1.0",
         "tests/feature_maps/test_draw.py tests/feature_maps/test_kernel.py",
@@ -56,9 +56,9 @@ FAULTS = (
     ),
     Fault(
         "move keys by M instead of its inverse transpose",
-        "feature_maps/balanced.py",
-        "dtype: (forward.to(dtype), backward.to(dtype))",
-        "dtype: (forward.to(dtype), forward.to(dtype))",
+        "feature_maps/wrappers.py",
+        "in_both_dtypes(matrix.mT.contiguous(), torch.linalg.inv(matrix))",
+        "in_both_dtypes(matrix.mT.contiguous(), matrix.mT.contiguous())",
         "tests/feature_maps/test_balanced.py",
     ),
     Fault(

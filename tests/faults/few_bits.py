@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault
 
 CODES, FRAMES, LEVELS = "kv_cache/codes.py", "kv_cache/frames.py", "kv_cache/levels.py"
-MEMORY, TIER = "kv_cache/memory.py", "kv_cache/tier.py"
+MEMORY, TIER = "kv_cache/memory.py", "kv_cache/memory.py"
 STREAMS, LAWS, TIERS = (f"tests/kv_cache/test_{name}.py" for name in ("codes", "levels", "tiers"))
 
 FAULTS = (

@@ -7,11 +7,9 @@ from faults.fault import Fault
 ROOM = "kv_cache/"
 MERGING, MERGED = "tests/kv_cache/test_merging.py", "tests/kv_cache/test_attention.py"
 PADDING = "tests/kv_cache/test_padding.py"
-LEFT_PADDING, ROW_GROUPS = "softmax/left_padding.py", "softmax/row_groups.py"
+ROW_GROUPS = "softmax/row_groups.py"
 LEFT_PADDING_LAWS = "tests/laws/test_left_padding.py"
 EVERYWHERE, DISTANCES = "tests/kv_cache/test_bidirectional.py", "tests/kv_cache/test_distances.py"
-LEFT_PADDING, ROW_GROUPS = "softmax/left_padding.py", "softmax/row_groups.py"
-LEFT_PADDING_LAWS = "tests/laws/test_left_padding.py"
 
 FAULTS = (
     Fault(
@@ -37,35 +35,35 @@ FAULTS = (
     ),
     Fault(
         "measure keys without the queries",
-        ROOM + "distances.py",
+        ROOM + "partitioning.py",
         "torch.cat((spread.unsqueeze(2), worth",
         "torch.cat((torch.ones_like(spread).unsqueeze(2), worth",
         MERGING,
     ),
     Fault(
         "measure keys without their values",
-        ROOM + "distances.py",
+        ROOM + "partitioning.py",
         "worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values",
         "worth = 0 * wide",
         MERGING,
     ),
     Fault(
         "take the widest coordinates for axes",
-        ROOM + "distances.py",
+        ROOM + "partitioning.py",
         "range(_TURNS)",
         "range(0)",
         DISTANCES,
     ),
     Fault(
         "have no more axes where heads are wide",
-        ROOM + "distances.py",
+        ROOM + "partitioning.py",
         "max(_AXES, width // _WIDTHS_PER_AXIS)",
         "_AXES",
         DISTANCES,
     ),
     Fault(
         "look along axes from another mean",
-        ROOM + "distances.py",
+        ROOM + "partitioning.py",
         "return cls(turn, metric.mean @ turn)",
         "return cls(turn, 0 * metric.mean @ turn)",
         DISTANCES,
@@ -86,21 +84,21 @@ FAULTS = (
     ),
     Fault(
         "size a sample by the padded row",
-        ROOM + "even_sample.py",
+        ROOM + "query_sample.py",
         "live.sum(-1, keepdim=True).clamp(min=num_merged + 1)",
         "(live | True).sum(-1, keepdim=True).clamp(min=num_merged + 1)",
         PADDING,
     ),
     Fault(
         "sample queries of padding",
-        ROOM + "even_sample.py",
+        ROOM + "query_sample.py",
         "live = live if is_same else",
         "live = torch.ones_like(live) if is_same else",
         PADDING,
     ),
     Fault(
         "make room for fewer queries than a graph's rows may want",
-        ROOM + "even_sample.py",
+        ROOM + "query_sample.py",
         "math.isqrt(_SAMPLED // groups) if is_same else 0",
         "num_keys",
         PADDING,
@@ -188,7 +186,7 @@ FAULTS = (
     ),
     Fault(
         "let padding change the sample",
-        ROOM + "even_sample.py",
+        ROOM + "query_sample.py",
         "number.clamp(max=size)",
         "number * 0 + size",
         PADDING,
@@ -209,7 +207,7 @@ FAULTS = (
     ),
     Fault(
         "let keys leave the window a block early",
-        ROOM + "stream.py",
+        ROOM + "keys.py",
         "return slice(max(begin - blocks.window - blocks.size, 0), max(begin - blocks.window, 0))",
         "return slice(max(begin - blocks.window, 0), max(begin - blocks.window + blocks.size, 0))",
         MERGED,
@@ -265,21 +263,21 @@ FAULTS = (
     ),
     Fault(
         "count blocks from the first position",
-        LEFT_PADDING,
+        ROW_GROUPS,
         ".all(1).cumprod(-1).sum(-1)",
         ".all(1).cumprod(-1).sum(-1) * 0",
         LEFT_PADDING_LAWS,
     ),
     Fault(
         "let a row that waits begin with padding",
-        LEFT_PADDING,
+        ROW_GROUPS,
         "if is_waiting else part",
         "if False else part",
         LEFT_PADDING_LAWS,
     ),
     Fault(
         "let queries before a text see it",
-        LEFT_PADDING,
+        ROW_GROUPS,
         "[:, None, None, length - num_queries :] & call.is_causal",
         "[:, None, None, length - num_queries :] & False",
         LEFT_PADDING_LAWS,

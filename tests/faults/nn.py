@@ -103,8 +103,8 @@ FAULTS = (
     Fault(
         "let a softmax layer's queries see later tokens",
         "nn/softmax_attention.py",
-        "is_causal=self.is_causal and query.shape[2] > 1",
-        "is_causal=False",
+        "is_causal = self.is_causal and query.shape[2] > 1",
+        "is_causal = False",
         MODELS,
     ),
     Fault(
@@ -165,7 +165,7 @@ FAULTS = (
     ),
     Fault(
         "hand logsigmoid the strides that compiled graphs do not expect",
-        "positions/forget_gate.py",
+        "positions/decay.py",
         "projected.mT.contiguous()",
         "projected.mT",
         "tests/nn/test_training.py",

@@ -12,14 +12,14 @@ FIXED, FORGET = "tests/positions/test_fixed_decay.py", "tests/positions/test_for
 FAULTS = (
     Fault(
         "mirror where positions should rotate",
-        ROOM + "rotary.py",
+        ROOM + "encodings.py",
         "second * cos + first * sin",
         "second * cos - first * sin",
         ROTARY,
     ),
     Fault(
         "take any map for a relative one",
-        ROOM + "rotary.py",
+        ROOM + "encodings.py",
         "if self.require_relative and not keeps_rotations(feature_map):",
         "if False:",
         ENCODINGS,
@@ -89,14 +89,14 @@ FAULTS = (
     ),
     Fault(
         "let autocast narrow the gates",
-        ROOM + "forget_gate.py",
+        ROOM + "decay.py",
         "    with outside_autocast(x.device):\n",
         "    if True:\n",
         FORGET,
     ),
     Fault(
         "take ALiBi's slopes between from the wrong end",
-        ROOM + "fixed_decay.py",
+        ROOM + "decay.py",
         "2.0 ** (-4 * h / lower)",
         "2.0 ** (-8 * h / lower)",
         FIXED,

@@ -8,7 +8,7 @@ CHECKS, STATE, LAWS = "attention/_check.py", "attention/state.py", "tests/laws/t
 FAR, SUMS, STREAMS, STREAM_LAWS = "attention/sums.py", "attention/sums.py", "nn/streams.py", "tests/nn/test_streams.py"
 TENSORS, MERGED_CHECKS = "softmax/checking.py", "kv_cache/state_checks.py"
 MERGED_STATE, MERGED_LAWS = "kv_cache/state.py", "tests/kv_cache/test_state_checks.py"
-FACTOR_LAWS = "tests/laws/test_large_factors.py"
+RESTORED, FACTOR_LAWS = "softmax/tokens.py", "tests/laws/test_large_factors.py"
 
 FAULTS = (
     Fault("take z of any shape", CHECKS, "and z.shape == (batch, heads, held)", "", LAWS),
@@ -21,8 +21,8 @@ FAULTS = (
     Fault(
         "look at the latest tokens of merged keys alone",
         MERGED_CHECKS,
-        "in zip(held, shapes, dtypes, names, strict=True):",
-        "in ():",
+        'check_tokens("sinks", keys.sinks, config.num_sinks, sizes, dtype, device, _REMEDY)',
+        "pass",
         MERGED_LAWS,
     ),
     Fault("take the query sample of more heads", MERGED_CHECKS, "sample_size(num_groups)", "None", MERGED_LAWS),
@@ -36,8 +36,8 @@ FAULTS = (
     Fault("read a config from a file unchecked", "kv_cache/config.py", "self.__post_init__()", "pass", MERGED_LAWS),
     Fault(
         "believe a file that its merged keys were looked at",
-        MERGED_STATE,
-        "self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})",
+        RESTORED,
+        "self.__dict__.update({field.name: state.get(field.name) for field in fields(record)})",
         "self.__dict__.update(state)",
         MERGED_LAWS,
     ),
@@ -65,8 +65,8 @@ FAULTS = (
     Fault("take a window of any width from a file", CHECKS, "check_width(window.width)", "pass", LAWS),
     Fault(
         "believe a file that its state was looked at",
-        STATE,
-        "self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})",
+        RESTORED,
+        "self.__dict__.update({field.name: state.get(field.name) for field in fields(record)})",
         "self.__dict__.update(state)",
         LAWS,
     ),

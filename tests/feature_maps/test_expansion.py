@@ -163,7 +163,7 @@ def test_points_without_weight_move_no_centre() -> None:
     [
         (lambda: Expansion(D, 0), "num_centres must be an integer of at least 1, got 0"),
         (lambda: Expansion(D, 2, order=3), "order must be 0, 1 or 2, got 3"),
-        (lambda: Expansion(D, 2, centres=torch.zeros(3, D)), r"centres must be \(2, 6\)"),
+        (lambda: Expansion(D, 2, centres=torch.zeros(3, D)), r"centres must be \(Hkv, 2, 6\) or \(2, 6\)"),
         (lambda: Expansion(D, 2).query(torch.zeros(1, D)), "has no centres: call fit"),
         (lambda: Expansion(D, 2).fit(normal(1, 3, 4, D), normal(1, 2, 4, D)), "H a multiple of Hkv"),
     ],

@@ -11,8 +11,7 @@ import pytest
 import scipy.special
 import torch
 
-from linattn.feature_maps._hypergeometric import damped_1f1, log_0f1, log_1f1, sphere_cosine
-from linattn.feature_maps._moments import chi_moment_ratio
+from linattn.feature_maps._moments import chi_moment_ratio, damped_1f1, log_0f1, log_1f1, sphere_cosine
 
 Z = torch.tensor([0.0, 1e-6, 0.3, 2.0, 17.0, 90.0], dtype=torch.float64)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import linattn
 from grid import Learned
 from linattn.feature_maps import Centred, FavorPlus, FeatureMap, Hedgehog, LearnedExponential
-from linattn.feature_maps._learned import LearnedMap
+from linattn.feature_maps.learned import LearnedMap
 
 D, R, L = 4, 8, 32
 BUILD: dict[str, Callable[[], FeatureMap]] = {

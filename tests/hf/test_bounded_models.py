@@ -33,8 +33,9 @@ def test_adapted_and_compiled_models(language_model):
     )
     compiled = torch.compile(model, backend="eager")
     cuts = (22, 1, 1)
-    # Not quantized: graphs read codes in plain torch, single calls in compiled code where it is installed.
-    config = MergedKV(4, 6, None)
+    # Not quantized: graphs read codes in plain torch, single calls in compiled code where it is installed. A graph has
+    # each block of a window, of which there are three here.
+    config = MergedKV(8, 6, None)
     made = logits(compiled, BoundedCache(compiled, config=config), cuts)
     assert torch.equal(made, logits(model, BoundedCache(model, config=config), cuts))
     cache = BoundedCache(compiled, config=FEW)

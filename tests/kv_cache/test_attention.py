@@ -75,14 +75,14 @@ def test_enough_keys_are_softmax_attention_in_any_cut() -> None:
         torch.testing.assert_close(streamed(pieces, MergedKV(4, LENGTH, bits=None)), truth, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("cuts", [[1], [8], [16], [5, 6, 7, 30], list(range(1, LENGTH)), [44]], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("config", PARTS, ids=str)
-def test_a_stream_may_be_cut_anywhere(config: MergedKV, masked: bool, cuts: list[int]) -> None:
+def test_a_stream_may_be_cut_anywhere(config: MergedKV, masked: bool) -> None:
     mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) > 0.2 if masked else None
-    pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, LENGTH])]
     whole = streamed([slice(None)], config, mask)
-    torch.testing.assert_close(streamed(pieces, config, mask), whole, rtol=1e-11, atol=1e-11)
+    for cuts in ([1], [8], [16], [5, 6, 7, 30], list(range(1, LENGTH)), [44]):
+        pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, LENGTH])]
+        torch.testing.assert_close(streamed(pieces, config, mask), whole, rtol=1e-11, atol=1e-11)
     assert torch.equal(whole, attend(*qkv(num_queries=LENGTH, num_keys=LENGTH), config, key_mask=mask, is_causal=True))
 
 

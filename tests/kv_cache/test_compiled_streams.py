@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import linattn
 from grid import relative_error
 from linattn import MergedKV
-from linattn.kv_cache import causal, compiled
-from linattn.softmax import compiled_code
+from linattn.kv_cache import compiled, stream
+from linattn.softmax import extensions
 from merged_rows import LENGTH, TOLERANCE, biases, everywhere, given, leaves, streamed
 
 pytest.importorskip("linattn_compiled")
@@ -32,8 +32,10 @@ PARTS = (
 )
 
 
-@pytest.mark.parametrize("bias", ["none", "masks", "biases", "heads"])
-@pytest.mark.parametrize("groups", [1, 3])
+# Grouped heads with every kind of bias, which is of keys whatever queries there are; heads of their own with one.
+@pytest.mark.parametrize(
+    ("groups", "bias"), [*((3, bias) for bias in ("none", "masks", "biases", "heads")), (1, "heads")]
+)
 @pytest.mark.parametrize("config", PARTS, ids=str)
 def test_it_is_what_plain_torch_is(config: MergedKV, groups: int, bias: str) -> None:
     """Which keys are merged included: no two of these cost the same to rounding."""
@@ -231,13 +233,13 @@ def _eight_threads() -> Iterator[None]:
 def test_auto_takes_it_for_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And for no fewer heads than half of the threads: four here."""
     used = []
-    run = causal.stream_in_compiled_code
+    run = stream.stream_in_compiled_code
 
     def counted(*call: object, **options: object) -> object:
         used.append(1)
         return run(*call, **options)
 
-    monkeypatch.setattr("linattn.kv_cache.causal.stream_in_compiled_code", counted)
+    monkeypatch.setattr("linattn.kv_cache.stream.stream_in_compiled_code", counted)
     tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     streamed(tokens, config, "auto")
     assert len(used) == 1
@@ -300,7 +302,7 @@ def test_graphs_and_maps_of_functions_leave_it_alone() -> None:
 
 
 def test_without_the_wheel_plain_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_code, "missing", lambda _: "linattn-compiled is not installed")
+    monkeypatch.setattr(extensions, "missing", lambda _: "linattn-compiled is not installed")
     tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     assert torch.equal(streamed(tokens, config, "auto")[0], streamed(tokens, config, "torch")[0])
     with pytest.raises(ValueError, match="linattn-compiled is not installed"):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grid import tokens
 from linattn.kv_cache import bidirectional
-from linattn.kv_cache.distances import Axes, Metric
+from linattn.kv_cache.partitioning import Axes, Metric
 from linattn.softmax.tokens import Tokens
 
 WIDTH = 48

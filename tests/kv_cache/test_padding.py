@@ -11,7 +11,7 @@ from torch import Tensor
 import linattn
 from grid import qkv
 from linattn import MergedKV
-from linattn.kv_cache import bidirectional, even_sample
+from linattn.kv_cache import bidirectional, query_sample
 from merged_rows import TOLERANCE
 from padded_rows import FILLINGS, PADDED, PLACES, REAL, padded, weights
 
@@ -25,8 +25,8 @@ BACKENDS = ("torch", "compiled") if find_spec("linattn_compiled") else ("torch",
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples and seeds that are fewer than so few tokens, as in long calls."""
-    monkeypatch.setattr(even_sample, "_SAMPLED", 1000)
-    monkeypatch.setattr(even_sample, "_FEWEST", 4)
+    monkeypatch.setattr(query_sample, "_SAMPLED", 1000)
+    monkeypatch.setattr(query_sample, "_LEAST_SAMPLED", 4)
     monkeypatch.setattr(bidirectional, "_SEEDS", 20)
     monkeypatch.setattr(bidirectional, "_SEEDS_PER_CLUSTER", 2)
     monkeypatch.setattr(bidirectional, "_MEASURED", 80)

@@ -81,10 +81,10 @@ def test_outputs_stay_within_the_hull_at_any_scale(case: Case, scale: float) -> 
     assert (found <= high + band).all()
 
 
-@pytest.mark.parametrize(("map_name", "steps"), [("FavorPlus", 100_000), ("EluPlusOne", 10_000)])
-def test_bfloat16_steps_do_not_drift(map_name: str, steps: int) -> None:
-    """A running sum kept in bfloat16 would stand still at 256."""
-    feature_map = Case(map_name, "blocked", True).build()
+@pytest.mark.parametrize("map_name", ["FavorPlus", "EluPlusOne"])
+def test_bfloat16_steps_do_not_drift(map_name: str) -> None:
+    """A running sum kept in bfloat16 would stand still at 256, one in float16 at 2048."""
+    feature_map, steps = Case(map_name, "blocked", True).build(), 5000
     x = tokens(1, 1, 1, HEAD_DIM, dtype=torch.bfloat16)
     one, state = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16), None
     with torch.no_grad():
@@ -93,5 +93,5 @@ def test_bfloat16_steps_do_not_drift(map_name: str, steps: int) -> None:
     assert abs(out.item() - 1) <= 1e-2
     phi = torch.exp(feature_map.key(x.float())) if feature_map.exponential else feature_map.key(x.float())
     total = state.z * torch.exp(state.m)
-    # So many float32 additions of one number: relative error at most steps · eps/2, 6e-3 of 1e5.
+    # So many float32 additions of one number: relative error at most steps · eps/2, 3e-4.
     torch.testing.assert_close(total, steps * phi[:, :, 0], rtol=6e-8 * steps, atol=0)

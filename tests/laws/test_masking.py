@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -17,39 +19,54 @@ PLACES = {
 }
 
 
-def padded(place: str, filling: float, batch: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """Real tokens alone, the same between padding, and the mask."""
-    real = list(qkv(batch=batch, num_queries=REAL, num_keys=REAL))
+def padded(place: str, filling: float, real: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Real tokens between padding, and the mask."""
     full, where = [], PLACES[place]
     for index, x in enumerate(real):
         # Padded queries are ordinary rows nobody reads; padded keys and values hold the filling.
         room = x.new_full((*x.shape[:2], PADDED, x.shape[3]), 0.5 if index == 0 else filling)
         room[:, :, where] = x
         full.append(room)
-    mask = torch.zeros(batch, PADDED, dtype=torch.bool)
+    mask = torch.zeros(real[0].shape[0], PADDED, dtype=torch.bool)
     mask[:, where] = True
-    return real, full, mask
+    return full, mask
 
 
-@pytest.mark.parametrize("filling", FILLINGS)
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_padding_is_inert(case: Case, place: str, filling: str, blocks_of) -> None:
+def test_padding_is_inert(case: Case, blocks_of) -> None:
+    """At each place and with each filling a row alone, and all of them in one batch."""
     blocks_of(8)
-    for batch in (1, 2):
-        real, full, mask = padded(place, FILLINGS[filling], batch)
-        results, where = [], PLACES[place]
-        for x, options in ((real, {}), (full, {"key_mask": mask})):
-            leaves = [t.clone().requires_grad_() for t in x]
-            out = case.attend(*leaves, case.build(), **options)
-            out = out if out.shape[2] == REAL else out[:, :, where]
-            results.append((out, torch.autograd.grad(out.square().sum(), leaves)))
-        tolerance = 1e-11 if case.build().nonnegative else 1e-7
-        torch.testing.assert_close(results[1][0], results[0][0], rtol=tolerance, atol=tolerance)
-        for alone, among in zip(results[0][1], results[1][1], strict=True):
-            torch.testing.assert_close(among[:, :, where], alone, rtol=tolerance, atol=tolerance)
-        for grad in results[1][1][1:]:
+    tolerance = 1e-11 if case.build().nonnegative else 1e-7
+    paddings = [(place, filling) for place in PLACES for filling in FILLINGS]
+    real = qkv(batch=len(paddings), num_queries=REAL, num_keys=REAL)
+    full = [
+        padded(place, FILLINGS[filling], [x[i : i + 1] for x in real]) for i, (place, filling) in enumerate(paddings)
+    ]
+    batch = ([torch.cat(x) for x in zip(*(row for row, _ in full), strict=True)], torch.cat([mask for _, mask in full]))
+    alone = with_gradients(case, list(real))
+    for rows, (given, mask) in [*(([i], row) for i, row in enumerate(full)), (range(len(full)), batch)]:
+        out, *gradients = with_gradients(case, given, key_mask=mask)
+        for place, row in enumerate(rows):
+            where = PLACES[paddings[row][0]]
+            among = [x[place, :, where] for x in (out, *gradients)]
+            torch.testing.assert_close(
+                among,
+                [x[row] for x in alone],
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, row=row: f"{paddings[row]}: {m}",
+            )
+        for grad in gradients[1:]:
             assert (grad.masked_select(~mask[:, None, :, None].expand_as(grad)) == 0).all()
+
+
+def with_gradients(case: Case, given: list[torch.Tensor], **options: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Outputs, and the gradients of the sum of their squares over rows that are read."""
+    leaves = [x.clone().requires_grad_() for x in given]
+    out = case.attend(*leaves, case.build(), **options)
+    mask = options.get("key_mask")
+    read = out if mask is None else out * mask[:, None, :, None]
+    return (out, *torch.autograd.grad(read.square().sum(), leaves))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -83,7 +100,8 @@ def test_dead_rows_are_defined_in_every_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("map_name", ["FavorPlus", "EluPlusOne", "Trigonometric"])
 def test_masked_keys_do_not_enter_the_state(map_name: str) -> None:
     feature_map = build(map_name)
-    real, full, mask = padded("left", float("nan"), 2)
+    real = qkv(num_queries=REAL, num_keys=REAL)
+    full, mask = padded("left", float("nan"), real)
     alone = linattn.linear_attention_with_state(*real, feature_map, enable_gqa=True).state
     among = linattn.linear_attention_with_state(*full, feature_map, key_mask=mask, enable_gqa=True).state
     later = tokens(2, 4, 3, 8, seed=5)
@@ -95,7 +113,8 @@ def test_masked_keys_do_not_enter_the_state(map_name: str) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_softmax_attention_keeps_the_same_mask_contract(is_causal: bool) -> None:
     for place in PLACES:
-        real, full, mask = padded(place, float("nan"), 2)
+        real = qkv(num_queries=REAL, num_keys=REAL)
+        full, mask = padded(place, float("nan"), real)
         options = {"is_causal": is_causal, "enable_gqa": True}
         alone = linattn.softmax_attention(*real, **options)
         for found in (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import linattn
 from grid import BACKENDS, MAPS, build, qkv, takes_statistics_from_the_call
-from linattn.feature_maps._swapping import named_tensors, with_swapped_tensors
+from linattn.attention.bound_map import named_tensors, with_swapped_tensors
 
 NUM_THREADS, NUM_CALLS = 4, 6
 

@@ -20,7 +20,7 @@ def state(model, optimizer):
     return [x.clone() for x in (model[0].weight.detach(), held["exp_avg"], held["exp_avg_sq"], held["step"])]
 
 
-def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, caplog):
+def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, logged):
     model, optimizer = trained
     folder, progress = WorkFolder(tmp_path, {}, kind="conversion"), Progress(2, 7.5, 3.0, 0.5, 0.25)
     best = {name: x + 1 for name, x in model.state_dict().items()}
@@ -37,7 +37,7 @@ def test_a_checkpoint_brings_back_weights_and_optimiser(trained, tmp_path, caplo
     assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), before, strict=True))
     assert model[1].weight is model[0].weight
     assert torch.equal(torch.get_rng_state(), random)
-    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
+    assert not [record for record in logged if record.levelname != "DEBUG"]
     assert WorkFolder(tmp_path, {}, kind="conversion").last("distillation") is None
 
 
@@ -125,12 +125,12 @@ FILES = ["tensors.safetensors", "progress.json"]
 
 @pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
 @pytest.mark.parametrize("name", [*FILES, "digests.json"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(twice, caplog, name, harm):
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(twice, logged, name, harm):
     folder, place = twice
     assert {*FILES, "digests.json"} == {path.name for path in (place / "step-00000002").iterdir()}
     harm(place / "step-00000002" / name)
     assert folder.last("transfer")[1].step == 1
-    (record,) = caplog.records
+    (record,) = logged
     assert record.levelname == "WARNING"
     assert f"{place / 'step-00000002'}" in record.getMessage()
     assert "is damaged: " in record.getMessage()

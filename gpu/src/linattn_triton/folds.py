@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.fold import Fold
-from linattn.attention.backends.blocked.records import Absorb, Causal, Gradients, Read, Saved, empty_sums, sums_of
-from linattn.attention.backends.blocked.rows import empty_rows
+from linattn.attention.backends.blocked.records import (
+    Absorb,
+    Causal,
+    Gradients,
+    Read,
+    Saved,
+    empty_rows,
+    empty_sums,
+    sums_of,
+)
 from linattn.attention.sums import Sums, per_feature
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.precision import LOG2_E

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.records import Causal, empty_sums, sums_of
-from linattn.attention.backends.blocked.rows import empty_rows
+from linattn.attention.backends.blocked.records import Causal, empty_rows, empty_sums, sums_of
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap
 from linattn_triton.kernels.token_step import token_step

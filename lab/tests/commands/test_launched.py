@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,14 +15,6 @@ from linattn_lab.audit.records import AUDIT, LengthsRow, TimeRow
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SECONDS = 60
-DYING = """
-import os
-from apart import dying
-from linattn.cli import main
-if os.environ["RANK"] == "1":
-    dying("linattn.training.loop:_Run", "_look", 3)
-main()
-"""
 
 
 def check_cause(said: str) -> None:
@@ -79,23 +68,10 @@ def checkpoints(work: Path, training: str) -> list[int]:
     return [int(name.removeprefix("step-")) for name in names]
 
 
-def test_training_goes_on_in_one_process(tmp_path, texts):
+def test_training_goes_on_in_one_process(tmp_path, texts, killed):
     out, work = tmp_path / "split", tmp_path / "split.unfinished"
-    script = tmp_path / "dying.py"
     # At the third look, of which there is one every four steps.
-    script.write_text(DYING)
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "train", out, *texts]
-    # Raises if it takes longer.
-    ended = subprocess.run(
-        [sys.executable, "-m", *map(str, words), "--parts", "2", "--shard"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert ended.returncode != 0
-    check_cause(ended.stderr)
+    killed("linattn.training.loop:_Run", "_look", 3, "train", out, *texts, "--parts", 2, "--shard")
     assert not out.exists()
     assert checkpoints(work, "training") == [4, 8]
     # One process, told neither of parts nor of sharded weights, goes on to the loss of one that was never interrupted.

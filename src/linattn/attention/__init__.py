@@ -1,4 +1,9 @@
-"""The op, its state and its backends: q, k, v -> features -> state -> read-out."""
+"""The op, its state and its backends: q, k, v -> features -> state -> read-out.
+
+Letters: B batch, H query heads, in states and backends key/value heads, Hkv key/value heads, G query heads per
+key/value head, L tokens (Lq, Lk), n tokens kept or chosen, D head width, Dv value width, R features, M exponents kept
+per head (the map's num_exponents: R for exponential maps, one per group for grouped ones, else 1).
+"""
 
 from linattn.attention.functional import Attended as Attended
 from linattn.attention.functional import AttendedPartial as AttendedPartial

@@ -1,28 +1,23 @@
 """Refuse maps, tokens and states that do not belong together: compiled code would trust what a file put there.
 
 Of states shapes, dtypes and devices alone are compared, all of a kind at once, since every token of a stream passes
-here: what differs is looked for where something does.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), n tokens, D head width, Dv value width, R
-features, M exponents.
+here: what differs is looked for where something does. Letters as in attention/__init__.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from linattn.attention.bound_map import named_tensors
 from linattn.attention.sums import Sums
 from linattn.attention.window import WindowKeys, check_width
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._swapping import named_tensors
-from linattn.softmax.checking import TOKEN_DTYPES, check_count, check_kind, check_tensor, checked, refuse
+from linattn.softmax.checking import TOKEN_DTYPES, check_kind, check_tensor, check_tokens, checked, refuse
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.row_groups import RowGroups, check_groups
-from linattn.softmax.tokens import Tokens
 
 if TYPE_CHECKING:
     from linattn.attention.state import State
@@ -85,7 +80,6 @@ def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None
 
 
 _REMEDY = "pass a state as linear_attention_with_state or State.empty gave it, or rebuild it from the tokens"
-_PARTS = tuple(f"window.recent.{name}" for name in Tokens._fields)
 
 
 def check_sums(sums: Sums) -> None:
@@ -116,7 +110,8 @@ def check_sums_of(num_features: int, num_exponents: int, sums: Sums) -> None:
     ):
         return
     shapes = [(batch, heads, num_features, value_dim), (batch, heads, num_features), (batch, heads, num_exponents)]
-    _compare(Sums._fields, sums, shapes, [dtype] * 3, device)
+    for name, x, shape in zip(Sums._fields, sums, shapes, strict=True):
+        check_tensor(name, x, shape, dtype, device, _REMEDY)
 
 
 def check_whole(sums: Sums, window: object, feature_map: FeatureMap, head_dim: int) -> None:
@@ -144,13 +139,7 @@ def check_apart(S: Tensor, apart: object) -> None:
         refuse("apart", apart, f"torch.float64 of shape {tuple(S.shape[:2])} on {S.device}, or None", _REMEDY)
 
 
-def check_continues(
-    state: State,
-    key: Tensor,
-    value: Tensor,
-    feature_map: FeatureMap,
-    window: int | None,
-) -> None:
+def check_continues(state: State, key: Tensor, value: Tensor, feature_map: FeatureMap, window: int | None) -> None:
     """Refuse tokens that do not continue a state, and a state whose tensors do not belong together."""
     S = state.S
     if not isinstance(S, Tensor) or S.ndim != 4:
@@ -195,33 +184,5 @@ def _check_keys(S: Tensor, window: object, head_dim: int) -> None:
     check_kind(WindowKeys, "window", window, _REMEDY)
     assert isinstance(window, WindowKeys)
     check_width(window.width)
-    recent = window.recent
-    check_kind(Tokens, "window.recent", recent, _REMEDY)
-    count = check_count("window.recent.bias", recent.bias, 2 * window.width, _REMEDY)
-    _compare(_PARTS, recent, _token_shapes(S, count, head_dim), _token_dtypes(S, recent), S.device)
-
-
-def _token_shapes(S: Tensor, number: int, head_dim: int) -> list[tuple[int, ...]]:
-    """Keys (B, H, n, D), values (B, H, n, Dv) and biases (B, H, n)."""
-    batch, heads, _, value_dim = S.shape
-    return [(batch, heads, number, head_dim), (batch, heads, number, value_dim), (batch, heads, number)]
-
-
-def _token_dtypes(S: Tensor, tokens: Tokens) -> list[torch.dtype]:
-    """Dtypes of keys and values, which are kept as they came, and of biases."""
-    dtype = (
-        tokens.key.dtype if isinstance(tokens.key, Tensor) and tokens.key.dtype in TOKEN_DTYPES[S.dtype] else S.dtype
-    )
-    return [dtype, dtype, S.dtype]
-
-
-def _compare(
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-) -> None:
-    """Refuse the first tensor that has not its shape and dtype, or is on another device."""
-    for x, shape, dtype, name in zip(tensors, shapes, dtypes, names, strict=True):
-        check_tensor(name, x, shape, dtype, device, _REMEDY)
+    sizes = (*S.shape[:2], head_dim, S.shape[3])
+    check_tokens("window.recent", window.recent, 2 * window.width, sizes, S.dtype, S.device, _REMEDY)

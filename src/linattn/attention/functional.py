@@ -1,7 +1,4 @@
-"""The op: check, choose a backend, call.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width, R features.
-"""
+"""The op: check, choose a backend, call; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from linattn.attention.state import State
 from linattn.attention.sums import Sums, no_sums, relative_to
 from linattn.attention.window import WindowKeys, attend_with_window, check_window
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.checking import refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.sdpa_options import refuse_sdpa_options
 
 
 class Attended(NamedTuple):
@@ -266,37 +263,18 @@ def _advance(
 ) -> tuple[Call, Rows | Partial, State]:
     """The call by a map, its rows (B, Hkv, G, Lq, ·) over the state's keys and these, and the state after them."""
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=True)
-    _check_state(state, feature_map, call.key, call.value, window)
-    state, bias, apart = _relative(state, call.bias, call.key)
-    rows, sums, window_keys = _attend(call._replace(bias=bias), chosen, window, state, is_stream=True)
+    apart = None
+    if state is not None:
+        if not isinstance(state, State):
+            raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
+        state.check_built_with(feature_map)
+        check_continues(state, call.key, call.value, feature_map, window)
+        state, bias, apart = relative_to(state, call.bias, call.key.shape[2])
+        call = call._replace(bias=bias)
+    rows, sums, window_keys = _attend(call, chosen, window, state, is_stream=True)
     built_with = feature_map.fingerprint() if state is None else state.built_with
     after = State(*sums, built_with, window_keys, apart).known_to_fit(call.key.shape[-1])
     return call, rows, after
-
-
-def _relative(
-    state: State | None, bias: Tensor | None, key: Tensor
-) -> tuple[State | None, Tensor | None, Tensor | None]:
-    """A state and the biases of keys after it, relative to the factor that the state has apart, if any."""
-    if state is None or state.apart is None:
-        return state, bias, None
-    return relative_to(state, bias, key.shape[2])
-
-
-def _check_state(
-    state: State | None,
-    feature_map: FeatureMap,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-) -> None:
-    """Refuse what is no state, and one of another stream."""
-    if state is None:
-        return
-    if not isinstance(state, State):
-        raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
-    state.check_built_with(feature_map)
-    check_continues(state, key, value, feature_map, window)
 
 
 def _checked(

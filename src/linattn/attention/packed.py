@@ -1,8 +1,4 @@
-"""Sequences of different lengths, one after the other in one tensor: attention of each by itself.
-
-Letters: H query heads, Hkv key/value heads, N sequences, T tokens of all, L tokens of the longest of some sequences,
-D head width, Dv value width.
-"""
+"""Sequences one after the other in one tensor: attention of each by itself; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from linattn.attention._check import check_map, checked_for
 from linattn.attention.functional import Attended, linear_attention, linear_attention_with_state
 from linattn.attention.state import State
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.row_groups import in_order
 from linattn.softmax.tracing import is_fake
 
 
@@ -114,7 +111,8 @@ def linear_attention_packed_with_state(
         )
 
     attended = [attend(batch) for batch in packing.batches()]
-    S, z, m = (packing.in_turn([getattr(one.state, name) for one in attended]) for name in ("S", "z", "m"))
+    sums = zip(*(one.state.sums for one in attended), strict=True)
+    S, z, m = (in_order(packing.groups, rows) for rows in sums)
     return Attended(packing.packed([one.out for one in attended]), State(S, z, m, attended[0].state.built_with))
 
 
@@ -145,11 +143,11 @@ class _Packing:
         groups: dict[int, list[int]] = {}
         for sequence in range(len(self._starts) - 1):
             groups.setdefault(self._length(sequence).bit_length(), []).append(sequence)
-        self._groups = list(groups.values())
+        self.groups = [tuple(group) for group in groups.values()]
 
     def batches(self) -> Iterator[_Batch]:
         """Batches of each power of two."""
-        for group in self._groups:
+        for group in self.groups:
             longest = max(map(self._length, group))
             starts, lengths = (self._index([of(x) for x in group]).unsqueeze(-1) for of in (self._start, self._length))
             numbers, shape = torch.arange(longest, device=starts.device), (len(group), longest)
@@ -167,7 +165,7 @@ class _Packing:
         """(1, H, T, Dv) of the batches' outputs (n, H, L, Dv)."""
         flat = torch.cat([out.transpose(0, 1).flatten(1, 2) for out in outs], 1)
         begins, first = [0] * (len(self._starts) - 1), 0
-        for group, out in zip(self._groups, outs, strict=True):
+        for group, out in zip(self.groups, outs, strict=True):
             for row, sequence in enumerate(group):
                 begins[sequence] = first + row * out.shape[2]
             first += len(group) * out.shape[2]
@@ -177,12 +175,6 @@ class _Packing:
         places = moved.repeat_interleave(lengths, output_size=self._starts[-1])
         places = places + torch.arange(self._starts[-1], device=places.device)
         return flat.index_select(1, places).unsqueeze(0)
-
-    def in_turn(self, rows: Sequence[Tensor]) -> Tensor:
-        """(N, …) of the batches' rows (n, …)."""
-        order = [sequence for group in self._groups for sequence in group]
-        places = sorted(range(len(order)), key=order.__getitem__)
-        return torch.cat(list(rows)).index_select(0, self._index(places))
 
     def _start(self, sequence: int) -> int:
         """First token of a sequence."""

@@ -1,7 +1,4 @@
-"""Rows of the attention matrix that linear attention never forms.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features, n chosen rows.
-"""
+"""Rows of the attention matrix that linear attention never forms; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 

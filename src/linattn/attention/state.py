@@ -1,18 +1,13 @@
-"""The state keys and values collapse into, and its verbs.
-
-Letters: B batch, H key/value heads, L tokens, D head width, Dv value width, R features, M exponents (R for exponential
-maps, one per group for grouped ones, else 1).
-"""
+"""The state keys and values collapse into, and its verbs; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from linattn.attention._check import check_apart, check_continues, check_map, check_of_any_map, check_whole, checked_for
 from linattn.attention.backends import Call, choose
@@ -21,16 +16,16 @@ from linattn.attention.bound_map import bind
 from linattn.attention.sums import Sums, larger, no_sums, relative_to, split_factor
 from linattn.attention.window import WindowKeys, decayed, width_of
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.checking import check_dense
+from linattn.softmax.checking import check_dense, check_indices
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.tokens import with_places
+from linattn.softmax.tokens import Restored, register
 from linattn.softmax.weighted import attend_to_all
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class State(Restored):
     """All keys and values seen so far, in constant size.
 
         S = Σ_j φ(k_j) v_jᵀ · exp(-m),   z = Σ_j φ(k_j) · exp(-m)
@@ -68,12 +63,8 @@ class State:
     window: WindowKeys | RowGroups[WindowKeys] | None = None
     apart: Tensor | None = None
 
-    # The width of keys that its tensors were seen to fit: no field, so no file says it.
+    # The width of keys.
     _fits: ClassVar[int | None] = None
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields that a file or a copy has; they are checked where the state is used."""
-        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
 
     @classmethod
     def empty(
@@ -233,11 +224,7 @@ class State:
 
     def select(self, indices: Tensor) -> State:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
-        if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
-            raise ValueError(
-                f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
-                "turn a mask into indices with mask.nonzero().squeeze(1)"
-            )
+        check_indices(indices)
         self._check_whole()
         groups = self.window.select(indices.tolist()) if isinstance(self.window, RowGroups) else None
         return self._each(lambda x: x.index_select(0, indices), groups)
@@ -307,12 +294,6 @@ class State:
                 "weights do not mix: use the map it was built with, or rebuild the state"
             )
 
-    def known_to_fit(self, fits: int | None) -> State:
-        """The state itself, whose tensors need no other look before tokens of such a width."""
-        if not torch.compiler.is_compiling():
-            object.__setattr__(self, "_fits", fits)
-        return self
-
     def _check_whole(self) -> None:
         """Refuse a state whose tensors do not belong together, whatever its map."""
         if torch.compiler.is_compiling() or self._fits is None:
@@ -376,12 +357,4 @@ def _from_leaves(leaves: Iterable[Any], built_with: str) -> State:
     return State(S, z, m, built_with, *window)
 
 
-# Read by torch.load under weights_only: a state is tensors, numbers and a string.
-torch.serialization.add_safe_globals([State])
-pytree.register_pytree_node(
-    State,
-    _leaves,
-    _from_leaves,
-    flatten_with_keys_fn=with_places(_leaves),
-    serialized_type_name="linattn.State",
-)
+register(State, _leaves, _from_leaves)

@@ -1,7 +1,7 @@
 """The sums that keys and values collapse into, (S, z, m), and large factors on their weights.
 
-Large factors are kept apart from exponents: beside them those of keys would lose their digits. Letters: B batch, H
-key/value heads, L tokens, Dv value width, R features, M exponents kept per head (the map's num_exponents).
+Large factors are kept apart from exponents: beside them those of keys would lose their digits.
+Letters as in attention/__init__.py.
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@ their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `Fa
 `Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
 approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres;
 `LearnedExponential` and `Hedgehog` are trained; `Centred` and `Balanced` wrap any map for the softmax kernel.
+
+Letters: B batch, H heads, Hkv key/value heads, G = H/Hkv query heads of a group, L tokens (Lq, Lk), D head width, R
+features, m rows of a projection W: R of them, or R/2 where each makes two features.
 """
 
 from linattn.feature_maps._base import FeatureMap as FeatureMap
 from linattn.feature_maps._base import features as features
 from linattn.feature_maps._fitted import FittedMap as FittedMap
 from linattn.feature_maps._grouped import GroupedFeatureMap as GroupedFeatureMap
-from linattn.feature_maps._learned import LearnedMap as LearnedMap
 from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
 from linattn.feature_maps._wrapper import Wrapper as Wrapper
-from linattn.feature_maps.balanced import Balanced as Balanced
-from linattn.feature_maps.centred import Centred as Centred
 from linattn.feature_maps.elementwise import Dpfp as Dpfp
 from linattn.feature_maps.elementwise import ElementwisePolynomial as ElementwisePolynomial
 from linattn.feature_maps.elementwise import EluPlusOne as EluPlusOne
@@ -23,17 +23,20 @@ from linattn.feature_maps.elementwise import Exponential as Exponential
 from linattn.feature_maps.elementwise import Identity as Identity
 from linattn.feature_maps.elementwise import Relu as Relu
 from linattn.feature_maps.expansion import Expansion as Expansion
-from linattn.feature_maps.favor_plus import FavorPlus as FavorPlus
-from linattn.feature_maps.hedgehog import Hedgehog as Hedgehog
-from linattn.feature_maps.hyperbolic import Hyperbolic as Hyperbolic
-from linattn.feature_maps.learned_exponential import LearnedExponential as LearnedExponential
+from linattn.feature_maps.learned import Hedgehog as Hedgehog
+from linattn.feature_maps.learned import LearnedExponential as LearnedExponential
+from linattn.feature_maps.learned import LearnedMap as LearnedMap
 from linattn.feature_maps.nystrom import Nystrom as Nystrom
 from linattn.feature_maps.oprf import Oprf as Oprf
 from linattn.feature_maps.polynomial import Taylor as Taylor
 from linattn.feature_maps.polynomial import TensorPolynomial as TensorPolynomial
+from linattn.feature_maps.random_features import FavorPlus as FavorPlus
+from linattn.feature_maps.random_features import Hyperbolic as Hyperbolic
+from linattn.feature_maps.random_features import Trigonometric as Trigonometric
 from linattn.feature_maps.random_relu import RandomRelu as RandomRelu
 from linattn.feature_maps.sderf import Sderf as Sderf
-from linattn.feature_maps.trigonometric import Trigonometric as Trigonometric
+from linattn.feature_maps.wrappers import Balanced as Balanced
+from linattn.feature_maps.wrappers import Centred as Centred
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     feature_map.__name__: feature_map

@@ -1,7 +1,4 @@
-"""Checks of constructor arguments shared by the feature maps.
-
-Letters: D head width.
-"""
+"""Checks of constructor arguments shared by the feature maps; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The protocol every feature map follows: x -> φ(x), the choice of kernel.
-
-Letters: B batch, H heads, L tokens, D head width, R features.
-"""
+"""The protocol every feature map follows: x -> φ(x), the choice of kernel; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 
@@ -180,9 +177,10 @@ class FeatureMap(nn.Module, ABC):
     def key_log_weight(self, x: Tensor) -> Tensor | None:
         """Logarithm of a positive factor on all features of a key, (..., L), or None; only where not `exponential`.
 
-        A factor such as exp(|k|²/2) overflows on its own; kept as a logarithm it shares the running maximum.
+        A factor such as exp(|k|²/2) overflows on its own; kept as a logarithm it shares the running maximum. The same
+        as `query_log_weight` where keys have the queries' features, unless overridden.
         """
-        return None
+        return self.query_log_weight(x) if type(self).key is FeatureMap.key else None
 
     def powers(self, dtype: torch.dtype) -> Powers | None:
         """Exponents of an exponential map as products and a term of each row; None where they are not of that form."""
@@ -197,6 +195,9 @@ class FeatureMap(nn.Module, ABC):
     ) -> Mapping[str, Tensor]:
         """The map's tensors for one call of attention, by name; none, unless it takes statistics from the call.
 
+        Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
+        too: they are left out where Lq = Lk.
+
         Args:
             query: (B, H, Lq, D).
             key: (B, Hkv, Lk, D).
@@ -207,6 +208,16 @@ class FeatureMap(nn.Module, ABC):
             Tensors of shape (B, Hkv, ·, D), by the names of the map's buffers.
         """
         return {}
+
+    def _check(self, x: Tensor) -> None:
+        """Refuse inputs of another head width or number of heads."""
+        self._check_width(x)
+        heads = getattr(self, "num_heads", None)
+        if heads is not None and x.dim() > 2 and x.shape[-3] not in (1, heads):
+            raise ValueError(
+                f"{type(self).__name__} was built for num_heads={heads}, got inputs with {x.shape[-3]} heads; "
+                f"build it with num_heads={x.shape[-3]}, or num_heads=None to share one set for all heads"
+            )
 
     def _check_width(self, x: Tensor) -> None:
         """Refuse inputs of another head width, and nested ones."""
@@ -240,6 +251,11 @@ def outside_inference(tensor: Tensor) -> Tensor:
         return tensor
     with torch.inference_mode(False):
         return tensor.clone()
+
+
+def in_both_dtypes(*tensors: Tensor) -> dict[torch.dtype, tuple[Tensor, ...]]:
+    """Tensors in the dtypes that maps compute in, so that a call casts none."""
+    return {dtype: tuple(x.to(dtype) for x in tensors) for dtype in (torch.float64, torch.float32)}
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor]:

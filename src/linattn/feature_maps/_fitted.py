@@ -1,19 +1,21 @@
-"""Maps that learn from sample queries and keys: fitted tensors, their digest, their life in checkpoints.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width.
-"""
+"""Maps that learn from sample queries and keys; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap, outside_inference, own_buffers, uncast_
 from linattn.feature_maps._digest import UNREAD, digest
+
+
+def shared(x: Tensor) -> Tensor:
+    """Statistics (Hkv, ·, ·) or (·, ·) as they multiply inputs: one set is shared by any number of heads."""
+    return x.squeeze(0) if x.shape[:-2] == (1,) else x
 
 
 class FittedMap(FeatureMap):
@@ -27,6 +29,8 @@ class FittedMap(FeatureMap):
     """
 
     fitted_buffers: tuple[str, ...] = ()
+    _option: str  # of the constructor, which gives them without `fit`
+    _least_dtype: torch.dtype = torch.float64  # of the copies that are kept
     _fingerprint: str | None = None
 
     @abstractmethod
@@ -44,11 +48,52 @@ class FittedMap(FeatureMap):
             ValueError: if the shapes are not these, or a value is not finite.
         """
 
+    def _fitted(self) -> tuple[Tensor, ...]:
+        """The fitted tensors, once there are any."""
+        fitted = tuple(getattr(self, name) for name in self.fitted_buffers)
+        if fitted[0] is None:
+            is_of_call = type(self).call_tensors is not FeatureMap.call_tensors
+            way = ", or use the map through attention that is not causal, which takes these from the call"
+            raise ValueError(
+                f"{type(self).__name__} has no {self._option}: call fit(query, key) on sample inputs, or give "
+                f"{self._option} to the constructor{way if is_of_call else ''}"
+            )
+        return fitted
+
+    def _refuse_leak(self) -> NoReturn:
+        """Refuse to take from a causal call what later tokens have a part in."""
+        raise ValueError(
+            f"{type(self).__name__} would take {self._option} from all tokens, later ones included, and leak the "
+            f"future into causal attention; call fit(query, key) on sample inputs first, or give {self._option}"
+        )
+
+    def _set_fitted(self, *tensors: Tensor) -> None:
+        """Take copies of tensors, in the order of `fitted_buffers`, and derive what depends on them."""
+        copies = [x.detach().to(torch.promote_types(x.dtype, self._least_dtype), copy=True) for x in tensors]
+        self._check_fitted(*copies)
+        for name, copy in zip(self.fitted_buffers, copies, strict=True):
+            setattr(self, name, copy)
+        self._refresh()
+
+    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The last two sizes of each fitted tensor, before which that of key/value heads may stand."""
+        return ()
+
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse tensors, in the order of `fitted_buffers`, that `fit` would not have set."""
+        heads = tensors[0].shape[:-2]
+        for name, x, size in zip(self.fitted_buffers, tensors, self._fitted_sizes(), strict=True):
+            if x is tensors[0] and (x.dim() not in (2, 3) or x.shape[-2:] != size):
+                raise ValueError(f"{name} must be (Hkv, {size[0]}, {size[1]}) or {size}, got {tuple(x.shape)}")
+            if x.shape != (*heads, *size):
+                raise ValueError(
+                    f"{name} must be {(*heads, *size)} beside {self.fitted_buffers[0]}, got {tuple(x.shape)}"
+                )
 
-    def _check_heads(self, x: Tensor, num_heads: int) -> None:
+    def _check_heads(self, x: Tensor) -> None:
         """Refuse inputs with another number of heads than there are statistics, unless those are of one head."""
+        held = getattr(self, self.fitted_buffers[0])
+        num_heads = held.shape[-3] if held.dim() > 2 else 1
         if num_heads > 1 and (x.dim() < 3 or x.shape[-3] != num_heads):
             raise ValueError(
                 f"{type(self).__name__} was fitted for {num_heads} key/value heads, got inputs of shape "

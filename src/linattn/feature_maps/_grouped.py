@@ -1,6 +1,6 @@
 """The protocol of maps whose features fall into groups, of which a query reads one.
 
-Letters: B batch, H heads, L tokens, N queries, D head width, R features, C groups, F = R/C features of a group.
+Letters as in feature_maps/__init__.py, N queries, C groups, F = R/C features of a group.
 """
 
 from __future__ import annotations

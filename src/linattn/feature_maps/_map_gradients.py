@@ -1,7 +1,4 @@
-"""From gradients of what a map returned to those of its inputs and of its own tensors.
-
-Letters: B batch, H key/value heads, n tokens of a block, D head width, R features.
-"""
+"""From gradients of what a map returned to those of its inputs and tensors; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

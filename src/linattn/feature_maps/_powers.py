@@ -1,7 +1,4 @@
-"""Exponents taken apart: a product with W, and a term of each row that leaves no trace in any feature.
-
-Letters: L tokens, D head width, R features, m rows of W (m = R, or R/2 where each is used with both signs).
-"""
+"""Exponents taken apart: a product with W, and a term of each row; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

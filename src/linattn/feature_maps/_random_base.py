@@ -1,23 +1,65 @@
-"""The base of random feature maps: the projection W, its seed, its life in checkpoints and on devices.
-
-Letters: B batch, H heads, L tokens, D head width, R features, m rows of W.
-"""
+"""Draw a random projection W, and the base of maps that live on one; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
-from linattn.feature_maps._base import FeatureMap, own_buffers, uncast_
+from linattn.feature_maps._base import FeatureMap, in_both_dtypes, own_buffers, uncast_
 from linattn.feature_maps._digest import UNREAD, digest
-from linattn.feature_maps._draw import Draw, Lengths, draw_projection, orthogonal_pairs
-from linattn.feature_maps._moments import Rows
+from linattn.feature_maps._moments import Lengths, Rows
+
+Draw = Literal["orthogonal", "iid"]
+
+
+def draw_projection(
+    seed: int, num_rows: int, head_dim: int, *, draw: Draw, lengths: Lengths, num_heads: int | None
+) -> Tensor:
+    """Rows of W, (m, D) or (H, m, D), in float64 on the CPU: a pure function of its arguments."""
+    # Normal tensors even when a model is built under inference mode: they are used in training later.
+    with torch.inference_mode(False), torch.no_grad():
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        heads = 1 if num_heads is None else num_heads
+        rows = _gaussian((heads, num_rows, head_dim), generator)
+        if draw == "orthogonal":
+            rows = _norms(rows) * _haar_blocks(heads, num_rows, head_dim, generator)
+        if lengths == "fixed":
+            rows = rows / _norms(rows) * math.sqrt(head_dim)
+        # Rows after rows, as files hold them: another layout in memory may round products differently.
+        return (rows.squeeze(0) if num_heads is None else rows).contiguous()
+
+
+def orthogonal_pairs(num_rows: int, head_dim: int) -> int:
+    """Ordered pairs of rows of one block: Σ n_b·(n_b - 1), blocks of D rows and a last one of what remains."""
+    blocks, rest = divmod(num_rows, head_dim)
+    return blocks * head_dim * (head_dim - 1) + rest * (rest - 1)
+
+
+def _haar_blocks(heads: int, num_rows: int, head_dim: int, generator: torch.Generator) -> Tensor:
+    """Unit rows (heads, m, D): each block of D rows is an orthogonal matrix of its own Haar draw, the last one cut."""
+    num_blocks = -(-num_rows // head_dim)
+    q, r = torch.linalg.qr(_gaussian((heads, num_blocks, head_dim, head_dim), generator))
+    # QR fixes the signs of R's diagonal by convention; without this factor Q is not uniform and the kernel is biased.
+    q = q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
+    blocks: Tensor = q.flatten(1, 2)[:, :num_rows]
+    return blocks
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Lengths of rows, (..., m, 1)."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return norms
+
+
+def _gaussian(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Standard normal numbers in float64 on the CPU, whatever the default device and dtype."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 class RandomFeatureMap(FeatureMap):
@@ -154,23 +196,17 @@ class RandomFeatureMap(FeatureMap):
     def _prepare(self) -> None:
         """Cast W for the dtypes it is used with, so that a call casts nothing."""
         with torch.inference_mode(False), torch.no_grad():
-            weights = self._weights(self.projection)
-            self._prepared = {torch.float64: weights, torch.float32: weights.to(torch.float32)}
+            self._prepared = in_both_dtypes(self._weights(self.projection))
         self._prepared_from, self._draw_digest = self.projection, None
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and the weights in its dtype."""
-        self._check_width(x)
-        if self.num_heads is not None and x.dim() > 2 and x.shape[-3] not in (1, self.num_heads):
-            raise ValueError(
-                f"{type(self).__name__} was drawn for num_heads={self.num_heads}, got inputs with {x.shape[-3]} heads; "
-                f"build it with num_heads={x.shape[-3]}, or num_heads=None to share one draw"
-            )
+        self._check(x)
         if x.dtype not in self._prepared:
             x = x.to(torch.float32)
         if self._prepared_from is not self.projection:  # swapped for one call
             return x, self._weights(self.projection).to(x.dtype)
-        return x, self._prepared[x.dtype]
+        return x, self._prepared[x.dtype][0]
 
     def _half_square(self, x: Tensor, constant: float = 0.0) -> Tensor:
         """scale·|x|²/2 + constant, (..., L, 1)."""
@@ -186,12 +222,7 @@ class RandomFeatureMap(FeatureMap):
     def _draw(self) -> Tensor:
         """W from the seed, float64 on the CPU."""
         return draw_projection(
-            self._seed,
-            self.num_rows,
-            self.head_dim,
-            draw=self.draw,
-            lengths=self.lengths,
-            num_heads=self.num_heads,
+            self._seed, self.num_rows, self.head_dim, draw=self.draw, lengths=self.lengths, num_heads=self.num_heads
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -1,7 +1,4 @@
-"""Random maps that estimate the softmax kernel: kernel and variance, and exponents of a projection.
-
-Letters: L tokens (Lq, Lk), D head width, R features.
-"""
+"""Random maps that estimate the softmax kernel, and their variance; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ class ExponentialEstimator(SoftmaxEstimator):
             return None
         if dtype not in self._powers:
             with torch.inference_mode(False), torch.no_grad():
-                self._powers[dtype] = self._apart(self._prepared[torch.float64], dtype)
+                self._powers[dtype] = self._apart(self._prepared[torch.float64][0], dtype)
         return self._powers[dtype]
 
     def _apart(self, weights: Tensor, dtype: torch.dtype) -> Powers:

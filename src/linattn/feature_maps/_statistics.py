@@ -1,8 +1,4 @@
-"""Statistics that fitted maps are built on: means over tokens, functions of second moments, clusters.
-
-Letters: B batch, H heads, Hkv key/value heads, G = H/Hkv query heads of a group, L tokens (Lq, Lk), D head width,
-N points, C centres.
-"""
+"""Statistics that fitted maps take; letters as in feature_maps/__init__.py, N points, C centres."""
 
 from __future__ import annotations
 
@@ -96,10 +92,7 @@ def kmeans(points: Tensor, weight: Tensor, num_centres: int, *, seed: int, num_r
     """Centres (..., C, D) of points (..., N, D), by Lloyd's rounds from a k-means++ start.
 
     O(N·C·D) time per round and for the start. Points of weight 0, of weights (..., N), move no centre. A centre that
-    loses its points keeps its place; where there are fewer distinct points than centres, some coincide. Nothing is
-    random but the start's C numbers, which all heads share.
-
-    Source: Arthur and Vassilvitskii 2007 (k-means++); Lloyd 1982.
+    loses its points keeps its place; nothing is random but the start's C numbers, which all heads share.
     """
     centres = _spread_out(points, weight, num_centres, random.Random(seed))
     for _ in range(num_rounds):

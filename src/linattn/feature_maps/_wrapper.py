@@ -1,7 +1,4 @@
-"""Maps around a map for the softmax kernel: the inner map, its inputs, its fit.
-
-Letters: L tokens (Lq, Lk), D head width.
-"""
+"""Maps around a map for the softmax kernel; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 

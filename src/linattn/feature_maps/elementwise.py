@@ -1,9 +1,7 @@
 """Feature maps that act on each coordinate (or on pairs of them): cheap, and kernels of their own.
 
 None of them is the softmax kernel or an approximation of it, the exponential included: Σ_l exp((q_l + k_l)/√D) is not
-exp(q·k/√D).
-
-Letters: L tokens, D head width, R features.
+exp(q·k/√D). Letters as in feature_maps/__init__.py.
 """
 
 from __future__ import annotations
@@ -20,13 +18,18 @@ from linattn.feature_maps._base import FeatureMap, features
 class ElementwiseMap(FeatureMap):
     """A deterministic map whose kernel is, by definition, the inner product of its features."""
 
+    _options: tuple[str, ...] = ()
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim, head_dim)
+
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
 
     def extra_repr(self) -> str:
         """The map's settings."""
-        return f"head_dim={self.head_dim}"
+        return ", ".join(f"{name}={getattr(self, name)}" for name in ("head_dim", *self._options))
 
 
 @final
@@ -53,9 +56,6 @@ class Exponential(ElementwiseMap):
     """
 
     exponential = True
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(head_dim, head_dim)
 
     def query(self, x: Tensor) -> Tensor:
         """Exponents x/√D: (..., L, D) -> (..., L, D)."""
@@ -94,9 +94,6 @@ class EluPlusOne(ElementwiseMap):
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equation 7.
     """
 
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(head_dim, head_dim)
-
     def query(self, x: Tensor) -> Tensor:
         """Features: (..., L, D) -> (..., L, D)."""
         self._check_width(x)
@@ -129,8 +126,10 @@ class Relu(ElementwiseMap):
     Source: Choromanski et al. 2021 (arXiv 2009.14794), generalised attention, appendix A.4.
     """
 
+    _options = ("floor",)
+
     def __init__(self, head_dim: int, *, floor: float = 1e-3) -> None:
-        super().__init__(head_dim, head_dim)
+        super().__init__(head_dim)
         self.floor = check_number("floor", floor)
 
     def query(self, x: Tensor) -> Tensor:
@@ -142,10 +141,6 @@ class Relu(ElementwiseMap):
         """`query` written into `out`."""
         self._check_width(x)
         return torch.clamp(x, min=0, out=out).add_(self.floor)
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return f"{super().extra_repr()}, floor={self.floor}"
 
 
 @final
@@ -171,8 +166,10 @@ class ElementwisePolynomial(ElementwiseMap):
     Source: elementary; `TensorPolynomial` has the power of q·k itself.
     """
 
+    _options = ("degree",)
+
     def __init__(self, head_dim: int, *, degree: int = 2) -> None:
-        super().__init__(head_dim, head_dim)
+        super().__init__(head_dim)
         self.degree = check_count("degree", degree)
         self.nonnegative = degree % 2 == 0
 
@@ -185,10 +182,6 @@ class ElementwisePolynomial(ElementwiseMap):
         """`query` written into `out`."""
         self._check_width(x)
         return torch.mul(x, self.head_dim**-0.5, out=out).add_(1).pow_(self.degree)
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return f"{super().extra_repr()}, degree={self.degree}"
 
 
 @final
@@ -214,9 +207,6 @@ class Identity(ElementwiseMap):
     """
 
     nonnegative = False
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(head_dim, head_dim)
 
     def query(self, x: Tensor) -> Tensor:
         """The input itself: (..., L, D) -> (..., L, D)."""
@@ -257,19 +247,17 @@ class Dpfp(ElementwiseMap):
     Source: Schlag, Irie and Schmidhuber 2021 (arXiv 2102.11174), section 5.3.
     """
 
+    _options = ("nu",)
+
     def __init__(self, head_dim: int, *, nu: int = 1) -> None:
         check_count("head_dim", head_dim, at_least=2)
         if check_count("nu", nu) >= 2 * head_dim:
             raise ValueError(f"nu must be below 2*head_dim={2 * head_dim}, where the rolls start over, got {nu}")
-        super().__init__(head_dim, 2 * head_dim * nu)
-        self.nu = nu
+        super().__init__(head_dim)
+        self.nu, self.num_features = nu, 2 * head_dim * nu
 
     def query(self, x: Tensor) -> Tensor:
         """Features: (..., L, D) -> (..., L, 2·D·nu)."""
         self._check_width(x)
         r = torch.relu(torch.cat((x, -x), dim=-1))
         return torch.cat([r * r.roll(j, dims=-1) for j in range(1, self.nu + 1)], dim=-1)
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return f"{super().extra_repr()}, nu={self.nu}"

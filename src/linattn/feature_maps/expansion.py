@@ -1,7 +1,4 @@
-"""Softmax attention expanded around query centres: deterministic, needs no training.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens, N queries, D head width, R features, C centres, F = R/C.
-"""
+"""Softmax attention expanded around query centres; letters as in feature_maps/__init__.py, C centres, F = R/C."""
 
 from __future__ import annotations
 
@@ -84,6 +81,8 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
     softmax_kernel = True
     fitted_buffers = ("centres", "probes", "key_mean", "spread")
+    _option = "centres"
+    _least_dtype = torch.float32
     centres: Tensor | None
     probes: Tensor | None
     key_mean: Tensor | None
@@ -113,9 +112,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
             self.register_buffer(name, None)
         if centres is not None:
             one = centres.new_zeros(*centres.shape[:-2], 1, head_dim)
-            fitted = centres, centres, one, one[..., :1]
-            self._check_fitted(*fitted)
-            self._set(*fitted)
+            self._set_fitted(centres, centres, one, one[..., :1])
 
     @property
     def num_centres(self) -> int:
@@ -154,16 +151,13 @@ class Expansion(GroupedFeatureMap, FittedMap):
             fitted = self._find(queries, keys, None, None, seed)
             # Those of one head serve any number.
             one = key.shape[1] == 1
-            self._set(*(fitted[name][0, 0] if one else fitted[name][0] for name in self.fitted_buffers))
+            self._set_fitted(*(fitted[name][0, 0] if one else fitted[name][0] for name in self.fitted_buffers))
         return self
 
     def call_tensors(
         self, query: Tensor, key: Tensor, *, key_mask: Tensor | None, is_causal: bool
     ) -> Mapping[str, Tensor]:
         """The call's own centres, (B, Hkv, C, D), where none were fitted.
-
-        Masked keys do not enter, whatever they hold. In self-attention a masked position is padding among the queries
-        too: they are left out where Lq = Lk.
 
         Arguments are those of `FeatureMap.call_tensors`.
 
@@ -176,10 +170,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         if self.centres is not None:
             return {}
         if is_causal:
-            raise ValueError(
-                "Expansion would take centres of all queries, later ones included, and leak the future into causal "
-                "attention; call fit(query, key) on sample inputs first, or give centres"
-            )
+            self._refuse_leak()
         grouped, query_mask = call_queries(query, key, key_mask)
         with torch.no_grad():
             return self._find(grouped.detach(), key.detach(), query_mask, key_mask, seed=0)
@@ -290,41 +281,14 @@ class Expansion(GroupedFeatureMap, FittedMap):
         """The input in at least float32, and centres, probes, mean key and spread in its dtype."""
         self._check_width(x)
         held = self._fitted()
-        self._check_heads(x, held[0].shape[-3] if held[0].ndim > 2 else 1)
+        self._check_heads(x)
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32)
         return x, tuple(tensor.to(x.dtype) for tensor in held)
 
-    def _fitted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Centres, probes, mean key and spread, once there are any."""
-        if self.centres is None or self.probes is None or self.key_mean is None or self.spread is None:
-            raise ValueError(
-                "Expansion has no centres: call fit(query, key) on sample inputs, give centres, or use the map through "
-                "attention that is not causal, which takes them from the call"
-            )
-        return self.centres, self.probes, self.key_mean, self.spread
-
-    def _check_fitted(self, *tensors: Tensor) -> None:
-        """Refuse centres of another shape, and what does not belong to them."""
-        centres, *others = tensors
-        if centres.ndim not in (2, 3) or centres.shape[-2:] != (self.num_centres, self.head_dim):
-            raise ValueError(
-                f"centres must be ({self.num_centres}, {self.head_dim}) or (Hkv, {self.num_centres}, {self.head_dim}), "
-                f"got {tuple(centres.shape)}"
-            )
-        sizes = (self.num_centres, self.head_dim), (1, self.head_dim), (1, 1)
-        for name, x, size in zip(self.fitted_buffers[1:], others, sizes, strict=True):
-            if x.shape != (*centres.shape[:-2], *size):
-                raise ValueError(
-                    f"{name} must be {(*centres.shape[:-2], *size)} beside these centres, got {tuple(x.shape)}"
-                )
-
-    def _set(self, *held: Tensor) -> None:
-        """Take copies of centres, probes, mean key and spread, in at least float32."""
-        for name, x in zip(self.fitted_buffers, held, strict=True):
-            copy = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
-            setattr(self, name, copy.to(self.pairs.device))
-        self._refresh()
+    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of centres, probes, mean key and spread."""
+        return (self.num_centres, self.head_dim), (self.num_centres, self.head_dim), (1, self.head_dim), (1, 1)
 
 
 def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,4 @@
-"""Nyström features: the softmax kernel seen through landmarks.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R landmarks and features.
-"""
+"""Nyström features: the softmax kernel through landmarks; letters as in feature_maps/__init__.py, R landmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_number, check_seed, temperature
-from linattn.feature_maps._fitted import FittedMap
+from linattn.feature_maps._base import in_both_dtypes
+from linattn.feature_maps._fitted import FittedMap, shared
 from linattn.feature_maps._statistics import check_fit, kmeans, spectral
 
 
@@ -61,6 +59,7 @@ class Nystrom(FittedMap):
     """
 
     fitted_buffers = ("landmarks",)
+    _option = "landmarks"
     nonnegative = False
     softmax_kernel = True
     landmarks: Tensor | None
@@ -84,9 +83,9 @@ class Nystrom(FittedMap):
         self._seed = check_seed(seed)
         self.register_buffer("seed", torch.tensor(self._seed, dtype=torch.int64, device="cpu"))
         self.register_buffer("landmarks", None)
-        self._prepared: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
+        self._prepared: dict[torch.dtype, tuple[Tensor, ...]] = {}
         if landmarks is not None:
-            self._set_landmarks(landmarks)
+            self._set_fitted(landmarks)
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
         """Choose landmarks for each key/value head: k-means++ on sample keys, then Lloyd's steps; queries do not enter.
@@ -105,7 +104,7 @@ class Nystrom(FittedMap):
         with torch.no_grad():
             points = key.transpose(0, 1).flatten(1, 2).double()
             weight = torch.ones_like(points[..., 0])
-            self._set_landmarks(kmeans(points, weight, self.num_features, seed=self._seed, num_rounds=self.num_steps))
+            self._set_fitted(kmeans(points, weight, self.num_features, seed=self._seed, num_rounds=self.num_steps))
         return self
 
     def query(self, x: Tensor) -> Tensor:
@@ -116,10 +115,6 @@ class Nystrom(FittedMap):
     def query_log_weight(self, x: Tensor) -> Tensor:
         """log Σ_r exp(z̃_r·x̃ - |z̃_r|²/2): (..., L, D) -> (..., L)."""
         return self._logits(x)[0].logsumexp(-1)
-
-    def key_log_weight(self, x: Tensor) -> Tensor:
-        """log Σ_r exp(z̃_r·x̃ - |z̃_r|²/2): (..., L, D) -> (..., L)."""
-        return self.query_log_weight(x)
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """exp((|q̃|² + |k̃|²)/2)·g(q, Z)·(K + ridge·I)⁻¹·g(Z, k), in float64: -> (..., Lq, Lk)."""
@@ -136,30 +131,21 @@ class Nystrom(FittedMap):
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """z̃·x̃ - |z̃|²/2, (..., L, R), in at least float32, and (K + ridge·I)^-½ in its dtype."""
         self._check_width(x)
-        if self.landmarks is None:
-            raise ValueError(
-                "Nystrom has no landmarks: call fit(query, key) on sample inputs, or give landmarks to the constructor"
-            )
-        self._check_heads(x, self.landmarks.shape[0] if self.landmarks.dim() == 3 else 1)
+        self._fitted()
+        self._check_heads(x)
         if x.dtype not in self._prepared:
             x = x.to(torch.float32)
         weights, constants, whitening = self._prepared[x.dtype]
         return torch.matmul(x, weights) - constants, whitening
 
-    def _set_landmarks(self, landmarks: Tensor) -> None:
-        """Take a copy of Z, in float64, and derive what depends on it."""
-        self._check_fitted(landmarks)
-        self.landmarks = landmarks.detach().to(torch.float64, copy=True)
-        self._refresh()
+    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of Z."""
+        return ((self.num_features, self.head_dim),)
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse landmarks of another shape, and such that are not finite."""
+        super()._check_fitted(*tensors)
         (landmarks,) = tensors
-        wanted = (self.num_features, self.head_dim)
-        if landmarks.dim() not in (2, 3) or tuple(landmarks.shape[-2:]) != wanted:
-            raise ValueError(
-                f"landmarks must be (Hkv, {wanted[0]}, {wanted[1]}) or {wanted}, got {tuple(landmarks.shape)}"
-            )
         if not landmarks.is_meta and not bool(landmarks.isfinite().all()):
             raise ValueError("landmarks must be finite; leave padded positions out")
 
@@ -170,20 +156,15 @@ class Nystrom(FittedMap):
         if self.landmarks is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            # One set is shared by any number of heads.
-            z = (self.landmarks.squeeze(0) if self.landmarks.shape[:-2] == (1,) else self.landmarks).double()
+            z = shared(self.landmarks).double()
             scaled = math.sqrt(self.scale) * z
             # By differences: a product would not give coinciding landmarks the distance 0.
             distance = torch.cdist(scaled, scaled, compute_mode="donot_use_mm_for_euclid_dist")
-            weights, constants, whitening = (
+            self._prepared = in_both_dtypes(
                 (self.scale * z).mT.contiguous(),
                 scaled.square().sum(-1).unsqueeze(-2) / 2,
                 spectral(torch.exp(distance.square() / -2), self._inverse_root),
             )
-            self._prepared = {
-                dtype: (weights.to(dtype), constants.to(dtype), whitening.to(dtype))
-                for dtype in (torch.float64, torch.float32)
-            }
 
     def _inverse_root(self, eigenvalues: Tensor) -> Tensor:
         """(λ + ridge)^-½, 0 where that is rounding."""

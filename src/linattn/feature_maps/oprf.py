@@ -1,7 +1,4 @@
-"""Positive random features with the variance-optimal Gaussian tilt.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features.
-"""
+"""Positive random features with the variance-optimal Gaussian tilt; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
-from linattn.feature_maps._draw import Draw, Lengths
 from linattn.feature_maps._fitted import FittedMap
-from linattn.feature_maps._moments import combine, exponential_variance, log_mean_exp, pair_excess
+from linattn.feature_maps._moments import Lengths, combine, exponential_variance, log_mean_exp, pair_excess
+from linattn.feature_maps._random_base import Draw
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
 
@@ -77,7 +74,7 @@ class Oprf(ExponentialEstimator, FittedMap):
     @property
     def tilt(self) -> float:
         """A, the coefficient of |w|²; ≤ 0."""
-        f = self._fitted() / self.head_dim
+        f = self._known_mean() / self.head_dim
         return (1 - 2 * f - math.sqrt((2 * f + 1) ** 2 + 8 * f)) / 16
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
@@ -103,7 +100,7 @@ class Oprf(ExponentialEstimator, FittedMap):
 
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃; and A|w|² where lengths differ."""
-        self._fitted()
+        self._known_mean()
         exponents = super()._shifted_(exponents, x, weights)
         # D·R operations, nothing beside the product with x.
         return exponents if self.lengths == "fixed" else exponents.add_(self._tilted(weights))
@@ -115,7 +112,7 @@ class Oprf(ExponentialEstimator, FittedMap):
 
     def _own_constants(self, weights: Tensor) -> Tensor | None:
         """A|w|² where lengths differ."""
-        self._fitted()
+        self._known_mean()
         return None if self.lengths == "fixed" else self._tilted(weights)
 
     def _constant(self) -> float:
@@ -145,7 +142,7 @@ class Oprf(ExponentialEstimator, FittedMap):
         stretch = 1.0 if self._mean_square is None else math.sqrt(1 - 4 * self.tilt)
         return super()._weights(projection) * stretch
 
-    def _fitted(self) -> float:
+    def _known_mean(self) -> float:
         """mean_square, or the refusal to go on without it."""
         if self._mean_square is None:
             raise ValueError(

@@ -1,9 +1,8 @@
 """Feature maps that are exact: polynomials of q·k, each monomial stored once.
 
 (x·y)^p = Σ over monomials α of degree p of (p!/α!)·x^α·y^α, so that √(p!/α!)·x^α are features whose inner product is
-the kernel to rounding. One coordinate more, of constant value, brings in the lower degrees.
-
-Letters: L tokens, D head width, R features, p degree.
+the kernel to rounding. One coordinate more, of constant value, brings in the lower degrees. Letters as in
+feature_maps/__init__.py, p degree.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_number, temperature
-from linattn.feature_maps._base import FeatureMap
+from linattn.feature_maps._base import FeatureMap, in_both_dtypes
 
 
 class MonomialMap(FeatureMap):
@@ -55,7 +54,7 @@ class MonomialMap(FeatureMap):
         phi = rows.index_select(-2, self.index[0])
         for column in self.index[1:]:
             phi.mul_(rows.index_select(-2, column))
-        return phi.mul_(self._factors[x.dtype]).mT
+        return phi.mul_(self._factors[x.dtype][0]).mT
 
     def _squared_factors(self) -> Tensor:
         """The square of each monomial's factor, (R,), in float64."""
@@ -64,8 +63,7 @@ class MonomialMap(FeatureMap):
     def _prepare(self) -> None:
         """The factor of each monomial, (R, 1), for the dtypes it is used with, so that a call computes none."""
         with torch.inference_mode(False):
-            factors = self._squared_factors().sqrt().unsqueeze(-1)
-            self._factors = {torch.float64: factors, torch.float32: factors.to(torch.float32)}
+            self._factors = in_both_dtypes(self._squared_factors().sqrt().unsqueeze(-1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model."""

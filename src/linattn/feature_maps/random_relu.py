@@ -1,7 +1,4 @@
-"""Rectified random features: the arc-cosine kernel.
-
-Letters: L tokens (Lq, Lk), D head width, R features.
-"""
+"""Rectified random features: the arc-cosine kernel; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
-from linattn.feature_maps._draw import Draw, Lengths
-from linattn.feature_maps._moments import chi_moment_ratio
+from linattn.feature_maps._moments import Lengths, chi_moment_ratio
 from linattn.feature_maps._powers import multiplied
-from linattn.feature_maps._random_base import RandomFeatureMap
+from linattn.feature_maps._random_base import Draw, RandomFeatureMap
 
 
 @final

@@ -1,7 +1,4 @@
-"""Positive random features with a tilt of its own in every direction of the data.
-
-Letters: B batch, H heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, R features, m rows of W.
-"""
+"""Positive random features with a tilt in every direction of the data; letters as in feature_maps/__init__.py."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._draw import Draw
-from linattn.feature_maps._fitted import FittedMap
+from linattn.feature_maps._base import in_both_dtypes
+from linattn.feature_maps._fitted import FittedMap, shared
+from linattn.feature_maps._random_base import Draw
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 from linattn.feature_maps._statistics import check_fit, group_queries, second_moment, spectral, token_mean
 
@@ -53,6 +51,7 @@ class Sderf(ExponentialEstimator, FittedMap):
     """
 
     fitted_buffers = ("second_moment",)
+    _option = "second_moment"
     second_moment: Tensor | None
     _tilt: Tensor | None = None
     _stretch: Tensor
@@ -71,16 +70,13 @@ class Sderf(ExponentialEstimator, FittedMap):
         super().__init__(head_dim, num_features, draw=draw, lengths="chi", scale=scale, seed=seed, num_heads=num_heads)
         self.register_buffer("second_moment", None)
         if second_moment is not None:
-            self._set_second_moment(second_moment)
+            self._set_fitted(second_moment)
 
     @property
     def tilt(self) -> Tensor:
         """A, (D, D) or (Hkv, D, D), in float64; its eigenvalues are ≤ 0."""
-        if self._tilt is None:
-            raise ValueError(
-                "Sderf does not know the data's second moments: call fit(query, key) on sample inputs, or give "
-                "second_moment to the constructor"
-            )
+        self._fitted()
+        assert self._tilt is not None
         return self._tilt
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
@@ -99,7 +95,7 @@ class Sderf(ExponentialEstimator, FittedMap):
         with torch.no_grad():
             x, y = group_queries(query, key.shape[1]).double(), key.double()
             cross = (token_mean(x, None).mT @ token_mean(y, None)).mean(0)
-            self._set_second_moment(self.scale * (second_moment(x) + second_moment(y) + cross + cross.mT))
+            self._set_fitted(self.scale * (second_moment(x) + second_moment(y) + cross + cross.mT))
         return self
 
     def variance(self, q: Tensor, k: Tensor) -> Tensor:
@@ -134,12 +130,13 @@ class Sderf(ExponentialEstimator, FittedMap):
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃; and wᵀA w + ¼·log det(I - 4A)."""
         swapped = self._prepared_from is not self.projection
-        constants = self._constants_of(self.projection).to(x.dtype) if swapped else self._constants[x.dtype]
+        constants = self._constants_of(self.projection).to(x.dtype) if swapped else self._constants[x.dtype][0]
         return super()._shifted_(exponents, x, weights).add_(constants)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and the weights in its dtype; refuses other heads than those of S."""
-        self._check_heads(x, self.tilt.shape[0] if self.tilt.dim() == 3 else 1)
+        self._fitted()
+        self._check_heads(x)
         return super()._operands(x)
 
     def _own_constants(self, weights: Tensor) -> Tensor:
@@ -161,22 +158,16 @@ class Sderf(ExponentialEstimator, FittedMap):
         super()._prepare()
         if self._tilt is not None:
             with torch.inference_mode(False), torch.no_grad():
-                constants = self._constants_of(self.projection)
-                self._constants = {torch.float64: constants, torch.float32: constants.to(torch.float32)}
+                self._constants = in_both_dtypes(self._constants_of(self.projection))
 
-    def _set_second_moment(self, moment: Tensor) -> None:
-        """Take a copy of S, in float64, and derive what depends on it."""
-        moment = moment.detach().to(torch.float64, copy=True)
-        self._check_fitted(moment)
-        self.second_moment = moment
-        self._refresh()
-        self._prepare()
+    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of S."""
+        return ((self.head_dim, self.head_dim),)
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse second moments of another shape or of other heads, and what is none."""
-        (moment,), dim = tensors, self.head_dim
-        if moment.dim() not in (2, 3) or tuple(moment.shape[-2:]) != (dim, dim):
-            raise ValueError(f"second_moment must be (Hkv, {dim}, {dim}) or ({dim}, {dim}), got {tuple(moment.shape)}")
+        super()._check_fitted(*tensors)
+        (moment,) = tensors
         if moment.dim() == 3 and self.num_heads is not None and moment.shape[0] not in (1, self.num_heads):
             raise ValueError(
                 f"Sderf was drawn for num_heads={self.num_heads}, got second moments of {moment.shape[0]} heads; build "
@@ -191,17 +182,16 @@ class Sderf(ExponentialEstimator, FittedMap):
             raise ValueError("second_moment must be positive semidefinite; give E (x + y)(x + y)ᵀ, or call fit")
 
     def _refresh(self) -> None:
-        """A and (I - 4A)^½ for the current S."""
+        """A and (I - 4A)^½ for the current S, and what is made with them."""
         super()._refresh()
         moment = self.second_moment
         self._tilt = None
         if moment is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            # One set is shared by any number of heads.
-            moment = moment.squeeze(0) if moment.shape[:-2] == (1,) else moment
-            self._tilt = spectral(moment, _best_tilt)
+            self._tilt = spectral(shared(moment), _best_tilt)
             self._stretch = spectral(self._tilt, lambda a: (1 - 4 * a).sqrt())
+        self._prepare()
 
 
 def _best_tilt(moments: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ from linattn.hf._attention_modules import attention_modules
 from linattn.hf.calibrating import evaluating
 from linattn.hf.layer_attention import LayerAttention, attention_of
 from linattn.parallel import linear_attention
-from linattn.parallel.agreement import Fields, agreed, exchange_fields
-from linattn.parallel.ranks import Ranks
+from linattn.parallel.ranks import Fields, Ranks, agreed, exchange_fields
 
 _POSITIONS = "position_ids"
 

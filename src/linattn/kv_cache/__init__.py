@@ -1,9 +1,9 @@
 """A KV cache of constant size for pretrained softmax models: exact keys, then quantized ones, then merged ones.
 
-q, k, v -> `functional` checks -> `causal` (a stream) or `bidirectional` (every key in view) -> merged keys, values and
+q, k, v -> `functional` checks -> `stream` or `bidirectional` (every key in view) -> merged keys, values and
 biases -> softmax over these and the exact ones. A stream goes block by block (`stream`): keys that leave the window
 join a `memory`: the first stay exact, others pass through each `tier`, and are merged (`merging`) by what a sample of
-the queries attends to (`query_sample`, `partitioning`). A tier keeps numbers or `coded_tokens`: `codes` of `levels`,
+the queries attends to (`query_sample`, `partitioning`). A tier keeps numbers or coded tokens: `codes` of `levels`,
 relative to `frames`. With every key in view, `window` takes exact keys out of their clusters again. `compiled` is both
 in compiled code.
 

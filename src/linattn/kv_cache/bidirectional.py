@@ -14,13 +14,12 @@ from torch import Tensor
 
 from linattn.kv_cache.compiled import everywhere_in_compiled_code, is_compiled
 from linattn.kv_cache.config import MergedKV
-from linattn.kv_cache.distances import Axes, Metric
-from linattn.kv_cache.even_sample import evenly, sampled_evenly
 from linattn.kv_cache.merging import cluster_means
-from linattn.kv_cache.partitioning import partition, seeds
+from linattn.kv_cache.partitioning import Axes, Metric, partition, seeds
+from linattn.kv_cache.query_sample import evenly, sampled_evenly
 from linattn.kv_cache.window import read_beside_neighbours
 from linattn.softmax.attention import inert
-from linattn.softmax.compiled_code import is_readable
+from linattn.softmax.extensions import is_readable
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.weighted import Reading, attend_to_all, read
 

@@ -63,7 +63,8 @@ class CodedTokens(NamedTuple):
         """
         dtype, groups = self.bias.dtype, query.shape[2:4]
         rows = self.frames.key.queries(query.flatten(2, 3), dtype).unflatten(2, groups)
-        number, numbers = self.bias.shape[2], self.bias.shape[:2].numel() * (rows.shape[-1] + self.value_size)
+        widths = rows.shape[-1] + self.frames.value.order.shape[-1]
+        number, numbers = self.bias.shape[2], self.bias.shape[:2].numel() * widths
         size = max(_PIECE // max(numbers, 1), _FEWEST)
         pieces = (
             [followed]
@@ -79,11 +80,6 @@ class CodedTokens(NamedTuple):
     def rows(self) -> tuple[CodedRows, CodedRows]:
         """Keys and values with their frames, as compiled code reads them."""
         return CodedRows(*self.key, *self.frames.key), CodedRows(*self.value, *self.frames.value)
-
-    @property
-    def value_size(self) -> int:
-        """P of values."""
-        return self.frames.value.order.shape[-1]
 
     def leaves(self) -> list[Tensor]:
         """The tensors, in order."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.config import MergedKV
-from linattn.kv_cache.distances import Axes, Metric
+from linattn.kv_cache.keys import MergedKeys, Stream
+from linattn.kv_cache.partitioning import Axes, Metric
 from linattn.kv_cache.query_sample import QuerySample, sample_size, sampled_places
-from linattn.kv_cache.stream import Ended, Stream
-from linattn.softmax.compiled_code import objections_to
+from linattn.softmax.extensions import objections_to
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import is_followed
 from linattn.softmax.weighted import Reading
@@ -37,17 +37,9 @@ def is_coded(config: MergedKV) -> bool:
 
 
 def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None) -> bool:
-    """Whether compiled code runs a call: where it can and is asked for, or is the faster.
+    """Whether compiled code runs a call, on a stream if it has a config: where it can and is asked for, or is faster.
 
-    Args:
-        backend: "auto", "torch" for plain torch, or "compiled".
-        query: (B, H, G, Lq, D).
-        tokens: the call's.
-        others: what else gradients may follow.
-        config: of a stream.
-
-    Raises:
-        ValueError: it was asked for by name and cannot; every reason is listed.
+    Asked for by name where it cannot, it is refused with every reason. Gradients may follow others too.
     """
     has_codes = config is not None and is_coded(config)
     if backend == "torch" or (backend == "auto" and not has_codes and not _is_faster(query)):
@@ -74,19 +66,20 @@ def _is_faster(query: Tensor) -> bool:
     return query.shape[3] >= _FEWEST and _IN_ONE * query.shape[:2].numel() >= threads
 
 
-def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> Ended:
+def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> tuple[Reading, MergedKeys]:
     """`stream.stream_in_torch`."""
     # Imported here, and below: a wheel of its own, which most do not have.
     from linattn_compiled import merge_stream
 
-    assert isinstance(stream.merged, Tokens)  # as others are not coded
-    config, (batch, heads, groups, num_queries, head_dim) = stream.config, stream.query.shape
+    held, (batch, heads, groups, num_queries, head_dim) = stream.before, stream.query.shape
+    assert isinstance(held.merged, Tokens)  # as others are not coded
+    config = held.config
     query, *tokens = (x.float().contiguous() for x in (stream.query, *stream.tokens))
-    before = [x.contiguous() for x in (*stream.merged, *stream.sample)]
+    before = [x.contiguous() for x in (*held.merged, *held.sample)]
     count, sampled = _after(stream)
     rows = _room(query, tokens[1].shape[3], with_log=with_log)
     merged = Tokens(*(x.new_empty(batch, heads, count, *x.shape[3:]) for x in tokens))
-    sample = QuerySample(*(x.new_empty(batch, heads, sampled, *x.shape[3:]) for x in stream.sample))
+    sample = QuerySample(*(x.new_empty(batch, heads, sampled, *x.shape[3:]) for x in held.sample))
     places = torch.tensor(sampled_places(config.blocks.size, groups))
     addresses = _addresses(query, *tokens, *before, places, *rows, *merged, *sample)
     sizes = (
@@ -95,9 +88,8 @@ def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> 
         *(config.blocks.window, config.blocks.size, config.num_merged, config.num_left, count, sampled),
     )
     _over_heads(lambda first, stop: merge_stream(*addresses, first, stop, *sizes, scale), query, config)
-    return Ended(
-        Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), stream.sinks, stream.coded, merged, sample
-    )
+    keys = MergedKeys(held.sinks, held.coded, merged, sample, held.recent, config)
+    return Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), keys
 
 
 def everywhere_in_compiled_code(
@@ -153,8 +145,8 @@ def _over_heads(run: Callable[[int, int], None], query: Tensor, config: MergedKV
 
 def _after(stream: Stream) -> tuple[int, int]:
     """Numbers of merged keys and of sampled queries after all."""
-    config, groups = stream.config, stream.query.shape[2]
-    count, sampled = stream.merged.bias.shape[2], stream.sample.query.shape[2]
+    held, groups = stream.before, stream.query.shape[2]
+    config, count, sampled = held.config, held.merged.bias.shape[2], held.sample.query.shape[2]
     places = sampled_places(config.blocks.size, groups)
     for begin in stream.begins:
         gone = stream.leaving(begin)

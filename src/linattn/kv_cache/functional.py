@@ -11,16 +11,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn.kv_cache.bidirectional import attend_all_merging
-from linattn.kv_cache.causal import attend_causal_merging
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state import MergedState
-from linattn.softmax.checking import checked
-from linattn.softmax.left_padding import Streamed, attend_by_groups, turned
+from linattn.kv_cache.stream import attend_causal_merging
+from linattn.softmax.checking import checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
-from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.sdpa_options import refuse_sdpa_options
+from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, turned
 from linattn.softmax.tracing import has_values
 from linattn.softmax.weighted import Reading
 
@@ -110,16 +108,7 @@ def merged_attention(
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
     tokens = _checked((query, key, value), config, (key_mask, key_bias), enable_gqa, backend, is_causal=is_causal)
-    scale = query.shape[-1] ** -0.5
-    with outside_autocast(query.device):
-        if not is_causal:
-            rows = attend_all_merging(*tokens[:4], config, scale, with_log=False, backend=backend)
-        elif tokens.are_alike:
-            before = MergedKeys.empty(config, tokens.key, tokens.value)
-            rows = attend_causal_merging(*tokens[:4], before, scale, with_log=False, backend=backend).rows
-        else:
-            rows = _padded(tokens, config, scale, with_log=False, backend=backend)
-    return rows.out.flatten(1, 2)
+    return _rows(tokens, config, with_log=False, backend=backend).out.flatten(1, 2)
 
 
 def merged_partial(
@@ -151,16 +140,7 @@ def merged_partial(
         4.0
     """
     tokens = _checked((query, key, value), config, (key_mask, key_bias), enable_gqa, backend, is_causal=is_causal)
-    scale = query.shape[-1] ** -0.5
-    with outside_autocast(query.device):
-        if not is_causal:
-            rows = attend_all_merging(*tokens[:4], config, scale, with_log=True, backend=backend)
-        elif tokens.are_alike:
-            before = MergedKeys.empty(config, tokens.key, tokens.value)
-            rows = attend_causal_merging(*tokens[:4], before, scale, with_log=True, backend=backend).rows
-        else:
-            rows = _padded(tokens, config, scale, with_log=True, backend=backend)
-    return rows.partial().ungrouped()
+    return _rows(tokens, config, with_log=True, backend=backend).partial().ungrouped()
 
 
 def merged_attention_with_state(
@@ -209,14 +189,7 @@ def merged_attention_with_state(
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
     tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), enable_gqa, backend)
-    scale = query.shape[-1] ** -0.5
-    with outside_autocast(query.device):
-        if tokens.are_alike and not isinstance(keys, RowGroups):
-            before = keys or MergedKeys.empty(config, tokens.key, tokens.value)
-            rows, cache = attend_causal_merging(*tokens[:4], before, scale, with_log=False, backend=backend)
-            after: MergedKeys | RowGroups[MergedKeys] = cache
-        else:
-            rows, after = _by_groups(tokens, keys, config, scale, with_log=False, backend=backend)
+    rows, after = _continued(tokens, keys, config, with_log=False, backend=backend)
     return MergedAttended(rows.out.flatten(1, 2), _state(after, tokens))
 
 
@@ -247,8 +220,7 @@ def merged_partial_with_state(
         [1.0, 2.0, 3.0, 4.0]
     """
     tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), enable_gqa, backend)
-    with outside_autocast(query.device):
-        rows, after = _by_groups(tokens, keys, config, query.shape[-1] ** -0.5, with_log=True, backend=backend)
+    rows, after = _continued(tokens, keys, config, with_log=True, backend=backend)
     return MergedPartial(rows.partial().ungrouped(), _state(after, tokens))
 
 
@@ -262,20 +234,35 @@ class _GroupedTokens(NamedTuple):
     is_causal: bool
 
     @property
-    def are_alike(self) -> bool:
-        """Whether rows that begin here have the same blocks, without a look at a mask."""
-        return self.bias is None and self.key.shape[2] > 0
+    def scale(self) -> float:
+        """The temperature."""
+        scale: float = self.query.shape[-1] ** -0.5
+        return scale
 
 
-def _by_groups(
-    tokens: _GroupedTokens,
-    keys: MergedKeys | RowGroups[MergedKeys] | None,
-    config: MergedKV,
-    scale: float,
-    *,
-    with_log: bool,
-    backend: str,
-) -> tuple[Reading, MergedKeys | RowGroups[MergedKeys]]:
+Kept = MergedKeys | RowGroups[MergedKeys]
+
+
+def _rows(tokens: _GroupedTokens, config: MergedKV, *, with_log: bool, backend: str) -> Reading:
+    """Rows of whole texts; where a mask has no values to look at, causal ones are turned by what it will hold."""
+    with outside_autocast(tokens.query.device):
+        if not tokens.is_causal:
+            return attend_all_merging(*tokens[:4], config, tokens.scale, with_log=with_log, backend=backend)
+        has_all_queries = tokens.query.shape[3] == tokens.key.shape[2]
+        if tokens.bias is None or has_values(tokens.bias) or not has_all_queries:
+            return _continued(tokens, None, config, with_log=with_log, backend=backend)[0]
+
+        def attend(call: _GroupedTokens) -> Reading:
+            """Rows that begin with their first live token."""
+            before = MergedKeys.empty(config, call.key, call.value)
+            return attend_causal_merging(*call[:4], before, call.scale, with_log=with_log, backend=backend)[0]
+
+        return Reading(*turned(tokens, attend))
+
+
+def _continued(
+    tokens: _GroupedTokens, keys: Kept | None, config: MergedKV, *, with_log: bool, backend: str
+) -> tuple[Reading, Kept]:
     """Causal rows whose blocks are counted from each row's first live token, and what is kept after all keys."""
 
     def nothing() -> MergedKeys:
@@ -284,28 +271,15 @@ def _by_groups(
 
     def attend(call: _GroupedTokens, sums: Sequence[Tensor], before: MergedKeys) -> Streamed[MergedKeys]:
         """Rows that begin at the same token."""
-        rows, after = attend_causal_merging(*call[:4], before, scale, with_log=with_log, backend=backend)
+        rows, after = attend_causal_merging(*call[:4], before, call.scale, with_log=with_log, backend=backend)
         return Streamed(*rows, sums, after)
 
-    out, log, _, after = attend_by_groups(tokens, (), keys, nothing, attend)
+    with outside_autocast(tokens.query.device):
+        out, log, _, after = attend_by_groups(tokens, (), keys, nothing, attend)
     return Reading(out, log), after
 
 
-def _padded(tokens: _GroupedTokens, config: MergedKV, scale: float, *, with_log: bool, backend: str) -> Reading:
-    """Causal rows of whole texts; where a mask has no values to look at, rows are turned by what it will hold."""
-    bias, has_all_queries = tokens.bias, tokens.query.shape[3] == tokens.key.shape[2]
-    if bias is None or has_values(bias) or not has_all_queries:
-        return _by_groups(tokens, None, config, scale, with_log=with_log, backend=backend)[0]
-
-    def attend(call: _GroupedTokens) -> Reading:
-        """Rows that begin with their first live token."""
-        before = MergedKeys.empty(config, call.key, call.value)
-        return attend_causal_merging(*call[:4], before, scale, with_log=with_log, backend=backend).rows
-
-    return Reading(*turned(tokens, attend))
-
-
-def _state(keys: MergedKeys | RowGroups[MergedKeys], tokens: _GroupedTokens) -> MergedState:
+def _state(keys: Kept, tokens: _GroupedTokens) -> MergedState:
     """The state of what is kept after some tokens."""
     return MergedState(keys).known_to_fit((tokens.query.shape[-1], tokens.query.shape[2]))
 
@@ -317,7 +291,7 @@ def _begun(
     weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
     enable_gqa: bool,
     backend: str,
-) -> tuple[_GroupedTokens, MergedKeys | RowGroups[MergedKeys] | None]:
+) -> tuple[_GroupedTokens, Kept | None]:
     """The tokens of a call and what is kept of those before, wrong input refused."""
     grouped = _checked(tokens, config, weights, enable_gqa, backend, is_causal=True)
     if state is None:

@@ -1,15 +1,14 @@
-"""Keys that a stream keeps of some rows of a batch; letters as in kv_cache/__init__.py, S sampled queries."""
+"""Keys that a stream keeps of some rows, and a call on it; letters as in kv_cache/__init__.py, S sampled queries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.codes import Codes
@@ -17,11 +16,11 @@ from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.memory import Memory
 from linattn.kv_cache.query_sample import QuerySample
-from linattn.softmax.tokens import Tokens, with_places
+from linattn.softmax.tokens import Restored, Tokens, register
 
 
 @dataclass(frozen=True, eq=False)
-class MergedKeys:
+class MergedKeys(Restored):
     """Merged keys and values, the first and the latest exact ones, and a sample of the queries.
 
     Attributes:
@@ -41,10 +40,6 @@ class MergedKeys:
     sample: QuerySample
     recent: Tokens
     config: MergedKV
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields that a file or a copy has; where some are missing, the state is refused as it is used."""
-        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
 
     @classmethod
     def empty(cls, config: MergedKV, key: Tensor, value: Tensor) -> MergedKeys:
@@ -81,14 +76,43 @@ class MergedKeys:
         return self.config, tuple(len(tier_leaves(tier)) for tier in (*self.coded, self.merged))
 
 
+class Stream(NamedTuple):
+    """Input of a call on a stream."""
+
+    query: Tensor  # (B, H, G, Lq, D), of the last tokens
+    tokens: Tokens  # (B, H, L, ·), of which earlier calls had the first
+    before: MergedKeys
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return self.tokens.bias.shape[2]
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that earlier calls had."""
+        return self.before.recent.bias.shape[2]
+
+    @property
+    def first(self) -> int:
+        """Number of the first query's token."""
+        return self.num_tokens - self.query.shape[3]
+
+    @property
+    def begins(self) -> range:
+        """Where blocks begin, from that of the first new token on."""
+        size = self.before.config.blocks.size
+        return range(self.num_kept // size * size, self.num_tokens, size)
+
+    def leaving(self, begin: int) -> slice:
+        """The tokens that leave the window as a block begins; none where an earlier call had tokens of this block."""
+        blocks = self.before.config.blocks
+        return slice(max(begin - blocks.window - blocks.size, 0), max(begin - blocks.window, 0))
+
+
 def tier_leaves(tier: Tokens | CodedTokens) -> list[Tensor]:
     """The tensors of a tier, in order."""
     return list(tier) if isinstance(tier, Tokens) else tier.leaves()
-
-
-def _flattened(keys: MergedKeys) -> tuple[list[Tensor], tuple[MergedKV, tuple[int, ...]]]:
-    """The tensors, in order, and their outline."""
-    return keys.leaves(), keys.outline
 
 
 def _from_leaves(tensors: Iterable[Any], outline: tuple[MergedKV, tuple[int, ...]]) -> MergedKeys:
@@ -102,13 +126,11 @@ def _from_leaves(tensors: Iterable[Any], outline: tuple[MergedKV, tuple[int, ...
 
 
 # Read by torch.load under weights_only: tensors and numbers.
-torch.serialization.add_safe_globals([CodedTokens, Codes, Frame, Frames, MergedKeys, QuerySample])
-pytree.register_pytree_node(
+torch.serialization.add_safe_globals([CodedTokens, Codes, Frame, Frames, QuerySample])
+register(
     MergedKeys,
-    _flattened,
+    lambda keys: (keys.leaves(), keys.outline),
     _from_leaves,
-    flatten_with_keys_fn=with_places(_flattened),
-    serialized_type_name="linattn.MergedKeys",
     to_dumpable_context=lambda outline: [outline[0].label, list(outline[1])],
     from_dumpable_context=lambda written: (MergedKV.parse(written[0]), tuple(written[1])),
 )

@@ -79,30 +79,12 @@ class MemoryPlan:
 
 
 def write_memory_plans(path: Path, plans: Sequence[MemoryPlan]) -> None:
-    """Write plans, one per budget, as one JSON file, in one step.
-
-    Args:
-        path: the file.
-        plans: by ascending budget.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Write plans, one per budget, by ascending budget, as one JSON file, in one step."""
     write_json(path, {"kind": _KIND, "version": _VERSION, "plans": [to_json(plan) for plan in plans]})
 
 
 def read_memory_plans(path: Path) -> list[MemoryPlan]:
-    """Read what `write_memory_plans` wrote.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The plans, in order.
-
-    Raises:
-        OSError, ValueError: if there is no such file, or it is damaged.
-    """
+    """Read what `write_memory_plans` wrote; OSError or ValueError if there is no such file, or it is damaged."""
     records = read_record(path, _KIND, _VERSION, _REMEDY).get("plans")
     if not isinstance(records, list):
         raise ValueError(f"{path} holds no plans; {_REMEDY}")

@@ -1,25 +1,130 @@
 """All tokens of a stream before its window, as they are kept and as they are read; letters as in kv_cache/__init__.py.
 
 The first ones, attention sinks, stay exact. All others pass through tiers, each with bits of its own, and are merged at
-last, or evicted.
+last, or evicted. A tier keeps numbers as long as these take no more memory than codes, then codes. Numbers are rounded
+as they become codes, and never again while their token stays in the tier.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.compiled_codes import read_in_compiled_code
-from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.config import MergedKV, TierSize
+from linattn.kv_cache.frames import Frames
 from linattn.kv_cache.levels import table
 from linattn.kv_cache.merging import reduced
 from linattn.kv_cache.query_sample import QuerySample
-from linattn.kv_cache.tier import Tier
 from linattn.softmax.partial import combine
 from linattn.softmax.tokens import Tokens
+from linattn.softmax.tracing import has_values, is_followed
 from linattn.softmax.weighted import Reading, read
+
+# Times the tokens of the first frames of which they are taken once more: what the first are of says less of a text.
+_AGAIN = 3
+
+
+class Tier(NamedTuple):
+    """Tokens, each for itself or weighted."""
+
+    held: Tokens | CodedTokens
+    followed: Tokens | None = None  # what codes stand for, relative to their frames, where gradients follow it
+
+    @property
+    def number(self) -> int:
+        """How many there are, absent ones included."""
+        return self.held.bias.shape[2]
+
+    def tokens(self) -> Tokens:
+        """Keys and values themselves."""
+        if isinstance(self.held, Tokens):
+            return self.held
+        return self.held.frames.outside(self.held.decoded() if self.followed is None else self.followed)
+
+    def then(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
+        """With more tokens, no more than the tier has room for in all."""
+        held, number = self.held, self.number + tokens.bias.shape[2]
+        if isinstance(held, Tokens):
+            # A copy of the first ones: a view would keep all tokens that they came with.
+            both = held.then(tokens) if self.number else Tokens(*(x.clone() for x in tokens))
+            return self.of(both, sample, size)
+        if self.number < _AGAIN * size.num_unquantized <= number:
+            both = self.tokens().then(tokens)
+            return self._rounded(both, Frames.of(both, size.both_bits, sample.power), size)
+        return self._appended(tokens, sample, size)
+
+    def pushed(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> tuple[Self, Tokens]:
+        """With more tokens, and the oldest ones, which it has no room for."""
+        excess = self.number + tokens.bias.shape[2] - size.number
+        if excess <= 0:
+            return self.then(tokens, sample, size), tokens.cut(0, 0)
+        oldest, rest = self._split(min(excess, self.number))
+        # Of a block larger than the tier some pass through.
+        through = max(excess - self.number, 0)
+        return (rest.then(tokens.cut(through, tokens.bias.shape[2]), sample, size), oldest.then(tokens.cut(0, through)))
+
+    def of(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
+        """Tokens in place of what is here: codes where they are too many for numbers."""
+        if size.bits is None or tokens.bias.shape[2] <= size.num_unquantized:
+            return self._replace(held=tokens, followed=None)
+        return self._rounded(tokens, Frames.of(tokens, size.both_bits, sample.power), size)
+
+    def _split(self, number: int) -> tuple[Tokens, Self]:
+        """The oldest tokens, decoded, and the tier without them."""
+        if isinstance(self.held, Tokens):
+            return self.held.cut(0, number), self._replace(held=self.held.cut(number, self.number))
+        followed, rest = self.followed, None
+        oldest = self.held.cut(0, number).decoded()
+        if followed is not None:
+            oldest, rest = followed.cut(0, number), followed.cut(number, self.number)
+        return self.held.frames.outside(oldest), self._replace(held=self.held.cut(number, self.number), followed=rest)
+
+    def replaced(self, few: Tokens, member: Tensor, number_new: int, sample: QuerySample, size: TierSize) -> Self:
+        """Fewer tokens (B, H, C, ·) in place of these and of some more: those that are one of these keep their codes.
+
+        Members (B, H, C) are numbers of these, or greater ones for any other, of which so many at most are new.
+        """
+        if isinstance(self.held, Tokens):
+            return self.of(few, sample, size)
+        is_new = member >= self.number
+        place = is_new.byte().argsort(dim=-1, descending=True, stable=True)[..., : min(number_new, few.bias.shape[2])]
+        pool = self._appended(few.pick(place), sample, size)
+        index = torch.where(is_new, self.number + is_new.cumsum(-1) - 1, member)
+        assert isinstance(pool.held, CodedTokens)
+        followed = None if pool.followed is None else pool.followed.pick(index)._replace(bias=few.bias)
+        return self._replace(held=pool.held.at(index, few.bias), followed=followed)
+
+    def _appended(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
+        """With codes of more tokens, in the frames of heads that have some."""
+        assert isinstance(self.held, CodedTokens)
+        frames, is_there = self.held.frames, self.held.is_there
+        # Heads without a token, as of a row that is padding so far, begin frames of their own.
+        if not has_values(is_there) or not bool(is_there.all()):
+            frames = frames.where(is_there, Frames.of(tokens, size.both_bits, sample.power))
+        more = self._rounded(tokens, frames, size)
+        assert isinstance(more.held, CodedTokens)
+        followed = self.followed
+        if more.followed is not None or followed is not None:
+            followed = self._numbers().then(more._numbers())
+        return self._replace(held=self.held.then(more.held), followed=followed)
+
+    def _rounded(self, tokens: Tokens, frames: Frames, size: TierSize) -> Self:
+        """Codes in place of what is here; for gradients rounding adds a constant."""
+        exact = frames.inside(tokens)
+        held = CodedTokens.of(exact, frames, size.both_bits)
+        if not is_followed(*exact[:2]):
+            return self._replace(held=held, followed=None)
+        key, value = (x + (y - x).detach() for x, y in zip(exact[:2], held.decoded()[:2], strict=True))
+        return self._replace(held=held, followed=Tokens(key, value, tokens.bias))
+
+    def _numbers(self) -> Tokens:
+        """Decode, relative to the frames, where gradients do not follow numbers already."""
+        assert isinstance(self.held, CodedTokens)
+        return self.held.decoded() if self.followed is None else self.followed
 
 
 class Memory(NamedTuple):
@@ -34,11 +139,6 @@ class Memory(NamedTuple):
     def of(cls, sinks: Tokens, coded: tuple[Tokens | CodedTokens, ...], merged: Tokens | CodedTokens) -> Self:
         """Of what a stream keeps."""
         return cls(sinks, tuple(map(Tier, coded)), Tier(merged))
-
-    @property
-    def coded_tokens(self) -> tuple[Tokens | CodedTokens, ...]:
-        """Tokens of the coded tiers, as they are kept."""
-        return tuple(tier.held for tier in self.coded)
 
     def joined(self, leaving: Tokens, sample: QuerySample, config: MergedKV) -> Self:
         """With a block of tokens, the first ones of the stream as sinks."""

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.distances import Metric
-from linattn.kv_cache.partitioning import partition, sums, weighted_sums
+from linattn.kv_cache.partitioning import Metric, partition, sums, weighted_sums
 from linattn.kv_cache.query_sample import QuerySample, SampleAttention
 from linattn.softmax.tokens import Tokens
 

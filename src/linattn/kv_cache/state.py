@@ -5,26 +5,25 @@ Letters: B batch, H key/value heads, L tokens, n tokens kept, D head width, Dv v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state_checks import check_continues, check_tensors, checked_sizes
-from linattn.softmax.checking import check_dense
+from linattn.softmax.checking import check_dense, check_indices
 from linattn.softmax.partial import Partial
 from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.tokens import Tokens, with_places
+from linattn.softmax.tokens import Restored, Tokens, register
 from linattn.softmax.weighted import attend_to_all
 
 
 @dataclass(frozen=True, eq=False)
-class MergedState:
+class MergedState(Restored):
     """A KV cache of constant size: merged keys and values, the latest exact ones, and a sample of the queries.
 
     Immutable: every verb returns a new state, and holding an old one is a fork or a roll-back. `torch.save` writes it
@@ -45,12 +44,8 @@ class MergedState:
 
     keys: MergedKeys | RowGroups[MergedKeys]
 
-    # The width of keys, and the query heads of each, that its tensors were seen to fit: no field, so no file says it.
+    # The width of keys, and the query heads of each.
     _fits: ClassVar[tuple[int, int] | None] = None
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields that a file or a copy has; they are checked where the state is used."""
-        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
 
     @property
     def groups(self) -> tuple[MergedKeys, ...]:
@@ -99,11 +94,7 @@ class MergedState:
 
     def select(self, indices: Tensor) -> MergedState:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
-        if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
-            raise ValueError(
-                f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
-                "turn a mask into indices with mask.nonzero().squeeze(1)"
-            )
+        check_indices(indices)
         self._check_whole()
         if isinstance(self.keys, RowGroups):
             return MergedState(self.keys.select(indices.tolist())).known_to_fit(self._fits)
@@ -133,12 +124,6 @@ class MergedState:
         if torch.compiler.is_compiling() or self._fits != (head_dim, num_groups):
             check_tensors(self.keys, head_dim, num_groups)
 
-    def known_to_fit(self, fits: tuple[int, int] | None) -> MergedState:
-        """The state itself, whose tensors need no other look before tokens of such a width and so many heads."""
-        if not torch.compiler.is_compiling():
-            object.__setattr__(self, "_fits", fits)
-        return self
-
     def __repr__(self) -> str:
         """Shapes, dtype, device and the config, on one line."""
         first = self.groups[0].recent
@@ -158,21 +143,4 @@ class MergedState:
         return MergedState(self.keys.each(change)).known_to_fit(self._fits)
 
 
-def _leaves(state: MergedState) -> tuple[list[Any], None]:
-    """The state's keys."""
-    return [state.keys], None
-
-
-def _from_leaves(leaves: Iterable[Any], context: None) -> MergedState:
-    """A state from what torch's tree utilities took out of one."""
-    return MergedState(*leaves)
-
-
-torch.serialization.add_safe_globals([MergedState])
-pytree.register_pytree_node(
-    MergedState,
-    _leaves,
-    _from_leaves,
-    flatten_with_keys_fn=with_places(_leaves),
-    serialized_type_name="linattn.MergedState",
-)
+register(MergedState, lambda state: ([state.keys], None), lambda leaves, _: MergedState(*leaves))

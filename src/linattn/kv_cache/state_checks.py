@@ -18,15 +18,12 @@ from linattn.kv_cache.config import MergedKV, TierSize
 from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.query_sample import QuerySample, sample_size
-from linattn.softmax.checking import TOKEN_DTYPES, check_count, check_kind, check_tensor, refuse
+from linattn.softmax.checking import TOKEN_DTYPES, check_count, check_kind, check_tensor, check_tokens, refuse
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.row_groups import RowGroups, check_groups
 from linattn.softmax.tokens import Tokens
 
 _REMEDY = "pass a state as merged_attention_with_state gave it, or rebuild it from the tokens"
-_PARTS = tuple(f"recent.{name}" for name in Tokens._fields)
-_SAMPLE = tuple(f"sample.{name}" for name in QuerySample._fields)
-_SINKS = tuple(f"sinks.{name}" for name in Tokens._fields)
 _CODES = (
     *(f"{side}.{name}" for side in ("key", "value") for name in Codes._fields),
     *(f"frames.{side}.{name}" for side in Frames._fields for name in Frame._fields),
@@ -102,32 +99,24 @@ def check_tensors(keys: MergedKeys | RowGroups[MergedKeys], head_dim: int, num_g
 def _check_group(keys: MergedKeys, head_dim: int, num_groups: int | None) -> None:
     """Refuse keys of which any tensor has not the shape, dtype and device that its config and its tokens ask for."""
     check_kind(MergedKeys, "keys", keys, _REMEDY)
-    config, merged, sample, sinks, recent = keys.config, keys.merged, keys.sample, keys.sinks, _checked_recent(keys)
+    config, sample, recent = keys.config, keys.sample, _checked_recent(keys)
     check_kind(MergedKV, "config", config, _REMEDY)
     check_kind(QuerySample, "sample", sample, _REMEDY)
-    check_kind(Tokens, "sinks", sinks, _REMEDY)
-    (batch, heads), value_dim = recent.key.shape[:2], recent.value.shape[-1]
-    dtype, device = recent.bias.dtype, recent.key.device
-    count = check_count("recent.bias", recent.bias, config.blocks.window + config.blocks.size, _REMEDY)
+    (batch, heads), dtype, device = recent.key.shape[:2], recent.bias.dtype, recent.key.device
+    sizes, room = (batch, heads, head_dim, recent.value.shape[-1]), config.blocks.window + config.blocks.size
+    check_tokens("recent", recent, room, sizes, dtype, device, _REMEDY)
     most = None if num_groups is None else sample_size(num_groups)
     sampled = check_count("sample.there", sample.there, most, _REMEDY)
-
-    def tokens(number: int) -> list[tuple[int, ...]]:
-        """Shapes of so many keys, values and biases."""
-        return [(batch, heads, number, head_dim), (batch, heads, number, value_dim), (batch, heads, number)]
-
-    token_dtype = recent.key.dtype if recent.key.dtype in TOKEN_DTYPES[dtype] else dtype
-    first = check_count("sinks.bias", sinks.bias, config.num_sinks, _REMEDY)
-    shapes = [*tokens(count), (batch, heads, sampled, head_dim), (batch, heads, sampled), *tokens(first)]
-    dtypes = [token_dtype, token_dtype, dtype, dtype, torch.bool, token_dtype, token_dtype, dtype]
-    names, held = [*_PARTS, *_SAMPLE, *_SINKS], [*recent, *sample, *sinks]
-    for x, shape, kind, name in zip(held, shapes, dtypes, names, strict=True):
-        check_tensor(name, x, shape, kind, device, _REMEDY)
+    check_tensor("sample.query", sample.query, (batch, heads, sampled, head_dim), dtype, device, _REMEDY)
+    check_tensor("sample.there", sample.there, (batch, heads, sampled), torch.bool, device, _REMEDY)
+    check_tokens("sinks", keys.sinks, config.num_sinks, sizes, dtype, device, _REMEDY)
+    for name, x in zip(Tokens._fields[:2], keys.sinks, strict=False):
+        check_tensor(f"sinks.{name}", x, tuple(x.shape), recent.key.dtype, device, _REMEDY)
     if not isinstance(keys.coded, tuple) or len(keys.coded) != len(config.tiers):
         refuse("coded", keys.coded, f"a tuple of {len(config.tiers)} tiers", _REMEDY)
     for place, (tier, size) in enumerate(zip(keys.coded, config.tiers, strict=True)):
         _check_tier(f"coded[{place}]", tier, size, recent, head_dim)
-    _check_tier("merged", merged, config.merged_tier, recent, head_dim)
+    _check_tier("merged", keys.merged, config.merged_tier, recent, head_dim)
 
 
 def _check_tier(name: str, tier: object, size: TierSize, recent: Tokens, head_dim: int) -> None:
@@ -135,11 +124,8 @@ def _check_tier(name: str, tier: object, size: TierSize, recent: Tokens, head_di
     (batch, heads), value_dim = recent.key.shape[:2], recent.value.shape[-1]
     dtype, device, widths = recent.bias.dtype, recent.key.device, (head_dim, value_dim)
     if size.bits is None or not isinstance(tier, CodedTokens):
-        check_kind(Tokens, name, tier, _REMEDY)
-        assert isinstance(tier, Tokens)
-        number = check_count(f"{name}.bias", tier.bias, size.num_unquantized, _REMEDY)
-        for field, x, rest in zip(Tokens._fields, tier, ((head_dim,), (value_dim,), ()), strict=True):
-            check_tensor(f"{name}.{field}", x, (batch, heads, number, *rest), dtype, device, _REMEDY)
+        sizes = (batch, heads, *widths)
+        check_tokens(name, tier, size.num_unquantized, sizes, dtype, device, _REMEDY, is_wide=True)
         return
     number = check_count(f"{name}.bias", tier.bias, size.number, _REMEDY)
     check_kind(Frames, f"{name}.frames", tier.frames, _REMEDY)
@@ -152,14 +138,7 @@ def _check_tier(name: str, tier: object, size: TierSize, recent: Tokens, head_di
     for width, layout in zip(widths, map(Layout.of, widths), strict=True):
         shapes += [*[(batch, heads, 1, width)] * 2, (batch, heads, layout.size), (batch, heads, layout.number)]
     shapes.append((batch, heads, number))
-    dtypes = [
-        torch.uint8,
-        torch.float16,
-        torch.uint8,
-        torch.float16,
-        *[dtype, dtype, torch.int16, torch.uint8] * 2,
-        dtype,
-    ]
+    dtypes = [*[torch.uint8, torch.float16] * 2, *[dtype, dtype, torch.int16, torch.uint8] * 2, dtype]
     for field, x, shape, kind in zip(_CODES, tier.leaves(), shapes, dtypes, strict=True):
         check_tensor(f"{name}.{field}", x, shape, kind, device, _REMEDY)
 
@@ -168,9 +147,9 @@ def _checked_recent(keys: MergedKeys) -> Tokens:
     """The latest tokens, refused where they are not tensors that others could be compared with."""
     recent = keys.recent
     check_kind(Tokens, "recent", recent, _REMEDY)
-    for name, x, rank in zip(_PARTS, recent, (4, 4, 3), strict=True):
+    for name, x, rank in zip(Tokens._fields, recent, (4, 4, 3), strict=True):
         if not isinstance(x, Tensor) or x.ndim != rank:
-            refuse(name, x, f"a tensor of {rank} dimensions", _REMEDY)
+            refuse(f"recent.{name}", x, f"a tensor of {rank} dimensions", _REMEDY)
     if recent.bias.dtype not in TOKEN_DTYPES:
         refuse("recent.bias", recent.bias, "float32 or float64", _REMEDY)
     return recent

@@ -1,75 +1,65 @@
-"""One call of a stream with merged keys, block by block in plain torch; letters as in kv_cache/__init__.py."""
+"""Attention to merged keys in a stream, cut anywhere; letters as in kv_cache/__init__.py.
+
+The stream is cut into blocks. A query sees the keys of its own block up to itself, and of the window's blocks before,
+exactly. As its block begins, the keys of the block before those join the merged ones. Where these are too many then,
+they are merged by what a sample of the latest queries attends to.
+"""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.coded_tokens import CodedTokens
-from linattn.kv_cache.config import MergedKV
+from linattn.kv_cache.compiled import is_coded, is_compiled, stream_in_compiled_code
+from linattn.kv_cache.keys import MergedKeys, Stream
 from linattn.kv_cache.memory import Memory
-from linattn.kv_cache.query_sample import QuerySample
+from linattn.softmax.attention import inert
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.weighted import Reading, read
 
 
-class Stream(NamedTuple):
-    """Input of a call on a stream."""
+def attend_causal_merging(
+    query: Tensor,  # (B, H, G, Lq, D), of the last tokens
+    key: Tensor,  # (B, H, Lk, D)
+    value: Tensor,
+    bias: Tensor | None,
+    before: MergedKeys,
+    scale: float,
+    *,
+    with_log: bool,
+    backend: str = "auto",
+) -> tuple[Reading, MergedKeys]:
+    """Causal rows over earlier keys and these, w keys of a window in blocks of b tokens, and the KV cache after all.
 
-    query: Tensor  # (B, H, G, Lq, D), of the last tokens
-    tokens: Tokens  # (B, H, L, ·), of which earlier calls had the first
-    num_kept: int  # so many
-    sinks: Tokens
-    coded: tuple[Tokens | CodedTokens, ...]
-    merged: Tokens | CodedTokens
-    sample: QuerySample
-    config: MergedKV
-
-    @property
-    def num_tokens(self) -> int:
-        """L."""
-        return self.tokens.bias.shape[2]
-
-    @property
-    def first(self) -> int:
-        """Number of the first query's token."""
-        return self.num_tokens - self.query.shape[3]
-
-    @property
-    def begins(self) -> range:
-        """Where blocks begin, from that of the first new token on."""
-        size = self.config.blocks.size
-        return range(self.num_kept // size * size, self.num_tokens, size)
-
-    def leaving(self, begin: int) -> slice:
-        """The tokens that leave the window as a block begins; none where an earlier call had tokens of this block."""
-        blocks = self.config.blocks
-        return slice(max(begin - blocks.window - blocks.size, 0), max(begin - blocks.window, 0))
-
-
-class Ended(NamedTuple):
-    """Output of a call on a stream."""
-
-    rows: Reading
-    sinks: Tokens
-    coded: tuple[Tokens | CodedTokens, ...]
-    merged: Tokens | CodedTokens
-    sample: QuerySample
+    O(L·(C + w + b)·(D + Dv) + L/(b + s)·(C + b)²·(D + Dv)) per head, for s more keys merged than must be. Many
+    tokens in compiled code, and keys in few bits, where that can run them, unless the backend is "torch".
+    """
+    key, value = inert(bias, key, value)
+    biases = before.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
+    tokens, config = before.recent.then(Tokens(key, value, biases.expand(key.shape[:3]))), before.config
+    stream = Stream(query, tokens, before)
+    in_compiled_code = is_compiled(backend, query, tokens, *before.leaves(), config=config)
+    if in_compiled_code and not is_coded(config):
+        rows, keys = stream_in_compiled_code(stream, scale, with_log=with_log)
+    else:
+        rows, keys = stream_in_torch(stream, scale, with_log=with_log, in_compiled_code=in_compiled_code)
+    # Copies: views would keep all keys of the call in memory.
+    block, length, sinks = config.blocks.size, stream.num_tokens, keys.sinks
+    oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block
+    recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
+    if sinks.bias.shape[2] > before.sinks.bias.shape[2]:
+        sinks = Tokens(*(x.clone() for x in sinks))
+    return rows, MergedKeys(sinks, keys.coded, keys.merged, keys.sample, recent, config)
 
 
-def stream_in_torch(stream: Stream, scale: float, *, with_log: bool, in_compiled_code: bool = False) -> Ended:
-    """All blocks, one after the other; differentiable but where codes are read in compiled code."""
-    query, tokens, config, first = stream.query, stream.tokens, stream.config, stream.first
-    blocks, memory, sample, parts = (
-        config.blocks,
-        Memory.of(stream.sinks, stream.coded, stream.merged),
-        stream.sample,
-        [],
-    )
+def stream_in_torch(
+    stream: Stream, scale: float, *, with_log: bool, in_compiled_code: bool = False
+) -> tuple[Reading, MergedKeys]:
+    """All blocks, one after the other, without the recent keys; differentiable but where compiled code reads codes."""
+    query, tokens, before, first, parts = stream.query, stream.tokens, stream.before, stream.first, []
+    memory, sample, config = Memory.of(before.sinks, before.coded, before.merged), before.sample, before.config
     for begin in stream.begins:
-        end = min(begin + blocks.size, stream.num_tokens)
+        end = min(begin + config.blocks.size, stream.num_tokens)
         gone = stream.leaving(begin)
         if gone.start < gone.stop:
             memory = memory.joined(tokens.cut(gone.start, gone.stop), sample, config)
@@ -79,7 +69,9 @@ def stream_in_torch(stream: Stream, scale: float, *, with_log: bool, in_compiled
             near = tokens.cut(gone.stop, end)
             parts.append(memory.read(rows, near, scale, with_log=with_log, in_compiled_code=in_compiled_code))
             live = tokens.bias[..., start:end] != -torch.inf
-            sample = sample.add(rows, live, scale, block=blocks.size, first=start - begin)
+            sample = sample.add(rows, live, scale, block=config.blocks.size, first=start - begin)
     if not parts:
         parts.append(read(query, tokens.cut(0, 0), scale, is_causal=True, with_log=with_log))
-    return Ended(Reading.joined(parts), memory.sinks, memory.coded_tokens, memory.merged.held, sample)
+    coded = tuple(tier.held for tier in memory.coded)
+    keys = MergedKeys(memory.sinks, coded, memory.merged.held, sample, before.recent, config)
+    return Reading.joined(parts), keys

@@ -5,7 +5,9 @@ A model is written out as the list of its blocks; a hybrid has softmax layers am
     blocks = [Block(LinearAttention(…, is_causal=True)), …, Block(SoftmaxAttention(…, is_causal=True))]
     model = LinearLM(256, blocks)
 
-Every layer has `forward`, for whole sequences, and `forward_with_state`, for streams cut anywhere.
+Every layer has `forward`, for whole sequences, and `forward_with_state`, for streams cut anywhere. Letters: B batch,
+H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of a layer, D head width, Dv value width, R features, V
+vocabulary.
 """
 
 from linattn.nn.attention import Attention as Attention

@@ -1,13 +1,9 @@
-"""The base of attention layers: projections, positions, gates, and the way from tokens to heads and back.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of the layer, D head width.
-"""
+"""The base of attention layers: from tokens to heads and back; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,33 +11,10 @@ from torch import Tensor, nn
 from linattn.attention import State
 from linattn.nn.streams import Attended, KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
-from linattn.softmax.checking import check_dense
+from linattn.softmax.checking import check_dense, check_mask
 
 QkNorm = Literal["rms", "layer"]
 _NORMS: dict[str, type[nn.RMSNorm | nn.LayerNorm]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options that all attention layers take; `LinearAttention` says what they mean."""
-
-    num_kv_heads: int | None
-    head_dim: int | None
-    is_causal: bool
-    positions: Position | None
-    gate: Gate | None
-    qk_norm: QkNorm | None
-    output_gate: bool
-    bias: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
-class _Made(TypedDict):
-    """Where parameters are made, and of what."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 class Heads(NamedTuple):
@@ -76,21 +49,38 @@ class Attention(nn.Module, ABC):
 
     parts: Parts | None = None
 
-    def __init__(self, embed_dim: int, num_heads: int, settings: Settings) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        is_causal: bool = False,
+        positions: Position | None = None,
+        gate: Gate | None = None,
+        qk_norm: QkNorm | None = None,
+        output_gate: bool = False,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if settings.num_kv_heads is None else settings.num_kv_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = _checked_head_dim(embed_dim, num_heads, num_kv_heads, settings.head_dim)
-        self.is_causal, self.qk_norm = settings.is_causal, settings.qk_norm
+        self.head_dim = _checked_head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
+        self.is_causal, self.qk_norm = is_causal, qk_norm
         wide, narrow = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        bias, made = settings.bias, _Made(device=settings.device, dtype=settings.dtype)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, wide, bias, **made)
         self.k_proj = nn.Linear(embed_dim, narrow, bias, **made)
         self.v_proj = nn.Linear(embed_dim, narrow, bias, **made)
         self.o_proj = nn.Linear(wide, embed_dim, bias, **made)
-        self.g_proj = nn.Linear(embed_dim, wide, **made) if settings.output_gate else None
-        self.q_norm, self.k_norm = (_norm(settings.qk_norm, self.head_dim, made) for _ in range(2))
-        self.positions, self.gate = _checked_order(settings, self.head_dim, num_kv_heads)
+        self.g_proj = nn.Linear(embed_dim, wide, **made) if output_gate else None
+        self.q_norm, self.k_norm = (_norm(qk_norm, self.head_dim, made) for _ in range(2))
+        self._check_order(positions, gate)
+        self.positions = positions if positions is None or device is None else positions.to(device)
+        self.gate = gate if gate is None or device is None else gate.to(device)
 
     @property
     def memory_dim(self) -> int:
@@ -184,6 +174,28 @@ class Attention(nn.Module, ABC):
         projected: Tensor = self.o_proj(merged)
         return projected
 
+    def _check_order(self, positions: Position | None, gate: Gate | None) -> None:
+        """Refuse positions and gates of another layer."""
+        for name, part, kind in (("positions", positions, Position), ("gate", gate, Gate)):
+            if part is not None and not isinstance(part, kind):
+                raise TypeError(
+                    f"{name} must be a linattn.positions.{kind.__name__} or None, got {type(part).__name__}"
+                )
+        if positions is not None and positions.head_dim != self.head_dim:
+            raise ValueError(
+                f"positions were built for head_dim={positions.head_dim}, the layer has heads of width "
+                f"{self.head_dim}; build them with head_dim={self.head_dim}"
+            )
+        if gate is not None and gate.num_heads != self.num_kv_heads:
+            raise ValueError(
+                f"the gate is one of {gate.num_heads} heads, the layer has {self.num_kv_heads} key/value heads; build "
+                f"it with num_heads={self.num_kv_heads}"
+            )
+        if gate is not None and not self.is_causal:
+            raise ValueError(
+                "a gate makes earlier tokens fade, got is_causal=False; build the layer with is_causal=True"
+            )
+
     def _check_tokens(self, x: Tensor, memory: Tensor | None, key_mask: Tensor | None) -> None:
         """Refuse tokens of another shape, and a memory where an order matters."""
         _check_shape("x", x, self.embed_dim)
@@ -205,7 +217,8 @@ class Attention(nn.Module, ABC):
                     f"x and memory must share the batch size, got {x.shape[0]} and {memory.shape[0]}; expand one"
                 )
         if key_mask is not None:
-            _check_mask(key_mask, x if memory is None else memory)
+            batch, length, _ = (x if memory is None else memory).shape
+            check_mask(key_mask, (batch, length))
 
     def extra_repr(self) -> str:
         """The sizes, and what is not seen in the modules."""
@@ -215,7 +228,7 @@ class Attention(nn.Module, ABC):
         )
 
 
-def _norm(name: str | None, head_dim: int, made: _Made) -> nn.RMSNorm | nn.LayerNorm | None:
+def _norm(name: str | None, head_dim: int, made: dict[str, Any]) -> nn.RMSNorm | nn.LayerNorm | None:
     """The norm of queries or keys, by name."""
     if name is None:
         return None
@@ -267,45 +280,9 @@ def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_di
     return embed_dim // num_heads if head_dim is None else head_dim
 
 
-def _checked_order(settings: Settings, head_dim: int, num_kv_heads: int) -> tuple[Position | None, Gate | None]:
-    """Positions and gate, on the layer's device; those of another layer are refused."""
-    positions, gate = settings.positions, settings.gate
-    for name, part, kind in (("positions", positions, Position), ("gate", gate, Gate)):
-        if part is not None and not isinstance(part, kind):
-            raise TypeError(f"{name} must be a linattn.positions.{kind.__name__} or None, got {type(part).__name__}")
-    if positions is not None and positions.head_dim != head_dim:
-        raise ValueError(
-            f"positions were built for head_dim={positions.head_dim}, the layer has heads of width {head_dim}; build "
-            f"them with head_dim={head_dim}"
-        )
-    if gate is not None and gate.num_heads != num_kv_heads:
-        raise ValueError(
-            f"the gate is one of {gate.num_heads} heads, the layer has {num_kv_heads} key/value heads; build it with "
-            f"num_heads={num_kv_heads}"
-        )
-    if gate is not None and not settings.is_causal:
-        raise ValueError("a gate makes earlier tokens fade, got is_causal=False; build the layer with is_causal=True")
-    if settings.device is not None:
-        positions = None if positions is None else positions.to(settings.device)
-        gate = None if gate is None else gate.to(settings.device)
-    return positions, gate
-
-
 def _check_shape(name: str, x: Tensor, width: int) -> None:
     """Refuse anything but (B, L, width)."""
     check_dense(**{name: x})
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != width:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be (B, L, {width}), the batch first, got {got}")
-
-
-def _check_mask(key_mask: Tensor, source: Tensor) -> None:
-    """Refuse anything but a (B, Lk) bool mask."""
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-        got = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise TypeError(
-            f"key_mask must be a bool tensor, True = attend, got {got}; convert a mask of 1 and 0 with mask.bool(), "
-            "one of 0 and -inf with mask == 0"
-        )
-    if key_mask.shape != source.shape[:2]:
-        raise ValueError(f"key_mask must be (B, Lk) = {tuple(source.shape[:2])}, got {tuple(key_mask.shape)}")

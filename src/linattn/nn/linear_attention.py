@@ -1,7 +1,4 @@
-"""The layer: projections around `linattn.linear_attention`.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of the layer, D head width, R features.
-"""
+"""The layer: projections around `linattn.linear_attention`; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from linattn.attention import State, linear_attention, linear_attention_with_sta
 from linattn.attention._check import check_map
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
-from linattn.nn.attention import Attention, Heads, QkNorm, Settings
+from linattn.nn.attention import Attention, Heads, QkNorm
 from linattn.nn.streams import Stream, kind_of
 from linattn.positions import Gate, Position, gated_attention_with_state
 
@@ -89,10 +86,11 @@ class LinearAttention(Attention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        settings = Settings(
-            num_kv_heads, head_dim, is_causal, positions, gate, qk_norm, output_gate, bias, device, dtype
-        )
-        super().__init__(embed_dim, num_heads, settings)
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, is_causal=is_causal,
+            positions=positions, gate=gate, qk_norm=qk_norm, output_gate=output_gate, bias=bias, device=device,
+            dtype=dtype,
+        )  # fmt: skip
         bound = self._bound(feature_map)
         self.feature_map = bound if device is None else bound.to(device)
         if window is not None:
@@ -153,15 +151,9 @@ class LinearAttention(Attention):
 
     def _attend(self, heads: Heads) -> Tensor:
         """By the op."""
+        tokens, mask, window = heads[:3], heads.key_mask, self.window
         return linear_attention(
-            heads.query,
-            heads.key,
-            heads.value,
-            self.feature_map,
-            key_mask=heads.key_mask,
-            is_causal=self.is_causal,
-            enable_gqa=True,
-            window=self.window,
+            *tokens, self.feature_map, key_mask=mask, is_causal=self.is_causal, enable_gqa=True, window=window
         )
 
     def _attend_with_state(self, heads: Heads, past: State | None) -> tuple[Tensor, State]:

@@ -1,7 +1,4 @@
-"""Blocks, and the language model that is a list of them.
-
-Letters: B batch, L tokens, E width, V vocabulary.
-"""
+"""Blocks, and the language model that is a list of them; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A layer of linattn in the place of torch.nn.MultiheadAttention, called as that is.
-
-Letters: B batch, L tokens (Lq, Lk), E width of the layer.
-"""
+"""A layer of linattn in the place of torch.nn.MultiheadAttention, called as that is; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 
@@ -63,8 +60,7 @@ class MultiheadAttention(nn.Module):
         Args:
             mha: as in `LinearAttention.from_multihead_attention`.
             feature_map: the kernel, for the width mha.embed_dim / mha.num_heads.
-            is_causal: whether its calls are causal.
-            window: width of an exact window beside the map; None for none.
+            is_causal, window: as in `LinearAttention`.
 
         Raises:
             TypeError, ValueError: as `LinearAttention.from_multihead_attention`.

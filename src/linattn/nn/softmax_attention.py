@@ -1,7 +1,4 @@
-"""The softmax layer of a hybrid: the same interface, torch's scaled_dot_product_attention inside.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, E width of the layer, D head width.
-"""
+"""The softmax layer of a hybrid, around torch's attention; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention import State
-from linattn.nn.attention import Attention, Heads, QkNorm, Settings
+from linattn.nn.attention import Attention, Heads
 from linattn.nn.streams import KeptTokens, Stream, extended, kind_of
 from linattn.positions import Gate, Position, gate_bias
 from linattn.positions.gates import spans
@@ -27,16 +24,9 @@ class SoftmaxAttention(Attention):
     Args:
         embed_dim: E.
         num_heads: H.
-        num_kv_heads: Hkv, as in `LinearAttention`.
-        head_dim: D; E / H if None.
-        is_causal: whether a token sees itself and earlier ones alone.
-        positions: as in `LinearAttention`, if queries and keys keep their width.
-        gate: as in `LinearAttention`; with a ForgetGate this is the Forgetting Transformer.
-        qk_norm: "rms", "layer" or None.
-        output_gate: multiply what heads attended to by sigmoid(x W_g + b_g).
-        bias: whether the four projections have biases.
-        device: of the parameters.
-        dtype: of the parameters.
+        num_kv_heads, head_dim, is_causal, qk_norm, output_gate, bias, device, dtype: as in `LinearAttention`.
+        positions: as there, if queries and keys keep their width.
+        gate: as there; with a ForgetGate this is the Forgetting Transformer.
 
     Raises:
         TypeError, ValueError: as `LinearAttention`.
@@ -55,26 +45,9 @@ class SoftmaxAttention(Attention):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2; Lin et al. 2025 (arXiv 2503.02130) for the gate.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        is_causal: bool = False,
-        positions: Position | None = None,
-        gate: Gate | None = None,
-        qk_norm: QkNorm | None = None,
-        output_gate: bool = False,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        settings = Settings(
-            num_kv_heads, head_dim, is_causal, positions, gate, qk_norm, output_gate, bias, device, dtype
-        )
-        super().__init__(embed_dim, num_heads, settings)
+    def _check_order(self, positions: Position | None, gate: Gate | None) -> None:
+        """Refuse positions that widen queries and keys too."""
+        super()._check_order(positions, gate)
         if positions is not None and positions.encoded_dim != positions.head_dim:
             raise ValueError(
                 f"{type(positions).__name__} widens queries and keys for a feature map; give a softmax layer positions "
@@ -103,15 +76,11 @@ class SoftmaxAttention(Attention):
 
     def _attend_to(self, query: Tensor, tokens: KeptTokens) -> Tensor:
         """SDPA of queries, the last ones if they are fewer than the keys."""
+        key, value, key_mask, key_bias = tokens
+        # A single query is the last token, which sees all.
+        is_causal = self.is_causal and query.shape[2] > 1
         return softmax_attention(
-            query,
-            tokens.key,
-            tokens.value,
-            key_mask=tokens.key_mask,
-            key_bias=tokens.key_bias,
-            # A single query is the last token, which sees all.
-            is_causal=self.is_causal and query.shape[2] > 1,
-            enable_gqa=True,
+            query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, enable_gqa=True
         )
 
     def _checked_kept(self, state: Stream) -> State | KeptTokens:

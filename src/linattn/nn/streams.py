@@ -1,7 +1,4 @@
-"""Streams of tokens: the state of a layer between calls.
-
-Letters: B batch, Hkv key/value heads, L tokens kept, D head width, Dv value width.
-"""
+"""Streams of tokens: the state of a layer between calls; letters as in nn/__init__.py."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@
 Before all others goes one all-gather of 24 bytes per rank, a digest of the call and its lengths: ranks whose calls
 differ are refused, on all of them, by a `ValueError` that names them and what differs.
 
-`ContextParallel` makes attention layers take parts of sequences.
+`ContextParallel` makes attention layers take parts of sequences. Letters: P ranks, B batch, H query heads, Hkv
+key/value heads, L tokens of a rank (Lq, Lk), E width of a layer, D head width, Dv value width, R features, M exponents
+kept per head.
 """
 
 from linattn.parallel.context_parallel import ContextParallel as ContextParallel

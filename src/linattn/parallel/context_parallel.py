@@ -1,12 +1,9 @@
-"""Layers that are given a part of each sequence, the other parts being on other ranks.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens of this rank, E width of the layer, D head width.
-"""
+"""Layers that are given a part of each sequence; letters as in parallel/__init__.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -18,10 +15,9 @@ from linattn.feature_maps import FeatureMap
 from linattn.nn import Attention, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import Heads
 from linattn.nn.streams import KeptTokens
-from linattn.parallel.agreement import Fields, agreed, exchange_fields, fields_of_call, kind_of_gates
 from linattn.parallel.functional import linear_attention
 from linattn.parallel.parts import Part
-from linattn.parallel.ranks import Ranks
+from linattn.parallel.ranks import Fields, Ranks, agreed, exchange_fields, fields_of_call, kind_of_gates
 from linattn.parallel.windows import Views, with_neighbours
 from linattn.positions import gate_bias
 
@@ -107,15 +103,12 @@ class SequenceParts:
         if isinstance(layer, SoftmaxAttention):
             return self._by_softmax(layer, heads, lengths)
         assert isinstance(layer, LinearAttention)
-        tokens = heads.query, heads.key, heads.value
-        options: dict[str, Any] = {
-            "key_mask": heads.key_mask,
-            "is_causal": layer.is_causal,
-            "enable_gqa": True,
-            "window": layer.window,
-        }
-        gates = heads.gates
-        return linear_attention(*tokens, layer.feature_map, mesh=self.mesh, gates=gates, lengths=lengths, **options)
+        tokens, mask, gates = heads[:3], heads.key_mask, heads.gates
+        causal, window = layer.is_causal, layer.window
+        return linear_attention(
+            *tokens, layer.feature_map, mesh=self.mesh, key_mask=mask, gates=gates, is_causal=causal, enable_gqa=True,
+            window=window, lengths=lengths,
+        )  # fmt: skip
 
     def _by_softmax(self, layer: SoftmaxAttention, heads: Heads, lengths: tuple[int, ...] | None) -> Tensor:
         """Softmax over every key that is seen: they are all sent here."""

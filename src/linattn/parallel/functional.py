@@ -1,8 +1,4 @@
-"""The op on parts of a sequence: absorb, exchange states, fold on from what came before.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens of this rank (Lq, Lk), D head width, Dv value width, R
-features, P ranks.
-"""
+"""The op on parts of a sequence: absorb, exchange states, fold on; letters as in parallel/__init__.py."""
 
 from __future__ import annotations
 
@@ -15,9 +11,8 @@ from linattn.attention import State
 from linattn.attention.backends import check_backend
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
-from linattn.parallel.agreement import agreed, fields_of_call, kind_of_gates
 from linattn.parallel.parts import Part, gathered, joined
-from linattn.parallel.ranks import Ranks, tied
+from linattn.parallel.ranks import Ranks, agreed, fields_of_call, kind_of_gates, tied
 from linattn.parallel.windows import attend_with_window, refuse_left_padding
 from linattn.positions import Gates
 

@@ -1,8 +1,4 @@
-"""A rank's part of a sequence: its tokens, what weighs them, and the states that ranks exchange.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width, R features, M
-exponents kept per head, P ranks.
-"""
+"""A rank's part of a sequence, and the states that ranks exchange; letters as in parallel/__init__.py."""
 
 from __future__ import annotations
 
@@ -115,15 +111,8 @@ class Part(NamedTuple):
 
     def nothing(self, feature_map: FeatureMap) -> Span:
         """The span of no tokens like these."""
-        batch, heads, _, value_dim = self.value.shape
-        state = State.empty(
-            feature_map,
-            batch_size=batch,
-            num_heads=heads,
-            value_dim=value_dim,
-            dtype=self.key.dtype,
-            device=self.key.device,
-        )
+        (batch, heads, _, width), dtype, device = self.value.shape, self.key.dtype, self.key.device
+        state = State.empty(feature_map, batch_size=batch, num_heads=heads, value_dim=width, dtype=dtype, device=device)
         return Span(state, None if self.gates is None else state.m.new_zeros(batch, heads))
 
     def absorbed(self, feature_map: FeatureMap, backend: str) -> Span:

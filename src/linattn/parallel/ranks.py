@@ -1,22 +1,31 @@
-"""The ranks that each hold a part of a sequence, in the order of its tokens; two exchanges, and their mirrors backward.
+"""The ranks that each hold a part of a sequence, in the order of its tokens: two exchanges, and agreement before them.
 
-Every rank calls its collectives in the same order, backward too, or all wait for ever. So each takes, and returns, the
-queries beside what it sends: outputs depend on those on every rank, hence autograd comes by on every rank, the first
-one too, that reads nothing of what it was sent.
+Every rank calls its collectives in the same order, backward too, or all wait for ever. So each exchange takes, and
+returns, the queries beside what it sends: outputs depend on those on every rank, hence autograd comes by on every rank,
+the first one too, that reads nothing of what it was sent. Before a call each rank sends 24 bytes: a digest of it, and
+how many queries and keys it holds, the first collective of every call, of one size whatever the call, so that ranks in
+different calls meet in it. Where digests differ, the ranks send the calls themselves, and all raise one error. Letters
+as in parallel/__init__.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
+
+from linattn.feature_maps import FeatureMap
+from linattn.positions import Gates
 
 
 class Ranks(NamedTuple):
@@ -149,3 +158,142 @@ def tied(x: Tensor, to: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return x
     return x + (0 * to.sum()).nan_to_num().to(x.dtype)
+
+
+T = TypeVar("T")
+# Numbers stay numbers: a compiled graph may leave them open.
+Fields = dict[str, str | int]
+_REFUSAL = "refusal"
+_FIELD, _VALUE = "\x1e", "\x1f"
+
+
+def fields_of_call(
+    call: str,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    feature_map: FeatureMap | None,
+    window: int | None,
+    weights: Sequence[Tensor | None] = (),
+    **options: object,
+) -> Fields:
+    """Sizes, dtypes, map and options of a call on tokens (B, heads, L, width): all that no two ranks may have apart."""
+    fields: Fields = {"call": call, **{name: str(value) for name, value in options.items()}}
+    if not all(isinstance(x, Tensor) and not x.is_nested and x.ndim == 4 for x in tokens):
+        return fields
+    for name, x in zip(("query", "key", "value"), tokens, strict=True):
+        fields |= {f"{name} dtype": str(x.dtype), f"{name} heads": x.shape[1], f"{name} width": x.shape[3]}
+    fields["batch size"] = tokens[1].shape[0]
+    if isinstance(feature_map, FeatureMap):
+        fields["feature_map"] = feature_map.fingerprint()
+    fields["window"] = str(window)
+    followed = [*tokens, *weights, *(feature_map.parameters() if isinstance(feature_map, FeatureMap) else ())]
+    follows = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in followed)
+    return fields | {"gradients": "followed" if follows else "not followed"}
+
+
+def kind_of_gates(gates: Gates | None) -> str:
+    """Which gates there are."""
+    if gates is None:
+        return "None"
+    return "log_forget" if gates.log_input is None else "log_forget and log_input"
+
+
+def agreed(ranks: Ranks, fields: Fields, check: Callable[[], T], tokens: Sequence[Tensor] = ()) -> tuple[T, Tensor]:
+    """The check of this rank's call, and how many of each of two tokens every rank has, (P, 2), if all make one call.
+
+    A call that one rank alone refuses is refused on all.
+    """
+    if torch.compiler.is_compiling():
+        return check(), exchange_fields(ranks, fields, _lengths(tokens))
+    failure: Exception | None = None
+    try:
+        result = check()
+        lengths = _lengths(tokens)
+    # Whatever is wrong here, the other ranks wait for this one.
+    except Exception as error:
+        failure, lengths = error, (0, 0)
+        fields = fields | {_REFUSAL: str(error)}
+    every = exchange_fields(ranks, fields, lengths)
+    if failure is not None:
+        raise failure
+    return result, every
+
+
+def _lengths(tokens: Sequence[Tensor]) -> tuple[int, int]:
+    """The queries and keys of tokens (B, heads, L, width)."""
+    return (tokens[0].shape[2], tokens[1].shape[2]) if tokens else (0, 0)
+
+
+def exchange_fields(ranks: Ranks, fields: Fields, lengths: tuple[int, int] = (0, 0)) -> Tensor:
+    """Two lengths of every rank, (P, 2) int64, by one all-gather; fields that differ between ranks are refused."""
+    if not torch.compiler.is_compiling():
+        return _exchanged(ranks.group, fields, lengths, ranks.device)
+    words = _FIELD.join([f"{name}{_VALUE}{value}" for name, value in fields.items() if isinstance(value, str)])
+    numbers = {name: value for name, value in fields.items() if not isinstance(value, str)}
+    like = torch.empty(0, dtype=torch.int64, device=ranks.device)
+    group = ranks.group.group_name
+    every: Tensor = _agree(like, words, _FIELD.join(numbers), list(numbers.values()), list(lengths), group, ranks.size)
+    return every
+
+
+@torch.library.custom_op("linattn::agree", mutates_args=())
+def _agree(
+    like: Tensor, words: str, names: str, numbers: Sequence[int], lengths: Sequence[int], group: str, size: int
+) -> Tensor:
+    """`exchange_fields`, opaque to a compiler: a graph cannot raise by what it was sent."""
+    fields: Fields = {}
+    for field in words.split(_FIELD):
+        name, fields[name] = field.split(_VALUE, 1)
+    fields |= zip(names.split(_FIELD) if names else (), numbers, strict=True)
+    return _exchanged(_resolve_process_group(GroupName(group)), fields, lengths, like.device)
+
+
+@_agree.register_fake
+def _(
+    like: Tensor, words: str, names: str, numbers: Sequence[int], lengths: Sequence[int], group: str, size: int
+) -> Tensor:
+    return like.new_empty(size, 2)
+
+
+def _exchanged(group: dist.ProcessGroup, fields: Fields, lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Digests there and back, and what they are of where they differ."""
+    said = repr(sorted(fields.items())).encode()
+    digest = int.from_bytes(blake2b(said, digest_size=8).digest(), "big", signed=True)
+    message = torch.tensor([digest, *lengths], dtype=torch.int64, device=device)
+    size = dist.get_world_size(group)
+    every = message.new_empty(size * 3)
+    dist.all_gather_single(every, message, group=group)
+    every = every.view(size, 3)
+    if len(set(every[:, 0].tolist())) > 1:
+        calls: list[Fields] = [{} for _ in range(size)]
+        dist.all_gather_object(calls, fields, group=group)
+        # Where every rank refuses its call each says so in its own words.
+        if not all(_REFUSAL in call for call in calls):
+            raise ValueError(_differences(calls))
+    return every[:, 1:].clone()
+
+
+def _differences(calls: list[Fields]) -> str:
+    """Who has what, field by field."""
+    refusals = [
+        f"rank {rank} refuses its call: {call[_REFUSAL]}" for rank, call in enumerate(calls) if _REFUSAL in call
+    ]
+    names = list(dict.fromkeys(name for call in calls for name in call if name != _REFUSAL))
+    if len({call.get("call") for call in calls}) > 1:
+        names = [name for name in names if all(name in call for call in calls)]
+    differing = []
+    for name in names:
+        by_value: dict[str | int, list[int]] = {}
+        for rank, call in enumerate(calls):
+            by_value.setdefault(call.get(name, "nothing"), []).append(rank)
+        if len(by_value) > 1:
+            holders = [f"{_named(ranks)} {value}" for value, ranks in by_value.items()]
+            differing.append(f"{name} ({', '.join(holders)})")
+    return (
+        f"every rank must make the same call on its part, got different ones: {'; '.join(differing + refusals)}; give "
+        "all ranks the same arguments, and a map built from one seed with the same weights"
+    )
+
+
+def _named(ranks: list[int]) -> str:
+    """Ranks in words."""
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

@@ -3,8 +3,7 @@
 A window's blocks of w tokens are counted from the first token of the sequence, wherever a part begins. A rank's view is
 its part and the tokens around it that its rows see exactly: those of its first block and of the block before, and where
 later keys are seen, those of its last block and of the block after. The states it reads hold all tokens outside its
-view. Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width, w tokens of a block,
-P ranks.
+view. Letters as in parallel/__init__.py, w tokens of a block.
 """
 
 from __future__ import annotations

@@ -13,21 +13,23 @@ An encoding is a `Position`: `bind` once gives the map to attend with, and refus
 it gives q and k for attention; `token_positions` counts positions across padding and a stream. A `Gate` turns tokens
 into `Gates`, which `gated_attention_with_state` takes, or `gate_bias` turns into `key_bias` and a decay of the state. A
 relative bias needs transforms in the fold's place: `relative_bias_attention`. What is relative for kernels of q·k is
-so as far as the map equals one, or in expectation where it estimates one. Letters: L tokens, D head width, P code
-width, R features, Dv value width, K sines, E model width, M the longest sequence.
+so as far as the map equals one, or in expectation where it estimates one. Letters: B batch, H query heads, Hkv
+key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width, P code width, R
+features, C features of a chunk, Hb heads of a bias that share a key/value head, N length of a transform, E model width,
+M the longest sequence.
 """
 
 from linattn.positions._base import Position as Position
 from linattn.positions._base import token_positions as token_positions
-from linattn.positions.concatenated_codes import LearnedCodes as LearnedCodes
-from linattn.positions.concatenated_codes import SinusoidalCodes as SinusoidalCodes
-from linattn.positions.fixed_decay import FixedDecay as FixedDecay
-from linattn.positions.forget_gate import ForgetGate as ForgetGate
+from linattn.positions.decay import FixedDecay as FixedDecay
+from linattn.positions.decay import ForgetGate as ForgetGate
+from linattn.positions.encodings import LearnedCodes as LearnedCodes
+from linattn.positions.encodings import Rotary as Rotary
+from linattn.positions.encodings import SinusoidalCodes as SinusoidalCodes
+from linattn.positions.encodings import rotary as rotary
 from linattn.positions.gates import Gate as Gate
 from linattn.positions.gates import GateBias as GateBias
 from linattn.positions.gates import Gates as Gates
 from linattn.positions.gates import gate_bias as gate_bias
 from linattn.positions.gates import gated_attention_with_state as gated_attention_with_state
 from linattn.positions.relative_bias import relative_bias_attention as relative_bias_attention
-from linattn.positions.rotary import Rotary as Rotary
-from linattn.positions.rotary import rotary as rotary

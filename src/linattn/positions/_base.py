@@ -1,7 +1,4 @@
-"""The protocol of position encodings that act before the map: (q, k, positions) -> (q', k').
-
-Letters: B batch, H heads, L tokens (Lq, Lk), D head width.
-"""
+"""Encodings that act before the map: (q, k, positions) -> (q', k'); letters as in positions/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Sums over keys with a weight for each distance, feature by feature, by fast Fourier transforms.
-
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width,
-R features, C features of a chunk, Hb heads of the bias that share a key/value head, N length of the transforms.
-"""
+"""Sums over keys with a weight for each distance, by Fourier transforms; letters as in positions/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gates and decay: what makes old keys fade, as biases on keys.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width, E model width.
-"""
+"""Gates and decay: what makes old keys fade, as biases on keys; letters as in positions/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Attention with any relative bias, by fast Fourier transforms.
-
-Letters: B batch, H query heads, Hkv key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width,
-Dv value width, R features, C features of a chunk, Hb heads of the bias that share a key/value head.
-"""
+"""Attention with any relative bias; letters as in positions/__init__.py."""
 
 from __future__ import annotations
 

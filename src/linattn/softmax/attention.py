@@ -1,17 +1,13 @@
-"""Exact softmax attention: what the maps are measured against and combined with.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
-"""
+"""Exact softmax attention: what the maps are measured against and combined with; letters as in softmax/__init__.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from linattn.softmax.checking import checked
+from linattn.softmax.checking import checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
-from linattn.softmax.sdpa_options import refuse_sdpa_options
 from linattn.softmax.tracing import is_transformed
 
 
@@ -161,8 +157,11 @@ def inert(bias: Tensor | None, *tokens: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.masked_fill((bias == -torch.inf).unsqueeze(-1), 0) for x in tokens)
 
 
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Which keys each query sees (Lq, Lk), the last of both level."""
+def causal_mask(num_queries: int, num_keys: int, device: torch.device, span: int = 0) -> Tensor:
+    """Which keys each query sees (Lq, Lk), the last of both level; with a span those of earlier spans."""
+    if span:
+        number = torch.arange(num_keys, device=device) // span
+        return number.unsqueeze(-1) > number
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 

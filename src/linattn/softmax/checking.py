@@ -1,8 +1,4 @@
-"""Checks of the public functions' arguments, and their words; limits of one backend live with that backend.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), T tokens of all sequences, D head width, Dv
-value width.
-"""
+"""Checks of public functions' arguments, and their words; letters as in softmax/__init__.py."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linattn.softmax.precision import accumulation_dtype
+from linattn.softmax.tokens import Tokens
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -116,13 +113,7 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
     """Mask and bias as one, in the accumulation dtype."""
     batch, heads, length = key.shape[:3]
     if key_mask is not None:
-        remedy = "convert a mask of 1 and 0 with mask.bool(), one of 0 and -inf with mask == 0"
-        _check_kind("key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", remedy)
-        if tuple(key_mask.shape) != (batch, length):
-            raise ValueError(
-                f"key_mask must be (B, Lk) = {(batch, length)}, got {tuple(key_mask.shape)}; it masks keys, for all "
-                "queries: give mask[:, 0, 0] of a (B, 1, 1, Lk) mask, and is_causal=True in place of a causal one"
-            )
+        check_mask(key_mask, (batch, length))
     if key_bias is not None:
         wanted = "a floating tensor, the logarithm of a factor on each key's weight"
         _check_kind("key_bias", key_bias, _DTYPES, wanted, "a bool mask goes into key_mask")
@@ -140,6 +131,17 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
         return bias
     bias = torch.zeros((), dtype=dtype, device=key.device) if bias is None else bias
     return torch.where(key_mask.unsqueeze(1), bias, -torch.inf)
+
+
+def check_mask(key_mask: object, shape: tuple[int, int]) -> None:
+    """Refuse what is no mask of keys (B, Lk)."""
+    remedy = "convert a mask of 1 and 0 with mask.bool(), one of 0 and -inf with mask == 0"
+    _check_kind("key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", remedy)
+    if isinstance(key_mask, Tensor) and tuple(key_mask.shape) != shape:
+        raise ValueError(
+            f"key_mask must be (B, Lk) = {shape}, got {tuple(key_mask.shape)}; it masks keys, for all queries: give "
+            "mask[:, 0, 0] of a (B, 1, 1, Lk) mask, and is_causal=True in place of a causal one"
+        )
 
 
 def _check_kind(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: str, remedy: str) -> None:
@@ -162,6 +164,15 @@ def check_dense(**tensors: object) -> None:
             )
 
 
+def check_indices(indices: Tensor) -> None:
+    """Refuse what is no list of numbers of rows."""
+    if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
+        raise ValueError(
+            f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
+            "turn a mask into indices with mask.nonzero().squeeze(1)"
+        )
+
+
 TOKEN_DTYPES = {torch.float32: (torch.float32, torch.float16, torch.bfloat16), torch.float64: (torch.float64,)}
 """By the dtype of sums and biases, those of tokens beside them."""
 
@@ -182,6 +193,31 @@ def check_count(name: str, x: object, most: int | None, remedy: str) -> int:
     return count
 
 
+def check_tokens(
+    name: str,
+    tokens: object,
+    most: int | None,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    remedy: str,
+    *,
+    is_wide: bool = False,
+) -> None:
+    """Refuse what is no tokens of sizes (B, H, D, Dv), at most so many, with biases of a dtype.
+
+    Keys and values are in a dtype beside that of biases, or where they are wide in the same.
+    """
+    check_kind(Tokens, name, tokens, remedy)
+    assert isinstance(tokens, Tokens)
+    (batch, heads, *widths), held = sizes, tokens.key
+    number = check_count(f"{name}.bias", tokens.bias, most, remedy)
+    is_beside = not is_wide and isinstance(held, Tensor) and held.dtype in TOKEN_DTYPES[dtype]
+    dtypes = (held.dtype, held.dtype, dtype) if is_beside else (dtype,) * 3
+    for field, x, kind, rest in zip(Tokens._fields, tokens, dtypes, (*((width,) for width in widths), ()), strict=True):
+        check_tensor(f"{name}.{field}", x, (batch, heads, number, *rest), kind, device, remedy)
+
+
 def check_kind(kind: type, name: str, x: object, remedy: str) -> None:
     """Refuse another kind of record."""
     if not isinstance(x, kind):
@@ -195,3 +231,18 @@ def refuse(name: str, x: object, wanted: str, remedy: str) -> NoReturn:
             f"the state's {name} must be {wanted}, got {x.dtype} of shape {tuple(x.shape)} on {x.device}; {remedy}"
         )
     raise TypeError(f"the state's {name} must be {wanted}, got {type(x).__name__}; {remedy}")
+
+
+def refuse_sdpa_options(attn_mask: object, dropout_p: float) -> NoReturn:
+    """Say which options take the place of a mask of pairs, or what to do in place of dropout on the weights."""
+    if attn_mask is not None:
+        kind = f"{attn_mask.dtype} of shape {tuple(attn_mask.shape)}" if isinstance(attn_mask, Tensor) else attn_mask
+        raise TypeError(
+            f"attn_mask must be None, got {kind}: keys are masked here, not pairs; give padding as key_mask=, (B, Lk) "
+            "bool with True = attend, a causal mask as is_causal=True (calls with a state are causal), a bias on keys "
+            "as key_bias=, (B, Hkv or 1, Lk); for other masks call torch's scaled_dot_product_attention"
+        )
+    raise ValueError(
+        f"dropout_p must be 0, got {dropout_p}; no weights are stored that could be dropped: drop outputs, with "
+        "torch.nn.functional.dropout"
+    )

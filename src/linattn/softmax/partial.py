@@ -1,7 +1,4 @@
-"""Partial results of attention over some of the keys, and how they combine exactly.
-
-Letters: B batch, H heads, L tokens (Lq, Lk), D head width, Dv value width.
-"""
+"""Partial results over some of the keys combine exactly; letters as in softmax/__init__.py."""
 
 from __future__ import annotations
 

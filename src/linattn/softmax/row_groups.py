@@ -1,17 +1,22 @@
-"""Streams whose rows began at different tokens; letters as in softmax/__init__.py."""
+"""Rows that began at different tokens: what a stream keeps of them, and exact windows counted from each one's first.
+
+Causally rows are taken in groups that begin at the same token, and the masked tokens before it are cut off. Where every
+key is in view, and in graphs and transforms, where a mask has no values yet, rows are turned to begin with that token;
+a stream that begins there counts its blocks from the first position instead. Letters as in softmax/__init__.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils import _pytree as pytree
 
-from linattn.softmax.tokens import Tokens, with_places
+from linattn.softmax.tokens import Tokens, register
+from linattn.softmax.tracing import has_values
 
 
 class StreamKeys(Protocol):
@@ -122,24 +127,163 @@ def _filled(tokens: Tokens, number: int) -> Tokens:
     return Tokens(key, value, pad(tokens.bias, (0, number), value=-torch.inf))
 
 
-def _leaves(groups: RowGroups[Any]) -> tuple[list[Any], tuple[tuple[int, ...], ...]]:
-    """The groups' keys, and which rows they are of."""
-    return list(groups.keys), groups.rows
-
-
-def _from_leaves(keys: Iterable[Any], rows: Iterable[Iterable[int]]) -> RowGroups[Any]:
-    """Row groups from what torch's tree utilities took out of some."""
-    return RowGroups(tuple(map(tuple, rows)), tuple(keys))
-
-
-# Read by torch.load under weights_only: tensors and numbers.
-torch.serialization.add_safe_globals([RowGroups])
-pytree.register_pytree_node(
+register(
     RowGroups,
-    _leaves,
-    _from_leaves,
-    flatten_with_keys_fn=with_places(_leaves),
-    serialized_type_name="linattn.RowGroups",
+    lambda groups: (list(groups.keys), groups.rows),
+    lambda keys, rows: RowGroups(tuple(map(tuple, rows)), tuple(keys)),
     to_dumpable_context=lambda rows: [list(group) for group in rows],
     from_dumpable_context=lambda rows: tuple(map(tuple, rows)),
 )
+
+
+# A named tuple with query (B, H, G, Lq, D), key (B, H, Lk, D), value (B, H, Lk, Dv), bias (B, H or 1, Lk) or None, and
+# is_causal; mypy knows no protocol of `_replace`.
+Call = Any
+
+
+class Streamed(NamedTuple, Generic[K]):
+    """Result of a causal call: rows (B, H, G, Lq, ·), sums if it has a map, and the keys after all."""
+
+    out: Tensor
+    log_normalizer: Tensor | None
+    sums: Sequence[Tensor]  # (B, …)
+    keys: K | RowGroups[K]
+
+
+class _Group(NamedTuple, Generic[K]):
+    """Rows that begin at the same token."""
+
+    rows: tuple[int, ...]
+    first: int  # tokens of the call before it, all of them where there is none yet
+    keys: K
+
+
+def attend_by_groups(
+    call: Call,
+    sums: Sequence[Tensor],
+    keys: K | RowGroups[K] | None,  # of a stream, None where it begins
+    nothing: Callable[[], K],
+    attend: Callable[[Call, Sequence[Tensor], K], Streamed[K]],
+) -> Streamed[K]:
+    """`attend` on each group of rows, its blocks counted from its first live token; on all of them if that is one."""
+    groups = _groups(call, keys, nothing)
+    if not isinstance(groups, list):
+        return attend(call, sums, groups)
+    length, parts = call.key.shape[2], []
+    for rows, first, group_keys in groups:
+        before = [x.index_select(0, _index(rows, x)) for x in sums]
+        is_waiting = first == length
+        part = attend(_rows_from(call, rows, 0 if is_waiting else first), before, group_keys)
+        parts.append(part._replace(sums=before, keys=group_keys) if is_waiting else part)
+    return _together(call.query.shape[3], [group.rows for group in groups], parts)
+
+
+def turned(call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """`attend` on rows turned so that they begin with their first live token, its results turned back.
+
+    Causally the queries before that token see no key.
+    """
+    bias, (num_queries, length) = call.bias, (call.query.shape[3], call.key.shape[2])
+    if bias is None or length == 0:
+        return attend(call)
+    first = _first_live(bias)
+    if has_values(bias) and not bool((first % length).any()):
+        return attend(call)
+    place = torch.arange(length, device=bias.device)
+    there, back = ((place + turn.unsqueeze(-1)) % length for turn in (first, -first))
+    query = pad(call.query, (0, 0, length - num_queries, 0))
+    out, log = attend(
+        call._replace(
+            query=torch.take_along_dim(query, there[:, None, None, :, None], 3),
+            key=torch.take_along_dim(call.key, there[:, None, :, None], 2),
+            value=torch.take_along_dim(call.value, there[:, None, :, None], 2),
+            bias=torch.take_along_dim(bias, there.unsqueeze(1), 2),
+        )
+    )
+    blind = (place < first.unsqueeze(-1))[:, None, None, length - num_queries :] & call.is_causal
+    back = back[:, None, None, length - num_queries :]
+    out = torch.take_along_dim(out, back.unsqueeze(-1), 3).masked_fill(blind.unsqueeze(-1), 0)
+    if log is not None:
+        log = torch.take_along_dim(log, back, 3).masked_fill(blind, -torch.inf)
+    return out, log
+
+
+def _groups(call: Call, keys: K | RowGroups[K] | None, nothing: Callable[[], K]) -> K | list[_Group[K]]:
+    """The call's rows by where they begin; the keys of all where that is the call's first token."""
+    (num_rows, _, length), bias = call.key.shape[:3], call.bias
+    if keys is None:
+        every: K = nothing()
+        if length and (bias is None or not has_values(bias)):
+            return every
+        keys = RowGroups((tuple(range(num_rows)),), (every,))
+    if not isinstance(keys, RowGroups):
+        return keys
+    groups = []
+    for rows, group_keys in zip(keys.rows, keys.keys, strict=True):
+        if has_begun(group_keys):
+            groups.append(_Group(rows, 0, group_keys))
+        else:
+            groups += _beginning(rows, group_keys, _starts(bias, num_rows, length))
+    if len(groups) == 1 and groups[0].first == 0 < length:
+        # As many rows as there are, in their order.
+        return groups[0].keys
+    return groups
+
+
+def _beginning(rows: tuple[int, ...], keys: K, starts: list[int]) -> list[_Group[K]]:
+    """Rows without a token so far, in groups."""
+    places: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(starts[row], []).append(place)
+    if len(places) <= 1:
+        return [_Group(rows, next(iter(places), 0), keys)]
+    return [
+        _Group(tuple(rows[x] for x in group_places), first, rows_of(keys, group_places))
+        for first, group_places in places.items()
+    ]
+
+
+def _starts(bias: Tensor | None, num_rows: int, length: int) -> list[int]:
+    """How many tokens are before each row's first live one; none where the mask has no values to look at."""
+    if bias is None or not has_values(bias):
+        return [0] * num_rows
+    starts: list[int] = _first_live(bias).tolist()
+    return starts
+
+
+def _first_live(bias: Tensor) -> Tensor:
+    """How many tokens before the first live one are masked for all heads, (B,), by biases (B, H or 1, L)."""
+    return (bias == -torch.inf).all(1).cumprod(-1).sum(-1)
+
+
+def _rows_from(call: Call, rows: tuple[int, ...], first: int) -> Call:
+    """Some rows of a call, from a token on."""
+    query, key, value, bias = call.query, call.key, call.value, call.bias
+    if len(rows) < len(key):
+        index = _index(rows, key)
+        query, key, value = (x.index_select(0, index) for x in (query, key, value))
+        bias = None if bias is None else bias.index_select(0, index)
+    bias = None if bias is None else bias[..., first:]
+    unseen = max(first - (key.shape[2] - query.shape[3]), 0)
+    return call._replace(query=query[:, :, :, unseen:], key=key[:, :, first:], value=value[:, :, first:], bias=bias)
+
+
+def _together(num_queries: int, rows: list[tuple[int, ...]], parts: Sequence[Streamed[K]]) -> Streamed[K]:
+    """Results of groups as one; queries before a row's first live token see nothing."""
+    missing = [num_queries - part.out.shape[3] for part in parts]
+    out = in_order(rows, [pad(part.out, (0, 0, n, 0)) for part, n in zip(parts, missing, strict=True)])
+    logs = [part.log_normalizer for part in parts if part.log_normalizer is not None]
+    log = None
+    if logs:
+        log = in_order(rows, [pad(x, (n, 0), value=-torch.inf) for x, n in zip(logs, missing, strict=True)])
+    sums = [in_order(rows, x) for x in zip(*(part.sums for part in parts), strict=True)]
+    keys = []
+    for part in parts:
+        assert not isinstance(part.keys, RowGroups)
+        keys.append(part.keys)
+    return Streamed(out, log, sums, RowGroups.joined(list(zip(rows, keys, strict=True))))
+
+
+def _index(rows: tuple[int, ...], like: Tensor) -> Tensor:
+    """Numbers where a tensor is."""
+    return torch.tensor(rows, dtype=torch.int64, device=like.device)

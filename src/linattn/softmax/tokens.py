@@ -1,13 +1,10 @@
-"""Keys and values with biases on their logits, and rows of tokens block by block.
-
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, n tokens kept, or blocks of w tokens,
-D head width, Dv value width.
-"""
+"""Keys and values with biases on their logits; letters as in softmax/__init__.py, w tokens of a block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -41,15 +38,39 @@ def picked(x: Tensor, index: Tensor) -> Tensor:
     return torch.take_along_dim(x, index.unsqueeze(-1), dim=2)
 
 
-def with_places(flatten: Callable[[Any], tuple[list[Any], Any]]) -> Callable[[Any], Any]:
-    """Flatten to leaves with their places, as torch.export names its inputs."""
+class Restored:
+    """A frozen dataclass that files and copies hold."""
 
-    def flattened(x: Any) -> Any:
-        """Each leaf beside its place, and what is no leaf."""
-        leaves, context = flatten(x)
-        return [(pytree.SequenceKey(place), leaf) for place, leaf in enumerate(leaves)], context
+    # Of a state: what its tensors were seen to fit. No field, so no file says it.
+    _fits: ClassVar[Any] = None
 
-    return flattened
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields that a file or a copy has; they are checked where the record is used."""
+        record: Any = self
+        self.__dict__.update({field.name: state.get(field.name) for field in fields(record)})
+
+    def known_to_fit(self, fits: Any) -> Self:
+        """The record itself, whose tensors need no other look before tokens of this kind."""
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "_fits", fits)
+        return self
+
+
+def register(
+    kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[..., Any], **context: Any
+) -> None:
+    """Have a kind read by torch.load under weights_only, as tensors and numbers, and taken apart by torch's trees."""
+
+    def with_places(x: Any) -> Any:
+        """Each leaf beside its place, as torch.export names its inputs, and what is no leaf."""
+        leaves, rest = flatten(x)
+        return [(pytree.SequenceKey(place), leaf) for place, leaf in enumerate(leaves)], rest
+
+    torch.serialization.add_safe_globals([kind])
+    name = f"linattn.{kind.__name__}"
+    pytree.register_pytree_node(
+        kind, flatten, unflatten, flatten_with_keys_fn=with_places, serialized_type_name=name, **context
+    )
 
 
 torch.serialization.add_safe_globals([Tokens])

@@ -7,7 +7,7 @@ import torch
 from fuzzing.case import Case
 from fuzzing.oracle import MismatchError
 from linattn.feature_maps import FavorPlus
-from linattn.parallel.agreement import Fields, _differences, fields_of_call
+from linattn.parallel.ranks import Fields, _differences, fields_of_call
 
 # What a rank may have apart, and the field that says so.
 _CHANGES = {

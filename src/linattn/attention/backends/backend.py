@@ -1,7 +1,4 @@
-"""Interface of a backend: how keys are folded into sums, how queries read them, and rows as partial results.
-
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width.
-"""
+"""Interface of a backend, and rows as partial results; letters as in attention/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One token in one call of compiled code on a CPU, from the wheel linattn-compiled.
-
-Letters as in blocked/__init__.py.
-"""
+"""One token in one call of compiled code on a CPU, from linattn-compiled; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.blocked.blocks import RISE
 from linattn.attention.sums import Sums
 from linattn.feature_maps._powers import Powers
-from linattn.softmax.compiled_code import IN_GRAPHS, objections_to
+from linattn.softmax.extensions import IN_GRAPHS, objections_to
 from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tracing import is_followed
 

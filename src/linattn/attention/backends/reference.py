@@ -2,10 +2,7 @@
 alone.
 
 Shares nothing with the blocked backend but the shape of the sums. Memory O(Lq·Lk·R) for exponential maps, whose weights
-are formed as log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows.
-
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width,
-R features, M exponents kept per head.
+are formed as log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows. Letters as in attention/__init__.py.
 """
 
 from __future__ import annotations

@@ -19,9 +19,8 @@ from linattn.attention.sums import Sums
 from linattn.attention.window.keys import WindowKeys
 from linattn.attention.window.neighbourhood import near
 from linattn.softmax.attention import inert
-from linattn.softmax.left_padding import Streamed, attend_by_groups, turned
 from linattn.softmax.partial import Partial, combine, joined
-from linattn.softmax.row_groups import RowGroups
+from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, turned
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import has_values
 from linattn.softmax.weighted import Reading

@@ -1,29 +1,25 @@
-"""The keys a state keeps apart from its sums; letters as in window/__init__.py."""
+"""A window's keys, apart from a state's sums, and who cannot have a window; letters as in window/__init__.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from linattn.feature_maps import FeatureMap
 from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.tokens import Tokens, with_places
+from linattn.softmax.tokens import Restored, Tokens, register
 
 
 @dataclass(frozen=True, eq=False)
-class WindowKeys:
+class WindowKeys(Restored):
     """The latest keys of a stream, beside the sums of all others."""
 
     recent: Tokens  # those of the block before the current one and of the current one, at most 2w
     width: int  # w
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields that a file or a copy has; they are checked where the state is used."""
-        self.__dict__.update({field.name: state.get(field.name) for field in fields(self)})
 
     @classmethod
     def empty(cls, width: int, key: Tensor, value: Tensor) -> WindowKeys:
@@ -58,23 +54,48 @@ def width_of(keys: WindowKeys | RowGroups[WindowKeys]) -> int:
     return keys.width if isinstance(keys, WindowKeys) else keys.keys[0].width
 
 
-def _leaves(keys: WindowKeys) -> tuple[list[Tensor], int]:
-    """The tensors, in order, and the width."""
-    return list(keys.recent), keys.width
-
-
 def _from_leaves(tensors: Iterable[Any], width: int) -> WindowKeys:
     """A window's keys from what torch's tree utilities took out of some."""
     return WindowKeys(Tokens(*tensors), width)
 
 
-torch.serialization.add_safe_globals([WindowKeys])
-pytree.register_pytree_node(
+register(
     WindowKeys,
-    _leaves,
+    lambda keys: (list(keys.recent), keys.width),
     _from_leaves,
-    flatten_with_keys_fn=with_places(_leaves),
-    serialized_type_name="linattn.WindowKeys",
     to_dumpable_context=str,
     from_dumpable_context=int,
 )
+
+
+# Keys are numbered in 32 bits.
+_MOST = 2**31
+
+
+def check_window(window: object, feature_map: FeatureMap, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
+    """Refuse what is no window's width, and one that this map or this call cannot have."""
+    check_width(window)
+    if not shares_normalizer(feature_map):
+        raise ValueError(
+            f"a window needs a map whose weights share the softmax kernel's scale and sum to a positive number, got "
+            f"{type(feature_map).__name__}; use Expansion, or FavorPlus, Hyperbolic, Oprf or Sderf"
+        )
+    if num_keys < num_queries if is_causal else num_keys != num_queries:
+        wanted = "no more queries than keys" if is_causal else "as many queries as keys"
+        raise ValueError(
+            f"a window needs {wanted}, got {num_queries} queries and {num_keys} keys; leave it out where positions do "
+            "not correspond"
+        )
+
+
+def check_width(window: object) -> None:
+    """Refuse what is no power of two."""
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"window must be an integer or None, got {window!r}; write window=32")
+    if not 0 < window < _MOST or window.bit_count() != 1:
+        raise ValueError(f"the window must be a power of two below 2³¹, as 16 or 32, got {window}; None is no window")
+
+
+def shares_normalizer(feature_map: FeatureMap) -> bool:
+    """Whether a map's weights share the softmax kernel's scale and sum to a positive number."""
+    return feature_map.softmax_kernel and feature_map.positive_normalizer

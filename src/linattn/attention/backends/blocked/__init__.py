@@ -1,7 +1,6 @@
 """The fold by blocks in plain torch, forward and backward, on any device; the CPU's fast path.
 
-Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, n tokens of a block, D head width, Dv
-value width, R features, M exponents kept per head (the map's num_exponents).
+Letters as in attention/__init__.py: H key/value heads, n tokens of a block.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Call, Rows, attend_aligned
-from linattn.attention.backends.blocked.blocks import RISE, exponential_, is_masked
+from linattn.attention.backends.blocked.blocks import RISE, exponential_
 from linattn.attention.backends.blocked.causal import sweep
 from linattn.attention.backends.blocked.fold import run
 from linattn.attention.backends.blocked.folds import ABSORB, CAUSAL, READ
@@ -74,7 +73,7 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     if query.dtype != S.dtype:
         q, k, v = q.to(S.dtype), k.to(S.dtype), v.to(S.dtype)
     if bias is not None:
-        k, v = (x.masked_fill(is_masked(bias).unsqueeze(-1), 0) for x in (k, v))
+        k, v = (x.masked_fill((bias == -torch.inf).unsqueeze(-1), 0) for x in (k, v))
     t, key_output = _both(feature_map, q, k)
     log, linear = key_output, None
     if not feature_map.exponential:

@@ -97,19 +97,6 @@ def is_seen(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def is_masked(bias: Tensor) -> Tensor:
-    """Which keys have no weight at all: their content, which may be NaN, must not enter any product."""
-    return bias == -torch.inf
-
-
-def causal_mask(length: int, span: int, device: torch.device) -> Tensor:
-    """(n, n): which of a block's keys a row sees: up to its own, or those of earlier spans of so many tokens."""
-    if not span:
-        return torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    number = torch.arange(length, device=device) // span
-    return number.unsqueeze(-1) > number
-
-
 class Workspace:
     """Buffers that the blocks of one fold write over again: fresh memory costs more than arithmetic."""
 

@@ -16,8 +16,16 @@ from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked.blocks import Running, blocks, by_columns, num_blocks
 from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.joint_causal import JointGradients, JointRows
-from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, Saved, empty_sums, sums_of
-from linattn.attention.backends.blocked.rows import empty_rows, store_rows
+from linattn.attention.backends.blocked.records import (
+    Causal,
+    CausalOutputs,
+    Gradients,
+    Saved,
+    empty_rows,
+    empty_sums,
+    store_rows,
+    sums_of,
+)
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 

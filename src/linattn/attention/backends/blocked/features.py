@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import RISE, Workspace, exponential_, is_masked, is_seen
+from linattn.attention.backends.blocked.blocks import RISE, Workspace, exponential_, is_seen
 from linattn.attention.backends.blocked.records import Absorb, Causal, KeyGradients
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -113,7 +113,8 @@ class KeyBlocks:
 
     def __init__(self, feature_map: FeatureMap, inputs: Absorb | Causal, space: Workspace) -> None:
         self._map, self._inputs, self._space = feature_map, inputs, space
-        masked = None if inputs.bias is None else is_masked(inputs.bias)
+        # What masked keys hold, which may be NaN, must not enter any product.
+        masked = None if inputs.bias is None else inputs.bias == -torch.inf
         # Looked for once: biases that mask nothing, as a gate's, cost no pass over keys and values.
         self._masked = masked if masked is not None and bool(masked.any()) else None
         self._base: Base | None = None

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.records import Gradients, Saved
-from linattn.attention.bound_map import BoundMap
+from linattn.attention.bound_map import BoundMap, with_swapped_tensors
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.feature_maps._swapping import with_swapped_tensors
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.tracing import is_followed, is_traced
 

@@ -35,10 +35,14 @@ from linattn.attention.backends.blocked.records import (
     Gradients,
     Read,
     Saved,
+    empty_rows,
     empty_sums,
+    saved_rows,
+    store_rows,
     sums_of,
+    times_z,
+    zeros_of,
 )
-from linattn.attention.backends.blocked.rows import empty_rows, saved_rows, store_rows, times_z, zeros_of
 from linattn.attention.sums import Sums, per_feature
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.feature_maps._map_gradients import MapGradients

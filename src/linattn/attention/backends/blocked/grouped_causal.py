@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import Running, Workspace, causal_mask
+from linattn.attention.backends.blocked.blocks import Running, Workspace
 from linattn.attention.backends.blocked.features import (
     BiasGradient,
     KeyBlocks,
@@ -26,6 +26,7 @@ from linattn.attention.backends.blocked.records import Causal, Saved
 from linattn.attention.sums import Sums, lowest, per_feature
 from linattn.feature_maps import GroupedFeatureMap
 from linattn.feature_maps._map_gradients import MapGradients
+from linattn.softmax.attention import causal_mask
 
 
 class BlockState(NamedTuple):
@@ -140,7 +141,7 @@ def rows(feature_map: GroupedFeatureMap, block: Block, span: int, before: Sums) 
     exponents = log.mT.reshape(m.numel(), length).index_select(0, which).view(*group.shape, length)
     if block.bias is not None:
         exponents = exponents + block.bias.unsqueeze(-2)
-    visible = causal_mask(length, span, m.device).repeat(group.shape[-1] // length, 1)
+    visible = causal_mask(length, length, m.device, span).repeat(group.shape[-1] // length, 1)
     exponents = torch.where(visible, exponents, -torch.inf)
     from_state = flat.m.index_select(0, which).view(group.shape)
     reference = torch.maximum(exponents.detach().amax(-1), from_state).clamp(min=lowest(m.dtype))

@@ -25,8 +25,7 @@ from linattn.attention.backends.blocked.features import (
 )
 from linattn.attention.backends.blocked.grouped_causal import BlockState, TokenGradients
 from linattn.attention.backends.blocked.jumps import Split, split, split_gradients, split_rows
-from linattn.attention.backends.blocked.records import Causal, KeyGradients, Saved
-from linattn.attention.backends.blocked.rows import SavedRows, saved_rows, times_z
+from linattn.attention.backends.blocked.records import Causal, KeyGradients, Saved, SavedRows, saved_rows, times_z
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._map_gradients import MapGradients

@@ -1,12 +1,15 @@
-"""Inputs, outputs and saved tensors of the folds, as named tensors; letters as in blocked/__init__.py."""
+"""Records of the folds' tensors, and blocks of rows as they are stored; letters as in blocked/__init__.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from linattn.attention.backends.backend import Rows
+from linattn.attention.backends.blocked.blocks import Workspace
 from linattn.attention.sums import Sums
 
 
@@ -105,3 +108,75 @@ class Gradients(NamedTuple):
     inputs: Sequence[Tensor]  # in the order of the inputs' record, without m and the biases
     bias: Tensor | None  # None where none is wanted
     tensors: list[Tensor]  # of the map's, in at least float32
+
+
+class SavedRows(NamedTuple):
+    """A block of rows as the forward pass left them, and the gradients of its outputs."""
+
+    x: Tensor  # the queries, (B, H, G·n, D)
+    out: Tensor | None  # (B, H, G·n, Dv), None where only a rounded one was kept
+    den: Tensor  # (B, H, G·n)
+    reference: Tensor  # (B, H, G·n)
+    grad_out: Tensor  # (B, H, G·n, Dv)
+    grad_den: Tensor  # (B, H, G·n)
+
+    def gradients(self, sums: Callable[[], tuple[Tensor, Tensor]], space: Workspace) -> tuple[Tensor, Tensor]:
+        """The gradients (B·H, G·n, Dv) and (B·H, G·n, 1) of num and den, which `sums` recomputes where needed."""
+        out, den = self.out, self.den.unsqueeze(-1)
+        if out is None:
+            num, total = sums()
+            out = (num / total.masked_fill(total == 0, torch.inf)).view(self.grad_out.shape)
+        # A denormal sum has no inverse within the dtype: its row passes no gradient on, instead of NaN to every key.
+        dead = (self.den.abs() < torch.finfo(den.dtype).tiny).unsqueeze(-1)
+        inverse = den.reciprocal().masked_fill_(dead, 0)
+        # out = num/den: grad num = grad out/den, grad den = grad den - grad num·out.
+        grad_num = torch.mul(self.grad_out, inverse, out=space.buffer("grad_num", *out.shape))
+        from_out = torch.mul(grad_num, out, out=space.buffer("from_out", *out.shape)).sum(-1, keepdim=True)
+        grad_den = torch.sub(self.grad_den.unsqueeze(-1).masked_fill(dead, 0), from_out)
+        return grad_num.flatten(0, 1), grad_den.flatten(0, 1)
+
+
+def saved_rows(saved: Saved, block: slice, x: Tensor, space: Workspace) -> SavedRows:
+    """A block's rows, from outputs and gradients that begin as Rows do."""
+    out, grad_out = (
+        space.rows(name, x[..., block, :]).flatten(2, 3)
+        for name, x in (("out", saved.outputs.out), ("grad_out", saved.grads.out))
+    )
+    rows = (saved.outputs.den, saved.outputs.reference, saved.grads.den)
+    den, reference, grad_den = (x[..., block].flatten(2, 3) for x in rows)
+    # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
+    saved_out = out if saved.outputs.out.dtype == den.dtype else None
+    # An infinite exponent makes the features of rows that saw no key 0 instead of overflowing.
+    return SavedRows(x, saved_out, den, reference.masked_fill(den == 0, torch.inf), grad_out, grad_den)
+
+
+def empty_rows(query: Tensor, S: Tensor) -> Rows:
+    """Memory for the rows of queries (B, H, G, L, D)."""
+    den = S.new_empty(query.shape[:-1])
+    return Rows(query.new_empty(*query.shape[:-1], S.shape[-1]), den, torch.empty_like(den))
+
+
+def zeros_of(x: Tensor) -> Tensor:
+    """Zeros of its shape, row by row in memory."""
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def store_rows(rows: Rows, block: slice, num: Tensor, total: Tensor, reference: Tensor | None) -> None:
+    """Write a block's num/total, total and exponents, None for 0; a row that saw no key (total = 0) gives 0."""
+    out, den, exponent = rows.out[..., block, :], rows.den[..., block], rows.reference[..., block]
+    total = total.reshape(*den.shape, 1)
+    den.copy_(total.squeeze(-1))
+    if reference is None:
+        exponent.zero_()
+    else:
+        exponent.copy_(reference.reshape(den.shape))
+        total = total.masked_fill(total == 0, torch.inf)
+    if out.dtype == num.dtype:
+        torch.div(num.view(out.shape), total, out=out)
+    else:
+        out.copy_(num.view(out.shape).div_(total))
+
+
+def times_z(phi_q: Tensor, z: Tensor) -> Tensor:
+    """φ(q)·z, (B·H, n, 1); this way round it is a product of a row and a matrix, which runs several times as fast."""
+    return torch.bmm(z.unsqueeze(-2), phi_q.mT).mT
