@@ -31,7 +31,7 @@ def model(build):
         ({"budget": "512"}, "got '512'"),
         ({"bits": 9}, "bits must be from 2 to 8 in halves, .* got 9"),
         ({"config": MergedKV(None, 4)}, "config must have a window"),
-        ({"recall": "all"}, "recall must be 'near' or 'far', got 'all'"),
+        ({"recall": "all"}, "recall must be one of 'near', 'middle', 'far', got 'all'"),
         ({"config": FEW, "budget": 64}, "leave those out"),
         ({"config": FEW, "recall": "far"}, "leave those out"),
         ({"plan": "plan.json", "recall": "far"}, "got recall='far' too; leave it out"),
