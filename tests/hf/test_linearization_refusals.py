@@ -90,7 +90,7 @@ def test_what_is_no_map_or_layer(build, options, error, words):
     ("feature_map", "words"),
     [
         ("Centred(Taylor)", r"layers.0.self_attn \(layer 0\) cannot attend by Centred\(Taylor\): .*fit"),
-        ("Expansion", r"Expansion would take centres of all queries.*call fit\(query, key\)"),
+        ("Expansion", r"Expansion would take centres from all tokens.*call fit\(query, key\)"),
     ],
 )
 def test_maps_that_learn_from_the_call_are_refused_early_where_causal(build, feature_map, words):
@@ -106,8 +106,8 @@ def test_maps_that_learn_from_the_call_are_refused_early_where_causal(build, fea
         ("merged 8", "its queries are a decoder's and its keys another text's"),
         ("window 4 + merged 8", "its queries are a decoder's and its keys another text's"),
         ("FavorPlus(num_features=16) + window 8", "its queries are a decoder's and its keys another text's"),
-        ("Expansion(num_centres=4)", "take centres of all queries"),
-        ("Centred(FavorPlus(num_features=16))", "take the mean of all tokens"),
+        ("Expansion(num_centres=4)", "take centres from all tokens"),
+        ("Centred(FavorPlus(num_features=16))", "take query_mean and key_mean from all tokens"),
     ],
 )
 def test_what_learns_from_all_queries_is_refused_where_a_decoder_reads_another_text(build, family, feature_map, words):

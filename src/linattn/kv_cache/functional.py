@@ -189,6 +189,12 @@ def merged_attention_with_state(
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
     tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), enable_gqa, backend)
+    if tokens.bias is None and tokens.key.shape[2] > 0 and not isinstance(keys, RowGroups):
+        # Without padding all rows begin at the same token: the short way of a decode step.
+        before = MergedKeys.empty(config, tokens.key, tokens.value) if keys is None else keys
+        with outside_autocast(query.device):
+            rows, merged = attend_causal_merging(*tokens[:4], before, tokens.scale, with_log=False, backend=backend)
+        return MergedAttended(rows.out.flatten(1, 2), _state(merged, tokens))
     rows, after = _continued(tokens, keys, config, with_log=False, backend=backend)
     return MergedAttended(rows.out.flatten(1, 2), _state(after, tokens))
 
