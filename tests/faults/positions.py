@@ -20,7 +20,7 @@ FAULTS = (
     Fault(
         "take any map for a relative one",
         ROOM + "encodings.py",
-        "if self.require_relative and not keeps_rotations(feature_map):",
+        "if self.require_relative and not _keeps_rotations(feature_map):",
         "if False:",
         ENCODINGS,
     ),

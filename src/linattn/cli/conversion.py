@@ -13,14 +13,7 @@ from linattn.cli.new_folder import finish, shared_folder
 from linattn.cli.terminal import print_table
 from linattn.cli.training_progress import training_progress
 from linattn.convert import Conversion, ConvertConfig, convert_
-from linattn.convert.card import (
-    kept_in_words,
-    kept_layers,
-    layer_table,
-    model_card,
-    speed_in_words,
-    stage_table,
-)
+from linattn.convert.card import kept_in_words, kept_layers, layer_table, model_card, speed_in_words, stage_table
 from linattn.hf import LoadedModel, load, save_pretrained
 from linattn.hf.loading import is_sentence_transformer
 from linattn.records.fields import to_json
@@ -30,10 +23,7 @@ from linattn.training import launched
 
 def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig) -> None:
     """Convert a model into a new folder, and print both tables."""
-    with (
-        launched() as processes,
-        shared_folder("converting a model", processes, out, call) as (console, work),
-    ):
+    with launched() as processes, shared_folder("converting a model", processes, out, call) as (console, work):
         loaded = load(model, with_head=True)
         words = "Measuring and calibrating"
         with training_progress(console, words, lambda progress: f"loss {progress.best:.4f}") as shown:

@@ -64,10 +64,7 @@ def build_maps(
 
 
 def fit_maps(
-    maps: Sequence[FeatureMap],
-    layers: Sequence[LayerReport],
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
+    maps: Sequence[FeatureMap], layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch]
 ) -> None:
     """Fit every map that takes statistics, in place, to its layer's unpadded queries and keys over all batches.
 

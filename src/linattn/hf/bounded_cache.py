@@ -21,15 +21,7 @@ from linattn.hf._dispatch import NAME
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.linearization import is_linearized
 from linattn.kv_cache import MergedKV
-from linattn.kv_cache.budget import (
-    BITS_BY_DEFAULT,
-    RECALLS,
-    Recall,
-    Sizes,
-    check_budget,
-    kept_bytes,
-    within_budget,
-)
+from linattn.kv_cache.budget import BITS_BY_DEFAULT, RECALLS, Recall, Sizes, check_budget, kept_bytes, within_budget
 from linattn.kv_cache.config import Bits
 from linattn.kv_cache.layer_plans import PLAIN, read_memory_plans
 

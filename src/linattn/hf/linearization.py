@@ -23,14 +23,7 @@ from linattn.hf._attention_modules import (
     unmark,
     unwrapped,
 )
-from linattn.hf._building import (
-    Attending,
-    as_method,
-    attend_by_function,
-    attend_by_methods,
-    take_sinks,
-    try_out,
-)
+from linattn.hf._building import Attending, as_method, attend_by_function, attend_by_methods, take_sinks, try_out
 from linattn.hf._calls import refuse_weights
 from linattn.hf._choosing import Choice, choose, merged_alone, refuse_merged_decoder
 from linattn.hf._dispatch import (

@@ -83,11 +83,7 @@ def check_budget(budget: int) -> None:
 
 
 def within_budget(
-    budget: int,
-    sizes: Sizes,
-    bits: Bits | None = BITS_BY_DEFAULT,
-    near: float | None = None,
-    recall: Recall = "near",
+    budget: int, sizes: Sizes, bits: Bits | None = BITS_BY_DEFAULT, near: float | None = None, recall: Recall = "near"
 ) -> MergedKV:
     """The sinks, the window, the tiers and the most merged keys in the bytes of a number of exact keys and values.
 
@@ -134,11 +130,7 @@ def _near_tiers(bits: Bits) -> tuple[tuple[float, Bits], ...]:
 
 
 def within_bytes(
-    num_bytes: int,
-    sizes: Sizes,
-    near: float,
-    bits: Bits | None,
-    tiers: Sequence[tuple[float, Bits]] = (),
+    num_bytes: int, sizes: Sizes, near: float, bits: Bits | None, tiers: Sequence[tuple[float, Bits]] = ()
 ) -> MergedKV:
     """The most merged keys in so many bytes.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention import State
 from linattn.nn.attention import Attention, Heads
 from linattn.nn.streams import KeptTokens, Stream, extended, kind_of
 from linattn.positions import Gate, Position, gate_bias
@@ -58,7 +57,7 @@ class SoftmaxAttention(Attention):
         """By SDPA."""
         return self._attend_to(heads.query, KeptTokens(heads.key, heads.value, heads.key_mask))
 
-    def _attend_with_state(self, heads: Heads, past: KeptTokens | None) -> tuple[Tensor, State | KeptTokens]:
+    def _attend_with_state(self, heads: Heads, past: KeptTokens | None) -> tuple[Tensor, KeptTokens]:
         """By SDPA over what was kept and the new tokens; under gates in spans, as `gated_attention_with_state`."""
         if heads.gates is None:
             past = extended(past, KeptTokens(heads.key, heads.value, heads.key_mask))
@@ -83,7 +82,7 @@ class SoftmaxAttention(Attention):
             query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, enable_gqa=True
         )
 
-    def _checked_kept(self, state: Stream) -> State | KeptTokens:
+    def _checked_kept(self, state: Stream) -> KeptTokens:
         """The keys and values."""
         if not isinstance(state, Stream) or not isinstance(state.kept, KeptTokens):
             raise TypeError(

@@ -82,7 +82,7 @@ class Rotary(Position):
             ValueError: rotating q and k alike changes the map's kernel, and `require_relative` is true; another width.
         """
         bound = super().bind(feature_map)
-        if self.require_relative and not keeps_rotations(feature_map):
+        if self.require_relative and not _keeps_rotations(feature_map):
             raise ValueError(
                 f"{type(feature_map).__name__} with rotary positions is not relative: rotating q and k alike changes "
                 "its kernel, so outputs depend on where the text starts; use a map of a kernel of q·k (FavorPlus, "
@@ -100,7 +100,7 @@ class Rotary(Position):
         return f"{self.head_dim}, base={self.base}, require_relative={self.require_relative}"
 
 
-def keeps_rotations(feature_map: FeatureMap) -> bool:
+def _keeps_rotations(feature_map: FeatureMap) -> bool:
     """Whether the kernel that the map equals or estimates is the same for rotated q and k, by the map's own oracle."""
     generator = torch.Generator().manual_seed(0)
     tensors = [*feature_map.buffers(), *feature_map.parameters()]
