@@ -226,11 +226,11 @@ def choose_layers(
     return _report(choose(model, layers, example), {})
 
 
-def global_layers(model: PreTrainedModel, *, example: Mapping[str, Any] | None = None) -> Linearization:
+def global_layers(model: PreTrainedModel) -> Linearization:
     """Choose as `choose_layers`, or all layers where each has a window: texts within it can be attended to anew."""
     modules = list(attention_modules(model))
     is_local = all(part.window is not None for part in modules)
-    return choose_layers(model, range(len(modules)) if is_local else None, example=example)
+    return choose_layers(model, range(len(modules)) if is_local else None)
 
 
 def _report(choice: Choice, labels: dict[int, str]) -> Linearization:
