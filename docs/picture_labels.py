@@ -36,6 +36,8 @@ _FORCES: tuple[dict[str, Any], ...] = (
     {"force_static": 0.5, "force_text": 0.5, "force_explode": 0},
     {"force_static": 0.3, "force_text": 0.3},
 )
+# Labels of which no line to a mark is to lie on another: more are in each other's way wherever they stand.
+_FEW = 8
 # Steps of such a way, and places on a line that labels keep away from.
 _STEPS, _PLACES = 400, 60
 # What a line is, by its gid: labels are never on a baseline, and on a curve where there is no other room.
@@ -81,12 +83,19 @@ def mark(axes: Axes, points: Sequence[Point]) -> None:
         occupied += axes.plot(point.x, point.y, point.mark, **style)
     boxes = [one.get_window_extent() for one in occupied]
     named = [point for point in points if point.words]
-    for beside, forces in product(_BESIDE, _FORCES):
-        added = _placed(axes, named, boxes, beside, forces)
+    room = None
+    for way in product(_BESIDE, _FORCES):
+        added = _placed(axes, named, boxes, *way)
         if not overlaps(axes):
-            return
+            if len(named) > _FEW or not crossed(axes):
+                return
+            room = room or way
         for artist in added:
             artist.remove()
+    if room is not None:
+        # None is without a line on words.
+        _placed(axes, named, boxes, *room)
+        return
     raise ValueError("there is no room for the labels of a picture; make it higher, or try other forces")
 
 
@@ -101,6 +110,19 @@ def overlaps(axes: Axes) -> list[str]:
         if any(box.overlaps(other) for _, other in texts[:place])
         or any(box.overlaps(one) for one in marks)
         or any(box.contains(x, y) for x, y in points)
+    ]
+
+
+def crossed(axes: Axes) -> list[str]:
+    """Words on which the line from other words to their mark lies."""
+    ends = (axes.transData.transform(line.get_path().vertices[[0, -1]]) for line in axes.patches)
+    lines = [np.linspace(start, stop, num=_PLACES) for start, stop in ends]
+    # Each begins in its own words.
+    return [
+        text.get_text()
+        for text in axes.texts
+        if (box := text.get_window_extent())
+        and any(box.contains(x, y) for line in lines if not box.contains(*line[0]) for x, y in line)
     ]
 
 

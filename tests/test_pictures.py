@@ -69,8 +69,11 @@ def test_no_words_overlap_others(audit, memory):
 
 def test_a_method_is_a_curve_with_one_label_and_windows_have_their_best_bits(memory):
     from draw_figures import kl_against_bytes
-    from picture_labels import overlaps
+    from memory_tables import MEMORY as FIGURES
+    from memory_tables import audits_of
+    from picture_labels import crossed, overlaps
 
+    assert crossed(kl_against_bytes(audits_of(FIGURES)[0]).axes[0]) == []
     (axes,) = kl_against_bytes(memory).axes
     labels = [text.get_text() for text in axes.texts]
     assert sorted(labels) == sorted(
