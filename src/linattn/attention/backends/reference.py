@@ -1,8 +1,9 @@
 """The quadratic truth: every weight φ(q_i)·φ(k_j) is formed, in any dtype; slow and clear, differentiable by autograd
 alone.
 
-Shares nothing with the blocked backend but the shape of the sums. Memory O(Lq·Lk·R) for exponential maps, whose weights
-are formed as log Σ_f exp(log φ_f(q) + log φ_f(k)) so that no scale overflows. Letters as in attention/__init__.py.
+Shares nothing with the blocked backend but the shape of the sums. Exponential maps' weights are formed as
+log Σ_f exp(log φ_f(q) + log φ_f(k)), so that no scale overflows. Memory O(Lq·Lk), with their gradients O(Lq·Lk·R).
+Letters as in attention/__init__.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from torch import Tensor
 from linattn.attention.backends.backend import Call, Rows, regular
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+
+# Terms of the logarithms that are summed at once.
+_FEW_TERMS = 2**18
 
 
 class Reference:
@@ -64,8 +68,7 @@ def _attend(
         log_k, phi_k = feature_map.key_log_weight(k), feature_map.key(k)
     elif feature_map.exponential:
         lq, lk = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
-        weights = torch.logsumexp(lq.unsqueeze(4) + lk[:, :, None, None], -1)  # (B, H, G, Lq, Lk)
-        exponents = weights + rise
+        exponents = _log_weights(lq, lk) + rise
         from_state = lq + m[:, :, None, None]
         reference = torch.maximum(_peak(exponents, from_state), from_state.amax(-1))
         rows = torch.exp(exponents - reference.unsqueeze(-1)) @ extended.unsqueeze(2)
@@ -83,6 +86,19 @@ def _attend(
         rows = rows + (phi_q @ sums.unsqueeze(2)) * torch.exp(state_exponent - reference).unsqueeze(-1)
     out, den = _divide(rows)
     return Rows(out.to(query.dtype), den, reference), _after(sums, m, log_k + bias.unsqueeze(-1), phi_k, extended)
+
+
+def _log_weights(lq: Tensor, lk: Tensor) -> Tensor:
+    """log φ(q)·φ(k) (B, H, G, Lq, Lk); where there are many, a few queries of a head at a time, which a cache holds."""
+    terms = lq.numel() * lk.shape[2]
+    if terms <= _FEW_TERMS:
+        return torch.logsumexp(lq.unsqueeze(4) + lk[:, :, None, None], -1)
+    step = max(1, _FEW_TERMS * lq.shape[:2].numel() * lq.shape[3] // terms)
+    heads = [
+        torch.cat([torch.logsumexp(few.unsqueeze(2) + key, -1) for few in query.split(step, 1)], 1)
+        for query, key in zip(lq.flatten(0, 1), lk.flatten(0, 1), strict=True)
+    ]
+    return torch.stack(heads).unflatten(0, lq.shape[:2])
 
 
 def _grouped_rows(
