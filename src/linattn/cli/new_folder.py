@@ -21,10 +21,7 @@ _OF_FIRST = ("out", "plan_out")
 
 @contextmanager
 def new_folder(doing: str, console: Console, out: Path, *, is_continued: bool = False) -> Iterator[Path]:
-    """The folder for unfinished work on `out`, held from the first look at both to the end of the work.
-
-    Where a finished work is continued, `out` holds it; else OSError if it holds anything, or another process makes it.
-    """
+    """The folder for unfinished work on `out`, of this process alone; `out` is empty, or finished work to continue."""
     work = out.with_name(f"{out.name}.unfinished")
     with ending(console, lambda: _what_is_left(work)), _alone(work, out, doing):
         if out.exists() and not is_continued and (not out.is_dir() or any(out.iterdir())):
@@ -69,10 +66,7 @@ def check_same_options(processes: Processes, call: typer.Context) -> None:
 
 
 def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued: bool = False) -> None:
-    """Let `write` fill a draft, give it `out`'s name, TensorBoard's curves with it, and remove the work after that.
-
-    The folder of a work that was continued is removed with it.
-    """
+    """Let `write` fill a draft, give it `out`'s name, TensorBoard's curves with it, and remove the work after that."""
     with full_disk_names(out):
         draft = work / "result"
         shutil.rmtree(draft, ignore_errors=True)

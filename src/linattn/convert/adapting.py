@@ -22,16 +22,14 @@ _ALPHA = 2
 
 @contextmanager
 def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: int) -> Iterator[list[nn.Parameter]]:
-    """Train a model's projections by low-rank adapters, while the block runs.
+    """Train a model's projections by low-rank adapters, while the block runs; then they are part of the weights.
 
         W + 2·B·A,   A (r, in) drawn from the seed, B (out, r) zero at first
 
-    They are those from the first converted attention on, of attention and of all else but what makes logits: what comes
-    before is exact as it is. All other weights of the model take no gradients meanwhile, but for those of the attention
-    kernels. Afterwards the adapters are part of the weights, and the model has the modules that it had.
+    They are those from the first converted attention on, of attention and of all else but what makes logits. All other
+    weights take no gradients meanwhile, but for those of the attention kernels.
 
-    Source: Hu et al. 2022 (arXiv 2106.09685); its implementation is peft's. Schulman et al. 2025, "LoRA Without
-    Regret", for adapters of all projections: those of attention alone do worse at as many parameters.
+    Source: Hu et al. 2022 (arXiv 2106.09685); Schulman et al. 2025, "LoRA Without Regret", for all projections.
     """
     # Only here: of conversions alone those with adapters need it.
     from peft import LoraConfig

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from linattn.convert.losses import Mean, distillation, itself
 from linattn.convert.predictions import Predictions, sampled_divergence, spread_divergence
-from linattn.convert.running import Batch, Outputs, mean_of, own_texts, run
+from linattn.convert.running import Batch, Outputs, mean_loss, mean_of, own_texts, run
 from linattn.convert.samples import Samples
 from linattn.feature_maps import FeatureMap
 from linattn.processes import Processes
@@ -36,10 +36,7 @@ def distil(
     """The training of weights, and of the maps' at a rate of their own, against the original's states and predictions.
 
     Of a large vocabulary a step compares the predictions of some tokens, drawn anew (`sampled_divergence`), and
-    validation those of as many, evenly spread: logits of all would take most of the time. The mean of the losses of
-    several processes is that of all texts of the step in one.
-
-    Source: Jiao et al. 2020 (arXiv 1909.10351).
+    validation those of as many, evenly spread. Source: Jiao et al. 2020 (arXiv 1909.10351).
     """
 
     processes = Processes.of_this_run()
@@ -57,15 +54,9 @@ def distil(
         """The teacher's outputs on a validation text, which are computed once."""
         return teacher_outputs(teacher, samples.validation[number])
 
-    def judged(number: int) -> float:
+    def judged(number: int) -> Tensor:
         """The loss on a validation text, all of which is here."""
-        with torch.no_grad():
-            return float(imitate(samples.validation[number], exact(number), spread_divergence))
-
-    def validate() -> float:
-        """The loss on the validation texts."""
-        losses = processes.each(range(len(samples.validation)), judged)
-        return sum(losses) / len(losses)
+        return imitate(samples.validation[number], exact(number), spread_divergence)
 
     def loss(step: int) -> Tensor:
         """The loss of a step, on this process's texts."""
@@ -84,7 +75,7 @@ def distil(
         model=student,
         parameters=[(parameters, rate) for parameters, rate in groups if parameters],
         loss=loss,
-        validate=validate,
+        validate=mean_loss(judged, len(samples.validation), processes),
         budget=Seconds(seconds),
     )
 

@@ -30,20 +30,15 @@ _WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_v
 
 @dataclass(frozen=True, eq=False)
 class AttentionModule:
-    """One attention module of a model: its number, from 0, in the order of the model's modules, and qualified name.
+    """One attention module of a model, as a pass over the model shows it."""
 
-    A pass over the model shows the `width` and `device` of its queries, and whether it `reads_another_text`: its
-    queries are tokens of a causal text, its keys those of another, as in a decoder's cross attention. It `has_sinks`
-    where its calls bring logits of one more key of value 0.
-    """
-
-    number: int
-    name: str
+    number: int  # from 0, in the order of the model's modules
+    name: str  # qualified
     module: nn.Module
-    width: int | None = None
+    width: int | None = None  # of its queries
     device: torch.device | None = None
-    reads_another_text: bool = False
-    has_sinks: bool = False
+    reads_another_text: bool = False  # queries of a causal text, keys of another, as in a decoder's cross attention
+    has_sinks: bool = False  # calls bring logits of one more key of value 0
 
     @property
     def head_dim(self) -> int:

@@ -160,10 +160,7 @@ AnyMask = AskedMask | Tensor | None
 
 @dataclass(frozen=True, eq=False)
 class InterfaceCall:
-    """A call of an attention function by transformers; the options are its keywords: scaling, dropout, is_causal…
-
-    `former` names the attention implementation in whose place linattn's function was called.
-    """
+    """A call of an attention function by transformers; the options are its keywords: scaling, dropout, is_causal…"""
 
     module: nn.Module
     query: Tensor  # (B, H, Lq, D)
@@ -171,7 +168,7 @@ class InterfaceCall:
     value: Tensor  # (B, Hkv, Lk, Dv)
     mask: AnyMask
     options: dict[str, Any]
-    former: str | None
+    former: str | None  # the attention implementation in whose place linattn's function was called
 
     @property
     def scale(self) -> float:
@@ -289,10 +286,7 @@ def _refusal(name: str, asked: str) -> str:
 
 
 def _build_mask(batch_size: int, num_queries: int, num_keys: int, q_offset: int, **asked: Any) -> Mask:
-    """The mask of all keys since the first that transformers' keywords ask for.
-
-    A `mask_function` that is neither causal nor bidirectional is compared with these by position, in O(B Lq Lk).
-    """
+    """The mask of all keys since the first that is asked for; a structure is compared by position, in O(B Lq Lk)."""
     mask_function = asked.get("mask_function", causal_mask_function)
     # Column j of the argument is token j, as transformers reads it: what is not there is hidden, what is beyond unread.
     padding = prepare_padding_mask(asked.get("attention_mask"), num_keys, 0)

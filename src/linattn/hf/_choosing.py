@@ -31,10 +31,7 @@ _WINDOW = 64
 
 
 def merged_alone(model: PreTrainedModel, layers: Collection[int] | None, methods: Sequence[Method]) -> MergedKV | None:
-    """The merged keys, of several the first, where no method is a map; an error, before any pass, for a causal layer.
-
-    Among several methods a layer's own is known once the layers are chosen; `refuse_merged_decoder` is for those.
-    """
+    """The merged keys, of several the first, where no method is a map; a causal layer is refused before any pass."""
     configs = [method.merged for method in methods if method.merged is not None]
     if not configs:
         return None
@@ -108,10 +105,7 @@ def choose(
     takes_sinks: bool = False,
     merged: MergedKV | None = None,
 ) -> Choice:
-    """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be.
-
-    What speaks against some depends on what takes their place: whether that takes sinks, or is merged keys.
-    """
+    """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be."""
     kind = type(model).__name__
     modules = list(attention_modules(model))
     if not modules:

@@ -104,14 +104,11 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _MapRecord:
-    """A map with a window or without, or an encoder's merged keys.
-
-    Merged keys are there in their written form. Earlier versions wrote their number and bits, and before these the
-    number of heavy keys, and another rule of choosing them.
-    """
+    """A map with a window or without, or an encoder's merged keys in their written form."""
 
     feature_map: Any
     window: int | None
+    # Of earlier versions, as far as `merged`.
     num_heavy: int = 0
     rule: str | None = None
     num_merged: int = 0

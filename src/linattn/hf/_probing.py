@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -214,21 +214,20 @@ def _run_with_cache(
             reached.add(call.module)
         return call.by_former()
 
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-    try:
-        cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
-        if model.config.is_encoder_decoder:
-            cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
-        for layer in (cache.self_attention_cache if model.config.is_encoder_decoder else cache).layers:
-            if isinstance(layer, DynamicLayer):
-                vars(layer)["update"] = partial(_marked, layer.update)
-        with answering(model, answer):
-            model(**{**inputs, "past_key_values": cache})
-    except Exception as error:
-        return frozenset(), type(error).__name__, frozenset()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+        try:
+            cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+            for layer in cache.layers:
+                if isinstance(layer, DynamicLayer):
+                    vars(layer)["update"] = partial(_marked, layer.update)
+            if model.config.is_encoder_decoder:
+                cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
+            with answering(model, answer):
+                model(**{**inputs, "past_key_values": cache})
+        except Exception as error:
+            return frozenset(), type(error).__name__, frozenset()
     return frozenset(cached if model.can_generate() else ()), None, frozenset(reached)
 
 

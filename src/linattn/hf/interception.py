@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -172,17 +172,11 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     Source: transformers' documentation, "Attention interface".
     """
     interception = _Interception(handler, model)
-    with answering(model, interception.answer):
-        hooks = [
-            *hook_parts(model, refuse_weights),
-            model.register_forward_pre_hook(interception.start),
-            model.register_forward_hook(interception.finish),
-        ]
-        try:
+    with answering(model, interception.answer), ExitStack() as hooks:
+        for hook in hook_parts(model, refuse_weights):
+            hooks.enter_context(hook)
+        with model.register_forward_pre_hook(interception.start), model.register_forward_hook(interception.finish):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _attend(

@@ -202,10 +202,7 @@ _SECONDS = 10
 
 
 def hub_source(name: str) -> str:
-    """The name itself where the hub has it; where it cannot be reached, the folder of its local cache.
-
-    Raises ValueError if there can be no such model, OSError if it is neither to be reached nor in the cache.
-    """
+    """The name itself where the hub has it; where it cannot be reached, the folder of its local cache."""
     try:
         HfApi().model_info(name, timeout=_SECONDS)
     except HFValidationError:

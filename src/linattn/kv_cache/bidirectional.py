@@ -47,8 +47,6 @@ def attend_all_merging(
 ) -> Reading:
     """Rows over all keys; per head O(L·(C + S)·D + L·C·Dv + L·r·(C + D + Dv)) time for r axes, with a window
     O(L·w·(D + Dv)) more.
-
-    Many queries in compiled code, where that can run them, unless the backend is "torch".
     """
     key, value = inert(bias, key, value)
     key_bias = query.new_zeros(1, 1, 1, dtype=torch.promote_types(key.dtype, torch.float32)) if bias is None else bias
@@ -122,10 +120,7 @@ def _num_seeds(num_merged: int) -> int:
 
 
 def _clusters(tokens: Tokens, distances: tuple[Metric, Axes], log_mass: Tensor, num_merged: int) -> Tensor:
-    """The number (B, H, L) of each key's cluster, C for absent ones: that of the nearest of the seeds' clusters.
-
-    Which seeds go together is measured in all coordinates, which cluster is nearest along the axes.
-    """
+    """The number (B, H, L) of each key's cluster, C for absent ones: that of the nearest of the seeds' clusters."""
     metric, axes = distances
     num_seeds = _num_seeds(num_merged)
     if log_mass.shape[2] > num_seeds:

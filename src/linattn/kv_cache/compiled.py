@@ -37,10 +37,7 @@ def is_coded(config: MergedKV) -> bool:
 
 
 def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None) -> bool:
-    """Whether compiled code runs a call, on a stream if it has a config: where it can and is asked for, or is faster.
-
-    Asked for by name where it cannot, it is refused with every reason. Gradients may follow others too.
-    """
+    """Whether compiled code runs a call, on a stream if it has a config: where it can, and is asked for or faster."""
     has_codes = config is not None and is_coded(config)
     if backend == "torch" or (backend == "auto" and not has_codes and not _is_faster(query)):
         return False
@@ -56,10 +53,7 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, co
 
 
 def _is_faster(query: Tensor) -> bool:
-    """Whether it is likely to be: it runs a head in one thread, where torch deals out each product to all.
-
-    Graphs ask no sizes: they would be compiled anew for others.
-    """
+    """Whether it is likely to be: it runs a head in one thread, where torch deals out each product to all."""
     if torch.compiler.is_compiling():
         return False
     threads = torch.get_num_threads() if query.is_cpu else 0

@@ -40,13 +40,7 @@ def read_in_compiled_code(
     scale: float,
     beside: Partial | None = None,
 ) -> Partial:
-    """Rows over all of them, and over the keys of rows beside these; O(Lq·n·(D + Dv)) time.
-
-    Working memory is that of a block of tokens. Rows beside these are written over where they are contiguous.
-
-    Raises:
-        ValueError: an order or bits are not those of codes so long.
-    """
+    """Rows over all of them, and over the keys of rows beside these, which are written over; O(Lq·n·(D + Dv)) time."""
     # Imported here: a wheel of its own, which most do not have.
     from linattn_compiled import read_codes
 

@@ -73,10 +73,7 @@ def offsets(lengths: Sequence[int]) -> list[int]:
 
 
 def _refuse_other_order() -> None:
-    """Refuse to work inside torch's `context_parallel` while that deals tokens out from both ends of a text.
-
-    It replaces torch's attention, whose own function is a builtin; torch has no public name for either setting.
-    """
+    """Refuse to work inside torch's `context_parallel` while that deals tokens out from both ends of a text."""
     if torch.compiler.is_compiling() or inspect.isbuiltin(torch.nn.functional.scaled_dot_product_attention):
         return
     at_work = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
@@ -198,10 +195,7 @@ def kind_of_gates(gates: Gates | None) -> str:
 
 
 def agreed(ranks: Ranks, fields: Fields, check: Callable[[], T], tokens: Sequence[Tensor] = ()) -> tuple[T, Tensor]:
-    """The check of this rank's call, and how many of each of two tokens every rank has, (P, 2), if all make one call.
-
-    A call that one rank alone refuses is refused on all.
-    """
+    """The check of this rank's call, refused on all if on one, and the numbers of two tokens on each rank, (P, 2)."""
     if torch.compiler.is_compiling():
         return check(), exchange_fields(ranks, fields, _lengths(tokens))
     failure: Exception | None = None

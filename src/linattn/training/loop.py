@@ -177,10 +177,7 @@ class _Run:
         self._rates = [rate * lowered for _, rate in training.parameters]
 
     def _resumed(self) -> _Start | None:
-        """The last checkpoint, in model and optimiser of all processes; None without one.
-
-        Whole tensors are read by the first process, which may have the only disk, sharded ones by all.
-        """
+        """The last checkpoint, in model and optimiser of all processes; None without one."""
         model, optimizer, processes = self._training.model, self._optimizer, self._processes
         work, name = self._work, self._training.name
         last = processes.first_does(lambda: None if work is None else work.last(name))
