@@ -276,8 +276,8 @@ FAULTS = (
     Fault(
         "let go of the work before the model is written",
         "cli/new_folder.py",
-        "        with locked(work):\n            yield",
-        "        yield",
+        "            with locked(work):\n",
+        "            if True:\n",
         "tests/cli/test_convert_alone.py",
     ),
     Fault(

@@ -9,10 +9,10 @@ BLOCKED = "attention/backends/blocked/"
 FAULTS = (
     Fault(
         "take interrupts that a shell has ignored",
-        "cli/terminal.py",
-        "if not callable(before):",
-        "if False:",
-        "tests/cli/test_terminal.py",
+        "processes/signals.py",
+        " or not callable(before):",
+        ":",
+        "tests/processes/test_interrupts.py",
     ),
     Fault(
         "shift the causal diagonal up",

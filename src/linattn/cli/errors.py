@@ -26,13 +26,9 @@ def error_line(error: Exception, command: str, options: Mapping[str, str]) -> st
     name = next((name for name in options if text.startswith((f"{name} ", f"{name}: "))), "")
     rank = int(os.environ.get("RANK") or 0)
     who = f"{command}, process {rank}" if rank else command
-    return f"linattn {who}: {options.get(name, '')}{text.removeprefix(name)}{_remedy(error)}"
-
-
-def _remedy(error: Exception) -> str:
-    """The end of a message about an error of torch's."""
+    remedy = ""
     if _NO_MEMORY.search(repr(error)):
-        return "; there is no such memory, give smaller numbers"
-    if _NO_ANSWER.search(str(error)):
-        return "; another process has ended, or is stopped: run the same command again to resume"
-    return ""
+        remedy = "; there is no such memory, give smaller numbers"
+    elif _NO_ANSWER.search(str(error)):
+        remedy = "; another process has ended, or is stopped: run the same command again to resume"
+    return f"linattn {who}: {options.get(name, '')}{text.removeprefix(name)}{remedy}"

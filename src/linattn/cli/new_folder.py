@@ -23,10 +23,18 @@ _OF_FIRST = ("out", "plan_out")
 def new_folder(doing: str, console: Console, out: Path, *, is_continued: bool = False) -> Iterator[Path]:
     """The folder for unfinished work on `out`, of this process alone; `out` is empty, or finished work to continue."""
     work = out.with_name(f"{out.name}.unfinished")
-    with ending(console, lambda: _what_is_left(work)), _alone(work, out, doing):
-        if out.exists() and not is_continued and (not out.is_dir() or any(out.iterdir())):
-            raise FileExistsError(f"{out} exists and is not an empty folder; give a new folder, or remove it first")
-        yield work
+    with ending(console, lambda: _what_is_left(work)):
+        try:
+            with locked(work):
+                if out.exists() and not is_continued and (not out.is_dir() or any(out.iterdir())):
+                    raise FileExistsError(
+                        f"{out} exists and is not an empty folder; give a new folder, or remove it first"
+                    )
+                yield work
+        except InUseError:
+            raise InUseError(
+                f"another process is {doing} into {out}; wait until it has ended, or give another folder for OUT"
+            ) from None
 
 
 @contextmanager
@@ -90,15 +98,3 @@ def _what_is_left(work: Path) -> str:
     if not work.exists():
         return "Nothing was kept yet."
     return f"The work so far is in {work}; run the same command again to resume."
-
-
-@contextmanager
-def _alone(work: Path, out: Path, doing: str) -> Iterator[None]:
-    """No other process makes the same folder meanwhile."""
-    try:
-        with locked(work):
-            yield
-    except InUseError:
-        raise InUseError(
-            f"another process is {doing} into {out}; wait until it has ended, or give another folder for OUT"
-        ) from None

@@ -12,7 +12,8 @@ import rich.progress
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.terminal import interrupts, share_bar
+from linattn.cli.terminal import share_bar
+from linattn.processes import interrupts
 from linattn.training import Notify, Progress
 
 # Without a terminal the time left is printed from this share of a training on, then once in every such part of it.

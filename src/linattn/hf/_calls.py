@@ -239,19 +239,14 @@ class InterfaceCall:
             raise ValueError(f"{name} ({kind}) does not say whether it is causal; its attention cannot be replaced")
         return None if mask is None else mask.bool(), bool(is_causal)
 
-    def by_former(self) -> Tensor:
-        """(B, Lq, H, Dv) by the function that the module attended by before linattn's."""
-        return self.answer_of_former()[0]
-
-    def answer_of_former(self) -> tuple[Tensor, Tensor | None]:
-        """The output (B, Lq, H, Dv) of the former function, with the mask it takes, and its weights if it has any."""
+    def by_former(self) -> tuple[Tensor, Tensor | None]:
+        """The output (B, Lq, H, Dv) by the function before linattn's, with the mask it takes, and weights if any."""
         mask = self.mask
         if isinstance(mask, AskedMask):
             mask = mask.build(self.former, self.key.shape[-2])
         attend = attention_function(type(self.module), self.former)
-        out: Tensor
-        out, weights = attend(self.module, self.query, self.key, self.value, mask, **self.options)
-        return out, weights
+        out: tuple[Tensor, Tensor | None] = attend(self.module, self.query, self.key, self.value, mask, **self.options)
+        return out
 
 
 def refuse_weights(part: Any, args: Any, options: dict[str, Any]) -> None:

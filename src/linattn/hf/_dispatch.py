@@ -50,7 +50,7 @@ def attend(
     call = InterfaceCall(module, query, key, value, attention_mask, options, former)
     attention = attention_of(module)
     if attention is None:
-        return call.answer_of_former()
+        return call.by_former()
     with _weights_present(attention):
         if layer is not None:
             return layer.attend(call), None

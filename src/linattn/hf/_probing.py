@@ -51,20 +51,16 @@ class Probe:
 
     def placed(self, parts: Iterable[AttentionModule]) -> list[AttentionModule]:
         """Modules with what their calls tell of their queries and keys; as they are where no pass called them."""
-        parts = list(parts)
+        parts, placed = list(parts), []
         has_order = any(part.is_causal for part in parts if part.module in self.calls)
-        return [
-            replace(
-                part,
-                width=self.calls[part.module][0].query.shape[-1],
-                device=self.calls[part.module][0].key.device,
-                reads_another_text=has_order and not part.is_causal and self._is_crossed(part.module),
-                has_sinks=any(call.sinks is not None for call in self.calls[part.module]),
-            )
-            if part.module in self.calls
-            else part
-            for part in parts
-        ]
+        for part in parts:
+            if calls := self.calls.get(part.module):
+                reads_another_text = has_order and not part.is_causal and self._is_crossed(part.module)
+                shown = {"width": calls[0].query.shape[-1], "device": calls[0].key.device}
+                has_sinks = any(call.sinks is not None for call in calls)
+                part = replace(part, **shown, reads_another_text=reads_another_text, has_sinks=has_sinks)
+            placed.append(part)
+        return placed
 
     def objection(self, module: nn.Module, *, is_cached: bool, takes_sinks: bool) -> str | None:
         """Why no kernel can take a module's place; None where nothing speaks against it."""
@@ -84,7 +80,7 @@ class Probe:
             )
         if any(isinstance(call.mask, Tensor) and call.mask.ndim != 2 for call in calls):
             return "its model gives it a mask of pairs, or a bias on them, that a kernel φ(q)·φ(k) cannot express"
-        if any(isinstance(call.mask, AskedMask) and call.mask.part is not None for call in calls):
+        if any(mask.part is not None for mask in self._masks(module)):
             return "its model takes a part of its mask"
         if not all(call.is_paired for call in calls):
             return "its keys and values are not as many, or have not as many heads"
@@ -100,14 +96,14 @@ class Probe:
                 f"its model does not run with a DynamicCache ({self.refused_cache}), in whose place one of states "
                 "would stand; take a model that does"
             )
-        if not is_cached and self._hides_its_order(module):
+        takes_cache = any(name in inspect.signature(module.forward).parameters for name in CACHES)
+        if not is_cached and takes_cache and any(mask.function is causal_mask_function for mask in self._masks(module)):
             return "its mask is causal and the module does not say so (is_causal), so that no cache holds its state"
         return None
 
     def caution(self, module: nn.Module) -> str | None:
         """Why a module's softmax stays unless it is named; None where nothing speaks for that."""
-        masks = [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
-        structured = [mask for mask in masks if not mask.is_plain]
+        structured = [mask for mask in self._masks(module) if not mask.is_plain]
         sizes = [mask.local_size for mask in structured if mask.local_size is not None]
         if sizes:
             return f"a mask of windows or chunks of {sizes[0]} tokens; name it in `layers` if all texts fit in one"
@@ -126,11 +122,9 @@ class Probe:
             return "keys of other tokens than its queries' (cross attention), or fewer; name it in `layers` if need be"
         return None
 
-    def _hides_its_order(self, module: nn.Module) -> bool:
-        """True if a module that may be given a cache is causal by its mask alone."""
-        masks = [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
-        takes_cache = any(name in inspect.signature(module.forward).parameters for name in CACHES)
-        return takes_cache and any(mask.function is causal_mask_function for mask in masks)
+    def _masks(self, module: nn.Module) -> list[AskedMask]:
+        """The masks that were asked for."""
+        return [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
 
     def _is_crossed(self, module: nn.Module) -> bool:
         """True if a module's keys are not as many as its queries."""
@@ -174,7 +168,7 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: Calls) -> Exception | No
     def record(call: InterfaceCall) -> Tensor:
         """Keep the call, answer as the model does."""
         calls.setdefault(call.module, []).append(call)
-        return call.by_former()
+        return call.by_former()[0]
 
     try:
         with answering(model, record):
@@ -212,7 +206,7 @@ def _run_with_cache(
         """Note whether a cache gave these keys."""
         if hasattr(call.key, _GIVEN):
             reached.add(call.module)
-        return call.by_former()
+        return call.by_former()[0]
 
     with ExitStack() as hooks:
         for module in modules:

@@ -39,7 +39,7 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Ite
             call.refuse_options(observed.module_name, call.key.shape[-2], takes_sinks=True)
             key_mask, _ = call.read_mask(observed.module_name)
             observed.add(call.query, call.key, key_mask, call.scale)
-        return call.by_former()
+        return call.by_former()[0]
 
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with torch.no_grad():

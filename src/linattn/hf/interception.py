@@ -95,7 +95,7 @@ class _Interception:
         self.num_calls += 1
         if call.hides_keys(num_keys):
             self.num_windowed += 1
-            return call.by_former()
+            return call.by_former()[0]
         call.refuse_options(name, num_keys)
         read = AttentionCall(number, name, query, call.key, value, *call.read_mask(name), call.scale)
         out = self.handler(read)

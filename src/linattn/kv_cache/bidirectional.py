@@ -60,19 +60,16 @@ def attend_all_merging(
     merged = partial(
         _attend_merging, config=config, scale=scale, with_log=with_log, backend=backend, is_masked=bias is not None
     )
-    if config.window is None or bias is None or _begins_with_all(tokens.bias):
+    if config.window is None or bias is None:
         return merged(query, tokens)
-    # Blocks are of live tokens: these come first, in their order.
-    order = (tokens.bias == -torch.inf).byte().argsort(dim=-1, stable=True)
+    dead = tokens.bias == -torch.inf
+    # Blocks are of live tokens: these come first, in their order, as they do where that may be looked at already.
+    if is_readable(tokens.bias) and not bool((dead[..., :-1] & ~dead[..., 1:]).any()):
+        return merged(query, tokens)
+    order = dead.byte().argsort(dim=-1, stable=True)
     out, log = merged(_tokens_at(order, query), tokens.pick(order))
     back = order.argsort(-1)
     return Reading(_tokens_at(back, out), None if log is None else _tokens_at(back, log.unsqueeze(-1)).squeeze(-1))
-
-
-def _begins_with_all(bias: Tensor) -> bool:
-    """Whether no live token follows a masked one, where that may be looked at."""
-    dead = bias == -torch.inf
-    return is_readable(bias) and not bool((dead[..., :-1] & ~dead[..., 1:]).any())
 
 
 def _tokens_at(order: Tensor, rows: Tensor) -> Tensor:

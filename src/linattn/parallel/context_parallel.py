@@ -127,7 +127,9 @@ class SequenceParts:
         fields |= {f"lengths[{rank}]": length for rank, length in enumerate(lengths or ())}
         every = exchange_fields(self.ranks, fields, (heads.query.shape[2], heads.key.shape[2]))
         views = Views.whole(every[:, 1].tolist() if lengths is None else lengths, is_causal=layer.is_causal)
-        mask = None if heads.key_mask is None else _bias_of(heads.key_mask, heads.key)
+        mask = None
+        if heads.key_mask is not None:
+            mask = heads.key.new_zeros(heads.key_mask.shape).masked_fill(~heads.key_mask, -torch.inf).unsqueeze(1)
         part = with_neighbours(self.ranks, Part(heads.query, heads.key, heads.value, mask, heads.gates), views)
         if not layer.is_causal:
             past = KeptTokens(part.key, part.value, None if mask is None else part.key_mask)
@@ -150,9 +152,3 @@ def _checked(layer: nn.Module) -> Attention:
             'attention layers, as {"blocks.*.attention": ContextParallel()}'
         )
     return layer
-
-
-def _bias_of(key_mask: Tensor, key: Tensor) -> Tensor:
-    """A mask as a bias, (B, 1, L)."""
-    zero = torch.zeros((), dtype=key.dtype, device=key.device)
-    return torch.where(key_mask.unsqueeze(1), zero, -torch.inf)

@@ -120,8 +120,10 @@ class Part(NamedTuple):
         for at in spans(self.gates.log_forget):
             part = self.keys(at)
             bias, log_decay = gate_bias(self.gates.cut(at), key_mask=part.key_mask)
-            bias = _joined(bias, part.bias).expand(part.key.shape[:3])
-            state = part._after(feature_map, span.state.decay(log_decay), bias, backend)
+            if part.bias is not None:
+                bias = torch.where(part.bias == -torch.inf, -torch.inf, bias)
+            decayed = span.state.decay(log_decay)
+            state = part._after(feature_map, decayed, bias.expand(part.key.shape[:3]), backend)
             assert span.log_decay is not None
             span = Span(state, span.log_decay + log_decay)
         return span
@@ -160,11 +162,6 @@ class Part(NamedTuple):
         """The keys, and queries (B, Hkv, G, L, D), as backends take them."""
         bound = bind(feature_map, self.key, self.key, is_causal=True)
         return Call(bound, query, self.key, self.value, bias, is_causal=True)
-
-
-def _joined(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """A gate's bias (B or 1, H, L) where the mask's (B, 1, L) lets keys in."""
-    return bias if mask is None else torch.where(mask == -torch.inf, -torch.inf, bias)
 
 
 def _refuse_statistics(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
