@@ -291,10 +291,10 @@ FAULTS = (
     ),
     Fault(
         "let errors begin with an argument",
-        "cli/errors.py",
+        "cli/app.py",
         "{options.get(name, '')}{text.removeprefix(name)}",
         "{text}",
-        "lab/tests/commands/test_refusals.py src/linattn/cli/errors.py",
+        "lab/tests/commands/test_refusals.py src/linattn/cli/app.py",
     ),
     Fault(
         "import torch for help",

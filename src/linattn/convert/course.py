@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from linattn.convert.adapting import RATE as ADAPTER_RATE
-from linattn.convert.adapting import adapted
 from linattn.convert.config import ConvertConfig
-from linattn.convert.distilling import Weights, distil, teacher_outputs
+from linattn.convert.distilling import ADAPTER_RATE, Weights, adapted, distil, teacher_outputs
 from linattn.convert.running import Outputs, to_device
 from linattn.convert.samples import Samples
 from linattn.convert.speed import Paying, Speed, count_numbers, is_faster, measure_speed

@@ -56,7 +56,7 @@ class Probe:
         for part in parts:
             if calls := self.calls.get(part.module):
                 reads_another_text = has_order and not part.is_causal and self._is_crossed(part.module)
-                shown = {"width": calls[0].query.shape[-1], "device": calls[0].key.device}
+                shown: Any = {"width": calls[0].query.shape[-1], "device": calls[0].key.device}
                 has_sinks = any(call.sinks is not None for call in calls)
                 part = replace(part, **shown, reads_another_text=reads_another_text, has_sinks=has_sinks)
             placed.append(part)

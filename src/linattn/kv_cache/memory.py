@@ -12,8 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.coded_tokens import CodedTokens
-from linattn.kv_cache.compiled_codes import read_in_compiled_code
+from linattn.kv_cache.coded_tokens import CodedTokens, read_in_compiled_code
 from linattn.kv_cache.config import MergedKV, TierSize
 from linattn.kv_cache.frames import Frames
 from linattn.kv_cache.levels import table
