@@ -6,7 +6,7 @@ Letters: B batch, L tokens, C channels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,11 @@ def padded(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
             mask[-1, 0] = 0
             masks[mask_name] = mask
     return {**inputs, **masks} if masks else None
+
+
+def on_device(inputs: Mapping[str, Any], device: torch.device) -> Inputs:
+    """Inputs where a model is."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 def _texts(model: PreTrainedModel, kinds: list[str]) -> Iterator[Inputs]:

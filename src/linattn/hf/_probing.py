@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function
 from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._calls import SINKS, AskedMask, InterfaceCall, RefusedMask, inexpressible
 from linattn.hf._dispatch import CACHES
-from linattn.hf._example_inputs import Inputs, example_inputs, padded
+from linattn.hf._example_inputs import Inputs, example_inputs, on_device, padded
 from linattn.hf.interception import answering
 
 # The attribute of keys that a probe's cache gave.
@@ -142,17 +142,18 @@ def probe(
 ) -> Probe:
     """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed."""
     with _undisturbed(model):
-        samples = [_on_device(model, inputs) for inputs in (example, sample) if inputs is not None]
+        samples = [on_device(inputs, model.device) for inputs in (example, sample) if inputs is not None]
         errors = []
         for inputs in samples[:1] if example is not None else chain(example_inputs(model), samples):
-            calls: Calls = {}
-            error = _run(model, inputs, calls)
-            if error is not None:
-                errors.append(f"{', '.join(inputs) or 'nothing'}: {type(error).__name__}: {error}")
+            calls = _run(model, inputs)
+            if isinstance(calls, Exception):
+                errors.append(f"{', '.join(inputs) or 'nothing'}: {type(calls).__name__}: {calls}")
                 continue
-            num_passes, other = 1, padded(model, inputs)
-            if other is not None and _run(model, other, calls) is None:
-                num_passes = 2
+            other = padded(model, inputs)
+            more = None if other is None else _run(model, other)
+            num_passes = 2 if isinstance(more, dict) else 1
+            for module, made in more.items() if isinstance(more, dict) else ():
+                calls.setdefault(module, []).extend(made)
             return Probe(calls, num_passes, tuple(inputs), *_run_with_cache(model, inputs, calls))
     origin = "inputs made for it" if example is None else "the example"
     raise ValueError(
@@ -161,9 +162,9 @@ def probe(
     )
 
 
-def _run(model: PreTrainedModel, inputs: Inputs, calls: Calls) -> Exception | None:
+def _run(model: PreTrainedModel, inputs: Inputs) -> Calls | Exception:
     """Record a pass; an error of the model's own is returned, one that interception causes is raised."""
-    before = {module: len(made) for module, made in calls.items()}
+    calls: Calls = {}
 
     def record(call: InterfaceCall) -> Tensor:
         """Keep the call, answer as the model does."""
@@ -174,8 +175,6 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: Calls) -> Exception | No
         with answering(model, record):
             model(**inputs)
     except Exception as error:
-        for module, made in calls.items():
-            del made[before.get(module, 0) :]
         try:
             model(**inputs)
         except Exception as own:
@@ -186,7 +185,7 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: Calls) -> Exception | No
         raise ValueError(
             f"no layer of {type(model).__name__} can be replaced: {cause}; take a model that passes its masks on"
         ) from error
-    return None
+    return calls
 
 
 def _run_with_cache(
@@ -230,11 +229,6 @@ def _marked(update: Callable[..., tuple[Tensor, Tensor]], *tensors: Any, **optio
     key, value = update(*tensors, **options)
     setattr(key, _GIVEN, True)
     return key, value
-
-
-def _on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Inputs:
-    """Inputs where the model is."""
-    return {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 @contextmanager

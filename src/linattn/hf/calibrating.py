@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from linattn.feature_maps import FittedMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._calls import InterfaceCall
+from linattn.hf._example_inputs import on_device
 from linattn.hf.interception import answering
 from linattn.hf.layer_attention import LayerAttention, rescale_query
 
@@ -45,8 +46,7 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Ite
     with torch.no_grad():
         with evaluating(model), answering(model, answer):
             for batch in batches:
-                inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-                model(**{**options, **inputs})
+                model(**{**options, **on_device(batch, model.device)})
         for observed in observations.values():
             query, key, scale = observed.tokens()
             feature_map = maps[observed.module_name].to(query.device)

@@ -19,7 +19,7 @@ class Reduced(NamedTuple):
     """Weighted keys in place of more."""
 
     tokens: Tokens  # (B, H, C, ·)
-    member: Tensor  # (B, H, C), the number of the only key in a cluster; that of all keys, n, where there are several
+    member: Tensor  # (B, H, C), the number of the only key in a cluster; 0 where there is none, n where several are
 
 
 def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0) -> Reduced:
@@ -43,7 +43,9 @@ def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: in
         newest = torch.where(tokens.bias[..., size:] == -torch.inf, num_merged, newest)
         number = torch.cat((torch.where(number == room, num_merged, number), newest), -1)
     means = cluster_means(tokens, number, attended.log_mass, num_merged)
-    return Reduced(means.conserving(attended), means.only_members(number))
+    keys = torch.arange(number.shape[-1], device=number.device).expand_as(number)
+    only = keys.new_zeros(*number.shape[:2], num_merged + 1).scatter(-1, number, keys)[..., :-1]
+    return Reduced(means.conserving(attended), torch.where(means.size > 1, number.shape[-1], only))
 
 
 class ClusterMeans(NamedTuple):
@@ -59,12 +61,6 @@ class ClusterMeans(NamedTuple):
     def conserving(self, attended: SampleAttention) -> Tokens:
         """Weighted keys to which the sample attends as much as to their members."""
         return self.weighted(self.log_mass - attended.log_attended(self.key))
-
-    def only_members(self, number: Tensor) -> Tensor:
-        """The number (B, H, C) of each cluster's only key, by clusters (B, H, n) of keys: n of several, 0 of none."""
-        keys = torch.arange(number.shape[-1], device=number.device).expand_as(number)
-        member = keys.new_zeros(*number.shape[:2], self.size.shape[-1] + 1).scatter(-1, number, keys)
-        return torch.where(self.size > 1, number.shape[-1], member[..., :-1])
 
     def weighted(self, bias: Tensor) -> Tokens:
         """Weighted keys with biases (B, H, C), -inf of free places; a key that stays alone keeps its own to the bit."""

@@ -12,7 +12,7 @@ from linattn.attention._check import check_map, checked_for
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind
 from linattn.feature_maps import FeatureMap
-from linattn.parallel.ranks import Ranks, gather
+from linattn.parallel.ranks import Gather, Ranks
 from linattn.positions import Gates, gate_bias, gated_attention_with_state
 from linattn.positions.gates import spans
 from linattn.softmax.precision import outside_autocast
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 def gathered(ranks: Ranks, spans: list[Span], anchor: Tensor) -> tuple[list[list[Span]], Tensor]:
     """The spans of all ranks by one all-gather, exponents beside sums, each in the order of the ranks; the anchor."""
     packed = [_packed(span) for span in spans]
-    every, anchor = gather(ranks, torch.cat(packed, -1), anchor)
+    every, anchor = Gather.apply(ranks, torch.cat(packed, -1), anchor)
     columns = every.split([x.shape[-1] for x in packed], -1)
     return [[_unpacked(one, span) for one in column] for column, span in zip(columns, spans, strict=True)], anchor
 

@@ -85,22 +85,8 @@ def _refuse_other_order() -> None:
         )
 
 
-def gather(ranks: Ranks, x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors of every rank, (B, …) -> (P, B, …), and the anchor; backward one reduce-scatter."""
-    gathered: tuple[Tensor, Tensor] = _Gather.apply(ranks, x, anchor)
-    return gathered
-
-
-def exchange(
-    ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int], anchor: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Numbers (Σ sent,), so many to each rank, and the numbers (Σ received,) from each; backward the way back."""
-    exchanged: tuple[Tensor, Tensor] = _Exchange.apply(ranks, tuple(sent), tuple(received), x, anchor)
-    return exchanged
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather; each rank's gradients of what another sent are summed there."""
+class Gather(torch.autograd.Function):
+    """Tensors of every rank, (B, …) -> (P, B, …), and the anchor, by one all-gather; backward one reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,8 +105,8 @@ class _Gather(torch.autograd.Function):
         return None, total, tied(of_anchor, total)
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all."""
+class Exchange(torch.autograd.Function):
+    """Numbers (Σ sent,), so many to each rank, and the numbers (Σ received,) from each; backward the way back."""
 
     @staticmethod
     def forward(
