@@ -20,9 +20,20 @@ _OF_FIRST = ("out", "plan_out")
 
 
 @contextmanager
-def new_folder(doing: str, console: Console, out: Path, *, is_continued: bool = False) -> Iterator[Path]:
-    """The folder for unfinished work on `out`, of this process alone; `out` is empty, or finished work to continue."""
-    work = out.with_name(f"{out.name}.unfinished")
+def shared_folder(
+    doing: str, processes: Processes, out: Path, call: typer.Context, *, is_continued: bool = False
+) -> Iterator[tuple[Console, Path | None]]:
+    """A console, and the folder for unfinished work on `out`; all but the first process have none, and are silent.
+
+    The folder is held meanwhile; `out` is empty, unless it holds finished work that is continued.
+    """
+    console, work = console_of(processes), out.with_name(f"{out.name}.unfinished")
+    # Before anything of the first process's can fail while the others wait.
+    check_same_options(processes, call)
+    if not processes.is_first:
+        with ending(console, str):
+            yield console, None
+        return
     with ending(console, lambda: _what_is_left(work)):
         try:
             with locked(work):
@@ -30,27 +41,11 @@ def new_folder(doing: str, console: Console, out: Path, *, is_continued: bool = 
                     raise FileExistsError(
                         f"{out} exists and is not an empty folder; give a new folder, or remove it first"
                     )
-                yield work
+                yield console, work
         except InUseError:
             raise InUseError(
                 f"another process is {doing} into {out}; wait until it has ended, or give another folder for OUT"
             ) from None
-
-
-@contextmanager
-def shared_folder(
-    doing: str, processes: Processes, out: Path, call: typer.Context, *, is_continued: bool = False
-) -> Iterator[tuple[Console, Path | None]]:
-    """A console, and the folder of `new_folder`; all processes but the first have no folder, and are silent."""
-    console = console_of(processes)
-    # Before anything of the first process's can fail while the others wait.
-    check_same_options(processes, call)
-    if not processes.is_first:
-        with ending(console, str):
-            yield console, None
-        return
-    with new_folder(doing, console, out, is_continued=is_continued) as work:
-        yield console, work
 
 
 def check_same_options(processes: Processes, call: typer.Context) -> None:
