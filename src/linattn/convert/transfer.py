@@ -16,7 +16,8 @@ from linattn.convert.losses import row_divergence
 from linattn.convert.running import Batch, mean_loss, own_texts, to_device
 from linattn.convert.samples import Samples
 from linattn.feature_maps import FeatureMap, FittedMap
-from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
+from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating
+from linattn.hf.interception import recorded
 from linattn.hf.layer_attention import rescale_query
 from linattn.methods.measures import softmax_log_rows, visible_keys
 from linattn.methods.method import Method
@@ -29,16 +30,7 @@ _ROWS = 128
 
 def record(model: PreTrainedModel, batch: Batch) -> dict[str, AttentionCall]:
     """The attention calls of one forward pass by module name: `linattn.hf.capture` without its check."""
-    calls: dict[str, AttentionCall] = {}
-
-    def keep(call: AttentionCall) -> Tensor:
-        """Keep the call, answer exactly."""
-        calls[call.module_name] = call
-        return call.softmax()
-
-    with torch.no_grad(), intercept(model, keep):
-        model(**to_device(batch, model.device))
-    return calls
+    return {call.module_name: call for call in recorded(model, to_device(batch, model.device))[0]}
 
 
 def build_maps(

@@ -233,6 +233,17 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
     """
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first, or dropout is recorded")
+    with torch.no_grad():
+        output: Tensor = model(**inputs)[0]
+    calls, rebuilt = recorded(model, inputs)
+    _check_rebuilt(model, output, rebuilt, inputs.get("attention_mask"))
+    names = {call.module_name for call in calls}
+    windows = (part.name for part in attention_modules(model) if part.window is not None)
+    return Capture(tuple(calls), output, tuple(name for name in windows if name not in names))
+
+
+def recorded(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[list[AttentionCall], Tensor]:
+    """The calls of `capture`, and the output of a pass in which they are answered exactly; nothing is checked."""
     calls: list[AttentionCall] = []
 
     def record(call: AttentionCall) -> Tensor:
@@ -241,14 +252,8 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
         calls.append(replace(call, **tensors))
         return call.softmax()
 
-    with torch.no_grad():
-        output: Tensor = model(**inputs)[0]
-        with intercept(model, record):
-            rebuilt: Tensor = model(**inputs)[0]
-    _check_rebuilt(model, output, rebuilt, inputs.get("attention_mask"))
-    recorded = {call.module_name for call in calls}
-    windows = (part.name for part in attention_modules(model) if part.window is not None)
-    return Capture(tuple(calls), output, tuple(name for name in windows if name not in recorded))
+    with torch.no_grad(), intercept(model, record):
+        return calls, model(**inputs)[0]
 
 
 def _check_rebuilt(model: PreTrainedModel, output: Tensor, rebuilt: Tensor, padding: Tensor | None) -> None:
