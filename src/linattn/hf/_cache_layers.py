@@ -80,7 +80,10 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.state is not None:
-            rows = torch.arange(_num_rows(self.state), device=_first(self.state).device)
+            # Tensors may be those of groups of rows.
+            first = pytree.tree_leaves(self.state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
+            size = sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)
+            rows = torch.arange(size, device=_first(self.state).device)
             self.state = self.state.select(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -333,12 +336,6 @@ def _first(state: Any) -> Tensor:
     """One of a state's tensors."""
     leaf: Tensor = pytree.tree_leaves(state)[0]
     return leaf
-
-
-def _num_rows(state: Any) -> int:
-    """B of a state, whose tensors may be those of groups of rows."""
-    first = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
-    return sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)
 
 
 def _alike(mask: Tensor | None, other: Tensor | None, num_tokens: int) -> bool:

@@ -57,15 +57,6 @@ class Ranks(NamedTuple):
         """Whether no part comes after this rank's."""
         return self.rank + 1 == self.size
 
-    def check_lengths(self, lengths: Sequence[int], key: Tensor) -> None:
-        """Refuse lengths that are not those of the ranks' parts."""
-        num_keys, lengths = key.shape[2], tuple(lengths)
-        if len(lengths) != self.size or lengths[self.rank] != num_keys:
-            raise ValueError(
-                f"lengths must say how many keys each of {self.size} ranks holds, and rank {self.rank} holds "
-                f"{num_keys}, got {lengths}"
-            )
-
 
 def offsets(lengths: Sequence[int]) -> list[int]:
     """Where each part begins, and where the last one ends."""
