@@ -127,7 +127,7 @@ _LOOKUPS: dict[type[nn.Module], tuple[Any, Any] | None] = {}
 
 
 def _lookup(kind: type[nn.Module]) -> tuple[Any, Any] | None:
-    """What a forward pass looks attention up in, functions by name and an eager one; None if it does not."""
+    """Functions by name and an eager one that a class looks its attention up in; None if it looks none up."""
     if kind not in _LOOKUPS:
         _LOOKUPS[kind] = None
         # Families share no base class that would say so; of several forward passes one may call the next.
