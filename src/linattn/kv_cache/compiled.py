@@ -54,6 +54,7 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, co
 
 def _is_faster(query: Tensor) -> bool:
     """Whether it is likely to be: it runs a head in one thread, where torch deals out each product to all."""
+    # Graphs ask no sizes: they would be compiled anew for others.
     if torch.compiler.is_compiling():
         return False
     threads = torch.get_num_threads() if query.is_cpu else 0

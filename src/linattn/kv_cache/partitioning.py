@@ -109,6 +109,7 @@ def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> Te
     # By rows, which is several times as fast as by numbers.
     point = clusters.point.flatten(0, 1).index_select(0, (order + first).flatten()).view(clusters.point.shape)
     number, there = torch.arange(mass.shape[1], device=mass.device), mass > 0
+    # A matter of each head's own number of clusters, whatever is absent beside them.
     excess = (there.sum(-1, keepdim=True) - num_clusters).clamp(min=0)
     least, heavier = _nearest_before(point)
     joining = mass.gather(-1, heavier)

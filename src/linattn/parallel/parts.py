@@ -34,6 +34,7 @@ class Span(NamedTuple):
 
 def gathered(ranks: Ranks, spans: list[Span], anchor: Tensor) -> tuple[list[list[Span]], Tensor]:
     """The spans of all ranks by one all-gather, exponents beside sums, each in the order of the ranks; the anchor."""
+    # A maximum of exponents over all ranks would be a collective more, and has no gradient.
     packed = [_packed(span) for span in spans]
     every, anchor = Gather.apply(ranks, torch.cat(packed, -1), anchor)
     columns = every.split([x.shape[-1] for x in packed], -1)

@@ -65,6 +65,7 @@ def offsets(lengths: Sequence[int]) -> list[int]:
 
 def _refuse_other_order() -> None:
     """Refuse to work inside torch's `context_parallel` while that deals tokens out from both ends of a text."""
+    # It replaces torch's attention, whose own function is a builtin; torch has no public name for either setting.
     if torch.compiler.is_compiling() or inspect.isbuiltin(torch.nn.functional.scaled_dot_product_attention):
         return
     at_work = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")

@@ -160,6 +160,7 @@ class _Run:
                 torch.set_rng_state(random)
             return None
         folder, progress = last
+        # Whole tensors are read by the first process, which may have the only disk.
         if self._is_sharded:
             tensors = read(folder, model, optimizer, processes)
         else:
