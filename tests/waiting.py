@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from linattn.cli.errors import ERRORS, error_line
+from linattn.cli.app import ERRORS, error_line
 from linattn.processes import group, launched
 
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 import linattn
 from linattn import cli
-from linattn.cli.app import COMMANDS, LAB_COMMANDS, app, subcommands
-from linattn.cli.errors import error_line
+from linattn.cli.app import COMMANDS, LAB_COMMANDS, app, error_line, subcommands
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 HEAVY = {"torch", "transformers", "accelerate", "jinja2", "numpy", "linattn.hf", "linattn.convert", "rich.live"}

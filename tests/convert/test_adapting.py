@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linattn.convert import ConvertConfig, convert_, course
-from linattn.convert.adapting import adapted
+from linattn.convert.distilling import adapted
 from linattn.hf import linearize_, restore_
 
 RANK = 2

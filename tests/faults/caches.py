@@ -142,7 +142,7 @@ FAULTS = (
     Fault(
         "take the same keys in twice",
         "hf/_bounded_layers.py",
-        "        if self._handed is not handed:",
+        "        if self.handed is not call.key:",
         "        if False:",
         REFUSALS,
     ),

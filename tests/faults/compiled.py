@@ -8,7 +8,7 @@ COMPILED, LAWS = "attention/backends/compiled.py", "tests/laws/test_compiled.py"
 CODE = "softmax/extensions.py"
 MERGING, MERGING_LAWS = "kv_cache/compiled.py", "tests/kv_cache/test_compiled_streams.py"
 CAUSAL, CODED_LAWS = "kv_cache/stream.py", "tests/kv_cache/test_compiled_coded_streams.py"
-CODES, CODES_LAWS = "kv_cache/compiled_codes.py", "tests/kv_cache/test_compiled_codes.py"
+CODES, CODES_LAWS = "kv_cache/coded_tokens.py", "tests/kv_cache/test_compiled_codes.py"
 EVERYWHERE_LAWS = "tests/kv_cache/test_compiled_bidirectional.py"
 
 FAULTS = (

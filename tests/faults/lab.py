@@ -9,10 +9,10 @@ BLOCKED = "attention/backends/blocked/"
 FAULTS = (
     Fault(
         "take interrupts that a shell has ignored",
-        "cli/terminal.py",
-        "if not callable(before):",
-        "if False:",
-        "tests/cli/test_terminal.py",
+        "processes/signals.py",
+        " or not callable(before):",
+        ":",
+        "tests/processes/test_interrupts.py",
     ),
     Fault(
         "shift the causal diagonal up",
@@ -291,10 +291,10 @@ FAULTS = (
     ),
     Fault(
         "let errors begin with an argument",
-        "cli/errors.py",
+        "cli/app.py",
         "{options.get(name, '')}{text.removeprefix(name)}",
         "{text}",
-        "lab/tests/commands/test_refusals.py src/linattn/cli/errors.py",
+        "lab/tests/commands/test_refusals.py src/linattn/cli/app.py",
     ),
     Fault(
         "import torch for help",

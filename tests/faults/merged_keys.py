@@ -106,8 +106,8 @@ FAULTS = (
     Fault(
         "count a window's blocks over padding",
         ROOM + "bidirectional.py",
-        "config.window is None or bias is None or _begins",
-        "True or _begins",
+        "if config.window is None or bias is None:",
+        "if True:",
         PADDING,
     ),
     Fault(

@@ -96,22 +96,22 @@ FAULTS = (
     Fault(
         "begin every part of a transformer's text at position 0",
         "hf/context_parallel.py",
-        "first = self.parts.num_before(length)",
-        "first = 0",
+        "first = parts.num_before(tokens.unsqueeze(-1), None)",
+        "first = torch.zeros(len(tokens), dtype=torch.long)",
         TRANSFORMERS,
     ),
     Fault(
         "number tokens from 0 whatever the model does",
         "hf/context_parallel.py",
-        "        if not self.counts:",
-        "        if False:",
+        "    if not counts:",
+        "    if False:",
         TRANSFORMERS,
     ),
     Fault(
         "leave a model split after its block",
         "hf/context_parallel.py",
-        "            layer.attend_to_parts = None",
-        "            pass",
+        "                layer.attend_to_parts = None",
+        "                pass",
         TRANSFORMERS,
     ),
 )

@@ -44,8 +44,8 @@ FAULTS = (
     Fault(
         "take a plan whose divergence is negative",
         "kv_cache/layer_plans.py",
-        "    kl: Annotated[float, Ge(0)]\n    window_kl",
-        "    kl: float\n    window_kl",
+        "    kl: Annotated[float, Ge(0)]  # measured",
+        "    kl: float  # measured",
         "lab/tests/kv_audit/test_planning.py lab/tests/kv_audit/test_plans.py",
     ),
     Fault(

@@ -39,8 +39,8 @@ FAULTS = (
     Fault(
         "raise an interrupt in the middle of a step",
         "training/loop.py",
-        "signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))",
-        "pass",
+        "interrupts(are_raised=False)",
+        "interrupts()",
         "tests/training/test_loop.py",
     ),
     Fault(
@@ -60,8 +60,8 @@ FAULTS = (
     Fault(
         "forget a checkpoint before the next is whole",
         "training/checkpoints.py",
-        "        with _named(place),",
-        "        shutil.rmtree(place.parent, ignore_errors=True)\n        with _named(place),",
+        "            with atomic_folder(place) as draft:",
+        "            shutil.rmtree(place.parent, ignore_errors=True)\n            with atomic_folder(place) as draft:",
         "tests/training/test_checkpoints.py",
     ),
     Fault(

@@ -10,7 +10,7 @@ TEXT = "tests/hf/test_text_streaming.py"
 SINKS, SINK_LAWS = "tests/hf/test_attention_sinks.py", "tests/laws/test_sinks.py"
 
 FAULTS = (
-    Fault("forget a stream's sinks", "hf/state_cache.py", ", sinks=call.sinks", "", SINKS),
+    Fault("forget a stream's sinks", "hf/_cache_layers.py", ", sinks=call.sinks", "", SINKS),
     Fault(
         "give sinks to any map",
         "hf/layer_attention.py",

@@ -7,7 +7,7 @@ import torch
 
 import linattn
 from linattn import MergedKV
-from linattn.kv_cache import compiled_codes
+from linattn.kv_cache import coded_tokens
 from merged_rows import LENGTH, TOLERANCE, biases, given, leaves, streamed
 
 pytest.importorskip("linattn_compiled")
@@ -59,7 +59,7 @@ def test_log_normalisers_are_those_of_plain_torch() -> None:
 
 def test_auto_reads_codes_in_it_one_token_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not in float64, for gradients or under "torch"."""
-    used, run = [], compiled_codes.read_in_compiled_code
+    used, run = [], coded_tokens.read_in_compiled_code
 
     def counted(*call: object) -> object:
         used.append(1)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.kv_cache import compiled_codes
-from linattn.kv_cache.compiled_codes import CodedRows, read_in_compiled_code
+from linattn.kv_cache import coded_tokens
+from linattn.kv_cache.coded_tokens import CodedRows, read_in_compiled_code
 from linattn.softmax.partial import Partial, combine
 
 pytest.importorskip("linattn_compiled")
@@ -122,7 +122,7 @@ def check(query: Tensor, key: CodedRows, value: CodedRows, bias: Tensor | None, 
 @pytest.fixture(params=KINDS)
 def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors of no more numbers."""
-    monkeypatch.setattr(compiled_codes, "_WIDEST", request.param)
+    monkeypatch.setattr(coded_tokens, "_WIDEST", request.param)
 
 
 @pytest.mark.usefixtures("_kind")
@@ -176,7 +176,7 @@ def test_an_infinite_scale_is_one() -> None:
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_share_tokens_or_rows(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row's tokens in parts, or many rows in chunks."""
-    monkeypatch.setattr(compiled_codes, "_MANY", 0)
+    monkeypatch.setattr(coded_tokens, "_MANY", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

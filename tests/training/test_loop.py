@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import signal
 from dataclasses import replace
@@ -200,15 +199,6 @@ def test_ignored_signals_stay_so(training):
     point = Point()
     found = train(training(point, loss=lambda step: signal.raise_signal(signal.SIGINT) or distance(point)), None, quiet)
     assert not found.stopped
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_the_example_of_waiting_interrupts_holds_where_they_are_ignored():
-    """As in `make test &`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (example,) = doctest.DocTestFinder(recurse=False).find(loop.interrupts_wait, "interrupts_wait", loop)
-    assert doctest.DocTestRunner().run(example).failed == 0
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_an_interrupt_in_a_checkpoint_leaves_no_draft(training, tmp_path, monkeypatch):

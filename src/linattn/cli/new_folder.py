@@ -20,32 +20,32 @@ _OF_FIRST = ("out", "plan_out")
 
 
 @contextmanager
-def new_folder(doing: str, console: Console, out: Path, *, is_continued: bool = False) -> Iterator[Path]:
-    """The folder for unfinished work on `out`, held from the first look at both to the end of the work.
-
-    Where a finished work is continued, `out` holds it; else OSError if it holds anything, or another process makes it.
-    """
-    work = out.with_name(f"{out.name}.unfinished")
-    with ending(console, lambda: _what_is_left(work)), _alone(work, out, doing):
-        if out.exists() and not is_continued and (not out.is_dir() or any(out.iterdir())):
-            raise FileExistsError(f"{out} exists and is not an empty folder; give a new folder, or remove it first")
-        yield work
-
-
-@contextmanager
 def shared_folder(
     doing: str, processes: Processes, out: Path, call: typer.Context, *, is_continued: bool = False
 ) -> Iterator[tuple[Console, Path | None]]:
-    """A console, and the folder of `new_folder`; all processes but the first have no folder, and are silent."""
-    console = console_of(processes)
+    """A console, and the folder for unfinished work on `out`; all but the first process have none, and are silent.
+
+    The folder is held meanwhile; `out` is empty, unless it holds finished work that is continued.
+    """
+    console, work = console_of(processes), out.with_name(f"{out.name}.unfinished")
     # Before anything of the first process's can fail while the others wait.
     check_same_options(processes, call)
     if not processes.is_first:
         with ending(console, str):
             yield console, None
         return
-    with new_folder(doing, console, out, is_continued=is_continued) as work:
-        yield console, work
+    with ending(console, lambda: _what_is_left(work)):
+        try:
+            with locked(work):
+                if out.exists() and not is_continued and (not out.is_dir() or any(out.iterdir())):
+                    raise FileExistsError(
+                        f"{out} exists and is not an empty folder; give a new folder, or remove it first"
+                    )
+                yield console, work
+        except InUseError:
+            raise InUseError(
+                f"another process is {doing} into {out}; wait until it has ended, or give another folder for OUT"
+            ) from None
 
 
 def check_same_options(processes: Processes, call: typer.Context) -> None:
@@ -69,10 +69,7 @@ def check_same_options(processes: Processes, call: typer.Context) -> None:
 
 
 def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued: bool = False) -> None:
-    """Let `write` fill a draft, give it `out`'s name, TensorBoard's curves with it, and remove the work after that.
-
-    The folder of a work that was continued is removed with it.
-    """
+    """Let `write` fill a draft, give it `out`'s name, TensorBoard's curves with it, and remove the work after that."""
     with full_disk_names(out):
         draft = work / "result"
         shutil.rmtree(draft, ignore_errors=True)
@@ -96,15 +93,3 @@ def _what_is_left(work: Path) -> str:
     if not work.exists():
         return "Nothing was kept yet."
     return f"The work so far is in {work}; run the same command again to resume."
-
-
-@contextmanager
-def _alone(work: Path, out: Path, doing: str) -> Iterator[None]:
-    """No other process makes the same folder meanwhile."""
-    try:
-        with locked(work):
-            yield
-    except InUseError:
-        raise InUseError(
-            f"another process is {doing} into {out}; wait until it has ended, or give another folder for OUT"
-        ) from None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -55,29 +53,6 @@ def share_bar(console: Console) -> Progress:
     """A bar over a share of time, with the time passed and left, which vanishes when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
-
-
-@contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Ctrl-C raises as ever and is noted: Python swallows what is raised while an object is being destroyed.
-
-    Where interrupts are ignored, as in a shell's background, they stay so.
-    """
-    pressed: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before):
-        yield pressed
-        return
-
-    def press(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, press)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def print_table(console: Console, content: Table) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
+import rich.progress
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.terminal import interrupts, share_bar
+from linattn.cli.terminal import share_bar
+from linattn.processes import interrupts
 from linattn.training import Notify, Progress
 
 # Without a terminal the time left is printed from this share of a training on, then once in every such part of it.
@@ -23,7 +25,7 @@ _SILENCE = 20.0
 class Shown(NamedTuple):
     """Two functions that show how far a work is."""
 
-    notify: Notify  # for a training to call after each step; an interrupt that was swallowed is raised there
+    notify: Notify  # for a training to call after each step
     measured: Callable[[str, float], None]  # for a measurement, with its name and the share of it that is done
 
 
@@ -32,34 +34,37 @@ def training_progress(
     console: Console, before: str, words: Callable[[Progress], str], *, parts: int = _PARTS
 ) -> Iterator[Shown]:
     """Show a training: by a bar in a terminal, else by lines."""
-    with _shown(console, before, words) if console.is_terminal else _told(console, before, words, parts) as shown:
-        yield shown
-
-
-@contextmanager
-def _shown(console: Console, before: str, words: Callable[[Progress], str]) -> Iterator[Shown]:
-    """A bar, and what moves it."""
-    with interrupts() as pressed, share_bar(console) as bar:
-        task = bar.add_task(escape(before), total=None)
+    with interrupts() as pressed, share_bar(console) if console.is_terminal else nullcontext() as bar:
+        shown = _told(console, before, words, parts) if bar is None else _shown(bar, before, words)
 
         def notify(name: str, share: float, progress: Progress) -> None:
-            """Move the bar."""
-            bar.update(task, description=escape(f"{name}, {words(progress)}"), total=1.0, completed=share)
-            if share == 1.0:
-                bar.update(task, description="Measuring", total=None)
+            """Show it, and raise an interrupt that was noted."""
+            shown.notify(name, share, progress)
             if pressed:
                 raise KeyboardInterrupt
 
-        def measured(name: str, share: float) -> None:
-            """Move it too."""
-            bar.update(task, description=escape(f"Measuring: {name}"), total=1.0, completed=share)
-
-        yield Shown(notify, measured)
+        yield shown._replace(notify=notify)
 
 
-@contextmanager
-def _told(console: Console, before: str, words: Callable[[Progress], str], parts: int) -> Iterator[Shown]:
-    """A line when a training has begun, at every part of it, and at its end; of measurements where they take long."""
+def _shown(bar: rich.progress.Progress, before: str, words: Callable[[Progress], str]) -> Shown:
+    """Show it by a bar."""
+    task = bar.add_task(escape(before), total=None)
+
+    def notify(name: str, share: float, progress: Progress) -> None:
+        """After a step."""
+        bar.update(task, description=escape(f"{name}, {words(progress)}"), total=1.0, completed=share)
+        if share == 1.0:
+            bar.update(task, description="Measuring", total=None)
+
+    def measured(name: str, share: float) -> None:
+        """After a text."""
+        bar.update(task, description=escape(f"Measuring: {name}"), total=1.0, completed=share)
+
+    return Shown(notify, measured)
+
+
+def _told(console: Console, before: str, words: Callable[[Progress], str], parts: int) -> Shown:
+    """Show it by lines: when a training has begun, at every part and the end; of measurements where they take long."""
     console.print(before, markup=False)
     begun: dict[str, tuple[float, float]] = {}
     due: dict[str, float] = {}
@@ -71,7 +76,7 @@ def _told(console: Console, before: str, words: Callable[[Progress], str], parts
         last = time.perf_counter()
         console.print(line, markup=False, highlight=False)
 
-    def tell(name: str, share: float, progress: Progress) -> None:
+    def notify(name: str, share: float, progress: Progress) -> None:
         """Print a line where one is due."""
         now = time.perf_counter()
         start, first = begun.setdefault(name, (now, share))
@@ -83,17 +88,9 @@ def _told(console: Console, before: str, words: Callable[[Progress], str], parts
             say(f"{name}: {share:.0%} done, {words(progress)}, about {left / 60:.1f} minutes left")
             due[name] = (math.floor(share * parts) + 1) / parts
 
-    with interrupts() as pressed:
+    def measured(name: str, share: float) -> None:
+        """Print, if nothing was printed for long."""
+        if time.perf_counter() - last >= _SILENCE:
+            say(f"Measuring: {name}, {share:.0%} done")
 
-        def notify(name: str, share: float, progress: Progress) -> None:
-            """Print, and raise an interrupt that was noted."""
-            tell(name, share, progress)
-            if pressed:
-                raise KeyboardInterrupt
-
-        def measured(name: str, share: float) -> None:
-            """Print, if nothing was printed for long."""
-            if time.perf_counter() - last >= _SILENCE:
-                say(f"Measuring: {name}, {share:.0%} done")
-
-        yield Shown(notify, measured)
+    return Shown(notify, measured)

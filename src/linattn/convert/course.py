@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from linattn.convert.adapting import RATE as ADAPTER_RATE
-from linattn.convert.adapting import adapted
 from linattn.convert.config import ConvertConfig
-from linattn.convert.distilling import Weights, distil, teacher_outputs
+from linattn.convert.distilling import ADAPTER_RATE, adapted, distil, teacher_outputs
 from linattn.convert.running import Outputs, to_device
 from linattn.convert.samples import Samples
 from linattn.convert.speed import Paying, Speed, count_numbers, is_faster, measure_speed
@@ -198,11 +196,14 @@ class Course:
         if fitted or transferred:
             self._audit("calibrated")
         if config.distil and seconds and not self._stopped:
-            with self._distilled_weights() as weights:
+            rank, rate = config.adapter_rank, config.learning_rate
+            attentions = [layer.module_name for layer in self._layers]
+            whole = nullcontext(list(self._model.parameters()))
+            with whole if rank is None else adapted(self._model, attentions, rank, config.seed) as parameters:
                 distilled = self._run(
                     distil(
                         self._model,
-                        weights,
+                        (parameters, rate if rank is None else rate * ADAPTER_RATE),
                         maps,
                         self._teacher,
                         self._samples,
@@ -212,17 +213,6 @@ class Course:
                 )
             if distilled:
                 self._audit("converted")
-
-    @contextmanager
-    def _distilled_weights(self) -> Iterator[Weights]:
-        """Weights that distillation trains beside the maps, the adapters' or all, and their learning rate."""
-        rank, rate = self._config.adapter_rank, self._config.learning_rate
-        if rank is None:
-            yield list(self._model.parameters()), rate
-            return
-        attentions = [layer.module_name for layer in self._layers]
-        with adapted(self._model, attentions, rank, self._config.seed) as parameters:
-            yield parameters, rate * ADAPTER_RATE
 
     def _keep_the_best(self) -> str:
         """Take the model back to its best stage, if it is past that; the stage's name."""

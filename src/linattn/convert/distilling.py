@@ -1,8 +1,13 @@
-"""End-to-end distillation: the whole linear model is distilled against the original's outputs."""
+"""End-to-end distillation: the whole linear model is distilled against the original's outputs.
+
+Where its weights and their moments do not fit beside each other, low-rank adapters are trained in their place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
@@ -10,11 +15,20 @@ from torch import Tensor, nn
 
 from linattn.convert.losses import Mean, distillation, itself
 from linattn.convert.predictions import Predictions, sampled_divergence, spread_divergence
-from linattn.convert.running import Batch, Outputs, mean_of, own_texts, run
+from linattn.convert.running import Batch, Outputs, mean_loss, mean_of, own_texts, run
 from linattn.convert.samples import Samples
 from linattn.feature_maps import FeatureMap
+from linattn.hf import PreTrainedModel
+from linattn.hf.layer_attention import ATTRIBUTE
 from linattn.processes import Processes
 from linattn.training import Seconds, Training
+
+ADAPTER_RATE = 10.0
+"""Times the learning rate of whole weights; Schulman et al. 2025, "LoRA Without Regret", measured the factor."""
+
+_ADAPTER = "conversion"
+# Adapters count twice, as in their authors' code.
+_ALPHA = 2
 
 Weights = tuple[Sequence[nn.Parameter], float]
 """Parameters, and the largest learning rate of their schedule."""
@@ -36,10 +50,7 @@ def distil(
     """The training of weights, and of the maps' at a rate of their own, against the original's states and predictions.
 
     Of a large vocabulary a step compares the predictions of some tokens, drawn anew (`sampled_divergence`), and
-    validation those of as many, evenly spread: logits of all would take most of the time. The mean of the losses of
-    several processes is that of all texts of the step in one.
-
-    Source: Jiao et al. 2020 (arXiv 1909.10351).
+    validation those of as many, evenly spread. Source: Jiao et al. 2020 (arXiv 1909.10351).
     """
 
     processes = Processes.of_this_run()
@@ -57,15 +68,9 @@ def distil(
         """The teacher's outputs on a validation text, which are computed once."""
         return teacher_outputs(teacher, samples.validation[number])
 
-    def judged(number: int) -> float:
+    def judged(number: int) -> Tensor:
         """The loss on a validation text, all of which is here."""
-        with torch.no_grad():
-            return float(imitate(samples.validation[number], exact(number), spread_divergence))
-
-    def validate() -> float:
-        """The loss on the validation texts."""
-        losses = processes.each(range(len(samples.validation)), judged)
-        return sum(losses) / len(losses)
+        return imitate(samples.validation[number], exact(number), spread_divergence)
 
     def loss(step: int) -> Tensor:
         """The loss of a step, on this process's texts."""
@@ -84,7 +89,7 @@ def distil(
         model=student,
         parameters=[(parameters, rate) for parameters, rate in groups if parameters],
         loss=loss,
-        validate=validate,
+        validate=mean_loss(judged, len(samples.validation), processes),
         budget=Seconds(seconds),
     )
 
@@ -93,3 +98,58 @@ def teacher_outputs(teacher: nn.Module, batch: Batch) -> Outputs:
     """The original model's outputs on a batch, without gradients."""
     with torch.no_grad():
         return run(teacher, batch)
+
+
+@contextmanager
+def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: int) -> Iterator[list[nn.Parameter]]:
+    """Train a model's projections by low-rank adapters, while the block runs; then they are part of the weights.
+
+        W + 2·B·A,   A (r, in) drawn from the seed, B (out, r) zero at first
+
+    They are those from the first converted attention on, of attention and of all else but what makes logits. All other
+    weights take no gradients meanwhile, but for those of the attention kernels.
+
+    Source: Hu et al. 2022 (arXiv 2106.09685); Schulman et al. 2025, "LoRA Without Regret", for all projections.
+    """
+    # Only here: of conversions alone those with adapters need it.
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    kernels = {name for name in wanted if ATTRIBUTE in name.split(".")}
+    config = LoraConfig(r=rank, lora_alpha=_ALPHA * rank, target_modules=_projections(model, attentions))
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        # It finds out by itself that GPT-2's projections are transposed, and says so.
+        warnings.filterwarnings("ignore", "fan_in_fan_out")
+        tuner = LoraModel(model, {_ADAPTER: config}, _ADAPTER)
+    try:
+        adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for name in kernels:
+            model.get_parameter(name).requires_grad_(wanted[name])
+        yield adapters
+    finally:
+        tuner.merge_and_unload()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(wanted[name])
+
+
+def _projections(model: PreTrainedModel, attentions: Sequence[str]) -> list[str]:
+    """The names of the model's own products with a matrix, from the first of some attention modules on."""
+    # A matrix may be both an embedding and what makes logits.
+    head: Callable[[], nn.Module | None] = model.get_output_embeddings
+    others = {id(end.weight) for end in (model.get_input_embeddings(), head()) if end is not None}
+    names, is_converted = [], False
+    for name, module in model.named_modules():
+        is_converted = is_converted or name in attentions
+        weight = None if isinstance(module, nn.Embedding) else getattr(module, "weight", None)
+        if not is_converted or weight is None or weight.ndim != 2:
+            continue
+        if id(weight) not in others and ATTRIBUTE not in name.split("."):
+            names.append(name)
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no projections to adapt from {', '.join(attentions)} on; leave adapter_rank "
+            "out, and all weights are trained"
+        )
+    return names

@@ -32,8 +32,6 @@ def run(model: nn.Module, batch: Batch) -> Outputs:
 
     Logits that a linear head makes of the last states are not made here: those of a text and a large vocabulary are
     larger than many a model. Where a model does more with them, it makes them all, in a second pass.
-
-    Raises ValueError if the model gives no hidden states of tokens.
     """
     batch = to_device(batch, next((weight.device for weight in model.parameters()), torch.device("cpu")))
     names = inspect.signature(model.forward).parameters
@@ -129,4 +127,15 @@ def mean_of(x: Tensor, processes: Processes) -> Tensor:
         return x
     mean = x.detach().clone()
     processes.average_([mean])
+    return mean
+
+
+def mean_loss(judged: Callable[[int], Tensor], number: int, processes: Processes) -> Callable[[], float]:
+    """A function that takes the mean of a loss over so many texts, which processes share out, without gradients."""
+
+    @torch.no_grad()
+    def mean() -> float:
+        losses = processes.each(range(number), lambda text: float(judged(text)))
+        return sum(losses) / len(losses)
+
     return mean

@@ -49,9 +49,8 @@ def from_texts(
 ) -> Samples:
     """Documents of `min_tokens`, or a quarter of `num_tokens`, to `num_tokens` tokens, of whole consecutive paragraphs.
 
-    A paragraph that occurs again is read once, so that nothing held out is trained on. Of every eight documents one is
-    held out (32 at most) and one is for validation (8 at most); training draws `batch_size` windows of one length from
-    the tokens of the others. Raises ValueError if the texts do not give sixteen documents.
+    A paragraph that occurs again is read once, so that nothing held out is trained on; training draws `batch_size`
+    windows of one length from the tokens that are neither held out nor for validation.
     """
     first, last = _special_tokens(tokenizer)
     room = num_tokens - len(first) - len(last)
@@ -90,10 +89,7 @@ def from_texts(
 
 
 def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
-    """Batches as they are: of every eight one is held out and one is for validation.
-
-    Raises ValueError if there are fewer than sixteen.
-    """
+    """Batches as they are: of every eight one is held out and one is for validation."""
     if len(batches) < 2 * _PERIOD:
         raise ValueError(f"got {len(batches)} batches, wanted {2 * _PERIOD} or more to calibrate, train and judge on")
     held_out, validation, others = _split(batches)

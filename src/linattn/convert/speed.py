@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.convert.running import Batch, run
 from linattn.convert.transfer import texts
@@ -55,7 +55,7 @@ def measure_speed(model: nn.Module, original: nn.Module, batches: Sequence[Batch
         batch = max(batches, key=lambda one: run(original, one).live.shape[1])
         live = run(original, batch).live
         models = {"linear": model, "exact": original}
-        passes = {name: partial(_finished, partial(_pass, one, batch)) for name, one in models.items()}
+        passes = {name: partial(_finished, partial(run, one, batch)) for name, one in models.items()}
         durations = seconds(passes, repeats=_REPEATS)
     size, length = live.shape
     times = tuple(durations["linear"]), tuple(durations["exact"])
@@ -105,12 +105,8 @@ def is_faster(attention: LayerAttention, call: AttentionCall, num_tokens: int) -
     return statistics.median(durations["linear"]) < statistics.median(durations["exact"])
 
 
-def _finished(answer: Callable[[], Tensor]) -> None:
-    """Wait for a tensor."""
-    if answer().is_cuda:
+def _finished(answer: Callable[[], object]) -> None:
+    """Wait for an answer, on whichever device."""
+    answer()
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def _pass(model: nn.Module, batch: Batch) -> Tensor:
-    """One pass; what tells its tokens from padding, on its device."""
-    return run(model, batch).live

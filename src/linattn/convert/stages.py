@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -115,10 +115,7 @@ class _Compared(NamedTuple):
 def measure(
     name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, measured: Measured = in_silence
 ) -> Stage:
-    """A linearized model on texts, layer by layer and end to end; `exact` are the original model's outputs.
-
-    Of several processes each reads some batches, and all get the figures of all, those of one process.
-    """
+    """A linearized model on texts, layer by layer and end to end; `exact` are the original model's outputs."""
     with torch.no_grad(), _recorded(model) as errors:
         comparisons = _each(name, model, batches, exact, measured, errors)
     layers = []
@@ -183,10 +180,7 @@ def _compared(a: Outputs, b: Outputs) -> _Compared:
 
 
 def _agreement(found: Sequence[_Compared]) -> Agreement:
-    """Over all batches.
-
-    Source: Spearman 1904 for the rank correlation.
-    """
+    """Over all batches; for the rank correlation see Spearman 1904."""
     ours, theirs = torch.cat([one.ours for one in found]), torch.cat([one.theirs for one in found])
     divergences = [one.divergence for one in found if one.divergence is not None]
     num_predicted = sum(count for _, count in divergences)
@@ -213,16 +207,11 @@ def _recorded(model: nn.Module) -> Iterator[Errors]:
         assert isinstance(kernel, LayerAttention)
         errors.setdefault(kernel.module_name, []).append(_errors(*args, out=out, **options))
 
-    hooks = [
-        module.register_forward_hook(compare, with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, LayerAttention)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, LayerAttention):
+                hooks.enter_context(module.register_forward_hook(compare, with_kwargs=True))
         yield errors
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _errors(

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from linattn.attention import attention_rows
 from linattn.convert.losses import row_divergence
-from linattn.convert.running import Batch, own_texts, to_device
+from linattn.convert.running import Batch, mean_loss, own_texts, to_device
 from linattn.convert.samples import Samples
 from linattn.feature_maps import FeatureMap, FittedMap
-from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating, intercept
+from linattn.hf import AttentionCall, LayerReport, PreTrainedModel, calibrating
+from linattn.hf.interception import recorded
 from linattn.hf.layer_attention import rescale_query
 from linattn.methods.measures import softmax_log_rows, visible_keys
 from linattn.methods.method import Method
@@ -29,16 +30,7 @@ _ROWS = 128
 
 def record(model: PreTrainedModel, batch: Batch) -> dict[str, AttentionCall]:
     """The attention calls of one forward pass by module name: `linattn.hf.capture` without its check."""
-    calls: dict[str, AttentionCall] = {}
-
-    def keep(call: AttentionCall) -> Tensor:
-        """Keep the call, answer exactly."""
-        calls[call.module_name] = call
-        return call.softmax()
-
-    with torch.no_grad(), intercept(model, keep):
-        model(**to_device(batch, model.device))
-    return calls
+    return {call.module_name: call for call in recorded(model, to_device(batch, model.device))[0]}
 
 
 def build_maps(
@@ -49,10 +41,7 @@ def build_maps(
     num_features: int | None,
     seed: int,
 ) -> list[FeatureMap]:
-    """Every layer's map by its method, on its call's device, with trainable weights where it has any; not yet fitted.
-
-    Layer n's map is drawn from seed + n; draws and weights are separate for each key/value head where the map has such.
-    """
+    """Every layer's map by its method, drawn from seed + layer, on its call's device and trainable; not yet fitted."""
     maps = []
     for method, layer in zip(methods, layers, strict=True):
         call = calls[layer.module_name]
@@ -66,10 +55,7 @@ def build_maps(
 def fit_maps(
     maps: Sequence[FeatureMap], layers: Sequence[LayerReport], model: PreTrainedModel, batches: Sequence[Batch]
 ) -> None:
-    """Fit every map that takes statistics, in place, to its layer's unpadded queries and keys over all batches.
-
-    Of several processes each fits the maps of some layers, and all get the statistics of all.
-    """
+    """Fit maps that take statistics, in place, dealt out to processes, to their layer's unpadded queries and keys."""
     named = zip(layers, maps, strict=True)
     fitted = {layer.module_name: feature_map for layer, feature_map in named if isinstance(feature_map, FittedMap)}
     processes, names = Processes.of_this_run(), list(fitted)
@@ -105,9 +91,7 @@ def transfer(
 ) -> Training:
     """The training of all layers' maps at once, each on its own layer's queries and keys in the original model.
 
-        Σ over layers of  mean over rows of  KL(exact row ‖ the map's row)
-
-    Rows are those of the map alone, without the exact part beside it.
+        Σ over layers of  mean over rows of  KL(exact row ‖ the map's row, without the exact part beside it)
 
     Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
     """
@@ -117,16 +101,6 @@ def transfer(
     def kept(number: int) -> dict[str, AttentionCall]:
         """The teacher's calls on a validation text, which are recorded once."""
         return record(teacher, samples.validation[number])
-
-    def judged(number: int) -> float:
-        """The loss on a validation text."""
-        with torch.no_grad():
-            return float(_loss(maps, layers, kept(number), 0))
-
-    def validate() -> float:
-        """The loss on the validation texts."""
-        losses = processes.each(range(len(samples.validation)), judged)
-        return sum(losses) / len(losses)
 
     def loss(step: int) -> Tensor:
         """The loss of a step, on this process's texts."""
@@ -138,7 +112,7 @@ def transfer(
         model=student,
         parameters=[(parameters, learning_rate)],
         loss=loss,
-        validate=validate,
+        validate=mean_loss(lambda number: _loss(maps, layers, kept(number), 0), len(samples.validation), processes),
         budget=Seconds(seconds),
     )
 

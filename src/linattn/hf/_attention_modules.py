@@ -30,20 +30,15 @@ _WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_v
 
 @dataclass(frozen=True, eq=False)
 class AttentionModule:
-    """One attention module of a model: its number, from 0, in the order of the model's modules, and qualified name.
+    """One attention module of a model, as a pass over the model shows it."""
 
-    A pass over the model shows the `width` and `device` of its queries, and whether it `reads_another_text`: its
-    queries are tokens of a causal text, its keys those of another, as in a decoder's cross attention. It `has_sinks`
-    where its calls bring logits of one more key of value 0.
-    """
-
-    number: int
-    name: str
+    number: int  # from 0, in the order of the model's modules
+    name: str  # qualified
     module: nn.Module
-    width: int | None = None
+    width: int | None = None  # of its queries
     device: torch.device | None = None
-    reads_another_text: bool = False
-    has_sinks: bool = False
+    reads_another_text: bool = False  # queries of a causal text, keys of another, as in a decoder's cross attention
+    has_sinks: bool = False  # calls bring logits of one more key of value 0
 
     @property
     def head_dim(self) -> int:
@@ -107,23 +102,10 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 def attention_modules(model: PreTrainedModel) -> Iterator[AttentionModule]:
     """Every module that looks its attention function up, in order."""
-    kinds = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
-    attending = {kind for kind in kinds if _looks_attention_up(kind)}
-    pairs = ((name, module) for name, module in model.named_modules() if type(module) in attending)
-    for number, (name, module) in enumerate(pairs):
-        if type(module) not in _LOOKUPS:
-            _LOOKUPS[type(module)] = _read_lookup(type(module))
+    modules = ((name, module) for name, module in model.named_modules() if not isinstance(module, PreTrainedModel))
+    attending = ((name, module) for name, module in modules if _lookup(type(module)) is not None)
+    for number, (name, module) in enumerate(attending):
         yield AttentionModule(number, name, module)
-
-
-def _looks_attention_up(kind: type[nn.Module]) -> bool:
-    """True if a class calls transformers' attention interface; families share no base class that would say so."""
-    return any(".get_interface(" in _source(base.forward) for base in _forwards(kind))
-
-
-def _forwards(kind: type[nn.Module]) -> Iterator[Any]:
-    """A class and those it inherits from, as far as they have a forward pass of their own: one may call the next."""
-    return (base for base in kind.__mro__ if "forward" in vars(base))
 
 
 @cache
@@ -137,10 +119,26 @@ def _source(function: Any) -> str:
 
 # `functions.get_interface(self.config._attn_implementation, eager_function)`
 _LOOKUP = re.compile(r"(\w+)\.get_interface\(\s*[\w.]+,\s*(\w+)")
+_PLAIN: tuple[Any, Any] = ALL_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-# Of each class of modules that attend, where it looks its function up and what its file has for eager attention; read
-# before a model is called, since no graph can be made of reading it.
-_LOOKUPS: dict[type[nn.Module], tuple[Any, Any]] = {}
+# Of each class of modules, where it looks its function up and what its file has for eager attention; read before a
+# model is called, since no graph can be made of reading it.
+_LOOKUPS: dict[type[nn.Module], tuple[Any, Any] | None] = {}
+
+
+def _lookup(kind: type[nn.Module]) -> tuple[Any, Any] | None:
+    """Functions by name and an eager one that a class looks its attention up in; None if it looks none up."""
+    if kind not in _LOOKUPS:
+        _LOOKUPS[kind] = None
+        # Families share no base class that would say so; of several forward passes one may call the next.
+        for forward in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
+            if ".get_interface(" in _source(forward):
+                _LOOKUPS[kind] = _PLAIN
+                if names := _LOOKUP.search(_source(forward)):
+                    scope = inspect.unwrap(forward).__globals__
+                    _LOOKUPS[kind] = scope[names[1]], scope[names[2]]
+                    break
+    return _LOOKUPS[kind]
 
 
 # What each class attends by where a model was loaded with linattn's implementation.
@@ -149,9 +147,7 @@ _DEFAULTS: dict[type[nn.Module], str] = {}
 
 def attention_function(kind: type[nn.Module], implementation: str | None) -> Callable[..., Any]:
     """The function that a class of attention modules would look up by the name of an implementation."""
-    if kind not in _LOOKUPS:
-        _LOOKUPS[kind] = _read_lookup(kind)
-    functions, eager = _LOOKUPS[kind]
+    functions, eager = _lookup(kind) or _PLAIN
     attend: Callable[..., Any] = functions.get_interface(implementation, eager)
     return attend
 
@@ -201,17 +197,6 @@ def former_of(module: nn.Module) -> str | None:
         local_models = [model for model in models if model.__module__ == kind.__module__]
         _DEFAULTS[kind] = "sdpa" if all(model._supports_sdpa for model in local_models) else "eager"
     return _DEFAULTS[kind]
-
-
-def _read_lookup(kind: type[nn.Module]) -> tuple[Any, Any]:
-    """Functions by name and eager one that a forward pass looks up; those of transformers and SDPA if it names none."""
-    for base in _forwards(kind):
-        names = _LOOKUP.search(_source(base.forward))
-        if names is not None:
-            functions, eager = names.groups()
-            scope = inspect.unwrap(base.forward).__globals__
-            return scope[functions], scope[eager]
-    return ALL_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def switch_to(model: PreTrainedModel, name: str) -> Former:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from linattn.hf._cache_layers import RecordedCall, RecordingLayer
-from linattn.hf._calls import InterfaceCall, by_token
+from linattn.hf._cache_layers import Kernel, RecordingLayer
+from linattn.hf._calls import InterfaceCall
 from linattn.hf.layer_attention import ATTRIBUTE, rescale_query
 from linattn.kv_cache import (
     MergedAttended,
@@ -26,14 +26,10 @@ class HandedKeys(Tensor):
     """New keys on their way from a bounded layer to linattn's attention function, which alone can read them.
 
     Any other reader has only the new keys before it, none of the earlier ones: an error, not a wrong result.
-
-    Attributes:
-        layer: the layer that they come from, whose state is to take them in.
-        key: the keys themselves, (B, Hkv, L, D).
     """
 
-    layer: BoundedLayer
-    key: Tensor
+    layer: BoundedLayer  # that they come from, whose state is to take them in
+    key: Tensor  # the keys themselves, (B, Hkv, L, D)
 
     @classmethod
     def __torch_function__(
@@ -70,37 +66,14 @@ class BoundedLayer(RecordingLayer[MergedState]):
     """
 
     def __init__(self, module_name: str, config: MergedKV) -> None:
-        super().__init__()
-        self.module_name = module_name
+        super().__init__(module_name)
         self.config = config
-        self._handed: HandedKeys | None = None  # between `update` and `attend`
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by the attention module: the new keys, with this layer, and values."""
-        handed = key_states.as_subclass(HandedKeys)
+        handed = super().update(key_states, value_states)[0].as_subclass(HandedKeys)
         handed.key, handed.layer = key_states, self
-        self._handed = handed
-        if self.keys is None:
-            # Some models look whether any are held (Mllama).
-            self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
         return handed, value_states
-
-    def attend(self, handed: HandedKeys, call: InterfaceCall) -> Tensor:
-        """Called by the attention function: (B, L, H, Dv) for queries of the keys that `update` handed to it."""
-        name, count, state = self.module_name, call.key.shape[-2], self.state
-        self._check_call(handed, call)
-        call.refuse_options(name, self.num_tokens + count, takes_sinks=True)
-        key_mask, is_causal = call.read_mask(name)
-        # A single query sees all keys, causal or not.
-        if not is_causal and count > 1:
-            raise ValueError(f"{name} lets queries see later keys, which a bounded cache does not hold; leave it out")
-        tensors, scale = (call.query, call.key, call.value), call.scale
-        out, after = self._advance(*tensors, state, scale=scale, key_mask=key_mask, sinks=call.sinks)
-        self._handed = None
-        self.advance_to(after, count)
-        if self.record_past:
-            self.record(RecordedCall(self._advance, state, tensors, scale, key_mask), self.config.window or 0)
-        return by_token(out)
 
     def _advance(
         self,
@@ -120,14 +93,9 @@ class BoundedLayer(RecordingLayer[MergedState]):
         rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
         return MergedAttended(rows.with_sink(sinks), after)
 
-    def reset(self) -> None:
-        """Forget every token, and keys on their way."""
-        super().reset()
-        self._handed = None
-
-    def _check_call(self, handed: HandedKeys, call: InterfaceCall) -> None:
-        """Refuse keys that were handed to another call, and modules that are no causal ones."""
-        if self._handed is not handed:
+    def _kernel(self, call: InterfaceCall) -> Kernel:
+        """Merged attention; refuse keys that were handed to another call, and modules that are no causal ones."""
+        if self.handed is not call.key:
             raise RuntimeError(
                 f"{self.module_name} attends twice to the keys that its cache returned once, which would take them in "
                 "twice; leave the bounded cache out"
@@ -143,3 +111,4 @@ class BoundedLayer(RecordingLayer[MergedState]):
                 f"{self.module_name} attends by a feature map since linearize_, and the cache bounds its softmax; "
                 "call restore_ on the model, or leave the cache out"
             )
+        return self._advance, self.config.window or 0, True

@@ -5,6 +5,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, n tokens, D head
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from linattn.hf._calls import InterfaceCall, by_token
 from linattn.softmax.row_groups import RowGroups
 
 
@@ -30,12 +32,7 @@ S = TypeVar("S", bound=Selectable)
 
 
 class StatefulLayer(CacheLayerMixin, Generic[S]):
-    """One layer of a cache of states; the subclass says who gives it its state.
-
-    Attributes:
-        state: of all tokens so far, immutable; None before the first.
-        num_tokens: how many tokens it has seen, padding included.
-    """
+    """One layer of a cache of states; the subclass says who gives it its state."""
 
     is_compileable = False
     is_croppable = False
@@ -44,8 +41,8 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: S | None = None
-        self.num_tokens = 0
+        self.state: S | None = None  # of all tokens so far, immutable
+        self.num_tokens = 0  # padding included
 
     def advance_to(self, state: S, num_tokens: int) -> None:
         """The state after so many more tokens."""
@@ -83,7 +80,10 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.state is not None:
-            rows = torch.arange(_num_rows(self.state), device=_first(self.state).device)
+            # Tensors may be those of groups of rows.
+            first = pytree.tree_leaves(self.state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
+            size = sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)
+            rows = torch.arange(size, device=_first(self.state).device)
             self.state = self.state.select(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -141,17 +141,51 @@ class RecordedCall(NamedTuple):
         return self.advance(*self.tensors, self.before, scale=self.scale, key_mask=self.key_mask).state
 
 
+Kernel = tuple[Callable[..., Any], int, bool]
+"""What gives the output and the state after some tokens, the width of its exact window, whether it takes sinks."""
+
+
 class RecordingLayer(StatefulLayer[S]):
-    """One layer of a cache of states, whose last calls `crop` can take back where they are recorded.
+    """One layer of a cache of states, whose last calls `crop` can take back where they are recorded."""
 
-    Attributes:
-        record_past: whether calls are recorded.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, module_name: str) -> None:
         super().__init__()
-        self.record_past = False
+        self.module_name = module_name
+        self.record_past = False  # whether calls are recorded
         self._calls: tuple[RecordedCall, ...] = ()  # the last ones, two at most, where they are recorded
+        self.handed: Tensor | None = None  # the new keys, between `update` and `attend`
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Called by the attention module: the new keys and values."""
+        self.handed = key_states
+        if self.keys is None:
+            # Some models look whether any are held (Mllama).
+            self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
+        return key_states, value_states
+
+    @abstractmethod
+    def _kernel(self, call: InterfaceCall) -> Kernel:
+        """Return what attends here; an error for a call of another module, or of other keys."""
+
+    def attend(self, call: InterfaceCall) -> Tensor:
+        """Called by linattn's attention function: (B, L, H, Dv) for queries of the keys given to `update`."""
+        name, count, before = self.module_name, call.key.shape[-2], self.state
+        advance, window, takes_sinks = self._kernel(call)
+        call.refuse_options(name, self.num_tokens + count, takes_sinks=takes_sinks)
+        key_mask, is_causal = call.read_mask(name)
+        # A single query sees all keys, causal or not.
+        if not is_causal and call.query.shape[-2] > 1:
+            raise ValueError(
+                f"{name} lets queries see later keys, which a cache of states does not hold; leave the cache out "
+                "(use_cache=False)"
+            )
+        tensors, scale = (call.query, call.key, call.value), call.scale
+        out, after = advance(*tensors, before, scale=scale, key_mask=key_mask, sinks=call.sinks)
+        self.handed = None
+        self.advance_to(after, count)
+        if self.record_past:
+            self.record(RecordedCall(advance, before, tensors, scale, key_mask), window)
+        return by_token(out)
 
     def record(self, call: RecordedCall, window: int) -> None:
         """Hold a call beside the one before it, or as a part of that where a window of so many tokens holds both."""
@@ -176,10 +210,7 @@ class RecordingLayer(StatefulLayer[S]):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, -tokens_to_remove of them: the state before recorded calls takes the others in again.
-
-        Raises ValueError if so many are not recorded (`activate_past_recording`).
-        """
+        """Forget the last -tokens_to_remove tokens: the state before recorded calls takes the others in again."""
         count = abs(tokens_to_remove)
         if count == 0 or self.state is None:
             return
@@ -202,9 +233,9 @@ class RecordingLayer(StatefulLayer[S]):
         self._calls = ()
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Forget every token, and keys on their way."""
         super().reset()
-        self._calls = ()
+        self._calls, self.handed = (), None
 
 
 class ForkedCache(Cache):
@@ -228,15 +259,11 @@ class ForkedCache(Cache):
 
 
 class TextCache(ForkedCache):
-    """A cache some of whose layers hold states of a text, the others its keys and values.
-
-    Args:
-        layers: one per layer of the model.
-        places: numbers of those that hold the model's own text; others hold another one, or pictures (Mllama).
-    """
+    """A cache some of whose layers hold states of a text, the others its keys and values."""
 
     def __init__(self, layers: Sequence[Any], places: Iterable[int | None]) -> None:
         super().__init__(layers=list(layers))
+        # Layers that hold the model's own text; others hold another one, or pictures (Mllama).
         self._own_places = set(places)
         self._live: Tensor | None = None  # (B, n), the last call's mask
 
@@ -309,12 +336,6 @@ def _first(state: Any) -> Tensor:
     """One of a state's tensors."""
     leaf: Tensor = pytree.tree_leaves(state)[0]
     return leaf
-
-
-def _num_rows(state: Any) -> int:
-    """B of a state, whose tensors may be those of groups of rows."""
-    first = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
-    return sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)
 
 
 def _alike(mask: Tensor | None, other: Tensor | None, num_tokens: int) -> bool:

@@ -160,10 +160,7 @@ AnyMask = AskedMask | Tensor | None
 
 @dataclass(frozen=True, eq=False)
 class InterfaceCall:
-    """A call of an attention function by transformers; the options are its keywords: scaling, dropout, is_causal…
-
-    `former` names the attention implementation in whose place linattn's function was called.
-    """
+    """A call of an attention function by transformers; the options are its keywords: scaling, dropout, is_causal…"""
 
     module: nn.Module
     query: Tensor  # (B, H, Lq, D)
@@ -171,7 +168,7 @@ class InterfaceCall:
     value: Tensor  # (B, Hkv, Lk, Dv)
     mask: AnyMask
     options: dict[str, Any]
-    former: str | None
+    former: str | None  # the attention implementation in whose place linattn's function was called
 
     @property
     def scale(self) -> float:
@@ -242,19 +239,14 @@ class InterfaceCall:
             raise ValueError(f"{name} ({kind}) does not say whether it is causal; its attention cannot be replaced")
         return None if mask is None else mask.bool(), bool(is_causal)
 
-    def by_former(self) -> Tensor:
-        """(B, Lq, H, Dv) by the function that the module attended by before linattn's."""
-        return self.answer_of_former()[0]
-
-    def answer_of_former(self) -> tuple[Tensor, Tensor | None]:
-        """The output (B, Lq, H, Dv) of the former function, with the mask it takes, and its weights if it has any."""
+    def by_former(self) -> tuple[Tensor, Tensor | None]:
+        """The output (B, Lq, H, Dv) by the function before linattn's, with the mask it takes, and weights if any."""
         mask = self.mask
         if isinstance(mask, AskedMask):
             mask = mask.build(self.former, self.key.shape[-2])
         attend = attention_function(type(self.module), self.former)
-        out: Tensor
-        out, weights = attend(self.module, self.query, self.key, self.value, mask, **self.options)
-        return out, weights
+        out: tuple[Tensor, Tensor | None] = attend(self.module, self.query, self.key, self.value, mask, **self.options)
+        return out
 
 
 def refuse_weights(part: Any, args: Any, options: dict[str, Any]) -> None:
@@ -289,10 +281,7 @@ def _refusal(name: str, asked: str) -> str:
 
 
 def _build_mask(batch_size: int, num_queries: int, num_keys: int, q_offset: int, **asked: Any) -> Mask:
-    """The mask of all keys since the first that transformers' keywords ask for.
-
-    A `mask_function` that is neither causal nor bidirectional is compared with these by position, in O(B Lq Lk).
-    """
+    """The mask of all keys since the first that is asked for; a structure is compared by position, in O(B Lq Lk)."""
     mask_function = asked.get("mask_function", causal_mask_function)
     # Column j of the argument is token j, as transformers reads it: what is not there is hidden, what is beyond unread.
     padding = prepare_padding_mask(asked.get("attention_mask"), num_keys, 0)

@@ -31,10 +31,7 @@ _WINDOW = 64
 
 
 def merged_alone(model: PreTrainedModel, layers: Collection[int] | None, methods: Sequence[Method]) -> MergedKV | None:
-    """The merged keys, of several the first, where no method is a map; an error, before any pass, for a causal layer.
-
-    Among several methods a layer's own is known once the layers are chosen; `refuse_merged_decoder` is for those.
-    """
+    """The merged keys, of several the first, where no method is a map; a causal layer is refused before any pass."""
     configs = [method.merged for method in methods if method.merged is not None]
     if not configs:
         return None
@@ -47,9 +44,15 @@ def merged_alone(model: PreTrainedModel, layers: Collection[int] | None, methods
 
 
 def refuse_merged_decoder(model: PreTrainedModel, part: AttentionModule, config: MergedKV | None) -> None:
-    """Refuse merged keys in a causal layer."""
+    """Refuse merged keys in a causal layer, with the two lines to write instead."""
     if part.is_causal and config is not None:
-        raise ValueError(_refusal(model, part, config))
+        call = "model.generate" if model.can_generate() else "model"
+        raise ValueError(
+            f"{part.name} of {type(model).__name__} is causal, and linearize_ merges keys of encoders alone; leave the "
+            "model as it is, and bound its KV cache:\n"
+            f"    cache = {_bounded_cache(model, config)}\n"
+            f"    {call}(**inputs, past_key_values=cache)"
+        )
 
 
 def refuse_converted_decoder(
@@ -64,17 +67,6 @@ def refuse_converted_decoder(
             f"    model = {source}\n"
             f"    cache = {_bounded_cache(model, attention.merged)}"
         )
-
-
-def _refusal(model: PreTrainedModel, part: AttentionModule, config: MergedKV) -> str:
-    """The error, with the two lines to write instead."""
-    call = "model.generate" if model.can_generate() else "model"
-    return (
-        f"{part.name} of {type(model).__name__} is causal, and linearize_ merges keys of encoders alone; leave the "
-        "model as it is, and bound its KV cache:\n"
-        f"    cache = {_bounded_cache(model, config)}\n"
-        f"    {call}(**inputs, past_key_values=cache)"
-    )
 
 
 def _bounded_cache(model: PreTrainedModel, config: MergedKV) -> str:
@@ -108,10 +100,7 @@ def choose(
     takes_sinks: bool = False,
     merged: MergedKV | None = None,
 ) -> Choice:
-    """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be.
-
-    What speaks against some depends on what takes their place: whether that takes sinks, or is merged keys.
-    """
+    """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be."""
     kind = type(model).__name__
     modules = list(attention_modules(model))
     if not modules:
@@ -130,17 +119,18 @@ def choose(
     modules = probed.placed(modules)
     objections = objections_to(model, modules, probed, takes_sinks=takes_sinks)
     if layers is None:
-        cautions = {
-            part.number: CAUSAL if part.is_causal and merged is not None else _caution(part, probed)
-            for part in modules
-            if part.number not in objections
-        }
-        reasons = objections | {number: words for number, words in cautions.items() if words is not None}
+        reasons = {}
+        for part in modules:
+            words = objections.get(part.number)
+            if words is None:
+                words = CAUSAL if part.is_causal and merged is not None else _caution(part, probed)
+            if words is not None:
+                reasons[part.number] = words
         if len(reasons) == len(modules):
             for part in modules:
                 refuse_merged_decoder(model, part, merged)
             raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(dict.fromkeys(reasons.values()))}")
-        return Choice(tuple(modules), dict(sorted(reasons.items())))
+        return Choice(tuple(modules), reasons)
     refused = [part for part in modules if part.number in wanted and part.number in objections]
     if refused:
         others = [part.number for part in modules if part.number not in objections]
@@ -232,8 +222,11 @@ def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
     for part in modules:
         if part.cache_place is not None:
             reason = objections.get(part.number) or _reason(part, probe_of)
-            heads = probe_of.calls[part.module][0].key.shape[1] if part.module in probe_of.calls else 0
-            sizes = _sizes(part, probe_of)
+            sizes, heads = None, 0
+            if part.module in probe_of.calls:
+                call = probe_of.calls[part.module][0]
+                heads, groups = call.key.shape[1], max(call.query.shape[1] // call.key.shape[1], 1)
+                sizes = Sizes(call.query.shape[-1], call.value.shape[-1], call.key.element_size(), groups)
             yield CachedLayer(part.number, part.name, part.cache_place, sizes, heads, part.window, reason)
 
 
@@ -246,12 +239,3 @@ def _reason(part: AttentionModule, probed: Probe) -> str | None:
     caution = None if part.window is not None else probed.caution(part.module)
     # What else to do there is for a map.
     return None if caution is None else caution.partition(";")[0]
-
-
-def _sizes(part: AttentionModule, probed: Probe) -> Sizes | None:
-    """Of a layer's keys and values, as its calls have shown them."""
-    if part.module not in probed.calls:
-        return None
-    call = probed.calls[part.module][0]
-    num_groups = max(call.query.shape[1] // call.key.shape[1], 1)
-    return Sizes(call.query.shape[-1], call.value.shape[-1], call.key.element_size(), num_groups)

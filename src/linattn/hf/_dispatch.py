@@ -40,8 +40,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: transformers passes the options by keyword and wants (B, Lq, H, Dv)."""
     if type(key) is HandedKeys:
-        call = InterfaceCall(module, query, key.key, value, attention_mask, options, None)
-        return key.layer.attend(key, call), None
+        return key.layer.attend(InterfaceCall(module, query, key.key, value, attention_mask, options, None)), None
     layer: StateLayer | None = options.pop(_LAYER, None)
     if isinstance(attention_mask, AskedMask) and attention_mask.cache is not None:
         attention_mask.cache.refuse_plain_keys(module)
@@ -51,19 +50,13 @@ def attend(
     call = InterfaceCall(module, query, key, value, attention_mask, options, former)
     attention = attention_of(module)
     if attention is None:
-        return call.answer_of_former()
-    name = attention.module_name
-    num_keys = key.shape[-2] + (0 if layer is None else layer.num_tokens)
-    call.refuse_options(name, num_keys, takes_sinks=attention.takes_sinks)
-    key_mask, is_causal = call.read_mask(name)
-    # A single query sees all keys, causal or not.
-    if layer is not None and not is_causal and query.shape[-2] > 1:
-        raise ValueError(
-            f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
-        )
+        return call.by_former()
     with _weights_present(attention):
         if layer is not None:
-            return by_token(layer.advance(attention, call, key_mask)), None
+            return layer.attend(call), None
+        name = attention.module_name
+        call.refuse_options(name, key.shape[-2], takes_sinks=attention.takes_sinks)
+        key_mask, is_causal = call.read_mask(name)
         sinks = {} if call.sinks is None else {"sinks": call.sinks}
         out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, **sinks)
         return by_token(out), None
@@ -71,10 +64,8 @@ def attend(
 
 @contextmanager
 def _weights_present(attention: nn.Module) -> Iterator[None]:
-    """Have accelerate bring the tensors that it keeps elsewhere: it does so where a module is called, and a map is not.
-
-    Its hooks on modules within, `_hf_hook`, are those that offloading attaches.
-    """
+    """Have accelerate bring the tensors it keeps elsewhere: it does so where a module is called, and a map is not."""
+    # Those that offloading attaches to modules within.
     hooks: list[tuple[nn.Module, Any]] = [
         (part, part._hf_hook) for part in attention.modules() if hasattr(part, "_hf_hook")
     ]

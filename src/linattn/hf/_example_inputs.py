@@ -6,7 +6,7 @@ Letters: B batch, L tokens, C channels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ def padded(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
     return {**inputs, **masks} if masks else None
 
 
+def on_device(inputs: Mapping[str, Any], device: torch.device) -> Inputs:
+    """Inputs where a model is."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
 def _texts(model: PreTrainedModel, kinds: list[str]) -> Iterator[Inputs]:
     """Texts; where a model reads pictures too, first some of whose tokens are said to be of one."""
     tokens = {"input_ids": _tokens(model, _TOKENS)}
@@ -67,7 +72,11 @@ def _texts(model: PreTrainedModel, kinds: list[str]) -> Iterator[Inputs]:
 
 def _tokens(model: PreTrainedModel, length: int) -> Tensor:
     """Token numbers (2, L), none of which the configuration names as special."""
-    config = _text_config(model)
+    try:
+        config = model.config.get_text_config()
+    # Of texts of two kinds those of the encoder.
+    except ValueError:
+        config = model.config.get_text_config(encoder=True)
     named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
     special = {number for value in named for number in (value if isinstance(value, list | tuple) else [value])}
     size = getattr(config, "vocab_size", None)
@@ -75,14 +84,6 @@ def _tokens(model: PreTrainedModel, length: int) -> Tensor:
     ordinary = [number for number in range(size if size < 100 else 100) if number not in special] or [0]
     numbers = [ordinary[place % len(ordinary)] for place in range(2 * length)]
     return torch.tensor(numbers, device=model.device).view(2, length)
-
-
-def _text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the texts that a model reads; of two kinds, those of its encoder."""
-    try:
-        return model.config.get_text_config()
-    except ValueError:
-        return model.config.get_text_config(encoder=True)
 
 
 def _pictures(model: PreTrainedModel) -> Iterator[Tensor]:

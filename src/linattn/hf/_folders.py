@@ -87,10 +87,7 @@ class SaveLinearized:
 def write_files(
     model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None, *, is_main: bool = True, **options: Any
 ) -> None:
-    """The files of a linearized model; nothing is written before everything is checked.
-
-    With a `state` all of it are the model's weights; without, those of the linear attention are apart.
-    """
+    """The files of a linearized model, checked first; without a `state` linear attention's weights are apart."""
     record, tensors = describe_model(model, state or {})
     # What was there before is no linearized model from now on, and what is written is one from the last file on.
     if is_main:

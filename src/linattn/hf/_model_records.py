@@ -104,14 +104,11 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _MapRecord:
-    """A map with a window or without, or an encoder's merged keys.
-
-    Merged keys are there in their written form. Earlier versions wrote their number and bits, and before these the
-    number of heavy keys, and another rule of choosing them.
-    """
+    """A map with a window or without, or an encoder's merged keys in their written form."""
 
     feature_map: Any
     window: int | None
+    # Of earlier versions, as far as `merged`.
     num_heavy: int = 0
     rule: str | None = None
     num_merged: int = 0
@@ -149,14 +146,14 @@ def describe_attention(attention: LayerAttention) -> dict[str, Any]:
     return {"feature_map": None, "window": merged.window, "merged": merged.label}
 
 
-def rebuild_attention(record: Any, module_name: str, *, place: str, remedy: str) -> LayerAttention:
-    """The attention of a record, as its constructor leaves it; `place` and `remedy` are for errors."""
-    kernel = Reading(place, remedy).record(_MapRecord, record)
+def rebuild_attention(record: Any, module_name: str, place: str) -> LayerAttention:
+    """The attention of a record, as its constructor leaves it; its place is for errors."""
+    kernel = Reading(place, REMEDY).record(_MapRecord, record)
     try:
         return kernel.attention(module_name)
     # RecursionError, a RuntimeError: a record may hold a map in a map in a map.
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{place}: {error}; {remedy}") from error
+        raise ValueError(f"{place}: {error}; {REMEDY}") from error
 
 
 def _check_counts(**counts: int | None) -> None:

@@ -22,10 +22,7 @@ _MARKS = ("hf_quantizer", "is_quantized", "quantization_method")
 
 
 def gguf_file(source: Path) -> Path | None:
-    """The GGUF file that a path means: the file itself, or the only one of a folder without a model of another format.
-
-    Raises ValueError for a folder with several.
-    """
+    """The GGUF file that a path means: itself, or a folder's only one without another model; several are refused."""
     if source.is_file() and source.suffix.lower() == SUFFIX:
         return source
     if not source.is_dir() or (source / "config.json").is_file():
@@ -78,10 +75,7 @@ def default_folder() -> Path:
 
 
 def gemma_folder() -> Path:
-    """Gemma 3 270M as an ordinary folder of float32 weights, made of its package the first time, in the user's cache.
-
-    The terms of use are shown when it is made, and stay beside it. It takes 1.1 GB; while it is made, 2.7 GB of memory.
-    """
+    """Gemma 3 270M as a folder of float32 weights, 1.1 GB, made of its package once, with its terms of use."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linattn" / GEMMA
     if (folder / "config.json").is_file():
         return folder

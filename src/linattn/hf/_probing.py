@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function
 from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._calls import SINKS, AskedMask, InterfaceCall, RefusedMask, inexpressible
 from linattn.hf._dispatch import CACHES
-from linattn.hf._example_inputs import Inputs, example_inputs, padded
+from linattn.hf._example_inputs import Inputs, example_inputs, on_device, padded
 from linattn.hf.interception import answering
 
 # The attribute of keys that a probe's cache gave.
@@ -51,20 +51,16 @@ class Probe:
 
     def placed(self, parts: Iterable[AttentionModule]) -> list[AttentionModule]:
         """Modules with what their calls tell of their queries and keys; as they are where no pass called them."""
-        parts = list(parts)
+        parts, placed = list(parts), []
         has_order = any(part.is_causal for part in parts if part.module in self.calls)
-        return [
-            replace(
-                part,
-                width=self.calls[part.module][0].query.shape[-1],
-                device=self.calls[part.module][0].key.device,
-                reads_another_text=has_order and not part.is_causal and self._is_crossed(part.module),
-                has_sinks=any(call.sinks is not None for call in self.calls[part.module]),
-            )
-            if part.module in self.calls
-            else part
-            for part in parts
-        ]
+        for part in parts:
+            if calls := self.calls.get(part.module):
+                reads_another_text = has_order and not part.is_causal and self._is_crossed(part.module)
+                shown: Any = {"width": calls[0].query.shape[-1], "device": calls[0].key.device}
+                has_sinks = any(call.sinks is not None for call in calls)
+                part = replace(part, **shown, reads_another_text=reads_another_text, has_sinks=has_sinks)
+            placed.append(part)
+        return placed
 
     def objection(self, module: nn.Module, *, is_cached: bool, takes_sinks: bool) -> str | None:
         """Why no kernel can take a module's place; None where nothing speaks against it."""
@@ -84,7 +80,7 @@ class Probe:
             )
         if any(isinstance(call.mask, Tensor) and call.mask.ndim != 2 for call in calls):
             return "its model gives it a mask of pairs, or a bias on them, that a kernel φ(q)·φ(k) cannot express"
-        if any(isinstance(call.mask, AskedMask) and call.mask.part is not None for call in calls):
+        if any(mask.part is not None for mask in self._masks(module)):
             return "its model takes a part of its mask"
         if not all(call.is_paired for call in calls):
             return "its keys and values are not as many, or have not as many heads"
@@ -100,14 +96,14 @@ class Probe:
                 f"its model does not run with a DynamicCache ({self.refused_cache}), in whose place one of states "
                 "would stand; take a model that does"
             )
-        if not is_cached and self._hides_its_order(module):
+        takes_cache = any(name in inspect.signature(module.forward).parameters for name in CACHES)
+        if not is_cached and takes_cache and any(mask.function is causal_mask_function for mask in self._masks(module)):
             return "its mask is causal and the module does not say so (is_causal), so that no cache holds its state"
         return None
 
     def caution(self, module: nn.Module) -> str | None:
         """Why a module's softmax stays unless it is named; None where nothing speaks for that."""
-        masks = [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
-        structured = [mask for mask in masks if not mask.is_plain]
+        structured = [mask for mask in self._masks(module) if not mask.is_plain]
         sizes = [mask.local_size for mask in structured if mask.local_size is not None]
         if sizes:
             return f"a mask of windows or chunks of {sizes[0]} tokens; name it in `layers` if all texts fit in one"
@@ -126,11 +122,9 @@ class Probe:
             return "keys of other tokens than its queries' (cross attention), or fewer; name it in `layers` if need be"
         return None
 
-    def _hides_its_order(self, module: nn.Module) -> bool:
-        """True if a module that may be given a cache is causal by its mask alone."""
-        masks = [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
-        takes_cache = any(name in inspect.signature(module.forward).parameters for name in CACHES)
-        return takes_cache and any(mask.function is causal_mask_function for mask in masks)
+    def _masks(self, module: nn.Module) -> list[AskedMask]:
+        """The masks that were asked for."""
+        return [call.mask for call in self.calls[module] if isinstance(call.mask, AskedMask)]
 
     def _is_crossed(self, module: nn.Module) -> bool:
         """True if a module's keys are not as many as its queries."""
@@ -148,17 +142,18 @@ def probe(
 ) -> Probe:
     """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed."""
     with _undisturbed(model):
-        samples = [_on_device(model, inputs) for inputs in (example, sample) if inputs is not None]
+        samples = [on_device(inputs, model.device) for inputs in (example, sample) if inputs is not None]
         errors = []
         for inputs in samples[:1] if example is not None else chain(example_inputs(model), samples):
-            calls: Calls = {}
-            error = _run(model, inputs, calls)
-            if error is not None:
-                errors.append(f"{', '.join(inputs) or 'nothing'}: {type(error).__name__}: {error}")
+            calls = _run(model, inputs)
+            if isinstance(calls, Exception):
+                errors.append(f"{', '.join(inputs) or 'nothing'}: {type(calls).__name__}: {calls}")
                 continue
-            num_passes, other = 1, padded(model, inputs)
-            if other is not None and _run(model, other, calls) is None:
-                num_passes = 2
+            other = padded(model, inputs)
+            more = None if other is None else _run(model, other)
+            num_passes = 2 if isinstance(more, dict) else 1
+            for module, made in more.items() if isinstance(more, dict) else ():
+                calls.setdefault(module, []).extend(made)
             return Probe(calls, num_passes, tuple(inputs), *_run_with_cache(model, inputs, calls))
     origin = "inputs made for it" if example is None else "the example"
     raise ValueError(
@@ -167,21 +162,19 @@ def probe(
     )
 
 
-def _run(model: PreTrainedModel, inputs: Inputs, calls: Calls) -> Exception | None:
+def _run(model: PreTrainedModel, inputs: Inputs) -> Calls | Exception:
     """Record a pass; an error of the model's own is returned, one that interception causes is raised."""
-    before = {module: len(made) for module, made in calls.items()}
+    calls: Calls = {}
 
     def record(call: InterfaceCall) -> Tensor:
         """Keep the call, answer as the model does."""
         calls.setdefault(call.module, []).append(call)
-        return call.by_former()
+        return call.by_former()[0]
 
     try:
         with answering(model, record):
             model(**inputs)
     except Exception as error:
-        for module, made in calls.items():
-            del made[before.get(module, 0) :]
         try:
             model(**inputs)
         except Exception as own:
@@ -192,7 +185,7 @@ def _run(model: PreTrainedModel, inputs: Inputs, calls: Calls) -> Exception | No
         raise ValueError(
             f"no layer of {type(model).__name__} can be replaced: {cause}; take a model that passes its masks on"
         ) from error
-    return None
+    return calls
 
 
 def _run_with_cache(
@@ -212,23 +205,22 @@ def _run_with_cache(
         """Note whether a cache gave these keys."""
         if hasattr(call.key, _GIVEN):
             reached.add(call.module)
-        return call.by_former()
+        return call.by_former()[0]
 
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-    try:
-        cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
-        if model.config.is_encoder_decoder:
-            cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
-        for layer in (cache.self_attention_cache if model.config.is_encoder_decoder else cache).layers:
-            if isinstance(layer, DynamicLayer):
-                vars(layer)["update"] = partial(_marked, layer.update)
-        with answering(model, answer):
-            model(**{**inputs, "past_key_values": cache})
-    except Exception as error:
-        return frozenset(), type(error).__name__, frozenset()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+        try:
+            cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+            for layer in cache.layers:
+                if isinstance(layer, DynamicLayer):
+                    vars(layer)["update"] = partial(_marked, layer.update)
+            if model.config.is_encoder_decoder:
+                cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
+            with answering(model, answer):
+                model(**{**inputs, "past_key_values": cache})
+        except Exception as error:
+            return frozenset(), type(error).__name__, frozenset()
     return frozenset(cached if model.can_generate() else ()), None, frozenset(reached)
 
 
@@ -237,11 +229,6 @@ def _marked(update: Callable[..., tuple[Tensor, Tensor]], *tensors: Any, **optio
     key, value = update(*tensors, **options)
     setattr(key, _GIVEN, True)
     return key, value
-
-
-def _on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Inputs:
-    """Inputs where the model is."""
-    return {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from linattn.feature_maps import FittedMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._calls import InterfaceCall
+from linattn.hf._example_inputs import on_device
 from linattn.hf.interception import answering
 from linattn.hf.layer_attention import LayerAttention, rescale_query
 
@@ -39,14 +40,13 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Ite
             call.refuse_options(observed.module_name, call.key.shape[-2], takes_sinks=True)
             key_mask, _ = call.read_mask(observed.module_name)
             observed.add(call.query, call.key, key_mask, call.scale)
-        return call.by_former()
+        return call.by_former()[0]
 
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with torch.no_grad():
         with evaluating(model), answering(model, answer):
             for batch in batches:
-                inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-                model(**{**options, **inputs})
+                model(**{**options, **on_device(batch, model.device)})
         for observed in observations.values():
             query, key, scale = observed.tokens()
             feature_map = maps[observed.module_name].to(query.device)

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf.calibrating import evaluating
 from linattn.hf.layer_attention import LayerAttention, attention_of
-from linattn.parallel import linear_attention
+from linattn.parallel.context_parallel import SequenceParts
 from linattn.parallel.ranks import Fields, Ranks, agreed, exchange_fields
 
 _POSITIONS = "position_ids"
@@ -73,69 +70,42 @@ def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths:
     (layers, numbered), _ = agreed(ranks, split, lambda: (_splittable(model), _numbered(model)))
     maps = [layer.feature_map for layer in layers if layer.feature_map is not None]
     exchange_fields(ranks, {f"feature map {number}": each.fingerprint() for number, each in enumerate(maps)})
-    parts = _Parts(mesh, ranks, equal_lengths)
-    numberings = [(part, _Numbering(parts, counts=_counts_from_zero(part))) for part in numbered]
-    hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part, hook in numberings]
-    for layer in layers:
-        layer.attend_to_parts = parts.attend
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    parts = SequenceParts(mesh, ranks, equal_lengths)
+    with ExitStack() as hooks:
+        for part in numbered:
+            numbering = partial(_numbered_call, parts, _counts_from_zero(part))
+            hooks.enter_context(part.register_forward_pre_hook(numbering, with_kwargs=True))
         for layer in layers:
-            layer.attend_to_parts = None
+            layer.attend_to_parts = parts.attend_linearly
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.attend_to_parts = None
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """How layers attend to parts, and where a part begins."""
-
-    mesh: DeviceMesh
-    ranks: Ranks
-    equal_lengths: bool
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, **options: Any) -> Tensor:
-        """This part's rows of the whole attention."""
-        lengths = (key.shape[2],) * self.ranks.size if self.equal_lengths else None
-        return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=lengths, **options)
-
-    def num_before(self, length: int) -> int:
-        """How many tokens earlier ranks have."""
-        if self.equal_lengths:
-            return self.ranks.rank * length
-        every = exchange_fields(self.ranks, {"call": "positions"}, (length, length))
-        return int(every[: self.ranks.rank, 0].sum())
-
-
-@dataclass(frozen=True)
-class _Numbering:
-    """Forward pre-hook of models: positions that go on from the rank before."""
-
-    parts: _Parts
-    counts: bool  # whether the model itself numbers tokens 0, 1, 2, …
-
-    def __call__(self, part: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """One keyword more."""
-        arguments = inspect.signature(part.forward).bind_partial(*args, **options).arguments
-        if arguments.get("labels") is not None:
-            raise ValueError(
-                f"{type(part).__name__} shifts labels within its part of a text, whose last token has its label on the "
-                "next rank; shift them before the text is split, and take the loss of the logits"
-            )
-        if arguments.get(_POSITIONS) is not None:
-            return args, options
-        if not self.counts:
-            raise ValueError(
-                f"{type(part).__name__} numbers its tokens otherwise than 0, 1, 2, …, so that a part's positions are "
-                f"not known; pass {_POSITIONS} of the whole text, split as its tokens are"
-            )
-        tokens = arguments.get("input_ids")
-        tokens = arguments["inputs_embeds"] if tokens is None else tokens
-        batch, length = tokens.shape[:2]
-        first = self.parts.num_before(length)
-        positions = torch.arange(first, first + length, device=tokens.device).expand(batch, -1)
-        return args, {**options, _POSITIONS: positions}
+def _numbered_call(
+    parts: SequenceParts, counts: bool, part: Any, args: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of a model, which may count its tokens 0, 1, 2, …: positions that go on from the rank before."""
+    arguments = inspect.signature(part.forward).bind_partial(*args, **options).arguments
+    if arguments.get("labels") is not None:
+        raise ValueError(
+            f"{type(part).__name__} shifts labels within its part of a text, whose last token has its label on the "
+            "next rank; shift them before the text is split, and take the loss of the logits"
+        )
+    if arguments.get(_POSITIONS) is not None:
+        return args, options
+    if not counts:
+        raise ValueError(
+            f"{type(part).__name__} numbers its tokens otherwise than 0, 1, 2, …, so that a part's positions are "
+            f"not known; pass {_POSITIONS} of the whole text, split as its tokens are"
+        )
+    tokens = arguments.get("input_ids")
+    tokens = arguments["inputs_embeds"][..., 0] if tokens is None else tokens
+    first = parts.num_before(tokens.unsqueeze(-1), None)
+    positions = first.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
+    return args, {**options, _POSITIONS: positions}
 
 
 def _splittable(model: PreTrainedModel) -> list[LayerAttention]:

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -95,7 +95,7 @@ class _Interception:
         self.num_calls += 1
         if call.hides_keys(num_keys):
             self.num_windowed += 1
-            return call.by_former()
+            return call.by_former()[0]
         call.refuse_options(name, num_keys)
         read = AttentionCall(number, name, query, call.key, value, *call.read_mask(name), call.scale)
         out = self.handler(read)
@@ -172,17 +172,11 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     Source: transformers' documentation, "Attention interface".
     """
     interception = _Interception(handler, model)
-    with answering(model, interception.answer):
-        hooks = [
-            *hook_parts(model, refuse_weights),
-            model.register_forward_pre_hook(interception.start),
-            model.register_forward_hook(interception.finish),
-        ]
-        try:
+    with answering(model, interception.answer), ExitStack() as hooks:
+        for hook in hook_parts(model, refuse_weights):
+            hooks.enter_context(hook)
+        with model.register_forward_pre_hook(interception.start), model.register_forward_hook(interception.finish):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _attend(
@@ -239,6 +233,17 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
     """
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first, or dropout is recorded")
+    with torch.no_grad():
+        output: Tensor = model(**inputs)[0]
+    calls, rebuilt = recorded(model, inputs)
+    _check_rebuilt(model, output, rebuilt, inputs.get("attention_mask"))
+    names = {call.module_name for call in calls}
+    windows = (part.name for part in attention_modules(model) if part.window is not None)
+    return Capture(tuple(calls), output, tuple(name for name in windows if name not in names))
+
+
+def recorded(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[list[AttentionCall], Tensor]:
+    """The calls of `capture`, and the output of a pass in which they are answered exactly; nothing is checked."""
     calls: list[AttentionCall] = []
 
     def record(call: AttentionCall) -> Tensor:
@@ -247,14 +252,8 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
         calls.append(replace(call, **tensors))
         return call.softmax()
 
-    with torch.no_grad():
-        output: Tensor = model(**inputs)[0]
-        with intercept(model, record):
-            rebuilt: Tensor = model(**inputs)[0]
-    _check_rebuilt(model, output, rebuilt, inputs.get("attention_mask"))
-    recorded = {call.module_name for call in calls}
-    windows = (part.name for part in attention_modules(model) if part.window is not None)
-    return Capture(tuple(calls), output, tuple(name for name in windows if name not in recorded))
+    with torch.no_grad(), intercept(model, record):
+        return calls, model(**inputs)[0]
 
 
 def _check_rebuilt(model: PreTrainedModel, output: Tensor, rebuilt: Tensor, padding: Tensor | None) -> None:

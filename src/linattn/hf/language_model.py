@@ -6,7 +6,7 @@ Letters: B batch, L tokens, E width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -241,12 +241,10 @@ def _block_inputs(model: LinearLM) -> Iterator[list[Tensor]]:
         """Forward pre-hook of a block's first norm."""
         inputs.append(args[0])
 
-    hooks = [block.attention_norm.register_forward_pre_hook(keep) for block in model.blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in model.blocks:
+            hooks.enter_context(block.attention_norm.register_forward_pre_hook(keep))
         yield inputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, num_before: int) -> Tensor | None:

@@ -144,7 +144,12 @@ def read_tokenizer(where: str, *, offline: bool = True) -> PreTrainedTokenizerBa
 
 def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a folder, or of a name of the hub."""
-    kind = _saved_class(where, offline) if with_head else AutoModel
+    kind: Any = AutoModel
+    if with_head:
+        # The class a model was saved as; the base model's where transformers has none of that name.
+        config = AutoConfig.from_pretrained(where, local_files_only=offline)
+        kind = getattr(transformers, (config.architectures or [""])[0], AutoModel)
+        kind = LinearLMForCausalLM if isinstance(config, LinearLMConfig) else kind
     model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
     if isinstance(model, LinearLMForCausalLM):
         _check_bytes(where, offline, model.config.vocab_size)
@@ -155,15 +160,6 @@ def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, 
             "(tokenizer.save_pretrained)"
         )
     return model, read_tokenizer(where, offline=offline)
-
-
-def _saved_class(where: str, offline: bool) -> Any:
-    """The class a model was saved as; the base model's where transformers has none of that name."""
-    config = AutoConfig.from_pretrained(where, local_files_only=offline)
-    if isinstance(config, LinearLMConfig):
-        return LinearLMForCausalLM
-    names = config.architectures or [""]
-    return getattr(transformers, names[0], AutoModel)
 
 
 def _check_bytes(where: str, offline: bool, vocab_size: int) -> None:
@@ -202,10 +198,7 @@ _SECONDS = 10
 
 
 def hub_source(name: str) -> str:
-    """The name itself where the hub has it; where it cannot be reached, the folder of its local cache.
-
-    Raises ValueError if there can be no such model, OSError if it is neither to be reached nor in the cache.
-    """
+    """The name itself where the hub has it; where it cannot be reached, the folder of its local cache."""
     try:
         HfApi().model_info(name, timeout=_SECONDS)
     except HFValidationError:

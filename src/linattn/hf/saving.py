@@ -149,7 +149,7 @@ def _attention(
 ) -> tuple[AttentionModule, LayerAttention]:
     """One layer's attention with its tensors, which are taken out of `tensors`."""
     place, prefix = f"{path / RECORD}, layer {layer.number}", f"{part.name}.{ATTRIBUTE}."
-    attention = rebuild_attention(layer.kernel, part.name, place=place, remedy=REMEDY)
+    attention = rebuild_attention(layer.kernel, part.name, place)
     layer_tensors = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     try:
         # Assigned, not copied into what the constructor made: dtypes are those that were saved.

@@ -12,9 +12,9 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._cache_layers import ForkedCache, RecordedCall, RecordingLayer, StatefulLayer, TextCache
+from linattn.hf._cache_layers import ForkedCache, Kernel, RecordingLayer, StatefulLayer, TextCache
 from linattn.hf._calls import InterfaceCall
-from linattn.hf.layer_attention import LayerAttention, attention_of
+from linattn.hf.layer_attention import attention_of
 from linattn.nn import Stream
 
 
@@ -71,7 +71,7 @@ class StateLayer(RecordingLayer[State]):
     """One layer of a `StateCache`: the state of all tokens so far.
 
     transformers' attention modules give a cache their new keys and values and attend to what `update` returns: the new
-    ones alone, which the attention function then gives to `advance`, with the queries. A module that does not would
+    ones alone, which the attention function then gives to `attend`, with the queries. A module that does not would
     attend to the new tokens only: `expect`, called before the module runs, and `settle`, after, make that an error.
 
     Attributes:
@@ -80,11 +80,7 @@ class StateLayer(RecordingLayer[State]):
         num_tokens: how many tokens it has seen, padding included.
     """
 
-    def __init__(self, module_name: str) -> None:
-        super().__init__()
-        self.module_name = module_name
-        self._is_expected = False
-        self._is_pending = False
+    _is_expected = False
 
     def expect(self) -> None:
         """The module is about to run, and its attention function will be told of this layer."""
@@ -92,7 +88,7 @@ class StateLayer(RecordingLayer[State]):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by the attention module: the new keys and values, as they came, or an error if it may not call."""
-        if self._is_pending:
+        if self.handed is not None:
             raise RuntimeError(
                 f"the cache's layer of {self.module_name} was left in the middle of a call, by an error; reset the "
                 "cache or go on from a fork taken before"
@@ -102,26 +98,18 @@ class StateLayer(RecordingLayer[State]):
                 f"the cache holds the state of {self.module_name} as linearize_ left it, and another model, or the "
                 "same after restore_, called it; give that model a cache of its own"
             )
-        self._is_pending = True
-        if self.keys is None:
-            # Some models look whether any are held (Mllama).
-            self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
-        return key_states, value_states
+        return super().update(key_states, value_states)
 
-    def advance(self, attention: LayerAttention, call: InterfaceCall, key_mask: Tensor | None) -> Tensor:
-        """Called by the attention function: the output (B, H, L, Dv) for queries of the keys given to `update`."""
-        tensors, before = (call.query, call.key, call.value), self.state
-        out, state = attention.advance(*tensors, before, scale=call.scale, key_mask=key_mask, sinks=call.sinks)
-        self.advance_to(state, call.key.shape[-2])
-        if self.record_past:
-            self.record(RecordedCall(attention.advance, before, tensors, call.scale, key_mask), attention.window or 0)
-        self._is_pending = False
-        return out
+    def _kernel(self, call: InterfaceCall) -> Kernel:
+        """Return the attention that `linearize_` put into the module."""
+        attention = attention_of(call.module)
+        assert attention is not None
+        return attention.advance, attention.window or 0, attention.takes_sinks
 
     def settle(self) -> None:
         """The module has run: an error if its keys never came back."""
         self._is_expected = False
-        if self._is_pending:
+        if self.handed is not None:
             raise RuntimeError(
                 f"{self.module_name} gave its keys to a cache of states and attended without it, by another attention "
                 "function than linearize_'s; call restore_ on the model, or set its attention implementation back"
@@ -130,7 +118,7 @@ class StateLayer(RecordingLayer[State]):
     def reset(self) -> None:
         """Forget every token, and a call that an error ended."""
         super().reset()
-        self._is_expected = self._is_pending = False
+        self._is_expected = False
 
 
 class StateCache(TextCache):

@@ -101,19 +101,17 @@ def _tokens(
     """The tokens of `stream_tokens`."""
     logits, num_read = prompt.new_empty(0), 0
     for chunk in prompt.to(model.device).split(_CHUNK, 1):
-        with torch.no_grad():
-            logits = _step(model, chunk, cache)
+        logits = _step(model, chunk, cache)
         num_read += chunk.shape[1]
         if notify is not None:
             notify(num_read)
     while True:
-        with torch.no_grad():
-            token = _draw(logits, warp, generator)
+        token = _draw(logits, warp, generator)
         yield token
-        with torch.no_grad():
-            logits = _step(model, token, cache)
+        logits = _step(model, token, cache)
 
 
+@torch.no_grad()
 def _step(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     """The next token's logits (B, V) after these tokens, which the cache takes in."""
     logits: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

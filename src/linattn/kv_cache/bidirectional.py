@@ -47,8 +47,6 @@ def attend_all_merging(
 ) -> Reading:
     """Rows over all keys; per head O(L·(C + S)·D + L·C·Dv + L·r·(C + D + Dv)) time for r axes, with a window
     O(L·w·(D + Dv)) more.
-
-    Many queries in compiled code, where that can run them, unless the backend is "torch".
     """
     key, value = inert(bias, key, value)
     key_bias = query.new_zeros(1, 1, 1, dtype=torch.promote_types(key.dtype, torch.float32)) if bias is None else bias
@@ -62,19 +60,16 @@ def attend_all_merging(
     merged = partial(
         _attend_merging, config=config, scale=scale, with_log=with_log, backend=backend, is_masked=bias is not None
     )
-    if config.window is None or bias is None or _begins_with_all(tokens.bias):
+    if config.window is None or bias is None:
         return merged(query, tokens)
-    # Blocks are of live tokens: these come first, in their order.
-    order = (tokens.bias == -torch.inf).byte().argsort(dim=-1, stable=True)
+    dead = tokens.bias == -torch.inf
+    # Blocks are of live tokens: these come first, in their order, as they do where that may be looked at already.
+    if is_readable(tokens.bias) and not bool((dead[..., :-1] & ~dead[..., 1:]).any()):
+        return merged(query, tokens)
+    order = dead.byte().argsort(dim=-1, stable=True)
     out, log = merged(_tokens_at(order, query), tokens.pick(order))
     back = order.argsort(-1)
     return Reading(_tokens_at(back, out), None if log is None else _tokens_at(back, log.unsqueeze(-1)).squeeze(-1))
-
-
-def _begins_with_all(bias: Tensor) -> bool:
-    """Whether no live token follows a masked one, where that may be looked at."""
-    dead = bias == -torch.inf
-    return is_readable(bias) and not bool((dead[..., :-1] & ~dead[..., 1:]).any())
 
 
 def _tokens_at(order: Tensor, rows: Tensor) -> Tensor:
@@ -122,10 +117,7 @@ def _num_seeds(num_merged: int) -> int:
 
 
 def _clusters(tokens: Tokens, distances: tuple[Metric, Axes], log_mass: Tensor, num_merged: int) -> Tensor:
-    """The number (B, H, L) of each key's cluster, C for absent ones: that of the nearest of the seeds' clusters.
-
-    Which seeds go together is measured in all coordinates, which cluster is nearest along the axes.
-    """
+    """The number (B, H, L) of each key's cluster, C for absent ones: that of the nearest of the seeds' clusters."""
     metric, axes = distances
     num_seeds = _num_seeds(num_merged)
     if log_mass.shape[2] > num_seeds:

@@ -46,19 +46,12 @@ _MOST = 2**20
 
 @dataclass(frozen=True)
 class Sizes:
-    """The widths of a layer's keys and values, and what a number takes.
+    """The widths of a layer's keys and values, and what a number takes."""
 
-    Attributes:
-        head_dim: D.
-        value_dim: Dv.
-        number_bytes: bytes of a number in keys and values.
-        num_groups: G, query heads of a key/value head.
-    """
-
-    head_dim: int
-    value_dim: int
-    number_bytes: int = 4
-    num_groups: int = 1
+    head_dim: int  # D
+    value_dim: int  # Dv
+    number_bytes: int = 4  # of a number in keys and values
+    num_groups: int = 1  # G
 
     @property
     def statistic_bytes(self) -> int:
@@ -85,25 +78,12 @@ def check_budget(budget: int) -> None:
 def within_budget(
     budget: int, sizes: Sizes, bits: Bits | None = BITS_BY_DEFAULT, near: float | None = None, recall: Recall = "near"
 ) -> MergedKV:
-    """The sinks, the window, the tiers and the most merged keys in the bytes of a number of exact keys and values.
+    """`MergedKV.within`, for a layer of these sizes.
 
-    Args:
-        budget: in exact keys of one key/value head.
-        sizes: of the layer.
-        bits: of merged keys and values, or of keys and of values; the newest tokens before them have 2 more, 8 at most,
-            and the next ones as many. None for 32 a number and no tiers.
-        near: share of the bytes that the window takes with a block; None for 8 %, or up to 16 % for 40 keys; beside
-            merged keys in 32 bits for that of 256 keys, half of the bytes at most.
-        recall: "near" for the least KL divergence; "middle" for more tokens one by one, in 4 bits; "far" for the most,
-            in 3 bits.
-
-    Raises:
-        ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another `recall`;
-            `near`, or other `bits` than the default, beside another `recall` than "near".
+    Of the bytes the window takes the share `near` with a block; None for 8 %, or up to 16 % for 40 keys; beside merged
+    keys in 32 bits for that of 256 keys, half of the bytes at most.
 
     Example:
-        >>> within_budget(512, Sizes(64, 64)).label
-        'sinks 4 + window 19 + 674 in 6 bits + 649 in 4 bits + merged 1624 in 4 bits'
         >>> within_budget(512, Sizes(64, 64), bits=None).label
         'sinks 4 + window 196 + merged 251'
     """
@@ -132,11 +112,7 @@ def _near_tiers(bits: Bits) -> tuple[tuple[float, Bits], ...]:
 def within_bytes(
     num_bytes: int, sizes: Sizes, near: float, bits: Bits | None, tiers: Sequence[tuple[float, Bits]] = ()
 ) -> MergedKV:
-    """The most merged keys in so many bytes.
-
-    A window and its block take the share `near` of all, each tier its share of the rest, in so many bits. The first
-    tiers are left out until each has a token.
-    """
+    """The most merged keys in so many bytes; tiers, each a share of what the window leaves, go until none is empty."""
     whole = _near_bytes(sizes)
     num_sinks = _num_sinks(num_bytes // sizes.key_bytes)
     # Merged keys have the frames of a last tier in their bits.
@@ -171,11 +147,7 @@ def _num_sinks(budget: int) -> int:
 
 
 def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:
-    """The most that a stream keeps per key/value head within so many tokens.
-
-    Keys, values and biases of the sinks, the window, a block, the tiers and the merged keys, and what is kept once per
-    head.
-    """
+    """The most that a stream keeps per key/value head within so many tokens, everything counted."""
     blocks = config.blocks
     # Of a block so far: when it is most depends on whether merged keys are wider than those near.
     return max(_kept(config, sizes, blocks.window + number + 1, num_tokens) for number in range(blocks.size))

@@ -1,7 +1,7 @@
 """Merged keys in compiled code on a CPU, from the wheel linattn-compiled.
 
 In float32 and without gradients: the merges, the rows and what a stream keeps are those of plain torch (`stream`,
-`bidirectional`). Of streams in few bits it reads the codes (`compiled_codes`), and plain
+`bidirectional`). Of streams in few bits it reads the codes (`coded_tokens`), and plain
 torch does all else. Letters as in kv_cache/__init__.py.
 """
 
@@ -37,10 +37,7 @@ def is_coded(config: MergedKV) -> bool:
 
 
 def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None) -> bool:
-    """Whether compiled code runs a call, on a stream if it has a config: where it can and is asked for, or is faster.
-
-    Asked for by name where it cannot, it is refused with every reason. Gradients may follow others too.
-    """
+    """Whether compiled code runs a call, on a stream if it has a config: where it can, and is asked for or faster."""
     has_codes = config is not None and is_coded(config)
     if backend == "torch" or (backend == "auto" and not has_codes and not _is_faster(query)):
         return False
@@ -56,10 +53,8 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, co
 
 
 def _is_faster(query: Tensor) -> bool:
-    """Whether it is likely to be: it runs a head in one thread, where torch deals out each product to all.
-
-    Graphs ask no sizes: they would be compiled anew for others.
-    """
+    """Whether it is likely to be: it runs a head in one thread, where torch deals out each product to all."""
+    # Graphs ask no sizes: they would be compiled anew for others.
     if torch.compiler.is_compiling():
         return False
     threads = torch.get_num_threads() if query.is_cpu else 0

@@ -207,7 +207,8 @@ class MergedKV:
             name = "" if match is None or match[1] is None else match[1].lower()
             if match is None or (name not in _WORDS if name else match[3] is None):
                 raise _no_part(part.strip())
-            in_bits = None if match[3] is None else _bits_of(match[3], match[4])
+            both = [_number(x) for x in match.groups()[2:] if x is not None]
+            in_bits = None if not both else both[0] if len(both) == 1 else (both[0], both[1])
             if not name and in_bits is not None:
                 coded.append((int(match[2]), in_bits))
                 continue
@@ -348,14 +349,8 @@ def _checked_tiers(tiers: object) -> tuple[tuple[int, Bits], ...]:
     return tuple((number, bits) for number, bits in checked if bits is not None)
 
 
-def _bits_of(of_key: str, of_value: str | None) -> Bits:
-    """Bits as they are written; no number for what is none."""
-    first, second = (_number(of_key), _number(of_value or of_key))
-    return first if of_value is None else (first, second)
-
-
 def _number(text: str) -> float:
-    """A written number; one that is none for a word."""
+    """A written number; no number for what is none."""
     try:
         return float(text)
     except ValueError:

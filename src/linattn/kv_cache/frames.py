@@ -25,15 +25,8 @@ _LEAST = 2**-5
 _STEPS = 4
 
 
-def _signs(size: int) -> Tensor:
-    """A Hadamard matrix of a power of two, of 1 and -1: Sylvester's, whose corners are those of smaller sizes."""
-    if size == 1:
-        return torch.ones(1, 1, device="cpu")
-    half = _signs(size // 2)
-    return torch.cat((torch.cat((half, half), 1), torch.cat((half, -half), 1)))
-
-
-_SIGNS = _signs(WIDEST)
+# A Hadamard matrix, Sylvester's, whose corners are those of smaller sizes.
+_SIGNS = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(WIDEST)] for i in range(WIDEST)], device="cpu")
 
 
 def mixed(x: Tensor, block: int) -> Tensor:

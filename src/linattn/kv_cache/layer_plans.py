@@ -40,35 +40,20 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The contender of each global layer at a budget, and the layer's share of it.
+    """The contender of each global layer at a budget, and the layer's share of it."""
 
-    Attributes:
-        model: the model's name or folder.
-        budget: in exact keys per layer and key/value head.
-        num_tokens: of the passage it was made on.
-        calibration: source of that passage's text.
-        calibration_sha256: digest of the text.
-        layers: numbers of the layers.
-        choices: name of each layer's contender.
-        budgets: of each layer, in exact keys.
-        labels: their written forms.
-        kl: measured on the passage.
-        window_kl: of the plain window in every layer, on the same passage.
-        trials: all that was measured.
-    """
-
-    model: str
-    budget: Annotated[int, Ge(1)]
-    num_tokens: Annotated[int, Ge(1)]
-    calibration: str
-    calibration_sha256: str
-    layers: list[int]
-    choices: list[str]
-    budgets: list[Annotated[int, Ge(1)]]
-    labels: list[str]
-    kl: Annotated[float, Ge(0)]
-    window_kl: Annotated[float, Ge(0)]
-    trials: list[TrialRecord]
+    model: str  # name or folder
+    budget: Annotated[int, Ge(1)]  # in exact keys per layer and key/value head
+    num_tokens: Annotated[int, Ge(1)]  # of the passage it was made on
+    calibration: str  # source of that passage's text
+    calibration_sha256: str  # digest of the text
+    layers: list[int]  # their numbers
+    choices: list[str]  # name of each layer's contender
+    budgets: list[Annotated[int, Ge(1)]]  # of each layer, in exact keys
+    labels: list[str]  # the contenders' written forms
+    kl: Annotated[float, Ge(0)]  # measured on the passage
+    window_kl: Annotated[float, Ge(0)]  # of the plain window in every layer, on the same passage
+    trials: list[TrialRecord]  # all that was measured
 
     @property
     def label(self) -> str:

@@ -7,10 +7,10 @@ distortion, doi 10.1109/TIT.1960.1057548), whose table I has the first of them t
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 MOST_BITS = 8
 """Of a number."""
@@ -19,76 +19,54 @@ MOST_BITS = 8
 _STEPS = 12
 
 
-def _positive_levels(number: int) -> list[float]:
-    """The upper half of 2·`number` levels: each the mean of the numbers that are nearest to it.
+def _positive_levels(number: int) -> Tensor:
+    """The upper half of 2·`number` levels, float64: each the mean of the numbers that are nearest to it.
 
     Newton's method on l_i - E[x | e_i < x < e_i+1] = 0, whose derivatives are tridiagonal, for e the middles.
     """
     # Many levels are as dense as the density's cubic root, which is that of a normal number of variance 3.
     shares = (torch.arange(number, dtype=torch.float64, device="cpu") + number + 0.5) / (2 * number)
-    levels: list[float] = (math.sqrt(3) * torch.special.ndtri(shares)).tolist()
+    levels: Tensor = math.sqrt(3) * torch.special.ndtri(shares)
     for _ in range(_STEPS):
-        edges = [0.0, *(sum(pair) / 2 for pair in pairwise(levels)), math.inf]
-        rows = []
-        for level, (low, high) in zip(levels, pairwise(edges), strict=True):
-            below, above, share = _density(low), _density(high), _share(low, high)
-            mean = (below - above) / share
-            # Derivatives of the mean in its edges, halved: an edge moves half as far as a level beside it.
-            left = 0.5 * below * (mean - low) / share if low else 0.0
-            right = 0.5 * above * (high - mean) / share if above else 0.0
-            rows.append((-left, 1 - left - right, -right, mean - level))
-        levels = [level + step for level, step in zip(levels, _tridiagonal(rows), strict=True)]
+        edges = pad(_middles(levels), (1, 1))
+        edges[-1] = math.inf
+        density, share = (-edges.square() / 2).exp() / math.sqrt(2 * math.pi), _shares(edges)
+        mean = -density.diff() / share
+        # Derivatives of the mean in its edges, halved: an edge moves half as far as a level beside it; two do not move.
+        left = 0.5 * density[1:-1] * (mean[1:] - edges[1:-1]) / share[1:]
+        right = 0.5 * density[1:-1] * (edges[1:-1] - mean[:-1]) / share[:-1]
+        slope = torch.diag(1 - pad(left, (1, 0)) - pad(right, (0, 1))) - torch.diag(left, -1) - torch.diag(right, 1)
+        levels = levels + torch.linalg.solve(slope, mean - levels)
     return levels
 
 
-def _density(x: float) -> float:
-    """Density of a standard normal number."""
-    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+def _middles(levels: Tensor) -> Tensor:
+    """Middles between neighbours."""
+    return (levels[1:] + levels[:-1]) / 2
 
 
-def _share(low: float, high: float) -> float:
-    """Probability between two numbers of at least 0."""
-    return (math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))) / 2
+def _shares(edges: Tensor) -> Tensor:
+    """Probabilities of a standard normal number between neighbouring ones of at least 0."""
+    beyond: Tensor = torch.special.erfc(edges / math.sqrt(2))
+    return -beyond.diff() / 2
 
 
-def _tridiagonal(rows: list[tuple[float, float, float, float]]) -> list[float]:
-    """Solve equations of (below, on, above the diagonal, right side)."""
-    above: list[float] = []
-    right: list[float] = []
-    for below, on, over, side in rows:
-        pivot = on - below * (above[-1] if above else 0)
-        right.append((side - below * (right[-1] if right else 0)) / pivot)
-        above.append(over / pivot)
-    for i in reversed(range(len(rows) - 1)):
-        right[i] -= above[i] * right[i + 1]
-    return right
+_UPPER = [_positive_levels(2**bits // 2) for bits in range(1, MOST_BITS + 1)]
+_LEVELS = [torch.zeros(1, dtype=torch.float64, device="cpu"), *(torch.cat((-x.flip(0), x)) for x in _UPPER)]
 
 
-def _levels(bits: int) -> list[float]:
-    """All 2^bits of them, ascending."""
-    upper = _positive_levels(2**bits // 2) if bits else []
-    return [-x for x in reversed(upper)] + upper or [0.0]
+def _distortion(upper: Tensor) -> float:
+    """Mean square error of levels that are means of what they stand for, by their upper half."""
+    edges = pad(_middles(upper), (1, 1))
+    edges[-1] = math.inf
+    return 1 - 2 * float(_shares(edges) @ upper.square())
 
 
-_LEVELS = [_levels(bits) for bits in range(MOST_BITS + 1)]
-_EDGES = [[sum(pair) / 2 for pair in pairwise(levels)] for levels in _LEVELS]
-
-
-def _distortion(levels: list[float]) -> float:
-    """Mean square error of levels that are means of what they stand for."""
-    edges = [-math.inf, *(sum(pair) / 2 for pair in pairwise(levels)), math.inf]
-    shares = (_share(abs(high), abs(low)) if high <= 0 else _share(low, high) for low, high in pairwise(edges))
-    return 1.0 if len(levels) == 1 else 1 - math.fsum(p * x * x for p, x in zip(shares, levels, strict=True))
-
-
-DISTORTION = tuple(map(_distortion, _LEVELS))
+DISTORTION = (1.0, *map(_distortion, _UPPER))
 """Mean square error of rounding a standard normal number to each number of bits, from 0 to 8."""
 
-_TABLE = torch.tensor([x for levels in _LEVELS for x in levels], dtype=torch.float64, device="cpu")
-_LAST = len(_EDGES[-1])
-_EDGE_TABLE = torch.tensor(
-    [edges + [math.inf] * (_LAST - len(edges)) for edges in _EDGES], dtype=torch.float64, device="cpu"
-)
+_TABLE = torch.cat(_LEVELS)
+_EDGE_TABLE = torch.stack([pad(_middles(x), (0, 2**MOST_BITS - len(x)), value=math.inf) for x in _LEVELS])
 
 
 def table(like: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.coded_tokens import CodedTokens
-from linattn.kv_cache.compiled_codes import read_in_compiled_code
+from linattn.kv_cache.coded_tokens import CodedTokens, read_in_compiled_code
 from linattn.kv_cache.config import MergedKV, TierSize
 from linattn.kv_cache.frames import Frames
 from linattn.kv_cache.levels import table
@@ -86,7 +85,7 @@ class Tier(NamedTuple):
     def replaced(self, few: Tokens, member: Tensor, number_new: int, sample: QuerySample, size: TierSize) -> Self:
         """Fewer tokens (B, H, C, ·) in place of these and of some more: those that are one of these keep their codes.
 
-        Members (B, H, C) are numbers of these, or greater ones for any other, of which so many at most are new.
+        Members (B, H, C) are numbers of these, or greater ones for any other, of which `number_new` at most are new.
         """
         if isinstance(self.held, Tokens):
             return self.of(few, sample, size)
@@ -128,8 +127,7 @@ class Tier(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The sinks, the coded tiers from the newest to the oldest, and at most C merged keys beside the newest that
-    share their codes."""
+    """The sinks, the coded tiers, the newest first, and C merged keys at most beside the newest in their codes."""
 
     sinks: Tokens
     coded: tuple[Tier, ...]

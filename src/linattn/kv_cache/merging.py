@@ -19,21 +19,14 @@ class Reduced(NamedTuple):
     """Weighted keys in place of more."""
 
     tokens: Tokens  # (B, H, C, ·)
-    member: Tensor  # (B, H, C), the number of the only key in a cluster; that of all keys, n, where there are several
+    member: Tensor  # (B, H, C), the number of the only key in a cluster; 0 where there is none, n where several are
 
 
 def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0) -> Reduced:
-    """At most `num_merged` weighted keys in place of these (B, H, n, ·), by what the sampled queries attend to.
+    """At most `num_merged` weighted keys in place of these (B, H, n, ·), as `MergedKV` says.
 
-    The last `num_newest` are not merged, and are the last of the result.
-
-    Merged are those of least Ward cost, of what the sample sees of keys and of values; m_i = Σ_s a_si, what the sample
-    attends to a key, is its mass. Of each cluster the sample attends to as much, and to the same mean value:
-
-        k = Σ p_i k_i,   v = Σ p_i v_i,   p_i = m_i / Σ m,   β such that Σ_s a_s = Σ m
-
-    Of one query the denominator and the numerator are those of the keys merged. O(n²·(D + Dv) + n·S·D); differentiable
-    in all but the choice of what is merged.
+    The last `num_newest` are not merged, and are the last of the result. O(n²·(D + Dv) + n·S·D); differentiable in all
+    but the choice of what is merged.
     """
     if tokens.bias.shape[2] <= num_merged:
         return Reduced(tokens, torch.arange(tokens.bias.shape[2], device=tokens.bias.device).expand(tokens.bias.shape))
@@ -50,7 +43,9 @@ def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: in
         newest = torch.where(tokens.bias[..., size:] == -torch.inf, num_merged, newest)
         number = torch.cat((torch.where(number == room, num_merged, number), newest), -1)
     means = cluster_means(tokens, number, attended.log_mass, num_merged)
-    return Reduced(means.conserving(attended), means.only_members(number))
+    keys = torch.arange(number.shape[-1], device=number.device).expand_as(number)
+    only = keys.new_zeros(*number.shape[:2], num_merged + 1).scatter(-1, number, keys)[..., :-1]
+    return Reduced(means.conserving(attended), torch.where(means.size > 1, number.shape[-1], only))
 
 
 class ClusterMeans(NamedTuple):
@@ -67,20 +62,8 @@ class ClusterMeans(NamedTuple):
         """Weighted keys to which the sample attends as much as to their members."""
         return self.weighted(self.log_mass - attended.log_attended(self.key))
 
-    def only_members(self, number: Tensor) -> Tensor:
-        """The number (B, H, C) of each cluster's only key, of keys in clusters (B, H, n); n where there are several.
-
-        0 where there is none.
-        """
-        keys = torch.arange(number.shape[-1], device=number.device).expand_as(number)
-        member = keys.new_zeros(*number.shape[:2], self.size.shape[-1] + 1).scatter(-1, number, keys)
-        return torch.where(self.size > 1, number.shape[-1], member[..., :-1])
-
     def weighted(self, bias: Tensor) -> Tokens:
-        """Weighted keys with these biases (B, H, C); free places have bias -inf.
-
-        A key that stays alone keeps its own to the bit, however often it is looked at.
-        """
+        """Weighted keys with biases (B, H, C), -inf of free places; a key that stays alone keeps its own to the bit."""
         bias = torch.where(self.size == 0, -torch.inf, torch.where(self.size == 1, self.bias_sum, bias))
         return Tokens(self.key, self.value, bias)
 

@@ -48,8 +48,7 @@ def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: in
 def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, Tensor]:
     """Some of the keys (..., n) by number (..., num_seeds), and the logarithms of the masses that they stand for.
 
-    Among them are the heaviest ones. Of the others they are drawn, evenly and without chance, in proportion to the
-    root of their masses, and stand for these, some perhaps more than once. Heads without so many keys have all theirs.
+    The heaviest ones, and others evenly in proportion to the root of their masses; of fewer keys all.
     """
     shape, logs = log_mass.shape[:-1], log_mass.flatten(0, -2)
     mass = relative(logs)
@@ -103,16 +102,14 @@ def _merged_down(clusters: Centres, num_clusters: int, num_rounds: int) -> Tenso
 
 
 def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> Tensor:
-    """One round that leaves no more than `room` clusters: the new number (N, n) of each, in the order of those left.
-
-    How many join others is a matter of each head's own number of clusters, whatever is absent beside them.
-    """
+    """One round that leaves no more than `room` clusters: the new number (N, n) of each, in the order of those left."""
     order = clusters.mass.argsort(dim=-1, descending=True, stable=True)
     mass = clusters.mass.gather(-1, order)
     first = torch.arange(len(order), device=order.device).unsqueeze(-1) * order.shape[1]
     # By rows, which is several times as fast as by numbers.
     point = clusters.point.flatten(0, 1).index_select(0, (order + first).flatten()).view(clusters.point.shape)
     number, there = torch.arange(mass.shape[1], device=mass.device), mass > 0
+    # A matter of each head's own number of clusters, whatever is absent beside them.
     excess = (there.sum(-1, keepdim=True) - num_clusters).clamp(min=0)
     least, heavier = _nearest_before(point)
     joining = mass.gather(-1, heavier)

@@ -51,10 +51,7 @@ class QuerySample(NamedTuple):
         return cls(query, torch.zeros(query.shape[:3], dtype=torch.bool, device=key.device))
 
     def add(self, query: Tensor, live: Tensor, scale: float, *, block: int, first: int) -> QuerySample:
-        """With queries (B, H, G, n, D) of one block of tokens, from its token number `first` on; the oldest go.
-
-        Those of tokens that are not live (B, H or 1, n) are not there.
-        """
+        """With queries (B, H, G, n, D) of one block of tokens, from its token number `first` on; the oldest go."""
         groups, stop = query.shape[2], first + query.shape[3]
         places = [(token - first, head) for token, head in sampled_places(block, groups) if first <= token < stop]
         if not places:
@@ -124,8 +121,7 @@ _SAMPLED, _LEAST_SAMPLED = 2**17, 64
 def sampled_evenly(query: Tensor, live: Tensor, num_merged: int, scale: float, *, is_masked: bool) -> QuerySample:
     """Of queries (B, H, G, Lq, D), as many as the live keys (B, H, Lk) of their head say.
 
-    As many queries as keys are the same tokens, and a masked one's query counts as little as its key; of another number
-    all queries count.
+    As many queries as keys are the same tokens, masked alike; of another number all queries count.
     """
     groups, num_queries, num_keys = query.shape[2], query.shape[3], live.shape[-1]
     # No more keys than merged ones stay alone, by whatever sample.
@@ -154,10 +150,7 @@ def _size(num_keys: int, groups: int) -> int:
 
 
 def evenly(live: Tensor, size: Tensor | int, room: int) -> tuple[Tensor, Tensor]:
-    """Places (B, H, room) of so many live tokens (B, H, L), evenly spaced, and which are there: each once of few.
-
-    The size is one for each head, (B, H, 1), or for all, and no larger than `room`.
-    """
+    """Places (B, H, room) of so many live tokens (B, H, L), of each head or of all, evenly spaced; which are there."""
     reach = live.cumsum(-1)
     number = reach[..., -1:]
     size = number.clamp(max=size)

@@ -76,10 +76,7 @@ def check_continues(keys: MergedKeys | RowGroups[MergedKeys], key: Tensor, value
 
 
 def check_tensors(keys: MergedKeys | RowGroups[MergedKeys], head_dim: int, num_groups: int | None) -> None:
-    """Refuse a state of which any tensor has not the shape, dtype and device that its config and its tokens ask for.
-
-    `num_groups` is the query heads of a key/value head, None for any.
-    """
+    """Refuse a state of which a tensor has not the shape, dtype and device that its config and its tokens ask for."""
     if not isinstance(keys, RowGroups):
         _check_group(keys, head_dim, num_groups)
         return

@@ -31,8 +31,7 @@ def attend_causal_merging(
 ) -> tuple[Reading, MergedKeys]:
     """Causal rows over earlier keys and these, w keys of a window in blocks of b tokens, and the KV cache after all.
 
-    O(L·(C + w + b)·(D + Dv) + L/(b + s)·(C + b)²·(D + Dv)) per head, for s more keys merged than must be. Many
-    tokens in compiled code, and keys in few bits, where that can run them, unless the backend is "torch".
+    O(L·(C + w + b)·(D + Dv) + L/(b + s)·(C + b)²·(D + Dv)) per head, for s more keys merged than must be.
     """
     key, value = inert(bias, key, value)
     biases = before.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias

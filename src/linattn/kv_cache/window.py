@@ -64,7 +64,7 @@ def read_beside_neighbours(
 ) -> Reading:
     """Rows over their own block of keys and both neighbours as they are, and over what they leave of the clusters.
 
-    Of each row it is one softmax: of Σ_c exp(q·k_c + β_c)·v_c + Σ_near (exp(q·k_j) - s_j·exp(q·k_c(j) + β_c(j)))·v_j.
+    One softmax: of Σ_c exp(q·k_c + β_c)·v_c + Σ_near (exp(q·k_j) - s_j·exp(q·k_c(j) + β_c(j)))·v_j.
     """
     flat, few = (Tokens(*(x.flatten(0, 1) for x in each)) for each in (tokens, clusters))
     number, share = number.flatten(0, 1), share.flatten(0, 1)
@@ -113,10 +113,7 @@ def _together(parts: Iterator[Partial], number: int) -> Partial:
 
 
 def _left(bias: Tensor, number: Tensor, share: Tensor, window: int) -> Tensor:
-    """The clusters' biases (N, C) for each block, (N, C, n): -inf where the keys around it leave nothing of one.
-
-    A remainder of which most digits are lost is left out.
-    """
+    """Clusters' biases (N, C) by block, (N, C, n): -inf where the keys around it leave little or nothing of one."""
     (heads, size), num_blocks = bias.shape, -(-number.shape[1] // window)
     place = number * num_blocks + torch.arange(number.shape[1], device=number.device) // window
     none = bias.detach().new_zeros(heads, (size + 1) * num_blocks)
@@ -131,9 +128,7 @@ def _left(bias: Tensor, number: Tensor, share: Tensor, window: int) -> Tensor:
 
 
 def _read(query: Tensor, sources: _Sources, scale: float) -> Partial:
-    """Rows (N, n, R, D) of the blocks, and their log-normalisers; biases and scale are of powers of two. 0 where no key
-    is seen.
-    """
+    """Rows (N, n, R, D) of the blocks, in powers of two, and their log-normalisers; 0 where no key is seen."""
     (key, value, bias), clusters = sources.near, sources.clusters
     (heads, size, blocks), shape = clusters.bias.shape, query.shape[:3]
     rows = query.to(bias.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -99,26 +99,37 @@ class SequenceParts:
 
     def attend(self, layer: Attention, heads: Heads) -> Tensor:
         """This part's rows of the whole attention, (B, H, L, D)."""
-        lengths = (heads.key.shape[2],) * self.ranks.size if self.equal_lengths else None
         if isinstance(layer, SoftmaxAttention):
-            return self._by_softmax(layer, heads, lengths)
+            return self._by_softmax(layer, heads)
         assert isinstance(layer, LinearAttention)
-        tokens, mask, gates = heads[:3], heads.key_mask, heads.gates
-        causal, window = layer.is_causal, layer.window
-        return linear_attention(
-            *tokens, layer.feature_map, mesh=self.mesh, key_mask=mask, gates=gates, is_causal=causal, enable_gqa=True,
-            window=window, lengths=lengths,
-        )  # fmt: skip
+        options: dict[str, Any] = {"is_causal": layer.is_causal, "enable_gqa": True, "window": layer.window}
+        return self.attend_linearly(
+            *heads[:3], layer.feature_map, key_mask=heads.key_mask, gates=heads.gates, **options
+        )
 
-    def _by_softmax(self, layer: SoftmaxAttention, heads: Heads, lengths: tuple[int, ...] | None) -> Tensor:
+    def attend_linearly(
+        self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, **options: Any
+    ) -> Tensor:
+        """The rows of `linattn.parallel.linear_attention`, which takes the options."""
+        lengths = self._lengths(key)
+        return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=lengths, **options)
+
+    def _lengths(self, key: Tensor) -> tuple[int, ...] | None:
+        """Every rank's number of keys, where it is known."""
+        return (key.shape[2],) * self.ranks.size if self.equal_lengths else None
+
+    def _by_softmax(self, layer: SoftmaxAttention, heads: Heads) -> Tensor:
         """Softmax over every key that is seen: they are all sent here."""
+        lengths = self._lengths(heads.key)
         tokens, has_mask = (heads.query, heads.key, heads.value), heads.key_mask is not None
         options = {"is_causal": layer.is_causal, "gates": kind_of_gates(heads.gates), "has key_mask": has_mask}
         fields = fields_of_call("softmax layer", tokens, None, None, (), **options)
         fields |= {f"lengths[{rank}]": length for rank, length in enumerate(lengths or ())}
         every = exchange_fields(self.ranks, fields, (heads.query.shape[2], heads.key.shape[2]))
         views = Views.whole(every[:, 1].tolist() if lengths is None else lengths, is_causal=layer.is_causal)
-        mask = None if heads.key_mask is None else _bias_of(heads.key_mask, heads.key)
+        mask = None
+        if heads.key_mask is not None:
+            mask = heads.key.new_zeros(heads.key_mask.shape).masked_fill(~heads.key_mask, -torch.inf).unsqueeze(1)
         part = with_neighbours(self.ranks, Part(heads.query, heads.key, heads.value, mask, heads.gates), views)
         if not layer.is_causal:
             past = KeptTokens(part.key, part.value, None if mask is None else part.key_mask)
@@ -141,9 +152,3 @@ def _checked(layer: nn.Module) -> Attention:
             'attention layers, as {"blocks.*.attention": ContextParallel()}'
         )
     return layer
-
-
-def _bias_of(key_mask: Tensor, key: Tensor) -> Tensor:
-    """A mask as a bias, (B, 1, L)."""
-    zero = torch.zeros((), dtype=key.dtype, device=key.device)
-    return torch.where(key_mask.unsqueeze(1), zero, -torch.inf)

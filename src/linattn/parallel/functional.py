@@ -92,8 +92,11 @@ def linear_attention(
         part = Part.checked(tokens, feature_map, weights, gates, is_causal=is_causal, enable_gqa=enable_gqa)
         if window is not None:
             check_window(window, feature_map, part.query.shape[2], part.key.shape[2], is_causal=is_causal)
-        if lengths is not None:
-            ranks.check_lengths(lengths, key)
+        if lengths is not None and (len(lengths) != ranks.size or lengths[ranks.rank] != key.shape[2]):
+            raise ValueError(
+                f"lengths must say how many keys each of {ranks.size} ranks holds, and rank {ranks.rank} holds "
+                f"{key.shape[2]}, got {tuple(lengths)}"
+            )
         if window is not None and not any((lengths or ())[: ranks.rank]) and (lengths or ranks.rank == 0):
             refuse_left_padding(part)
         return part

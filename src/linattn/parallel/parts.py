@@ -12,7 +12,7 @@ from linattn.attention._check import check_map, checked_for
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind
 from linattn.feature_maps import FeatureMap
-from linattn.parallel.ranks import Ranks, gather
+from linattn.parallel.ranks import Gather, Ranks
 from linattn.positions import Gates, gate_bias, gated_attention_with_state
 from linattn.positions.gates import spans
 from linattn.softmax.precision import outside_autocast
@@ -33,12 +33,10 @@ class Span(NamedTuple):
 
 
 def gathered(ranks: Ranks, spans: list[Span], anchor: Tensor) -> tuple[list[list[Span]], Tensor]:
-    """The spans of all ranks by one all-gather, each in the order of the ranks, and the anchor.
-
-    Exponents travel beside the sums: a maximum over all ranks would be a collective more, and has no gradient.
-    """
+    """The spans of all ranks by one all-gather, exponents beside sums, each in the order of the ranks; the anchor."""
+    # A maximum of exponents over all ranks would be a collective more, and has no gradient.
     packed = [_packed(span) for span in spans]
-    every, anchor = gather(ranks, torch.cat(packed, -1), anchor)
+    every, anchor = Gather.apply(ranks, torch.cat(packed, -1), anchor)
     columns = every.split([x.shape[-1] for x in packed], -1)
     return [[_unpacked(one, span) for one in column] for column, span in zip(columns, spans, strict=True)], anchor
 
@@ -123,8 +121,10 @@ class Part(NamedTuple):
         for at in spans(self.gates.log_forget):
             part = self.keys(at)
             bias, log_decay = gate_bias(self.gates.cut(at), key_mask=part.key_mask)
-            bias = _joined(bias, part.bias).expand(part.key.shape[:3])
-            state = part._after(feature_map, span.state.decay(log_decay), bias, backend)
+            if part.bias is not None:
+                bias = torch.where(part.bias == -torch.inf, -torch.inf, bias)
+            decayed = span.state.decay(log_decay)
+            state = part._after(feature_map, decayed, bias.expand(part.key.shape[:3]), backend)
             assert span.log_decay is not None
             span = Span(state, span.log_decay + log_decay)
         return span
@@ -163,11 +163,6 @@ class Part(NamedTuple):
         """The keys, and queries (B, Hkv, G, L, D), as backends take them."""
         bound = bind(feature_map, self.key, self.key, is_causal=True)
         return Call(bound, query, self.key, self.value, bias, is_causal=True)
-
-
-def _joined(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """A gate's bias (B or 1, H, L) where the mask's (B, 1, L) lets keys in."""
-    return bias if mask is None else torch.where(mask == -torch.inf, -torch.inf, bias)
 
 
 def _refuse_statistics(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:

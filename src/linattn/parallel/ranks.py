@@ -57,15 +57,6 @@ class Ranks(NamedTuple):
         """Whether no part comes after this rank's."""
         return self.rank + 1 == self.size
 
-    def check_lengths(self, lengths: Sequence[int], key: Tensor) -> None:
-        """Refuse lengths that are not those of the ranks' parts."""
-        num_keys, lengths = key.shape[2], tuple(lengths)
-        if len(lengths) != self.size or lengths[self.rank] != num_keys:
-            raise ValueError(
-                f"lengths must say how many keys each of {self.size} ranks holds, and rank {self.rank} holds "
-                f"{num_keys}, got {lengths}"
-            )
-
 
 def offsets(lengths: Sequence[int]) -> list[int]:
     """Where each part begins, and where the last one ends."""
@@ -73,10 +64,8 @@ def offsets(lengths: Sequence[int]) -> list[int]:
 
 
 def _refuse_other_order() -> None:
-    """Refuse to work inside torch's `context_parallel` while that deals tokens out from both ends of a text.
-
-    It replaces torch's attention, whose own function is a builtin; torch has no public name for either setting.
-    """
+    """Refuse to work inside torch's `context_parallel` while that deals tokens out from both ends of a text."""
+    # It replaces torch's attention, whose own function is a builtin; torch has no public name for either setting.
     if torch.compiler.is_compiling() or inspect.isbuiltin(torch.nn.functional.scaled_dot_product_attention):
         return
     at_work = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
@@ -88,22 +77,8 @@ def _refuse_other_order() -> None:
         )
 
 
-def gather(ranks: Ranks, x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors of every rank, (B, …) -> (P, B, …), and the anchor; backward one reduce-scatter."""
-    gathered: tuple[Tensor, Tensor] = _Gather.apply(ranks, x, anchor)
-    return gathered
-
-
-def exchange(
-    ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int], anchor: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Numbers (Σ sent,), so many to each rank, and the numbers (Σ received,) from each; backward the way back."""
-    exchanged: tuple[Tensor, Tensor] = _Exchange.apply(ranks, tuple(sent), tuple(received), x, anchor)
-    return exchanged
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather; each rank's gradients of what another sent are summed there."""
+class Gather(torch.autograd.Function):
+    """Tensors of every rank, (B, …) -> (P, B, …), and the anchor, by one all-gather; backward one reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,8 +97,8 @@ class _Gather(torch.autograd.Function):
         return None, total, tied(of_anchor, total)
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all."""
+class Exchange(torch.autograd.Function):
+    """Numbers (Σ sent,), so many to each rank, and the numbers (Σ received,) from each; backward the way back."""
 
     @staticmethod
     def forward(
@@ -198,10 +173,7 @@ def kind_of_gates(gates: Gates | None) -> str:
 
 
 def agreed(ranks: Ranks, fields: Fields, check: Callable[[], T], tokens: Sequence[Tensor] = ()) -> tuple[T, Tensor]:
-    """The check of this rank's call, and how many of each of two tokens every rank has, (P, 2), if all make one call.
-
-    A call that one rank alone refuses is refused on all.
-    """
+    """The check of this rank's call, refused on all if on one, and the numbers of two tokens on each rank, (P, 2)."""
     if torch.compiler.is_compiling():
         return check(), exchange_fields(ranks, fields, _lengths(tokens))
     failure: Exception | None = None

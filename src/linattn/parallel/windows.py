@@ -21,7 +21,7 @@ from linattn.attention.bound_map import bind
 from linattn.attention.window import WindowKeys, attend_around
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.parts import Part, gathered, joined
-from linattn.parallel.ranks import Ranks, exchange, offsets
+from linattn.parallel.ranks import Exchange, Ranks, offsets
 from linattn.positions import Gates
 from linattn.softmax import combine
 from linattn.softmax.attention import inert
@@ -143,7 +143,8 @@ def with_neighbours(ranks: Ranks, part: Part, views: Views) -> Part:
     sent = [packed[:, :, views.shared(rank, reader)].flatten() for reader in range(ranks.size)]
     shared = [views.shared(holder, rank) for holder in range(ranks.size)]
     received = [per_token * (at.stop - at.start) for at in shared]
-    flat, query = exchange(ranks, torch.cat(sent), [len(piece) for piece in sent], received, part.query)
+    sizes = tuple(map(len, sent))
+    flat, query = Exchange.apply(ranks, sizes, tuple(received), torch.cat(sent), part.query)
     pieces = [piece.view(*packed.shape[:2], -1, packed.shape[3]) for piece in flat.split(received)]
     pieces[rank] = packed
     return _unpacked(torch.cat(pieces, 2), part._replace(query=query))

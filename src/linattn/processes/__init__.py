@@ -2,3 +2,4 @@
 
 from linattn.processes.group import Processes as Processes
 from linattn.processes.group import launched as launched
+from linattn.processes.signals import interrupts as interrupts

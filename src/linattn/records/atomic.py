@@ -19,10 +19,7 @@ _MOST_CHARACTERS = 40
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[TextIO]:
-    """A text file that appears under its name only when the block ends well.
-
-    Written beside its place under a temporary name, then renamed, which replaces an earlier file in one step. Whatever
-    ends the block early, an interrupt included, leaves `path` as it was and no temporary file.
+    """A text file that appears under its name only when the block ends well, in place of an earlier one in one step.
 
     Source: POSIX rename(2).
     """
@@ -44,11 +41,7 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder that appears under its name, with all its files, only when the block ends well.
 
-    Filled beside its place under a temporary name, then renamed in one step. Whatever ends the block early, an
-    interrupt included, leaves nothing under the name and no temporary folder. Raises FileExistsError if there is a file
-    of that name, or a folder that is not empty.
-
-    Source: POSIX rename(2).
+    FileExistsError if there is a file of that name, or a folder that is not empty. Source: POSIX rename(2).
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder; give a new folder, or remove it first")
@@ -71,10 +64,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
-    """Where the disk or a quota is full, or a file too large, let the OSError name what was not written.
-
-    Source: POSIX write(2).
-    """
+    """Where the disk or a quota is full, or a file too large (write(2)), let the OSError name what was not written."""
     try:
         yield
     except Exception as error:

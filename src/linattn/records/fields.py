@@ -24,10 +24,7 @@ _SHOWN, _NAMED = 40, 3
 
 
 def to_json(value: Any, *, finite: bool = True) -> Any:
-    """Dataclasses, NamedTuples and what holds them, as values that JSON has; every other value is left as it is.
-
-    Unless `finite`, the numbers that JSON does not have are written as the texts "inf", "-inf" and "nan".
-    """
+    """Dataclasses, NamedTuples and what holds them, as JSON values; unless `finite`, inf and nan are texts."""
     if isinstance(value, float):
         return value if finite or math.isfinite(value) else str(value)
     if is_dataclass(value) and not isinstance(value, type):

@@ -23,11 +23,8 @@ class InUseError(OSError):
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder for as long as the block lasts; no other process, and no other thread, can hold it meanwhile.
 
-    The lock is the operating system's and ends with its process, killed or not: what a kill leaves of it blocks
-    nobody. A thread that holds a folder may hold it again. A folder in which nothing is left at the end is removed.
-    Raises InUseError if the folder is held elsewhere.
-
-    Source: flock(2), as filelock calls it.
+    The lock is the operating system's (flock(2)) and ends with its process, killed or not. A thread that holds a folder
+    may hold it again. A folder in which nothing is left at the end is removed.
     """
     folder = folder.absolute()
     missing = [parent for parent in folder.parents if not parent.exists()]

@@ -102,10 +102,15 @@ class WorkFolder:
         Then all but it and the one before are removed.
         """
         place = self._place(training) / f"step-{progress.step:08}"
-        with _named(place), atomic_folder(place) as draft:
-            yield draft
-            write_json(draft / _PROGRESS, to_json(progress, finite=False))
-            write_json(draft / _DIGESTS, {path.name: _digest(path) for path in draft.iterdir() if path.is_file()})
+        try:
+            with atomic_folder(place) as draft:
+                yield draft
+                write_json(draft / _PROGRESS, to_json(progress, finite=False))
+                write_json(draft / _DIGESTS, {path.name: _digest(path) for path in draft.iterdir() if path.is_file()})
+        except OSError as error:
+            # It may say neither which file nor why.
+            words = f"the checkpoint {place} was not written ({error}); free some space, and start again"
+            raise OSError(words) from error
         latest = self._checkpoints(training)[-_GENERATIONS:]
         # Older ones, and what a kill has left of one.
         for other in self._place(training).iterdir():
@@ -173,15 +178,6 @@ def weights_digest(model: nn.Module) -> str:
         hasher.update(name.encode())
         hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()
-
-
-@contextmanager
-def _named(place: Path) -> Iterator[None]:
-    """Name the checkpoint in an error about a file that cannot be written, which may say neither which nor why."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"the checkpoint {place} was not written ({error}); free some space, and start again") from error
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from linattn.processes import Processes
+from linattn.processes import Processes, interrupts
 from linattn.training.budgets import Budget, Progress
 from linattn.training.checkpoints import WorkFolder
 from linattn.training.tensors import held, is_sharded, put, read, write
@@ -98,7 +97,7 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
     Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW; Accelerate's documentation.
     """
     accelerator = _accelerator(work)
-    with interrupts_wait() as pressed:
+    with interrupts(are_raised=False) as pressed:
         try:
             run = _Run(training, accelerator, work, notify)
             try:
@@ -117,34 +116,6 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
             vars(training.model).pop("_is_accelerate_prepared", None)
     progress, stopped = run.progress, bool(pressed)
     return Trained(training.name, progress.step, progress.seconds, progress.first, progress.best, stopped)
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[list[int]]:
-    """Note Ctrl-C in the list that is yielded, and raise nothing: TensorBoard's queue of events would wait for ever.
-
-    Where interrupts are ignored they stay so.
-
-    Example:
-        >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        >>> with interrupts_wait() as pressed:
-        ...     signal.raise_signal(signal.SIGINT)
-        >>> _ = signal.signal(signal.SIGINT, before)
-        >>> pressed == [signal.SIGINT]
-        True
-
-    Source: Python's documentation, "Note on Signal Handlers and Exceptions".
-    """
-    pressed: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield pressed
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _Run:
@@ -177,10 +148,7 @@ class _Run:
         self._rates = [rate * lowered for _, rate in training.parameters]
 
     def _resumed(self) -> _Start | None:
-        """The last checkpoint, in model and optimiser of all processes; None without one.
-
-        Whole tensors are read by the first process, which may have the only disk, sharded ones by all.
-        """
+        """The last checkpoint, in model and optimiser of all processes; None without one."""
         model, optimizer, processes = self._training.model, self._optimizer, self._processes
         work, name = self._work, self._training.name
         last = processes.first_does(lambda: None if work is None else work.last(name))
@@ -192,6 +160,7 @@ class _Run:
                 torch.set_rng_state(random)
             return None
         folder, progress = last
+        # Whole tensors are read by the first process, which may have the only disk.
         if self._is_sharded:
             tensors = read(folder, model, optimizer, processes)
         else:

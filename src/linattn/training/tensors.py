@@ -52,11 +52,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, best: Mapping[str, 
 def put(
     tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes
 ) -> dict[str, Tensor]:
-    """Give a model and an optimiser what `held` took of them; the best weights.
-
-    Raises ValueError on all processes, and changes nothing on any, if on one of them names, shapes or dtypes are not
-    those of its model and optimiser.
-    """
+    """Give a model and an optimiser what `held` took of them, or on no process any; the best weights."""
     processes.all_do(lambda: _check_values(tensors, model, optimizer))
     model.load_state_dict(_under(_MODEL, tensors))
     parameters = dict(model.named_parameters())
@@ -69,10 +65,7 @@ def put(
 
 
 def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes) -> dict[str, Tensor]:
-    """The tensors that were written into a folder, laid out as this model's are; checked before any takes memory.
-
-    Raises ValueError on all processes if on one of them the files are damaged, or hold other tensors.
-    """
+    """The tensors of a folder, laid out as this model's are, checked before any takes memory; errors are all's."""
     return processes.all_do(lambda: _read(folder, _alike(model, optimizer)))
 
 

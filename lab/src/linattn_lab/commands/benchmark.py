@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.terminal import ending, interrupts, print_table
+from linattn.cli.terminal import ending, print_table
+from linattn.processes import interrupts
 from linattn_lab.bench.measuring import Bench
 from linattn_lab.bench.records import BENCH, LengthRow, partial_path
 from linattn_lab.bench.settings import Settings

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.terminal import ending, interrupts
+from linattn.cli.terminal import ending
+from linattn.processes import interrupts
 from linattn.records.tables import Table
 from linattn_lab.asides import set_aside
 from linattn_lab.commands._terminal import print_words

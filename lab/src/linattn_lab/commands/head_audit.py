@@ -9,9 +9,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from linattn.cli.terminal import ending, interrupts, of_option, print_table
+from linattn.cli.terminal import ending, of_option, print_table
 from linattn.hf import load
 from linattn.methods.method import parse_method
+from linattn.processes import interrupts
 from linattn.records.texts import read_text
 from linattn_lab.audit.grid import FULL_METHODS, SHORT_METHODS, AuditGrid
 from linattn_lab.audit.measuring import Audit

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from torch import nn
 
-from linattn.cli.terminal import ending, interrupts, print_table
+from linattn.cli.terminal import ending, print_table
 from linattn.hf import LoadedModel, load_language_model
 from linattn.kv_cache.layer_plans import MemoryPlan, read_memory_plans, write_memory_plans
-from linattn.processes import Processes
+from linattn.processes import Processes, interrupts
 from linattn.records.texts import Text
 from linattn_lab.asides import asides, set_aside
 from linattn_lab.commands._terminal import whole_numbers

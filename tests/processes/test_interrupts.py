@@ -1,12 +1,13 @@
-"""Ctrl-C in a command: noted and raised, unless a shell has started the command in the background."""
+"""Ctrl-C: noted and raised, unless a shell has started the process in the background."""
 
 from __future__ import annotations
 
+import doctest
 import signal
 
 import pytest
 
-from linattn.cli.terminal import interrupts
+from linattn.processes import interrupts, signals
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -26,4 +27,13 @@ def test_ignored_interrupts_stay_so():
     except KeyboardInterrupt:
         pytest.fail("an ignored interrupt was raised")
     assert pressed == []
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_the_example_of_waiting_interrupts_holds_where_they_are_ignored():
+    """As in `make test &`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (example,) = doctest.DocTestFinder(recurse=False).find(interrupts, "interrupts", signals)
+    assert doctest.DocTestRunner().run(example).failed == 0
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
